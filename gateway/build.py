@@ -28,6 +28,7 @@ from gateway.api.routes import ROUTES
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
+from gateway.api.versions import AdapterVersions
 from gateway.billing.account import Accounting
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.journal import Journal, journal_folder
@@ -163,7 +164,7 @@ async def build(settings: Settings) -> Gateway:
     )
     handlers = [
         *_inference_handlers(resources, records, billing, serving, deliveries),
-        *_tenant_handlers(records, billing, intake),
+        *_tenant_handlers(resources, records, billing, intake),
         *_admin_handlers(records, serving, intake, resumable),
         resumable,
         _build_imports(resources, records, billing, intake),
@@ -355,9 +356,15 @@ def _inference_handlers(
     return [completions, Models(catalog=records.catalog, base_model=settings.base_model)]
 
 
-def _tenant_handlers(records: Records, billing: Billing, intake: AdapterIntake) -> list[Any]:
+def _tenant_handlers(resources: Resources, records: Records, billing: Billing, intake: AdapterIntake) -> list[Any]:
     return [
         Adapters(auth=records.auth, catalog=records.catalog, intake=intake, quota=billing.quota),
+        AdapterVersions(
+            tenants=records.tenants,
+            catalog=records.catalog,
+            uploads=Uploads(resources.database),
+            quota=billing.quota,
+        ),
         Usage(report=records.report),
     ]
 
@@ -369,7 +376,6 @@ def _admin_handlers(
     return [
         Admin(
             tenants=tenants,
-            catalog=catalog,
             intake=intake,
             uploads=resumable,
             report=report,

@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from adapters.manifest import BaseShape
+from adapters.manifest import AdapterError, BaseShape
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import PRINCIPAL
@@ -20,9 +20,10 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
-from gateway.errors import REQUEST_ID, TooSlow, Unavailable
+from gateway.errors import REQUEST_ID, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
 from gateway.quota.quota import Quota
+from gateway.records.adapter_rows import Reason
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
 from gateway.settings import Settings
@@ -104,10 +105,23 @@ class AdapterIntake:
         with storing(self._rules.seconds):
             async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
                 name = await receive(place)
-                checked = await self._checker.check(place, owner)
+                checked = await self._check(place, tenant, name, owner)
                 content = content or f"{name} {checked.digest}".encode()
                 add = partial(self._add, tenant, name, checked, actor)
                 return await place.finish(self._idempotency.once(request, actor, content, add))
+
+    async def _check(self, place: Workplace, tenant: Tenant, name: str, owner: str) -> Checked:
+        """Check the upload. A refused one stays on record as a rejected version."""
+        try:
+            return await self._checker.check(place, owner)
+        except (AdapterError, CheckFailed) as error:
+            refusal = translate(error, "")
+            reason = Reason(message=refusal.message, param=refusal.param, code=refusal.code)
+            try:
+                await self._catalog.versions.refuse(tenant, name, [reason])
+            except Unavailable as lost:
+                log.warning("a refused upload is not on record: %s", lost)
+            raise
 
     async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
         """Return the kept response of a request with an Idempotency-Key. content: as for `take`."""
@@ -210,14 +224,6 @@ class Adapters:
         name = request.match_info["name"]
         principal.check_model(name)
         return json_response(describe(await self._catalog.get(principal.tenant, name)))
-
-    async def delete(self, request: web.Request) -> web.Response:
-        principal = request[PRINCIPAL]
-        name, tenant = request.match_info["name"], principal.tenant
-        principal.check_model(name)
-        await self._quota.change(tenant.id, request[REQUEST_ID], tenant.adapter_limits.adapter_changes_per_minute)
-        await self._catalog.delete(principal.tenant, name, principal.key_id)
-        return json_response({"object": "adapter", "name": name, "deleted": True})
 
 
 @contextmanager

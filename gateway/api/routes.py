@@ -24,6 +24,7 @@ from gateway.api.route import Route, Upload
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
+from gateway.api.versions import AdapterVersions, NewTargets, VersionChanges
 from gateway.sharing.rounds import Rounds
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList
@@ -44,6 +45,24 @@ def _upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
         route("PUT", one, ResumableUploads.put, "Send a part of an upload.", query=("offset", "sha256")),
         route("POST", f"{one}/complete", ResumableUploads.complete, "Check the upload and add the version.", query=()),
         route("DELETE", one, ResumableUploads.abort, "Abort an upload.", query=()),
+    )
+
+
+def _version_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    name = f"{path}/{{name}}"
+    version, alias = f"{name}/versions/{{version}}", f"{name}/aliases/{{alias}}"
+    of = AdapterVersions
+    return (
+        route("DELETE", name, of.delete, "Delete an adapter's name with its versions.", query=FORCE),
+        route("GET", f"{name}/versions", of.list, "List an adapter's versions.", query=()),
+        route("GET", version, of.get, "Return a version.", query=()),
+        route("PATCH", version, of.change, "Retire, expire or pin a version.", query=FORCE, request=VersionChanges),
+        route("DELETE", version, of.delete, "Delete a version.", query=FORCE),
+        route("GET", f"{name}/aliases", of.list_aliases, "List an adapter's aliases.", query=()),
+        route("GET", alias, of.get_alias, "Return an alias and its ETag.", query=()),
+        route("PUT", alias, of.move, "Point an alias to versions.", query=(), request=NewTargets),
+        route("POST", f"{alias}/rollback", of.rollback, "Return an alias to its previous versions.", query=()),
+        route("DELETE", alias, of.delete_alias, "Delete an alias.", query=()),
     )
 
 
@@ -93,8 +112,9 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         ),
         Route("GET", "/v1/adapters", Adapters.list, "List the tenant's adapters.", scope="adapters"),
         Route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
-        Route("DELETE", "/v1/adapters/{name}", Adapters.delete, "Delete an adapter's name.", scope="adapters"),
     ),
+    AdapterVersions: _version_routes("/v1/adapters", partial(Route, scope="adapters"))
+    + _version_routes(f"{TENANT}/adapters", partial(Route, scope="admin")),
     ResumableUploads: _upload_routes("/v1/adapter-uploads", partial(Route, scope="adapters"))
     + _upload_routes(f"{TENANT}/adapter-uploads", partial(Route, scope="admin")),
     Imports: (
@@ -118,7 +138,6 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),
         _admin("GET", f"{TENANT}/adapters", Admin.list_adapters, "List a tenant's adapters."),
-        _admin("DELETE", f"{TENANT}/adapters/{{name}}", Admin.delete_adapter, "Delete an adapter's name."),
         _admin(
             "POST",
             "/admin/api/adapters/collect",

@@ -226,7 +226,7 @@ def lease_note(
     optional = {
         "weights": None if weights == Weights() else weights,
         "version": model.version,
-        "parts": [part.versions for part in model.parts] or None,
+        "parts": model.versions if model.parts else None,
     }
     return {
         **{name: value for name, value in optional.items() if value is not None},

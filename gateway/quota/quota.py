@@ -27,6 +27,7 @@ from gateway.quota.presence import Presence
 from gateway.quota.recall import Past, Recall
 from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import EPOCH, ExpiredLease, Progress, Reservation
+from gateway.quota.running import read_notes
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.catalog import Model
 from gateway.redis.client import Client, QuotaStore, unavailable
@@ -295,6 +296,10 @@ class Quota:
                 )
             )
         return found
+
+    async def notes(self, tenant_id: str) -> list[dict[str, Any]]:
+        """Return `lease` of each of the tenant's running requests, of all gateways. Raises Unavailable."""
+        return await self._store.call(lambda: read_notes(self._redis, tenant_id))
 
     async def with_expired(self, tenant_ids: Sequence[str]) -> list[str]:
         """Return those of the tenants that have expired leases. Raises Unavailable."""

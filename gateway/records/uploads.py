@@ -17,6 +17,7 @@ from gateway.records.adapter_limits import check_bytes
 from gateway.records.database import Database
 from gateway.records.tables import adapter_upload_parts, adapter_uploads, tenants
 from gateway.records.tenants import Tenant
+from wire.model_names import ADAPTER_NAME
 
 # Maximum number of unfinished uploads of a tenant.
 MAX_UPLOADS = 16
@@ -82,6 +83,16 @@ class Uploads:
         if row is None:
             raise RecordNotFound("There is no unfinished upload of this id.", param="id")
         return _read(row)
+
+    async def of_name(self, tenant: Tenant, name: str) -> list[PartialUpload]:
+        """Return the tenant's unfinished uploads of a name."""
+        if not ADAPTER_NAME.fullmatch(name):
+            return []
+        table = adapter_uploads
+        is_kept = table.c.updated_at > datetime.now(UTC) - KEPT
+        query = select(table).where(table.c.tenant_id == tenant.id, table.c.name == name, is_kept)
+        async with self._database.read() as connection:
+            return [_read(row) for row in (await connection.execute(query.order_by(table.c.id))).all()]
 
     async def add_part(self, tenant: Tenant, upload_id: str, start: int, num_bytes: int, part_id: str) -> PartialUpload:
         """Record a saved part. Raises WrongOffset unless it starts at the end of the previous part."""

@@ -119,7 +119,7 @@ class Versions:
         version = Version(name=name, version=number, state=push.state, created_at=now, **content)
         return version, own.current_version > 0
 
-    async def refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason], actor: str) -> None:
+    async def refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason]) -> None:
         """Record a refused upload as a rejected version without content."""
         now = datetime.now(UTC)
         async with self._database.write() as connection:
@@ -128,8 +128,6 @@ class Versions:
             row = {"adapter_id": own.id, "version": number, "created_at": now, "reasons": _store_reasons(reasons)}
             empty = {"digest": "", "rank": 0, "num_bytes": 0, "state": "rejected"}
             await connection.execute(insert(adapter_versions).values(**row, **empty))
-            target = f"{tenant.name}/{version_name(name, number)}"
-            await record_change(connection, actor, "adapter.reject", target, tenant=tenant.name)
             await _sweep_refused(connection, tenant.id)
 
     async def set_state(

@@ -17,7 +17,6 @@ from gateway.errors import RecordNotFound
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
-from gateway.records.catalog import Catalog
 from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
 from gateway.records.usage_report import UsageReport
 
@@ -29,7 +28,6 @@ class Admin:
         self,
         *,
         tenants: Tenants,
-        catalog: Catalog,
         intake: AdapterIntake,
         uploads: ResumableUploads,
         report: UsageReport,
@@ -37,7 +35,6 @@ class Admin:
         gate: Gate,
     ) -> None:
         self._tenants = tenants
-        self._catalog = catalog
         self._intake = intake
         self._uploads = uploads
         self._report = report
@@ -50,12 +47,6 @@ class Admin:
 
     async def list_adapters(self, request: web.Request) -> web.Response:
         return await self._intake.list(await self._tenant(request))
-
-    async def delete_adapter(self, request: web.Request) -> web.Response:
-        actor = request[ACTOR]
-        name = request.match_info["name"]
-        await self._catalog.delete(await self._tenant(request), name, actor)
-        return json_response({"object": "adapter", "name": name, "deleted": True})
 
     async def collect(self, request: web.Request) -> web.Response:
         """Remove stored content of deleted names and tenants; with `?dry_run=true`, only count it."""

@@ -34,10 +34,10 @@ YEARS = range(1970, 9000)
 UNFIT = {"Cc", "Cs", "Zl", "Zp"}
 
 
-async def read_raw(request: web.Request) -> bytes:
-    """Return the whole body of an operator's request, as `read_shared` does. Later calls return the same body."""
+async def read_raw(request: web.Request, owner: str = OPERATOR) -> bytes:
+    """Return the whole body as `read_shared` does. Later calls return the same body. owner: whose memory it takes."""
     if (raw := request.get(_BODY)) is None:
-        with request.config_dict[BODY_MEMORY].share(OPERATOR) as share:
+        with request.config_dict[BODY_MEMORY].share(owner) as share:
             raw = request[_BODY] = await read_shared(request, share)
     return raw
 
@@ -78,12 +78,12 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
         raise BadRequest("The request's body is not what its headers say.") from error
 
 
-async def read_body(request: web.Request, kind: type[T]) -> T:
+async def read_body(request: web.Request, kind: type[T], owner: str = OPERATOR) -> T:
     """Return the body as `kind`, a struct that forbids unknown fields. An empty body counts as `{}`.
 
-    Raises BadRequest, also for a text that `check_text` refuses.
+    owner: see `read_raw`. Raises BadRequest, also for a text that `check_text` refuses.
     """
-    raw = await read_raw(request) or b"{}"
+    raw = await read_raw(request, owner) or b"{}"
     try:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:

@@ -1,5 +1,7 @@
 """Versions and aliases in requests: the engine's adapter, the answer's name, the ledger's row, and permissions."""
 
+import asyncio
+
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
@@ -51,3 +53,155 @@ async def test_keys_limits_and_prices_take_plain_names(gateway: Gateway):
     # `json` has the same content, so it counts too.
     statuses = [(await acme.chat(model=text)).status for text in ("pirate@1", "json:latest", "pirate", "pirate@1")]
     assert statuses == [200, 200, 429, 429]
+
+
+PROD = "/v1/adapters/pirate/aliases/prod"
+
+
+async def test_aliases_by_http(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme")
+    digests = [(await push(acme, "pirate", files(seed))).json["digest"] for seed in (1, 2)]
+    made = await acme.call("PUT", PROD, json={"targets": [{"version": 1}]})
+    assert made.status == 201, made.body
+    assert made.json["targets"] == [{"version": 1, "weight": 1, "expires_at": None}]
+    assert (await acme.chat(model="pirate:prod")).headers["x-loraplex-adapter-digest"] == digests[0]
+    body = {"targets": [{"version": 1, "weight": 95}, {"version": 2, "weight": 5}]}
+    missing = await acme.call("PUT", PROD, json=body)
+    assert (missing.status, missing.error["code"]) == (428, "precondition_required")
+    moved = await acme.call("PUT", PROD, json=body, headers={"If-Match": missing.headers["ETag"]})
+    assert (moved.status, moved.headers["ETag"]) == (200, moved.json["etag"])
+    lost = await acme.call("PUT", PROD, json=body, headers={"If-Match": made.headers["ETag"]})
+    assert (lost.status, lost.error["code"], lost.headers["ETag"]) == (412, "precondition_failed", moved.json["etag"])
+    # A user and a session each stay with one version.
+    for options in ({"user": "u"}, {"headers": {"x-loraplex-session": "s"}}):
+        headers = options.pop("headers", {})
+        body = {"model": "pirate:prod", "messages": [{"role": "user", "content": "Hi"}], **options}
+        answers = [await acme.post("/v1/chat/completions", body, headers=headers) for _ in range(5)]
+        assert len({answer.headers["x-loraplex-adapter-digest"] for answer in answers}) == 1
+    back = await acme.call("POST", f"{PROD}/rollback")
+    assert (back.json["targets"], back.json["history"]) == (made.json["targets"], [])
+    again = await acme.call("POST", f"{PROD}/rollback")
+    assert (again.status, again.error["code"]) == (409, "no_earlier_state")
+    listed = await acme.get("/v1/adapters/pirate/aliases")
+    assert [each["alias"] for each in listed.json["data"]] == ["latest", "prod"]
+    for wrong, param in (
+        ({}, "targets"),
+        ({"targets": []}, "targets"),
+        ({"targets": [{"version": 0}]}, "targets[0].version"),
+        ({"targets": [{"version": 1, "weight": 10_001}]}, "targets[0].weight"),
+        ({"targets": [{"version": 1, "expires_at": "2001-01-01T00:00:00Z"}]}, "targets"),
+        ({"targets": [{"version": 7}]}, "targets"),
+    ):
+        refused = await acme.call("PUT", PROD, json=wrong, headers={"If-Match": "*"})
+        assert (refused.status, refused.error["param"]) == (400, param), refused.body
+    assert (await acme.call("DELETE", PROD)).json["deleted"]
+    assert (await acme.chat(model="pirate:prod")).status == 404
+    audit = (await gateway.admin.get("/admin/api/audit?tenant=acme&action=adapter")).json["data"]
+    assert [each["action"].partition(".")[2] for each in reversed(audit)] == [
+        *("push", "push", "alias", "alias", "rollback", "alias_delete")
+    ]
+
+
+async def test_a_version_in_use_is_deleted_by_force_and_running_requests_finish(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme")
+    for seed in (1, 2):
+        assert (await push(acme, "pirate", files(seed))).status == 201
+    upstream.paused = True
+    tasks = [
+        asyncio.create_task(acme.chat(model=model, stream=True, x_engine={"pause": True, "tokens": 3}))
+        for model in ("pirate@1", "pirate@2*0.5")
+    ]
+
+    async def running() -> bool:
+        return len(upstream.requests) == 2
+
+    await until(running)
+    one = "/v1/adapters/pirate/versions/1"
+    for path in (one, "/v1/adapters/pirate"):
+        refused = await acme.call("DELETE", path)
+        assert (refused.status, refused.error["code"]) == (409, "adapter_in_use"), path
+        assert "running requests" in refused.error["message"]
+    assert (await acme.call("DELETE", f"{one}?force=true")).json == {
+        "object": "adapter.version",
+        "name": "pirate",
+        "version": 1,
+        "deleted": True,
+    }
+    assert (await acme.chat(model="pirate@1")).status == 404
+    path = "/admin/api/tenants/acme/adapters/pirate"
+    refused = await gateway.admin.call("DELETE", path)
+    assert "pirate@2 is in use by running requests" in refused.error["message"]
+    upstream.paused = False
+    for answer in await asyncio.gather(*tasks):
+        assert answer.events[-1] == "[DONE]", "a running request ends as if nothing had happened"
+
+    async def deleted() -> bool:
+        return (await gateway.admin.call("DELETE", path)).status == 200
+
+    await until(deleted)
+    assert (await acme.chat(model="pirate")).status == 404
+
+
+async def test_states_by_http(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    path = "/v1/adapters/pirate/versions"
+    query = {"name": "pirate", "size": "5000000", "sha256": "0" * 64}
+    begun = await acme.call("POST", "/v1/adapter-uploads", params=query)
+    assert begun.status == 201, begun.body
+    (uploading,) = (await acme.get(path)).json["data"]
+    assert (uploading["state"], uploading["upload"], uploading["version"]) == ("uploading", begun.json["id"], None)
+    await acme.call("DELETE", f"/v1/adapter-uploads/{begun.json['id']}")
+    assert (await acme.get(path)).status == 404
+    broken = files() | {"adapter_config.json": b"{}"}
+    refused = await push(acme, "pirate", broken)
+    assert refused.status == 400
+    (rejected,) = (await acme.get(path)).json["data"]
+    assert (rejected["version"], rejected["state"], rejected["digest"]) == (1, "rejected", None)
+    assert rejected["reasons"] == [{key: refused.error[key] for key in ("message", "param", "code")}]
+    assert (await acme.get("/v1/adapters")).json["data"] == []
+    assert (await push(acme, "pirate", files())).json["version"] == 2
+    retired = await acme.call("PATCH", f"{path}/2", json={"state": "retired"})
+    assert (retired.status, retired.error["code"]) == (409, "adapter_in_use")
+    retired = await acme.call("PATCH", f"{path}/2?force=true", json={"state": "retired"})
+    assert retired.json["state"] == "retired"
+    assert (await acme.chat(model="pirate")).status == 404
+    assert [model["id"] for model in (await acme.get("/v1/models")).json["data"]] == ["base"]
+    assert (await acme.get("/v1/adapters/pirate")).json["state"] == "retired"
+    ready = await acme.call("PATCH", f"{path}/2", json={"state": "ready", "expires_at": "2050-01-01T00:00:00Z"})
+    assert (ready.json["state"], ready.json["expires_at"]) == ("ready", "2050-01-01T00:00:00Z")
+    assert (await acme.chat(model="pirate")).status == 200
+    pinned = await acme.call("PATCH", f"{path}/2", json={"pinned": True})
+    assert (pinned.status, pinned.error["param"]) == (403, "pinned")
+    pinned = await gateway.admin.call(
+        "PATCH", "/admin/api/tenants/acme/adapters/pirate/versions/2", json={"pinned": True}
+    )
+    assert pinned.json["pinned"] is True
+    assert (await acme.call("DELETE", f"{path}/1")).status == 200
+    assert [each["version"] for each in (await acme.get(path)).json["data"]] == [2]
+
+
+async def test_anothers_versions_and_aliases_and_absent_ones_answer_alike(gateway: Gateway):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    assert (await push(acme, "pirate", files())).status == 201
+    assert (await acme.call("PUT", PROD, json={"targets": [{"version": 1}]})).status == 201
+    targets = {"targets": [{"version": 1}]}
+    for method, rest, body in (
+        ("GET", "/versions", None),
+        ("GET", "/versions/1", None),
+        ("PATCH", "/versions/1", {"state": "retired"}),
+        ("PATCH", "/versions/1?force=true", {"expires_at": "2050-01-01T00:00:00Z"}),
+        ("DELETE", "/versions/1?force=true", None),
+        ("DELETE", "?force=true", None),
+        ("GET", "/aliases", None),
+        ("GET", "/aliases/prod", None),
+        ("PUT", "/aliases/prod", targets),
+        ("POST", "/aliases/prod/rollback", None),
+        ("DELETE", "/aliases/prod", None),
+    ):
+        answers = [await globex.call(method, f"/v1/adapters/{name}{rest}", json=body) for name in ("pirate", "absent")]
+        assert [answer.status for answer in answers] == [404, 404], (method, rest)
+        assert answers[0].body == answers[1].body
+        assert set(answers[0].headers) == set(answers[1].headers)
+    made = await gateway.admin.post("/admin/api/tenants/acme/keys?force=true", {"allowed_models": ["other"]})
+    assert (await gateway.client(made.json["key"]).get("/v1/adapters/pirate/versions")).status == 403
+    assert (await acme.chat(model="pirate:prod")).status == 200

@@ -228,7 +228,7 @@ async def test_a_version_is_served_once_it_is_validated(catalog: Catalog, acme: 
             await catalog.versions.set_state(acme, "pirate", 2, state, "probe")
     # A refused upload has a number, and none of them are kept without bound.
     for _ in range(KEPT_REFUSED + 2):
-        await catalog.versions.refuse(acme, "broken", [Reason(message="no")], "key")
+        await catalog.versions.refuse(acme, "broken", [Reason(message="no")])
     listed = await catalog.versions.list(acme, "broken")
     assert [each.version for each in listed] == list(range(3, KEPT_REFUSED + 3))
     assert {each.state for each in listed} == {"rejected"}
