@@ -11,6 +11,8 @@ from urllib.parse import quote
 
 import aiohttp
 
+from wire.model_names import Reference
+
 # Limits silence, not total time, because a large adapter on a slow line may take long.
 UPLOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
@@ -124,8 +126,43 @@ class GatewayClient:
     async def adapters(self, tenant: str | None) -> list[dict[str, Any]]:
         return await self.listed(_adapters_path(tenant))
 
-    async def delete_adapter(self, tenant: str | None, name: str) -> None:
-        await self.call("DELETE", _path(_adapters_path(tenant), name))
+    async def delete_adapter(self, tenant: str | None, reference: Reference, *, force: bool = False) -> None:
+        """Delete an adapter's name, or the version that the reference names."""
+        path = _path(_adapters_path(tenant), reference.name)
+        if reference.version is not None:
+            path = _version_path(tenant, reference)
+        await self.call("DELETE", path, params=_force(force))
+
+    async def versions(self, tenant: str | None, name: str) -> list[dict[str, Any]]:
+        return await self.listed(_path(_adapters_path(tenant), name) + "/versions")
+
+    async def change_version(
+        self, tenant: str | None, version: Reference, changes: dict[str, Any], *, force: bool
+    ) -> dict[str, Any]:
+        return await self.call("PATCH", _version_path(tenant, version), json=changes, params=_force(force))
+
+    async def aliases(self, tenant: str | None, name: str) -> list[dict[str, Any]]:
+        return await self.listed(_path(_adapters_path(tenant), name) + "/aliases")
+
+    async def move_alias(
+        self, tenant: str | None, alias: Reference, targets: list[dict[str, int]], etag: str | None = None
+    ) -> dict[str, Any]:
+        """Point an alias to versions. etag: of the state that is replaced; None takes the present one, if any."""
+        path = _alias_path(tenant, alias)
+        if etag is None:
+            try:
+                etag = (await self.call("GET", path))["etag"]
+            except GatewayError as error:
+                if error.status != 404:
+                    raise
+        headers = {} if etag is None else {"If-Match": etag}
+        return await self.call("PUT", path, json={"targets": targets}, headers=headers)
+
+    async def rollback_alias(self, tenant: str | None, alias: Reference) -> dict[str, Any]:
+        return await self.call("POST", _alias_path(tenant, alias) + "/rollback")
+
+    async def delete_alias(self, tenant: str | None, alias: Reference) -> None:
+        await self.call("DELETE", _alias_path(tenant, alias))
 
     async def collect_adapters(self, *, dry_run: bool = False) -> dict[str, Any]:
         """Remove content from the store that no tenant's adapter name refers to."""
@@ -212,6 +249,14 @@ def uploads_path(tenant: str | None) -> str:
 
 def _adapters_path(tenant: str | None) -> str:
     return "/v1/adapters" if tenant is None else _path("/admin/api/tenants", tenant) + "/adapters"
+
+
+def _version_path(tenant: str | None, version: Reference) -> str:
+    return f"{_path(_adapters_path(tenant), version.name)}/versions/{version.version}"
+
+
+def _alias_path(tenant: str | None, alias: Reference) -> str:
+    return f"{_path(_adapters_path(tenant), alias.name)}/aliases/{alias.alias}"
 
 
 def _keys_path(tenant: str | None) -> str:

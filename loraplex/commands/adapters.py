@@ -7,6 +7,8 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
+from loraplex.commands.versions import COMMANDS
+from wire.model_names import Reference, parse_reference
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
@@ -68,16 +70,29 @@ def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(rows)
     else:
-        print_table(rows, ("name", "version", "rank", "size_bytes", "created_at", "digest"))
+        print_table(rows, ("name", "version", "state", "rank", "size_bytes", "created_at", "digest"))
 
 
-@adapter.command("delete", epilog=examples("loraplex adapter delete pirate --tenant acme"))
+@adapter.command(
+    "delete", epilog=examples("loraplex adapter delete pirate --tenant acme", "loraplex adapter delete pirate@3")
+)
 @click.argument("name")
+@click.option("--force", is_flag=True, help="Delete it although aliases or running requests use it.")
 @tenant_options()
-def delete(name: str, tenant: str | None, gateway: Gateway) -> None:
-    """Delete the adapter NAME with its versions."""
-    gateway.run(lambda client: client.delete_adapter(tenant, name))
+def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None:
+    """Delete the adapter NAME with its versions, or one version such as pirate@3.
+
+    One that an alias or a running request uses is refused without --force. With it, running requests finish, and new
+    ones get a 404.
+    """
+    # An impossible name goes to the gateway, whose answer says that there is none.
+    reference = parse_reference(name) or Reference(name)
+    gateway.run(lambda client: client.delete_adapter(tenant, reference, force=force))
     click.echo(f"deleted adapter {name}")
+
+
+for command in COMMANDS:
+    adapter.add_command(command)
 
 
 @adapter.command("gc", epilog=examples("loraplex adapter gc", "loraplex adapter gc --dry-run"))

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from loraplex.cli import main
-from testing.adapter_files import write
+from testing.adapter_files import tensors, write
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway, until
 from testing.gateway.upstream import TOKEN, Upstream
 
@@ -117,12 +117,43 @@ async def test_adapters_of_a_tenant_by_itself_and_by_an_operator(run: Run, gatew
     acme = await gateway.tenant("acme")
     folder = write(tmp_path / "adapter")
     for whose in (("--tenant", "acme"), ("--api-key", acme.key or "")):
-        assert "pushed pirate version 1" in (await run("adapter", "push", "pirate", str(folder), *whose)).stdout
+        assert "pushed pirate version" in (await run("adapter", "push", "pirate", str(folder), *whose)).stdout
         assert "pirate" in (await run("adapter", "list", *whose)).stdout
         await run("adapter", "delete", "pirate", *whose)
         assert "pirate" not in (await run("adapter", "list", *whose)).stdout
     missing = await run("adapter", "delete", "../x", "--tenant", "acme", code=1)
     assert missing.stderr == "Error: There is no adapter of this name.\n"
+
+
+async def test_versions_and_aliases(run: Run, gateway: Gateway, tmp_path: Path):
+    whose = ("--api-key", (await gateway.tenant("acme")).key or "")
+    for seed in (0, 1):
+        folder = write(tmp_path / f"adapter-{seed}", tensors(seed=seed))
+        pushed = await run("adapter", "push", "pirate", str(folder), *whose)
+        assert f"pushed pirate version {seed + 1}" in pushed.stdout
+    assert (await run("adapter", "alias", "pirate:prod", "1", *whose)).stdout == "pirate:prod is pirate@1\n"
+    moved = await run("adapter", "alias", "pirate:prod", "1=95", "2=5", *whose)
+    assert moved.stdout == "pirate:prod is pirate@1=95,pirate@2=5\n"
+    lines = (await run("adapter", "aliases", "pirate", *whose)).stdout.splitlines()
+    assert [line.split() for line in lines[1:]] == [["latest", "2", "1"], ["prod", "1=95,2=5", "1"]]
+    lost = await run("adapter", "alias", "pirate:prod", "2", "--etag", '"x"', *whose, code=1)
+    assert "The alias has been moved: pirate:prod is version 1 (95 %), 2 (5 %), its ETag" in lost.stderr
+    assert (await run("adapter", "rollback", "pirate:prod", *whose)).stdout == "pirate:prod is pirate@1\n"
+    used = await run("adapter", "delete", "pirate@1", *whose, code=1)
+    assert "pirate@1 is in use by alias 'prod'" in used.stderr
+    assert (await run("adapter", "change", "pirate@1", "--expires", "1d", *whose)).stdout == "pirate@1 is ready\n"
+    changed = await run("adapter", "change", "pirate@1", "--expires", "never", *whose)
+    assert changed.stdout == "pirate@1 is ready\n"
+    await run("adapter", "unalias", "pirate:prod", *whose)
+    await run("adapter", "delete", "pirate@1", *whose)
+    await run("adapter", "change", "pirate@2", "--state", "retired", "--force", *whose)
+    lines = (await run("adapter", "versions", "pirate", *whose)).stdout.splitlines()
+    assert [line.split()[:2] for line in lines[1:]] == [["1", "deleted"], ["2", "retired"]]
+    assert "expected a value" in (await run("adapter", "change", "pirate@2", *whose, code=2)).stderr
+    assert "is not a version like" in (await run("adapter", "change", "pirate", *whose, code=2)).stderr
+    assert "is not an alias like" in (await run("adapter", "rollback", "a@1", *whose, code=2)).stderr
+    assert "is not a version like 3" in (await run("adapter", "alias", "a:b", "x=1", *whose, code=2)).stderr
+    await run("adapter", "delete", "pirate", *whose)
 
 
 async def test_prices_in_money_per_million_tokens(run: Run, gateway: Gateway):

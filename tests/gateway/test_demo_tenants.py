@@ -13,6 +13,7 @@ from loraplex.up.datadir import DataDir
 from loraplex.up.demo_tenants import DemoTenant
 from testing.adapter_files import tensors, write
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway
+from wire.model_names import Reference
 
 Provision = Callable[..., Awaitable[dict[str, DemoTenant]]]
 
@@ -49,7 +50,7 @@ async def test_a_second_start_finds_what_the_first_has_made(provision: Provision
 async def test_what_was_deleted_stays_deleted(provision: Provision, gateway: Gateway):
     first = await provision()
     async with GatewayClient(gateway.url, ADMIN_KEY) as admin:
-        await admin.delete_adapter("acme", "pirate")
+        await admin.delete_adapter("acme", Reference("pirate"))
         await admin.delete_tenant("globex")
         second = await provision()
         assert {name: tenant.models for name, tenant in second.items()} == {"acme": ("json",)}
