@@ -5,7 +5,8 @@ tokens in 400 blocks computed twice the useful tokens. The expected peak is that
 (Gong et al., ASPLOS 2025): requests end at different times, so fewer blocks are needed than the sum of their ends.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import insort
+from collections.abc import Sequence
 
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import Request
@@ -26,37 +27,58 @@ class Growth:
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._mean: float | None = None
+        # Running requests of the present step, and their sizes, in order.
+        self._known: list[Request] = []
+        self._sizes: list[tuple[float, int]] = []
 
     def observe(self, request: Request) -> None:
         """Update the average output with a request that ended without an abort or error."""
         outputs = float(request.num_output_tokens)
         self._mean = outputs if self._mean is None else _MEMORY * self._mean + (1 - _MEMORY) * outputs
 
+    def begin_step(self) -> None:
+        """Drop the sizes of the running requests, which the step before has changed."""
+        self._known.clear()
+        self._sizes.clear()
+
     def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
         """Return whether the blocks suffice for the expected growth of the running requests and of this one, whose
         cached blocks are `prefix`. Returns True if no request runs.
+
+        Within a step, the sizes of requests that ran at the last call are not computed again.
         """
         if not running:
             return True
-        shared = sum(len(r.blocks) for r in running) + len(prefix) - (cache.num_blocks - cache.num_free)
-        return self.peak((*running, request)) - max(0, shared) <= cache.num_blocks
+        if self._known != running[: len(self._known)]:  # a request was preempted
+            self.begin_step()
+        for other in running[len(self._known) :]:
+            insort(self._sizes, self._size(other))
+            self._known.append(other)
+        sizes = self._sizes.copy()
+        insort(sizes, self._size(request))
+        shared = sum([len(r.blocks) for r in running]) + len(prefix) - (cache.num_blocks - cache.num_free)
+        return self.peak(sizes) - max(0, shared) <= cache.num_blocks
 
-    def peak(self, requests: Iterable[Request]) -> int:
-        """Return the expected maximum number of blocks that the requests hold together, if they share none.
-
-        It includes one more block for each request, because its last block may hold a single token.
-        """
+    def _size(self, request: Request) -> tuple[float, int]:
+        """Return the number of tokens that the request is still expected to generate, negated, and that it has."""
         expected = PRIOR if self._mean is None else MARGIN * self._mean
-        size = self._block_size
-        sizes = []
-        for request in requests:
-            outputs = request.num_output_tokens
-            final = expected if outputs < expected else outputs * (1 + BEYOND) + size
-            sizes.append((min(final, request.params.max_tokens) - outputs, request.num_tokens))
+        outputs = request.num_output_tokens
+        final = expected if outputs < expected else outputs * (1 + BEYOND) + self._block_size
+        return outputs - min(final, request.params.max_tokens), request.num_tokens
+
+    def peak(self, sizes: Sequence[tuple[float, int]]) -> int:
+        """Return the expected maximum number of blocks that requests hold together, if they share none.
+
+        It includes one more block for each request, because its last block may hold a single token. sizes: see `_size`,
+        in order.
+        """
         # At the end of the request with the n-th most tokens left, the n - 1 before it still run and grew equally.
-        sizes.sort(reverse=True)
         held, peak = 0, 0.0
         for n, (left, tokens) in enumerate(sizes, 1):
             held += tokens
-            peak = max(peak, held + n * max(left, 0.0))
-        return int(peak / size) + len(sizes)
+            if left < 0.0:
+                if held - n * left > peak:
+                    peak = held - n * left
+            elif held > peak:
+                peak = held
+        return int(peak / self._block_size) + len(sizes)

@@ -109,8 +109,8 @@ class Scheduler:
         now.
         """
         plan: Plan = {}
-        self._gave_way.clear()
-        self._num_reclaimed = 0
+        self._gave_way, self._num_reclaimed = set(), 0
+        self._growth.begin_step()
         self.adapters.poll()
         # The tenant that caused a load pays for it, even if its request left before the load ended.
         for tenant, num_bytes in self.adapters.take_loaded_bytes().items():
@@ -312,7 +312,7 @@ class Scheduler:
                 self._failed.append(request)
 
     def _patience(self, streams: Plan) -> float:
-        """Return how strongly waiting prompts should slow down decoding (`pacing.patience`)."""
+        """See `pacing.patience`."""
         prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
         for tenant in {r.tenant for r in streams}:
             prompts[tenant] += min(self.policy.num_waiting(tenant), len(self._free_seats))

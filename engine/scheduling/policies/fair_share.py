@@ -8,17 +8,20 @@ A running stream of a tenant that is ahead gives way to a waiting request of one
 tenant's `max_tokens` bounds another tenant's wait; docs/design/step-loop.md states the bound.
 """
 
-from bisect import bisect_right
+from bisect import bisect_right, insort
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from engine.scheduling.policies.policy import Nearness
 from engine.scheduling.policies.tenants import TenantPolicy, Tenants
 from engine.scheduling.request import Request
 
 _turn = attrgetter("turn")
+_counter = itemgetter(0)
+# A tenant's turn: its counter, the arrival of its first request, its id.
+Turn = tuple[float, int, str]
 
 # Maximum number of least served tenants among which the nearest request is chosen. It bounds an admission's look-ups.
 COMPARED = 16
@@ -134,7 +137,10 @@ class FairTurns:
         self._running = [(tenants.counter(t), p[-1].arrival, t) for t, p in self._prompts.items()]
         heapify(self._running)
         # Heap of the waiting tenants, built on the first admission, and the rest of each one's queue.
-        self._waiting: list[tuple[float, int, str]] | None = None
+        self._waiting: list[Turn] | None = None
+        # The least served of them, in order, taken out of the heap: among these the nearest request is chosen.
+        self._compared: list[Turn] = []
+        self._num_compared = COMPARED if nearness is not None and slack else 1
         self._queues: dict[str, list[Request]] = {}
         # Number of requests returned by `next` whose adapter is off the device.
         self._num_far: Counter[str] = Counter()
@@ -152,13 +158,14 @@ class FairTurns:
             ]
             heapify(self._waiting)
         self._put_last_back()
-        waiting = self._waiting if admits else None
-        if self._running and not (waiting and waiting[0] < self._running[0]):
+        if admits:
+            self._compare_least_served()
+        if self._running and not (admits and self._compared and self._compared[0] < self._running[0]):
             self._last = heappop(self._running)[2]
             return self._prompts[self._last].pop()
-        self._last = self._nearest(waiting) if waiting else None
-        if self._last is None:
+        if not admits or not self._compared:
             return None
+        self._last = self._take_nearest()
         request = self._queues[self._last].pop()
         self._last_turn[self._last] = request.turn
         if self._nearness is not None and self._nearness.is_far(request):
@@ -170,10 +177,10 @@ class FairTurns:
 
     def _drop_far_tenants(self, nearness: Nearness) -> None:
         """Remove the tenants from the heap that wait only for adapters off the device."""
-        near = set().union(
-            *(self._tenants.waiting_for[a] for a in nearness.near_among(self._tenants.waiting_for.keys()))
-        )
-        self._waiting = [entry for entry in self._waiting or () if entry[2] in near]
+        tenants_of = self._tenants.waiting_for
+        near = set().union(*(tenants_of[adapter] for adapter in nearness.near_among(tenants_of.keys())))
+        self._waiting = [turn for turn in (*self._compared, *(self._waiting or ())) if turn[2] in near]
+        self._compared.clear()
         heapify(self._waiting)
 
     def _put_last_back(self) -> None:
@@ -187,23 +194,24 @@ class FairTurns:
         elif self._waiting is not None and (queue := self._queue(tenant)):
             heappush(self._waiting, (self._tenants.counter(tenant), queue[-1].arrival, tenant))
 
-    def _nearest(self, waiting: list[tuple[float, int, str]]) -> str | None:
+    def _compare_least_served(self) -> None:
+        """Move the least served tenants from the heap to `_compared`."""
+        waiting, compared = self._waiting or [], self._compared
+        while waiting and (len(compared) < self._num_compared or waiting[0] < compared[-1]):
+            turn = heappop(waiting)
+            if self._queue(turn[2]):  # else its requests have left during the step
+                insort(compared, turn)
+                if len(compared) > self._num_compared:
+                    heappush(waiting, compared.pop())
+
+    def _take_nearest(self) -> str:
         """Take the tenant whose first request is nearest, among those within the slack of the least served."""
-        nearness = self._nearness
-        compared: list[tuple[float, int, str]] = []
-        while waiting and len(compared) < COMPARED:
-            if compared and (nearness is None or not self._slack or waiting[0][0] > compared[0][0] + self._slack):
-                break
-            entry = heappop(waiting)
-            if self._queue(entry[2]):  # else its requests have left during the step
-                compared.append(entry)
-        if nearness is None or len(compared) < 2:
-            return compared[0][2] if compared else None
-        found = min(compared, key=lambda entry: (*self._key(nearness, self._queue(entry[2])[-1]), entry[1]))
-        for entry in compared:
-            if entry is not found:
-                heappush(waiting, entry)
-        return found[2]
+        compared, nearness = self._compared, self._nearness
+        if nearness is None or len(compared) == 1:
+            return compared.pop(0)[2]
+        most = bisect_right(compared, compared[0][0] + self._slack, key=_counter)
+        keys = [(*self._key(nearness, self._queues[tenant][-1]), arrival) for _, arrival, tenant in compared[:most]]
+        return compared.pop(keys.index(min(keys)))[2]
 
     def _key(self, nearness: Nearness, request: Request) -> tuple[bool, bool]:
         key = self._keys.get(request)

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Set
+from heapq import heapify
 from unittest import mock
 
 import pytest
@@ -43,7 +44,10 @@ class Near:
 class SlowTurns(FairTurns):
     """Slow twin: it skips requests for adapters off the device one by one."""
 
-    def _drop_far_tenants(self, nearness: Nearness) -> None: ...
+    def _drop_far_tenants(self, nearness: Nearness) -> None:
+        self._waiting = [*self._compared, *(self._waiting or ())]
+        self._compared.clear()
+        heapify(self._waiting)
 
     def _near_queue(self, tenant: str, nearness: Nearness) -> list[Request]:
         account = self._tenants.waiting.get(tenant)
