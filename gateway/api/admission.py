@@ -28,6 +28,8 @@ from gateway.sharing.turns import Turns
 ADMISSIONS_EACH = 8
 # Names the session of a request without `user`; a session always gets the same version of a canary.
 SESSION_HEADER = "x-loraplex-session"
+# Characters of a user that count, because the choice of a version hashes them.
+MAX_USER_CHARS = 512
 
 
 class Admission:
@@ -83,6 +85,7 @@ class Admission:
         for name in names_in(parsed.model, self._catalog.base_model):
             principal.check_model(name)
         user = parsed.user or request.headers.get(SESSION_HEADER)
+        user = user and user[:MAX_USER_CHARS]
         model = await resolve_model(self._catalog, tenant, parsed.model, user)
         asked = await self._prompts.measure(parsed, raw, share)
         self._fleet.check(tenant.id, model.adapters, asked.body)

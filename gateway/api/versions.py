@@ -1,15 +1,16 @@
 """Routes of an adapter's versions and aliases, for a tenant itself and for operators under `/admin/api/tenants`."""
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.scopes import ACTOR, PRINCIPAL
-from gateway.api.requests.fields import json_response, read_body, read_flag
-from gateway.errors import REQUEST_ID, Forbidden, RecordNotFound
+from gateway.api.requests.fields import json_response, read_body, read_flag, read_raw
+from gateway.api.requests.memory import OPERATOR
+from gateway.errors import REQUEST_ID, BadRequest, Forbidden, RecordNotFound, TooLarge
 from gateway.quota.quota import Quota
 from gateway.records.adapter_rows import Version, unknown_version
 from gateway.records.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, Target, Targets
@@ -19,6 +20,8 @@ from gateway.records.uploads import PartialUpload, Uploads
 from wire.digests import digest_name
 from wire.model_names import MAX_VERSION, parse_reference
 
+T = TypeVar("T", bound=Struct)
+MAX_BODY_BYTES = 16_384
 Moment = Annotated[datetime, Meta(tz=True)]
 
 
@@ -84,7 +87,9 @@ class AdapterVersions:
     async def change(self, request: web.Request) -> web.Response:
         """Retire a version or make it ready again, set its end, or pin it."""
         caller = await self._caller(request)
-        given = (await read_body(request, VersionChanges, owner=caller.tenant.id)).given()
+        given = (await _read(request, caller, VersionChanges)).given()
+        if not given:
+            raise BadRequest("Expected state, expires_at or pinned.", param="state")
         force = read_flag(request, "force")
         if "pinned" in given and not caller.is_operator:
             raise Forbidden("pinned: only an operator pins versions.", param="pinned")
@@ -117,7 +122,7 @@ class AdapterVersions:
     async def move(self, request: web.Request) -> web.Response:
         """Point an alias to versions by weight. An existing alias needs its ETag in If-Match."""
         caller = await self._caller(request)
-        given = await read_body(request, NewTargets, owner=caller.tenant.id)
+        given = await _read(request, caller, NewTargets)
         await self._count(request, caller)
         targets = [Target(each.version, each.weight, each.expires_at) for each in given.targets]
         name, alias, if_match = request.match_info["name"], request.match_info["alias"], request.headers.get("If-Match")
@@ -161,6 +166,15 @@ class AdapterVersions:
             parts = note.get("parts") or [(note.get("model"), note.get("version"))]
             found |= {version for each, version in parts if each == name and version is not None}
         return found
+
+
+async def _read(request: web.Request, caller: _Caller, kind: type[T]) -> T:
+    """Return the body as `kind`. Raises TooLarge, and what `read_body` raises."""
+    owner = OPERATOR if caller.is_operator else caller.tenant.id
+    # A tenant's large body would occupy the event loop while it is decoded.
+    if len(await read_raw(request, owner)) > MAX_BODY_BYTES:
+        raise TooLarge(f"Expected a body of at most {MAX_BODY_BYTES} bytes.")
+    return await read_body(request, kind, owner)
 
 
 def _number(request: web.Request) -> int:

@@ -5,7 +5,7 @@ of a name's meaning waits until no gateway that reaches the database still trust
 """
 
 import asyncio
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
@@ -23,6 +23,7 @@ from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.removed_versions import all_versions, removed_since, settle_removed
 from gateway.records.tables import UtcDateTime, adapter_alias_targets, adapter_versions, adapters, prices
+from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants import Tenant
 from gateway.records.versions import Push, Versions
 from gateway.sharing.turns import Turns
@@ -31,6 +32,8 @@ from wire.mixtures import Mixture
 from wire.model_names import ADAPTER_NAME, LATEST, Reference, parse_reference
 
 CACHE_ENTRIES = 50_000
+# A tenant may have 70,000 references: 1,000 names with 20 versions and 50 aliases each.
+TENANTS_ENTRIES = 5_000
 # Concurrent listings, at most one for each tenant, so that database connections stay free for other work.
 READS = 4
 CURRENT_VERSION = and_(
@@ -134,7 +137,7 @@ class Catalog:
         self._changes = changes or Changes(database)
         self._believed_seconds = believed_seconds
         # By tenant's id and reference.
-        self._known: OrderedDict[tuple[str, Reference], _Known] = OrderedDict()
+        self._known: TenantCache[Reference, _Known] = TenantCache(CACHE_ENTRIES, TENANTS_ENTRIES)
         self._lookups = Lookups(self._look_up)
         self._reads = Turns(READS)
         self.versions = Versions(database, self._changed)
@@ -165,7 +168,7 @@ class Catalog:
         reference = parse_reference(text)
         if reference is None:
             raise ModelNotFound(text)
-        known = self._known.get((tenant.id, reference))
+        known = self._known.get(tenant.id, reference)
         if (
             known is None
             or known.limited != tenant.model_limits.keys()
@@ -194,13 +197,9 @@ class Catalog:
         for row in rows:
             by_version[row.version].append(row)
         targets = [_target(reference, same) for _, same in sorted(by_version.items())]
-        key = (tenant_id, reference)
-        before = self._known.get(key)
-        in_turn = InTurn() if before is None else before.in_turn
-        known = self._known[key] = _Known(mark, limited, tuple(targets), in_turn)
-        self._known.move_to_end(key)
-        if len(self._known) > CACHE_ENTRIES:
-            self._known.popitem(last=False)
+        before = self._known.get(tenant_id, reference)
+        known = _Known(mark, limited, tuple(targets), InTurn() if before is None else before.in_turn)
+        self._known.put(tenant_id, reference, known)
         return known
 
     async def knows(self, tenant: Tenant, name: str) -> bool:

@@ -9,6 +9,7 @@ Every change locks the row of the adapter's name first.
 
 import uuid
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from typing import Any
 
@@ -120,7 +121,14 @@ class Versions:
         return version, own.current_version > 0
 
     async def refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason]) -> None:
-        """Record a refused upload as a rejected version without content."""
+        """Record a refused upload as a rejected version without content, unless the tenant was deleted."""
+        for _ in range(2):
+            # Another upload may have created the name in between (PostgreSQL).
+            with suppress(IntegrityError):
+                await self._refuse(tenant, name, reasons)
+                break
+
+    async def _refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason]) -> None:
         now = datetime.now(UTC)
         async with self._database.write() as connection:
             own = await lock_name(connection, tenant.id, name) or await _create(connection, tenant.id, name, now)

@@ -1,13 +1,16 @@
 """Versions and aliases in requests: the engine's adapter, the answer's name, the ledger's row, and permissions."""
 
 import asyncio
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
 
 
-async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstream: Upstream):
+async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstream: Upstream, tmp_path: Path):
     acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
     digests = [(await push(acme, "pirate", files(seed))).json["digest"] for seed in (1, 2)]
     for text, digest in (("pirate", digests[1]), ("pirate@1", digests[0]), ("pirate:latest", digests[1])):
@@ -26,6 +29,9 @@ async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstr
         return rows == {"pirate": 6, "pirate*0.5+pirate*0.5": 1}
 
     await until(recorded)
+    with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
+        rows = database.execute("SELECT version, count(*) FROM usage GROUP BY 1 ORDER BY 1").fetchall()
+    assert rows == [(None, 1), (1, 2), (2, 4)]
     # Another tenant's version and an absent one get the same answer.
     for text in ("pirate@1", "pirate@9", "pirate:latest", "pirate:prod", "none@1"):
         refused = await globex.chat(model=text)
@@ -86,6 +92,7 @@ async def test_aliases_by_http(gateway: Gateway, upstream: Upstream):
     assert [each["alias"] for each in listed.json["data"]] == ["latest", "prod"]
     for wrong, param in (
         ({}, "targets"),
+        ({"targets": [{"version": 1}], "more": 1}, "more"),
         ({"targets": []}, "targets"),
         ({"targets": [{"version": 0}]}, "targets[0].version"),
         ({"targets": [{"version": 1, "weight": 10_001}]}, "targets[0].weight"),
@@ -94,6 +101,9 @@ async def test_aliases_by_http(gateway: Gateway, upstream: Upstream):
     ):
         refused = await acme.call("PUT", PROD, json=wrong, headers={"If-Match": "*"})
         assert (refused.status, refused.error["param"]) == (400, param), refused.body
+    large = await acme.call("PUT", PROD, data=b'{"targets": [' + b" " * 20_000 + b"]}", headers={"If-Match": "*"})
+    assert large.status == 413
+    assert (await acme.call("PATCH", "/v1/adapters/pirate/versions/1", json={})).error["param"] == "state"
     assert (await acme.call("DELETE", PROD)).json["deleted"]
     assert (await acme.chat(model="pirate:prod")).status == 404
     audit = (await gateway.admin.get("/admin/api/audit?tenant=acme&action=adapter")).json["data"]

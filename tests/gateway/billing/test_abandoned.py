@@ -85,7 +85,10 @@ def test_the_row_of_an_abandoned_request_has_its_price():
     # Left by a living gateway whose engine died with the request: its client has no answer.
     free = abandoned_row(lease(Progress(ENGINE, 7, 3, is_free=True)), record("abort", 5)["r"])
     assert (free.completion_tokens, free.cost) == (5, 0)
-    assert (row.status, row.finish_reason) == ("abandoned", "abort")
+    assert (row.status, row.finish_reason, row.version) == ("abandoned", "abort", None)
+    # The note of a version has its number, that of a mixture the versions of its parts.
+    note = {**lease().lease, "version": 3, "parts": [["a", 1]]}
+    assert abandoned_row(msgspec.structs.replace(lease(), lease=note), record("abort", 5)["r"]).version == 3
     # The known running time, not the time until the settlement.
     assert (row.created_at, row.latency_ms) == (NOON, 3000)
 
