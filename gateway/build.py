@@ -16,17 +16,19 @@ from gateway.api.admin.tenants import AdminTenants
 from gateway.api.admission import Admission
 from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
-from gateway.api.delivery import Deliveries
+from gateway.api.delivery import Deliveries, make_deliveries
 from gateway.api.description import Description, describe_routes
 from gateway.api.engines import Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
 from gateway.api.models import Models
+from gateway.api.probes import ProbeRoutes
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
+from gateway.api.uploads.validating import Validation
 from gateway.api.usage import Usage
 from gateway.api.versions import AdapterVersions
 from gateway.billing.account import Accounting
@@ -46,13 +48,13 @@ from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
 from gateway.fleet.probe import Probe
+from gateway.fleet.probing import AdapterProber
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_deaths import SharedDeaths
 from gateway.fleet.shared_service import SharedService
-from gateway.metrics import Metrics
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain
 from gateway.quota.fallback import parse_fallback
@@ -63,6 +65,7 @@ from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.keys import Keys
 from gateway.records.prices import PriceList, Prices
+from gateway.records.probes import Probes
 from gateway.records.tenants import Tenants
 from gateway.records.uploads import Uploads
 from gateway.records.usage_report import UsageReport
@@ -107,6 +110,7 @@ class Serving:
     shared_service: SharedService
     engine_service: EngineService
     quarantine: Quarantine
+    prober: AdapterProber
     fleet: Fleet
 
 
@@ -142,16 +146,11 @@ async def build(settings: Settings) -> Gateway:
     drain, body_memory = Drain(), BodyMemory(settings.body_memory_bytes)
     metrics.watch_bodies(lambda: body_memory.held)
     idempotency = Idempotency(resources.redis, settings.redis_timeout)
-    intake = AdapterIntake(
-        catalog=records.catalog,
-        store=resources.store,
-        base=resources.model.base,
-        rules=upload_rules(settings),
-        idempotency=idempotency,
-        served=lambda: served(serving.registry.engines, settings.max_lora_rank),
-    )
+    probes, mode = Probes(resources.database), settings.adapter_probe
+    validation = Validation(records.catalog, records.tenants, probes, serving.prober, resources.redis, mode)
+    intake = _build_intake(resources, serving, idempotency, validation)
     resumable = _build_resumable(resources, records, billing, intake)
-    deliveries = _build_deliveries(settings, metrics)
+    deliveries = make_deliveries(settings, metrics)
     health = Health(
         database=resources.database,
         quota=billing.quota,
@@ -168,6 +167,7 @@ async def build(settings: Settings) -> Gateway:
         *_admin_handlers(records, serving, intake, resumable),
         resumable,
         _build_imports(resources, records, billing, intake),
+        ProbeRoutes(records.tenants, probes, serving.registry),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
         health,
@@ -259,16 +259,21 @@ def _build_serving(resources: Resources) -> Serving:
     engine_service = EngineService(lambda: registry.up, client.send_service)
     fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service)
     shared_service = SharedService(redis, settings.database_url, counters)
-    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, fleet)
+    prober = AdapterProber(registry, kinds, quarantine)
+    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, prober, fleet)
 
 
-def _build_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
-    return Deliveries(
-        metrics,
-        reader_bytes=settings.reader_buffer_bytes,
-        total_bytes=settings.answer_memory_bytes,
-        least_rate=settings.least_read_rate,
-        window=settings.client_timeout,
+def _build_intake(
+    resources: Resources, serving: Serving, idempotency: Idempotency, validation: Validation
+) -> AdapterIntake:
+    return AdapterIntake(
+        catalog=validation.catalog,
+        store=resources.store,
+        base=resources.model.base,
+        rules=upload_rules(resources.settings),
+        idempotency=idempotency,
+        served=lambda: served(serving.registry.engines, resources.settings.max_lora_rank),
+        validation=validation,
     )
 
 

@@ -32,7 +32,12 @@ class Lifecycle:
         """Return the contexts in the order of their start. The accounts of requests end before the ledger."""
         parts = (self._tracing, self._connections, self._schema, self._access, self._prices, self._leases)
         gateway = self._gateway
-        others = (gateway.intake.run, gateway.housekeeping.running, gateway.health.watching)
+        others = (
+            gateway.intake.run,
+            gateway.intake.validation.running,
+            gateway.housekeeping.running,
+            gateway.health.watching,
+        )
         return (*parts, self._engines, self._usage, self._accounts, *others)
 
     async def _tracing(self, _: web.Application) -> AsyncIterator[None]:

@@ -91,6 +91,8 @@ class Settings:
     # Local folder for the copies and uploads of a store at s3://, and its size limit.
     adapter_cache: Path = Path("~/.cache/loraplex/adapters")
     adapter_cache_bytes: types.Bytes = 16 * 2**30
+    # Whether a new version is probed in an engine before it is ready: while an engine can (auto), always or never.
+    adapter_probe: Literal["auto", "required", "off"] = "auto"
     # Prefixes of hf://, s3:// and file:// from which tenants may import adapters, and the URL of the hub for hf://.
     import_sources: types.ImportSources = ()
     import_hub: types.Text = "https://huggingface.co"

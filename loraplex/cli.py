@@ -9,7 +9,7 @@ from typing import Any
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from loraplex.commands import adapters, audit, bench, keys, prices, programs, talk, tenants, up, usage
+from loraplex.commands import adapters, audit, bases, bench, keys, prices, programs, talk, tenants, up, usage
 
 
 class OneLineErrors(click.Group):
@@ -38,7 +38,17 @@ def main() -> None:
 
 for command in (
     *(up.up, programs.gateway, programs.engine, programs.migrate),
-    *(tenants.tenant, keys.key, adapters.adapter, usage.usage, prices.price, audit.audit, talk.chat, bench.bench),
+    *(
+        tenants.tenant,
+        keys.key,
+        adapters.adapter,
+        usage.usage,
+        prices.price,
+        audit.audit,
+        bases.base,
+        talk.chat,
+        bench.bench,
+    ),
 ):
     main.add_command(command)
 

@@ -188,6 +188,9 @@ class GatewayClient:
         path = uploads_path(tenant).removesuffix("uploads") + "imports"
         return await self.call("POST", path, params={"name": name, "source": source}, timeout=UPLOAD_TIMEOUT)
 
+    async def bases(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/bases")
+
     async def usage(self, **query: str) -> Any:
         """Return the usage of all tenants or of one. query: tenant, since, until and group_by."""
         return await self._all_usage("/admin/api/usage", query)

@@ -240,6 +240,10 @@ class EngineStateResponse(Struct):
     ended_completion_tokens: int
     # Whether this engine enforces the gateways' token allowances and reports whole answers while they run.
     keeps_allowances: bool = True
+    # Whether the engine has the route `/probe`. Its release, and the digest of its base model's weights.
+    probes: bool = True
+    version: str | None = None
+    base_digest: str | None = None
     # The tenants with most waiting requests and service, at most 20.
     tenants: list[TenantShare] = []
 

@@ -131,9 +131,19 @@ class ModelRegistry:
             self._invocations.move_to_end(digest)
             return
         started = time.monotonic()
+        adapter = await self._fetch_named(digest, model, tenant)
+        self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
+        self._note_invocation(adapter)
+        _log_load(model, adapter, started)
+
+    async def host_adapter(self, digest: str, tenant: str) -> HostAdapter:
+        """Return the adapter's tensors. Raises what `using` raises."""
+        return await self._fetch_named(digest, digest_name(digest), tenant)
+
+    async def _fetch_named(self, digest: str, model: str, tenant: str) -> HostAdapter:
+        """Load an adapter. Errors name it as the client did."""
         try:
-            adapter = await self._fetch(digest, tenant)
-            self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
+            return await self._fetch(digest, tenant)
         except AdapterNotFound:
             raise ModelNotFound(model) from None
         except AdapterError as exc:
@@ -143,8 +153,6 @@ class ModelRegistry:
             # The store failed, not the adapter: another engine may be able to read it.
             _log_failure(model, exc)
             raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
-        self._note_invocation(adapter)
-        _log_load(model, adapter, started)
 
     def _note_invocation(self, adapter: HostAdapter) -> None:
         self._invocations[adapter.digest] = adapter.invocation

@@ -39,6 +39,7 @@ class Sampling:
     requests: list[Request]
     tokens: Download | None
     logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
+    logits: tuple[list[Request], Download] | None = None
 
     def wait(self) -> dict[Request, int]:
         """Return the next token of each request whose tokens are all computed, and append log-probabilities to the
@@ -52,6 +53,9 @@ class Sampling:
                     owner.logprobs.append(entry)
                 else:
                     owner.request.prompt_logprobs.append(entry)
+        if self.logits is not None:
+            for request, row in zip(self.logits[0], self.logits[1].wait()[0], strict=True):
+                request.logits = row
         if self.tokens is None:
             return {}
         return dict(zip(self.requests, self.tokens.wait()[0].tolist(), strict=True))
@@ -130,6 +134,7 @@ class Runner:
         if len(rows) != len(logits):
             [index] = upload(self.device, [np.array(rows)])
             logits = logits[index]
+        kept = self._kept_logits(requests, logits)
         wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
@@ -142,7 +147,15 @@ class Runner:
         [seats] = upload(self.device, [np.array([request.seat for request in requests])])
         self._last_tokens.index_copy_(0, seats, tokens)
         chosen = mark_not_finite(tokens, logits)
-        return Sampling(requests, Download([chosen]), [entry for entry in logprobs if entry is not None])
+        return Sampling(requests, Download([chosen]), [entry for entry in logprobs if entry is not None], kept)
+
+    def _kept_logits(self, requests: list[Request], logits: Tensor) -> tuple[list[Request], Download] | None:
+        """Copy the model's logits, before penalties, of the requests that keep them."""
+        rows = [i for i, request in enumerate(requests) if request.params.keep_logits]
+        if not rows:
+            return None
+        [index] = upload(self.device, [np.array(rows)])
+        return [requests[i] for i in rows], Download([logits[index]])
 
     def _prompt_logprobs(
         self, rows: PromptRows, logits: Tensor

@@ -40,6 +40,8 @@ from engine.http.trusted_headers import Caller, read_caller
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
 from engine.model.weights import Progress, base_tensor
+from engine.probing.base_digest import base_digest
+from engine.probing.prober import Prober
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from engine.structured.compiler import GrammarCompiler
@@ -113,6 +115,7 @@ class Server:
         app.router.add_get("/finished", self._route(EngineRoutes.finished_requests))
         app.router.add_post("/allowances", self._route(EngineRoutes.raise_allowance))
         app.router.add_post("/service", self._route(EngineRoutes.add_service))
+        app.router.add_post("/probe", self._route(EngineRoutes.probe))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
         app.router.add_get("/livez", self._live)
@@ -161,10 +164,12 @@ class Server:
             defaults,
             engine.prefix_keys,
         )
-        self._states = StateFeed(engine, self._engine_thread, models, self._finished)
+        digest = await asyncio.to_thread(base_digest, Path(self._config.model))
+        self._states = StateFeed(engine, self._engine_thread, models, self._finished, digest)
         self._throughput_log = asyncio.create_task(log_throughput(engine, self._engine_thread))
+        prober = Prober(engine, self._engine_thread, models, digest)
         self._routes = EngineRoutes(
-            tokenizer, engine, self._engine_thread, models, self._metrics, self._finished, self._states
+            tokenizer, engine, self._engine_thread, models, self._metrics, self._finished, self._states, prober
         )
 
     async def stop(self) -> None:

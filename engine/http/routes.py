@@ -16,12 +16,16 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
 from engine.engine import Engine, EngineState
+from engine.http.access import IS_INTERNAL
 from engine.http.metrics import Metrics
 from engine.http.state_feed import StateFeed
+from engine.http.trusted_headers import read_caller
+from engine.probing.prober import Prober
 from wire.decoding import decode
-from wire.digests import digest_name
+from wire.digests import bare_digest, digest_name
 from wire.errors import BadRequest
 from wire.http_body import read_body
+from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
 from wire.responses import (
     AdapterLoaded,
@@ -57,6 +61,7 @@ class EngineRoutes:
     metrics: Metrics
     finished: UsageLog
     states: StateFeed
+    prober: Prober
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.engine.max_model_len)))
@@ -145,6 +150,14 @@ class EngineRoutes:
         body = decode(ServiceElsewhere, await read_body(request))
         charge = partial(self.engine.add_service_elsewhere, body.tenants)
         return json_response(ServiceCharged(await self.engine_thread.call(charge)))
+
+    async def probe(self, request: web.Request) -> web.Response:
+        """Probe an adapter of the store for the tenant that the gateway names."""
+        caller = read_caller(request.headers, internal=request[IS_INTERNAL])
+        body = decode(ProbeRequest, await read_body(request))
+        found = await self.prober.probe(bare_digest(body.model), caller.tenant)
+        self.states.moved()
+        return json_response(found)
 
     async def update_gauges(self) -> None:
         try:

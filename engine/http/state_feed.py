@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from importlib.metadata import version
 
 import msgspec
 
@@ -28,11 +29,19 @@ HEARTBEAT_S = 1.0
 class StateFeed:
     """Readings of one engine's state. Call every method but `stepped` on the event loop."""
 
-    def __init__(self, engine: Engine, engine_thread: EngineThread, models: ModelRegistry, finished: UsageLog) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        engine_thread: EngineThread,
+        models: ModelRegistry,
+        finished: UsageLog,
+        base_digest: str | None = None,
+    ) -> None:
         self._engine = engine
         self._engine_thread = engine_thread
         self._models = models
         self._finished = finished
+        self._base_digest = base_digest
         self._event_loop = asyncio.get_running_loop()
         self._instance = uuid.uuid4().hex
         self._revision = 0
@@ -135,6 +144,8 @@ class StateFeed:
             draining=self._draining,
             revision=self._revision,
             model=self._models.base_name,
+            base_digest=self._base_digest,
+            version=version("loraplex"),
             max_model_len=self._engine.max_model_len,
             max_num_seqs=self._engine.config.max_num_seqs,
             max_lora_rank=self._engine.config.max_lora_rank,

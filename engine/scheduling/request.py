@@ -11,6 +11,8 @@ from wire.deadlines import deadline
 from wire.errors import BadRequest
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from engine.execution.logit_edits import LogitEdits
     from engine.execution.token_rules import AllowedTokens, BannedWords
     from engine.structured.compiler import Grammar, Matcher
@@ -36,6 +38,7 @@ class SamplingParams:
     """Rules for the choice of the next tokens. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
 
     allowed: the only tokens that may be sampled; cannot be combined with a grammar.
+    keep_logits: whether the output has the newest token's logits, for probes of adapters.
     """
 
     max_tokens: int = 16
@@ -56,6 +59,7 @@ class SamplingParams:
     grammar: "Grammar | None" = None
     allowed: "AllowedTokens | None" = None
     bad_words: "BannedWords | None" = None
+    keep_logits: bool = False
 
     @property
     def edits_logits(self) -> bool:
@@ -87,7 +91,7 @@ class RequestOutput:
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
     error_param: the request's parameter that caused `error`, None if none did. started_at: time at which work on the
-    prompt began (time.time()). served_digest: see `Request`.
+    prompt began (time.time()). served_digest: see `Request`. logits: `[vocab]` on the host, if kept.
     """
 
     request_id: str
@@ -102,6 +106,7 @@ class RequestOutput:
     error_param: str | None = None
     started_at: float | None = None
     served_digest: str | None = None
+    logits: "Tensor | None" = None
 
 
 class Status(Enum):
@@ -185,7 +190,7 @@ class Request:
 
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
-        "cache_salt", "charged", "edits", "error", "error_param", "finish_reason", "logprobs", "matcher",
+        "cache_salt", "charged", "edits", "error", "error_param", "finish_reason", "logits", "logprobs", "matcher",
         "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending",
         "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
         "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest",
@@ -243,6 +248,7 @@ class Request:
         self.started_at: float | None = None
         # The matcher's state depends on the output tokens only, so a preemption does not change it.
         self.matcher: Matcher | None = None if new.params.grammar is None else new.params.grammar.matcher()
+        self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
 
@@ -368,6 +374,7 @@ class Request:
             self.error_param,
             self.started_at,
             self.served_digest,
+            self.logits,
         )
         self.logprobs, self.prompt_logprobs = [], []
         return out

@@ -20,6 +20,7 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
+from gateway.api.uploads.validating import Validation
 from gateway.errors import REQUEST_ID, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
 from gateway.quota.quota import Quota
@@ -54,8 +55,10 @@ class AdapterIntake:
         rules: UploadRules,
         idempotency: Idempotency,
         served: Callable[[], Served],
+        validation: Validation,
     ) -> None:
         self._catalog = catalog
+        self.validation = validation
         self._store = store
         self._rules = rules
         self._idempotency = idempotency
@@ -70,7 +73,8 @@ class AdapterIntake:
         owner: str,
         check_allowed: Callable[[str], None] = lambda name: None,
     ) -> web.Response:
-        """Add the uploaded version and return 201. Requests use the version from this response on.
+        """Add the uploaded version and return 201; requests use the version from this response on. Return 202 for a
+        version whose probe takes long; it is ready after the probe.
 
         check_allowed: raises for a name that the actor may not push. Raises BadRequest and TooLarge for the form, and
         what `take` raises.
@@ -95,7 +99,7 @@ class AdapterIntake:
         receive: Callable[[Workplace], Awaitable[str]],
         content: bytes | None = None,
     ) -> web.Response:
-        """Add the version that `receive` writes into a workplace, and return 201.
+        """Add the version that `receive` writes into a workplace, and return 201 or 202.
 
         receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
         the owners' checks take turns. content: identifies the request for its Idempotency-Key; None is the adapter's
@@ -143,8 +147,10 @@ class AdapterIntake:
             num_bytes=checked.num_bytes,
             actor=actor,
             publish=publish,
+            state=self.validation.first_state,
         )
-        return json_response(describe(adapter), status=201)
+        adapter = await self.validation.finish(tenant, adapter)
+        return json_response(describe(adapter), status=202 if adapter.state == "validating" else 201)
 
     async def collect(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.

@@ -14,6 +14,7 @@ from typing import cast
 from aiohttp import ClientError, web
 
 from gateway.metrics import Metrics
+from gateway.settings import Settings
 from gateway.sharing.budget import Budget
 
 log = logging.getLogger(__name__)
@@ -209,3 +210,13 @@ class Deliveries:
 def _rate(delivery: Delivery, now: float) -> float:
     """Return the bytes a second that the client has read since the mark, at least 1."""
     return max(1.0, (delivery.taken - delivery.taken_at_mark) / max(now - delivery.marked, 0.001))
+
+
+def make_deliveries(settings: Settings, metrics: Metrics) -> Deliveries:
+    return Deliveries(
+        metrics,
+        reader_bytes=settings.reader_buffer_bytes,
+        total_bytes=settings.answer_memory_bytes,
+        least_rate=settings.least_read_rate,
+        window=settings.client_timeout,
+    )

@@ -20,6 +20,7 @@ from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
+from gateway.api.probes import ProbeRoutes
 from gateway.api.route import Route, Upload
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
@@ -133,6 +134,22 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             "Import an adapter for a tenant.",
             query=("name", "source"),
         ),
+    ),
+    ProbeRoutes: (
+        Route(
+            "GET",
+            "/v1/adapters/{name}/versions/{version}/probe",
+            ProbeRoutes.get,
+            "Return the probe of a version.",
+            scope="adapters",
+        ),
+        _admin(
+            "GET",
+            f"{TENANT}/adapters/{{name}}/versions/{{version}}/probe",
+            ProbeRoutes.get,
+            "Return the probe of a version.",
+        ),
+        _admin("GET", "/admin/api/bases", ProbeRoutes.bases, "List base models with their engines and adapters."),
     ),
     Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
     Admin: (

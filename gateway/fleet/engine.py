@@ -112,6 +112,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     adapter_load_seconds: float = 0.0
     draining: bool = False
     keeps_allowances: bool = False
+    probes: bool = False
+    base_digest: str | None = None
     reported: dict[str, Any] = {}
 
 

@@ -11,6 +11,7 @@ from sqlalchemy import (
     Dialect,
     Float,
     ForeignKey,
+    ForeignKeyConstraint,
     Index,
     Integer,
     MetaData,
@@ -170,6 +171,20 @@ adapter_versions = Table(
     # Time from which a version is no longer served.
     Column("expires_at", UtcDateTime, nullable=True),
     Column("pinned", Boolean, nullable=False, server_default=false()),
+)
+
+# Newest probe of each version (gateway/records/probes.py). result: JSON of `AdapterProbe`.
+adapter_probes = Table(
+    "adapter_probes",
+    metadata,
+    Column("adapter_id", String(32), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("base_digest", String(64), nullable=True),
+    Column("result", Text, nullable=False),
+    Column("probed_at", UtcDateTime, nullable=False),
+    ForeignKeyConstraint(
+        ["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.version"], ondelete="CASCADE"
+    ),
 )
 
 # Aliases beside `latest` (gateway/records/aliases.py).

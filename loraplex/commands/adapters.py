@@ -30,12 +30,14 @@ def adapter() -> None:
 @click.argument("path", type=click.Path(path_type=Path))
 @tenant_options()
 def push(name: str, path: Path, tenant: str | None, gateway: Gateway) -> None:
-    """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once.
+    """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once, unless its probe in an
+    engine takes long.
 
     A large upload is sent in parts. If it breaks, the same command goes on where it was.
     """
     made = gateway.run(lambda client: _push(client, tenant, name, path))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
+    _note_state(made)
 
 
 async def _push(client: "GatewayClient", tenant: str | None, name: str, path: Path) -> dict[str, Any]:
@@ -45,6 +47,11 @@ async def _push(client: "GatewayClient", tenant: str | None, name: str, path: Pa
     if sum(file.stat().st_size for file in upload_files(path).values()) < LEAST_BYTES:
         return await client.push_adapter(tenant, name, path)
     return await push_in_parts(client, uploads_path(tenant), name, path, _show)
+
+
+def _note_state(made: dict[str, Any]) -> None:
+    if made.get("state") == "validating":
+        click.echo("it is validating: an engine still has to probe it; requests get the version before until then")
 
 
 def _show(received: int, size: int) -> None:
@@ -59,6 +66,7 @@ def import_(name: str, source: str, tenant: str | None, gateway: Gateway) -> Non
     """Import an adapter as NAME from SOURCE, below a prefix that the gateway allows (LORAPLEX_IMPORT_SOURCES)."""
     made = gateway.run(lambda client: client.import_adapter(tenant, name, source))
     click.echo(f"imported {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
+    _note_state(made)
 
 
 @adapter.command("list", epilog=examples("loraplex adapter list --tenant acme"))

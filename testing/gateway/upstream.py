@@ -60,6 +60,9 @@ class Upstream:
         self.followers = 0
         # Request id -> the completion tokens that it may generate.
         self.keeps_allowances = False
+        # The status with which it answers a probe, 0: it closes the connection; None: it cannot probe.
+        self.probe_status: int | None = None
+        self.probed = 0
         self.allowances: dict[str, int] = {}
         self._revision = 0
         self._last_push: tuple[object, ...] = ()
@@ -87,6 +90,7 @@ class Upstream:
         app.router.add_post("/v1/chat/completions", self._generate)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/allowances", self._allow)
+        app.router.add_post("/probe", self._probe)
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
         app.router.add_get("/finished", self._finished)
@@ -141,6 +145,7 @@ class Upstream:
             "waiting": 0,
             "draining": self.draining,
             "keeps_allowances": self.keeps_allowances,
+            "probes": self.probe_status is not None,
         }
 
     async def _finished(self, request: web.Request) -> web.Response:
@@ -212,6 +217,15 @@ class Upstream:
             await report.write(json.dumps({"completion_tokens": tokens, "answer": head}).encode() + b"\n" + data)
             return report
         return web.json_response(answer, headers=self._receipt(body))
+
+    async def _probe(self, request: web.Request) -> web.Response:
+        await request.read()
+        self.probed += 1
+        if self.probe_status:
+            return web.json_response({}, status=self.probe_status)
+        assert request.transport is not None
+        request.transport.close()
+        return web.Response()
 
     async def _allow(self, request: web.Request) -> web.Response:
         assert request.headers["x-loraplex-internal-token"] == TOKEN

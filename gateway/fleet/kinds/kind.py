@@ -82,6 +82,13 @@ class EngineKind(ABC):
         """
         raise NotImplementedError
 
+    async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> tuple[int, bytes]:
+        """Return status and body of an adapter's probe, for an engine whose state has `probes`.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
+        raise NotImplementedError
+
     def headers(self, engine: EngineRecord) -> dict[str, str]:
         """Return the headers that authenticate the gateway. Each foreign server has a key of its own."""
         return engine.address.bearer

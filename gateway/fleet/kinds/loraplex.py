@@ -22,6 +22,8 @@ from gateway.fleet.kinds.kind import (
     retry_after,
     with_clients_names,
 )
+from wire.digests import digest_name
+from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest
 from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
 from wire.service import ServiceElsewhere
@@ -36,6 +38,8 @@ STATE_STREAM = "application/x-ndjson"
 MAX_LINE_BYTES = 8 * 2**20
 RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
 SERVICE_TIMEOUT = ClientTimeout(total=1.0)
+# Longer than the engine's own time limit of a probe.
+ADAPTER_TIMEOUT = ClientTimeout(total=75.0, sock_connect=CONNECT_SECONDS)
 # Error code of an engine that refuses all requests, and prefix of its codes for faults of an adapter.
 WITHDRAWN = "engine_unavailable"
 ADAPTER_FAULT = "adapter_"
@@ -111,6 +115,14 @@ class Loraplex(EngineKind):
 
     async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
         await self._post_json(engine, "/service", ServiceElsewhere(service), SERVICE_TIMEOUT)
+
+    async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> tuple[int, bytes]:
+        headers = {"Content-Type": "application/json", "x-loraplex-tenant": tenant_id, **self._token}
+        data = msgspec.json.encode(ProbeRequest(digest_name(digest)))
+        async with self._session.post(
+            engine.url + "/probe", data=data, headers=headers, timeout=ADAPTER_TIMEOUT, allow_redirects=False
+        ) as response:
+            return response.status, await response.read()
 
     async def _post_json(self, engine: EngineRecord, path: str, body: msgspec.Struct, timeout: ClientTimeout) -> None:
         """Post to one of the engine's own routes. Raises ClientError, OSError, TimeoutError."""

@@ -1,0 +1,203 @@
+"""Probe of an adapter: fixed prompts with and without it, as ordinary requests of the adapter's tenant.
+
+The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
+prompt. The scheduler charges the tenant, the device pool evicts by its usual rules, and one probe runs at a time; the
+tenants' probes take turns. Knows no HTTP.
+"""
+
+import asyncio
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import Tensor
+
+from adapters.manifest import OUTSIDE
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
+from adapters.tiers.device_size import device_size
+from engine.answering.activation import adapter_start
+from engine.answering.engine_thread import EngineThread
+from engine.answering.model_names import ModelRegistry, Served
+from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.engine import Engine
+from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
+from wire.deadlines import MOST_PRIORITY
+from wire.digests import digest_name
+from wire.probes import AdapterProbe, ProbeReason
+
+# Prompts of a probe, and tokens of each. The ids are spread over the vocabulary.
+NUM_PROMPTS, PROMPT_TOKENS = 3, 8
+_STRIDE = 0.6180339887
+# Probes of one tenant that run or wait, and the time limit of one from its turn on.
+MOST_OF_TENANT = 8
+PROBE_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Difference of two rows of logits, see `AdapterProbe`; largest is 0.0 for equal rows, None if not finite."""
+
+    largest: float | None
+    divergence: float | None
+
+
+class Prober:
+    """Prober of one engine. base_digest: digest of the base model's weights. Call every method on the event loop."""
+
+    def __init__(
+        self, engine: Engine, engine_thread: EngineThread, models: ModelRegistry, base_digest: str | None
+    ) -> None:
+        self._engine = engine
+        self._engine_thread = engine_thread
+        self._models = models
+        self._base_digest = base_digest
+        self._prompts = fixed_prompts(engine.model_config.vocab_size)
+        # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
+        self._turn = asyncio.Lock()
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def probe(self, digest: str, tenant: str) -> AdapterProbe:
+        """Probe an adapter of the store, without `sha256:`.
+
+        Raises ModelNotFound, ApiError if it cannot be loaded, QueueFull or TenantQueueFull if there is no room for a
+        probe now, EngineUnavailable.
+        """
+        async with self._turn_of(tenant):
+            try:
+                async with asyncio.timeout(PROBE_S):
+                    return await self._probe(digest, tenant)
+            except TimeoutError:
+                raise QueueFull(f"the probe took longer than {PROBE_S:g} s", retry_after=5) from None
+
+    @asynccontextmanager
+    async def _turn_of(self, tenant: str) -> AsyncIterator[None]:
+        if self._waiting[tenant] >= MOST_OF_TENANT:
+            raise TenantQueueFull(f"{MOST_OF_TENANT} of your adapters are being probed here already", retry_after=1)
+        self._waiting[tenant] += 1
+        try:
+            async with self._locks.setdefault(tenant, asyncio.Lock()), self._turn:
+                yield
+        finally:
+            self._waiting[tenant] -= 1
+            if not self._waiting[tenant]:
+                del self._waiting[tenant], self._locks[tenant]
+
+    async def _probe(self, digest: str, tenant: str) -> AdapterProbe:
+        async with self._models.using(digest_name(digest), tenant) as served:
+            adapter = await self._models.host_adapter(digest, tenant)
+            if not await asyncio.to_thread(has_effect, adapter):
+                text = (
+                    "its weights change nothing: in every module lora_A, lora_B or the scale is zero, as in an adapter "
+                    "that has not been trained"
+                )
+                return self._result(adapter, [ProbeReason(text, code="adapter_without_effect")], [])
+            prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *_trained_tokens(adapter))]
+            with self._engine_thread.place(2, tenant):
+                # Loads the adapter onto the device, so that the two rows of each later pair share one step.
+                [first] = await self._logits(prompts[:1], [served], tenant)
+                found: list[Difference] = []
+                reasons = [] if bool(torch.isfinite(first).all()) else [_not_finite(0, len(prompts))]
+                for number, prompt in enumerate(prompts if not reasons else ()):
+                    plain, changed = await self._logits([prompt] * 2, [Served(None), served], tenant)
+                    if not bool(torch.isfinite(plain).all()):
+                        raise EngineUnavailable("the base model's scores are not finite")
+                    found.append(await asyncio.to_thread(compare, plain, changed))
+                    if found[-1].largest is None:
+                        reasons.append(_not_finite(number, len(prompts)))
+        if found and all(each.largest == 0 for each in found):
+            text = "with it the model computes the same scores as without it, to the last bit"
+            reasons.append(ProbeReason(text, code="adapter_without_effect"))
+        return self._result(adapter, reasons, found)
+
+    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], tenant: str) -> list[Tensor]:
+        """Return the next token's logits `[vocab]` of each prompt with its model."""
+        run_id = uuid.uuid4().hex
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, keep_logits=True)
+        sequences = [
+            NewRequest(
+                f"probe-{run_id}-{number}",
+                prompt,
+                params,
+                adapter_digest=served.digest,
+                tenant=tenant,
+                priority=MOST_PRIORITY,
+                cache_salt=run_id,
+                adapter_start=adapter_start(prompt, served.invocation),
+            )
+            for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
+        ]
+        found: dict[int, RequestOutput] = {}
+        with self._engine_thread.submit(sequences) as ticket:
+            while len(found) < len(sequences):
+                news = await ticket.news()
+                found |= {index: output for index, output in news if output.finish_reason is not None}
+        rows = [found[index].logits for index in range(len(sequences))]
+        for index, row in enumerate(rows):
+            if row is None:
+                raise QueueFull(found[index].error or "the engine dropped the probe", retry_after=1)
+        return [row for row in rows if row is not None]
+
+    def _result(self, adapter: HostAdapter, reasons: list[ProbeReason], found: list[Difference]) -> AdapterProbe:
+        size = device_size(adapter)
+        largest = [each.largest for each in found if each.largest is not None]
+        divergence = [each.divergence for each in found if each.divergence is not None]
+        return AdapterProbe(
+            digest=digest_name(adapter.digest),
+            reasons=tuple(reasons),
+            rank=adapter.rank,
+            num_modules=len(adapter.modules),
+            host_bytes=adapter.num_bytes,
+            device_bytes=size.pages * self._engine.adapters.page_bytes + size.outside_bytes,
+            device_pages=size.pages,
+            largest_difference=max(largest) if largest and len(largest) == len(found) else None,
+            divergence=max(divergence) if divergence and len(divergence) == len(found) else None,
+            base_digest=self._base_digest,
+            engine_version=version("loraplex"),
+        )
+
+
+def fixed_prompts(vocab_size: int) -> list[list[int]]:
+    """Return the prompts' token ids, the same for every engine of a vocabulary."""
+    ids = [int((i + 1) * _STRIDE % 1 * vocab_size) for i in range(NUM_PROMPTS * PROMPT_TOKENS)]
+    return [ids[start : start + PROMPT_TOKENS] for start in range(0, len(ids), PROMPT_TOKENS)]
+
+
+def has_effect(adapter: HostAdapter) -> bool:
+    """Return whether any module's product of B, A and scale can differ from zero."""
+    return any(_changes(module) for module in adapter.modules.values())
+
+
+def compare(plain: Tensor, changed: Tensor) -> Difference:
+    """Compare two rows of logits `[vocab]`. plain: finite."""
+    if not bool(torch.isfinite(changed).all()):
+        return Difference(None, None)
+    before, after = plain.double().log_softmax(-1), changed.double().log_softmax(-1)
+    divergence = float((before.exp() * (before - after)).sum())
+    return Difference(float((plain - changed).abs().max()), max(0.0, divergence))
+
+
+def _changes(module: LoraModule) -> bool:
+    # NaN counts as a value, so that the forward pass refuses it.
+    used = (module.a != 0).any(dim=1) & (module.b != 0).any(dim=0)
+    return module.scale != 0 and bool(used.any())
+
+
+def _trained_tokens(adapter: HostAdapter) -> list[list[int]]:
+    """Return a prompt of the token whose embedding the adapter changes most; none without LoRA on embed_tokens.
+
+    Such an adapter may change only the tokens that its training data contained.
+    """
+    module = adapter.modules.get((OUTSIDE, "embed_tokens"))
+    if module is None:
+        return []
+    return [[int(module.a.float().norm(dim=0).argmax())]]
+
+
+def _not_finite(number: int, total: int) -> ProbeReason:
+    text = f"its weights are too large: they give NaN or infinity for prompt {number + 1} of {total} of the probe"
+    return ProbeReason(text, code="adapter_not_finite")

@@ -1,0 +1,160 @@
+"""Probe of each new version before it is ready: at once after its upload, and again until an engine has answered."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import msgspec
+from redis.exceptions import RedisError
+
+from gateway.billing.sweeps import Client, is_first
+from gateway.errors import BadRequest, GatewayError, RecordNotFound
+from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
+from gateway.process.background import running
+from gateway.records.adapter_rows import READY, Reason, State
+from gateway.records.catalog import Adapter, Catalog
+from gateway.records.probes import Probes
+from gateway.records.tenants import Tenant, Tenants
+from gateway.sharing.turns import Turns
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "required", "off"]
+# Probes of one process at once. Each tenant has one at a time.
+PROBES_AT_ONCE = 4
+# Pause between searches for versions without a probe, and time after which another process may try one again. It is
+# longer than a probe.
+SEARCH_SECONDS, CLAIM_SECONDS = 2.0, 90.0
+# Time for which an upload's response waits for the probe.
+WAIT_SECONDS = 20.0
+ACTOR = "probe"
+
+
+class ProbeRefused(BadRequest):
+    """The uploaded adapter failed its probe; it is on record as a rejected version."""
+
+    def __init__(self, reasons: tuple[Reason, ...]) -> None:
+        text = "; ".join(reason.message for reason in reasons)
+        super().__init__(f"The adapter was refused: {text}.", param="file", code=reasons[0].code)
+
+
+class Validation:
+    """Validator of versions.
+
+    mode: `auto` probes while an engine that can probe is available, `required` always, `off` never. A version that is
+    not probed is ready at once.
+    """
+
+    def __init__(
+        self, catalog: Catalog, tenants: Tenants, probes: Probes, prober: AdapterProber, redis: Client, mode: Mode
+    ) -> None:
+        self.catalog = catalog
+        self._tenants = tenants
+        self._probes = probes
+        self._prober = prober
+        self._redis = redis
+        self._mode = mode
+        self._turns = Turns(PROBES_AT_ONCE)
+        self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
+
+    @property
+    def first_state(self) -> State:
+        """Return the state of a version that is added now."""
+        if self._mode == "off" or (self._mode == "auto" and not self._prober.can_probe):
+            return READY
+        return "validating"
+
+    async def finish(self, tenant: Tenant, adapter: Adapter) -> Adapter:
+        """Probe a version that is validating, and wait for at most WAIT_SECONDS. Return it as it is then.
+
+        Raises ProbeRefused.
+        """
+        if adapter.state != "validating" or not self._prober.can_probe:
+            return adapter
+        await self._claim(tenant.id, adapter.name, adapter.version)
+        task = self._begin(tenant, adapter.name, adapter.version, adapter.digest)
+        await asyncio.wait({task}, timeout=WAIT_SECONDS)
+        try:
+            found = await self.catalog.versions.get(tenant, adapter.name, adapter.version)
+        except RecordNotFound:
+            return adapter
+        if found.state == "rejected":
+            raise ProbeRefused(found.reasons)
+        return msgspec.structs.replace(adapter, state=found.state)
+
+    async def running(self, _: object) -> AsyncIterator[None]:
+        """Search beside an application. The probes that still run at its end are cancelled."""
+        async with running(self.watch()):
+            yield
+        await self.close()
+
+    async def watch(self) -> None:
+        """Probe versions that are still validating, such as those of a dead process, until cancelled."""
+        while True:
+            await asyncio.sleep(SEARCH_SECONDS)
+            try:
+                await self._search()
+            except (GatewayError, OSError) as error:
+                log.warning("versions without a probe could not be read: %s", type(error).__name__)
+
+    async def close(self) -> None:
+        """Cancel the running probes; the versions stay validating."""
+        tasks = [*self._running.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _search(self) -> None:
+        if self._mode == "off" or not self._prober.can_probe:
+            return
+        for found in await self._probes.missing():
+            try:
+                tenant = await self._tenants.get(found.tenant_name)
+            except RecordNotFound:
+                continue
+            is_running = (tenant.id, found.name, found.version) in self._running
+            if not is_running and await self._claim(tenant.id, found.name, found.version):
+                self._begin(tenant, found.name, found.version, found.digest)
+
+    async def _claim(self, tenant_id: str, name: str, version: int) -> bool:
+        """Return whether no process has tried the version recently. Without Redis this process tries it."""
+        try:
+            return await is_first(self._redis, f"loraplex:probe:{tenant_id}:{name}:{version}", CLAIM_SECONDS)
+        except (RedisError, OSError, TimeoutError):
+            return True
+
+    def _begin(self, tenant: Tenant, name: str, version: int, digest: str) -> "asyncio.Task[None]":
+        key = (tenant.id, name, version)
+        if key not in self._running:
+            task = self._running[key] = asyncio.create_task(self._validate(tenant, name, version, digest))
+            task.add_done_callback(lambda done: self._end(key, done))
+        return self._running[key]
+
+    def _end(self, key: tuple[str, str, int], task: "asyncio.Task[None]") -> None:
+        del self._running[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("version %d of an adapter could not be probed", key[2], exc_info=error)
+
+    async def _validate(self, tenant: Tenant, name: str, version: int, digest: str) -> None:
+        async with self._turns.turn(tenant.id):
+            try:
+                probe = await self._prober.probe(tenant, digest)
+            except NotProbed as error:
+                log.info("an adapter of tenant %s stays validating: %s", tenant.id, error)
+                return
+            except AdapterRefused as refused:
+                if refused.probe is not None:
+                    await self._probes.record(tenant, name, version, refused.probe)
+                await self._set(tenant, name, version, "rejected", refused.reasons)
+                return
+            await self._probes.record(tenant, name, version, probe)
+            await self._set(tenant, name, version, READY)
+
+    async def _set(
+        self, tenant: Tenant, name: str, version: int, state: State, reasons: tuple[Reason, ...] = ()
+    ) -> None:
+        try:
+            await self.catalog.versions.set_state(tenant, name, version, state, ACTOR, reasons)
+        except (RecordNotFound, BadRequest):
+            log.debug("version %d was deleted or validated during its probe", version)

@@ -1,0 +1,122 @@
+"""Probes of adapters in engines, off the path of requests. They count in no breaker, but in the quarantine."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from aiohttp import ClientConnectorError, ClientError, ClientPayloadError, ServerDisconnectedError
+
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.health import network_reason
+from gateway.fleet.kinds.kind import read_detail
+from gateway.fleet.kinds.table import Kinds
+from gateway.fleet.quarantine import Quarantine, Quarantined
+from gateway.fleet.registry import Registry
+from gateway.fleet.routing import choose
+from gateway.records.adapter_rows import Reason
+from gateway.records.tenants import Tenant
+from wire.digests import digest_name
+from wire.probes import AdapterProbe
+
+log = logging.getLogger(__name__)
+
+# Engines that died during probes of one adapter until it is refused.
+MOST_DEATHS = 2
+# Adapters whose deaths are remembered.
+MAX_REMEMBERED = 10_000
+
+
+class AdapterRefused(Exception):
+    """The adapter cannot be served. probe: the result, None without one. is_final: whether no engine is asked again."""
+
+    def __init__(self, reasons: Sequence[Reason], probe: AdapterProbe | None = None, *, is_final: bool = True) -> None:
+        super().__init__("; ".join(reason.message for reason in reasons))
+        self.reasons = tuple(reasons)
+        self.probe = probe
+        self.is_final = is_final
+
+
+class NotProbed(Exception):
+    """No engine could probe the adapter now; it can be tried again."""
+
+
+class AdapterProber:
+    """Prober over the engines of the fleet."""
+
+    def __init__(self, registry: Registry, kinds: Kinds, quarantine: Quarantine) -> None:
+        self._registry = registry
+        self._kinds = kinds
+        self._quarantine = quarantine
+        self._deaths: Counter[tuple[str, str]] = Counter()
+
+    @property
+    def can_probe(self) -> bool:
+        """Return whether an engine that can probe is available."""
+        return bool(self._engines())
+
+    async def probe(self, tenant: Tenant, digest: str) -> AdapterProbe:
+        """Return the result of a usable adapter. Raises AdapterRefused, NotProbed."""
+        body = {"probe": digest}
+        try:
+            self._quarantine.check(tenant.id, [digest], body)
+        except Quarantined as error:
+            raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
+        left, refused = self._engines(), None
+        while (engine := choose(left, digest)) is not None:
+            try:
+                return await self._probe_in(engine, tenant, digest, body)
+            except AdapterRefused as error:
+                if error.is_final:
+                    raise
+                # It cannot load the adapter, for example because of its rank; another engine may have other limits.
+                refused = error
+                left.remove(engine)
+        raise refused or NotProbed("no engine that can probe is available")
+
+    async def _probe_in(self, engine: EngineRecord, tenant: Tenant, digest: str, body: dict[str, Any]) -> AdapterProbe:
+        try:
+            with engine.requests.count(digest, tenant.id):
+                status, answer = await self._kinds[engine.address.traits.name].probe(engine, digest, tenant.id)
+        except ClientConnectorError as error:
+            raise NotProbed("the engine cannot be reached") from error
+        except (ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
+            engine.mark_down(f"a probe failed: {network_reason(error)}")
+            self._quarantine.died(engine, tenant.id, [digest], body)
+            self._note_death(tenant.id, digest)
+            raise NotProbed("the engine died during the probe") from error
+        except (ClientError, OSError, TimeoutError) as error:
+            raise NotProbed(f"the engine did not answer: {type(error).__name__}") from error
+        return _read(engine, status, answer)
+
+    def _note_death(self, tenant_id: str, digest: str) -> None:
+        """Count an engine's death. Raises AdapterRefused at MOST_DEATHS."""
+        key = (tenant_id, digest)
+        self._deaths[key] += 1
+        if self._deaths[key] >= MOST_DEATHS:
+            del self._deaths[key]
+            log.error("adapter %s is refused: engines died during its probes", digest_name(digest))
+            text = f"{MOST_DEATHS} engines died while they probed this adapter"
+            raise AdapterRefused([Reason(message=text, code="adapter_probe_crashed")])
+        while len(self._deaths) > MAX_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+
+    def _engines(self) -> list[EngineRecord]:
+        return [each for each in self._registry.up if each.state.probes and each.available]
+
+
+def _read(engine: EngineRecord, status: int, answer: bytes) -> AdapterProbe:
+    """Return the probe in an engine's answer. Raises AdapterRefused, NotProbed."""
+    if status == 400 and (detail := read_detail(answer)).code == "adapter_refused":
+        raise AdapterRefused([Reason(message=detail.message, code=detail.code)], is_final=False)
+    try:
+        if status != 200:
+            raise NotProbed(f"engine {engine.url} answered {status}")
+        probe = msgspec.json.decode(answer, type=AdapterProbe)
+    except msgspec.MsgspecError as error:
+        raise NotProbed(f"engine {engine.url} sent another answer than a probe's") from error
+    if probe.reasons:
+        reasons = [Reason(message=each.message, param="file", code=each.code) for each in probe.reasons]
+        raise AdapterRefused(reasons, probe)
+    return probe

@@ -1,0 +1,109 @@
+"""Results of the probes of adapters' versions, kept with the version."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import and_, delete, func, insert, select
+
+from gateway.errors import RecordNotFound
+from gateway.records.adapter_rows import check_possible, unknown_version
+from gateway.records.database import Database
+from gateway.records.tables import adapter_probes, adapter_versions, adapters, tenants
+from gateway.records.tenants import Tenant
+from wire.probes import AdapterProbe
+
+# Unprobed versions of one tenant that a listing has.
+PER_TENANT = 2
+
+
+class Unprobed(msgspec.Struct, frozen=True):
+    """A version whose probe is missing. tenant_name, name, version, digest: of the version."""
+
+    tenant_name: str
+    name: str
+    version: int
+    digest: str
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """A version and the base model that it was probed on."""
+
+    base_digest: str
+    tenant: str
+    name: str
+    version: int
+    state: str
+
+
+class Probes:
+    """Table of probes; a version's row is removed with the version."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def record(self, tenant: Tenant, name: str, version: int, probe: AdapterProbe) -> None:
+        """Keep a version's newest probe. A version that has been deleted since is skipped."""
+        owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name, adapter_versions.c.version == version)
+        joined = adapters.join(adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
+        query = select(adapters.c.id).select_from(joined).where(owned).with_for_update()
+        table = adapter_probes
+        async with self._database.write() as connection:
+            adapter_id = (await connection.execute(query)).scalar_one_or_none()
+            if adapter_id is None:
+                return
+            this = and_(table.c.adapter_id == adapter_id, table.c.version == version)
+            await connection.execute(delete(table).where(this))
+            row = {"adapter_id": adapter_id, "version": version, "base_digest": probe.base_digest}
+            result = msgspec.json.encode(probe).decode()
+            await connection.execute(insert(table).values(**row, result=result, probed_at=datetime.now(UTC)))
+
+    async def get(self, tenant: Tenant, name: str, version: int) -> tuple[datetime, AdapterProbe]:
+        """Return the time and the result of a version's newest probe. Raises RecordNotFound."""
+        check_possible(name)
+        table = adapter_probes
+        joined = adapter_versions.join(adapters, adapter_versions.c.adapter_id == adapters.c.id).outerjoin(
+            table, and_(table.c.adapter_id == adapters.c.id, table.c.version == adapter_versions.c.version)
+        )
+        query = (
+            select(table.c.probed_at, table.c.result)
+            .select_from(joined)
+            .where(adapters.c.tenant_id == tenant.id, adapters.c.name == name, adapter_versions.c.version == version)
+        )
+        async with self._database.read() as connection:
+            row = (await connection.execute(query)).one_or_none()
+        if row is None:
+            raise unknown_version()
+        if row.result is None:
+            raise RecordNotFound("The version has not been probed.", param="version")
+        return row.probed_at, msgspec.json.decode(row.result, type=AdapterProbe)
+
+    async def missing(self) -> Sequence[Unprobed]:
+        """Return the versions that are validating: each tenant's PER_TENANT oldest."""
+        own = adapter_versions
+        place = func.row_number().over(partition_by=adapters.c.tenant_id, order_by=(own.c.created_at, own.c.version))
+        ranked: Any = (
+            select(tenants.c.name.label("tenant_name"), adapters.c.name, own.c.version, own.c.digest, place.label("n"))
+            .join_from(own, adapters, own.c.adapter_id == adapters.c.id)
+            .join(tenants, tenants.c.id == adapters.c.tenant_id)
+            .where(own.c.state == "validating")
+            .subquery()
+        )
+        async with self._database.read() as connection:
+            rows = (await connection.execute(select(ranked).where(ranked.c.n <= PER_TENANT))).all()
+        return [Unprobed(row.tenant_name, row.name, row.version, row.digest) for row in rows]
+
+    async def bound(self) -> Sequence[Bound]:
+        """Return the versions with a known base model that are not rejected, by base, tenant, name and number."""
+        own, table = adapter_versions, adapter_probes
+        query = (
+            select(table.c.base_digest, tenants.c.name.label("tenant"), adapters.c.name, own.c.version, own.c.state)
+            .join_from(table, own, and_(own.c.adapter_id == table.c.adapter_id, own.c.version == table.c.version))
+            .join(adapters, adapters.c.id == own.c.adapter_id)
+            .join(tenants, tenants.c.id == adapters.c.tenant_id)
+            .where(table.c.base_digest.is_not(None), own.c.state != "rejected")
+            .order_by(table.c.base_digest, tenants.c.name, adapters.c.name, own.c.version)
+        )
+        async with self._database.read() as connection:
+            return [Bound(*row) for row in (await connection.execute(query)).all()]

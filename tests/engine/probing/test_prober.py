@@ -1,0 +1,144 @@
+"""Probes of adapters in a running engine, beside other requests."""
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from adapters.manifest import BaseShape
+from adapters.store import DirectoryStore
+from engine.probing.base_digest import base_digest
+from engine.probing.prober import MOST_OF_TENANT, compare, fixed_prompts
+from testing.engine import Client, RunningServer
+from testing.tiny import save_adapter, save_model
+
+TOKEN = "internal"
+HEADERS = {"x-loraplex-internal-token": TOKEN, "x-loraplex-tenant": "acme"}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    running = RunningServer(model, tmp_path_factory.mktemp("store"), internal_token=TOKEN)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def put(server: RunningServer, model: Path, tmp_path: Path):
+    """Return a function that stores an adapter and returns its name for the engine."""
+
+    def put(seed: int = 1, b_factor: float = 1.0, **config: Any) -> str:
+        folder = tmp_path / f"adapter-{seed}-{b_factor}"
+        save_adapter(folder, seed=seed)
+        weights = folder / "adapter_model.safetensors"
+        tensors = {key: value * b_factor if "lora_B" in key else value for key, value in load_file(weights).items()}
+        save_file(tensors, weights)
+        file = folder / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+        store = DirectoryStore(server.server._store.root)
+        return "sha256:" + store.put(folder, BaseShape.from_config_dir(model)).digest
+
+    return put
+
+
+async def test_a_usable_adapter_is_measured(client: Client, put, model: Path):
+    name = put()
+    found = await client.ok("/probe", {"model": name}, headers=HEADERS)
+    assert (found["digest"], found["reasons"]) == (name, [])
+    assert (found["rank"], found["num_modules"], found["device_pages"]) == (4, 2, 1)
+    assert found["largest_difference"] > 0.01
+    assert found["divergence"] > 0
+    assert found["device_bytes"] > found["host_bytes"] > 0
+    assert found["base_digest"] == base_digest(model)
+    again = await client.ok("/probe", {"model": name}, headers=HEADERS)
+    assert again == found, "the prompts are fixed"
+    state = await client.state(headers=HEADERS)
+    assert state["probes"]
+    assert state["base_digest"] == found["base_digest"]
+    assert state["ended_requests"] == 0, "a probe is not billed"
+
+
+async def test_an_untrained_adapter_and_a_scale_of_zero_are_refused(client: Client, put):
+    for name in (put(2, 0.0), put(3, lora_alpha=0)):
+        [reason] = (await client.ok("/probe", {"model": name}, headers=HEADERS))["reasons"]
+        assert reason["code"] == "adapter_without_effect"
+        assert "has not been trained" in reason["message"]
+
+
+async def test_a_difference_below_the_precision_is_refused(client: Client, put):
+    found = await client.ok("/probe", {"model": put(4, 1e-30)}, headers=HEADERS)
+    assert [reason["code"] for reason in found["reasons"]] == ["adapter_without_effect"]
+    assert found["largest_difference"] == 0
+
+
+async def test_weights_that_overflow_are_refused_and_disturb_nobody(client: Client, put):
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    headers = HEADERS | {"x-loraplex-tenant": "globex"}
+    alone = await client.ok("/v1/completions", body, headers=headers)
+    beside = asyncio.create_task(client.ok("/v1/completions", body, headers=headers))
+    found = await client.ok("/probe", {"model": put(5, 5e37)}, headers=HEADERS)
+    assert found["reasons"][0]["code"] == "adapter_not_finite"
+    assert "prompt 1 of 3" in found["reasons"][0]["message"]
+    assert found["largest_difference"] is None
+    assert (await beside)["choices"] == alone["choices"]
+
+
+async def test_an_activated_adapter_is_probed_with_its_invocation(client: Client, put):
+    found = await client.ok("/probe", {"model": put(6, alora_invocation_tokens=[5, 6])}, headers=HEADERS)
+    assert found["reasons"] == []
+    assert found["largest_difference"] > 0.01
+
+
+async def test_wrong_probes(client: Client):
+    status, answer = await client.post("/probe", {"model": "tiny"}, headers=HEADERS)
+    assert (status, answer["error"]["param"]) == (400, "model")
+    status, answer = await client.post("/probe", {"model": "sha256:" + "0" * 64}, headers=HEADERS)
+    assert (status, answer["error"]["code"]) == (404, "model_not_found")
+    assert (await client.post("/probe", {"model": "sha256:" + "0" * 64}))[0] == 401
+
+
+async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(client: Client, put):
+    name = put(7)
+    many = [client.post("/probe", {"model": name}, headers=HEADERS) for _ in range(MOST_OF_TENANT + 4)]
+    other = client.post("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "globex"})
+    *of_acme, of_globex = await asyncio.gather(*many, other)
+    assert of_globex[0] == 200
+    statuses = sorted(status for status, _ in of_acme)
+    assert statuses.count(200) == MOST_OF_TENANT
+    assert set(statuses) == {200, 429}
+    assert (await client.state(headers=HEADERS))["running"] == 0
+
+
+def test_prompts_are_valid_for_any_vocabulary():
+    for vocab_size in (1, 2, 300, 151_936):
+        assert all(0 <= token < vocab_size for prompt in fixed_prompts(vocab_size) for token in prompt)
+    assert len({token for prompt in fixed_prompts(300) for token in prompt}) == 24
+
+
+def test_differences_of_logits():
+    row = torch.tensor([1.0, 2.0, 3.0])
+    assert compare(row, row).largest == 0
+    assert compare(row, row + 5).divergence == pytest.approx(0, abs=1e-12)
+    assert compare(row, row * 2).divergence > 0.01
+    assert compare(row, torch.tensor([1.0, float("inf"), 0])).largest is None
+
+
+def test_a_base_is_known_by_its_weights_and_not_by_its_folder(model: Path, tmp_path: Path):
+    for name in ("same", "renamed", "retrained"):
+        save_model(tmp_path / name)
+    config = tmp_path / "renamed" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_version": "0.1"}, indent=7))
+    weights = tmp_path / "retrained" / "model.safetensors"
+    save_file({key: value + 1e-3 for key, value in load_file(weights).items()}, weights, {"format": "pt"})
+    assert base_digest(tmp_path / "same") == base_digest(tmp_path / "renamed")
+    assert base_digest(tmp_path / "same") != base_digest(tmp_path / "retrained")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(b"GGUF")
+    assert base_digest(file) != base_digest(tmp_path / "same")
+    assert len(base_digest(file)) == hashlib.sha256().digest_size * 2

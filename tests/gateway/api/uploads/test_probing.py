@@ -1,0 +1,177 @@
+"""Uploads that are probed in a real engine, and in engines that die or cannot probe."""
+
+from collections.abc import AsyncIterator, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from safetensors.torch import load_file, save_file
+
+from gateway.api.uploads import validating
+from gateway.records.adapter_rows import READY
+from testing.engine import RunningServer
+from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN, Upstream
+from testing.tiny import save_adapter, save_model
+
+TENANT = "/admin/api/tenants/acme"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("store")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, store: Path, starts_servers: None) -> Iterator[str]:
+    with closing(RunningServer(tiny, store, internal_token=TOKEN)) as server:
+        yield server.url
+
+
+@pytest.fixture
+async def probing(engine: str, tiny: Path, store: Path, tmp_path: Path, redis_url: str) -> AsyncIterator[Gateway]:
+    of = settings(tmp_path, tiny, [engine], redis_url, adapter_store=str(store), base_model="tiny")
+    async with running(of) as gateway:
+        yield gateway
+
+
+def form(folder: Path, name: str = "pirate", seed: int = 1, b_factor: float = 1.0) -> aiohttp.FormData:
+    """Return an upload of an adapter whose B is multiplied by a factor."""
+    place = folder / f"{name}-{seed}-{b_factor}"
+    if not place.exists():
+        save_adapter(place, seed=seed)
+        weights = place / "adapter_model.safetensors"
+        save_file({key: w * b_factor if "lora_B" in key else w for key, w in load_file(weights).items()}, weights)
+    data = aiohttp.FormData({"name": name})
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        data.add_field(file, (place / file).read_bytes(), filename=file)
+    return data
+
+
+async def versions(client: Client) -> list[dict[str, Any]]:
+    return (await client.get("/v1/adapters/pirate/versions")).json["data"]
+
+
+async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str, tmp_path: Path):
+    acme, globex = await probing.tenant("acme"), await probing.tenant("globex")
+    pushed = await acme.call("POST", "/v1/adapters", data=form(tmp_path))
+    assert (pushed.status, pushed.json["state"]) == (201, READY)
+    assert (await acme.complete(model="pirate", max_tokens=2)).status == 200
+
+    found = (await acme.get("/v1/adapters/pirate/versions/1/probe")).json
+    assert (found["rank"], found["modules"], found["reasons"]) == (4, 2, [])
+    assert found["largest_difference"] > 0.01
+    assert found["device_bytes"] > 0
+    assert found["base"].startswith("sha256:")
+    assert (await probing.admin.get(TENANT + "/adapters/pirate/versions/1/probe")).json == found
+    for path in ("/v1/adapters/pirate/versions/1/probe", "/v1/adapters/none/versions/1/probe"):
+        assert (await globex.get(path)).status == 404
+
+    untrained = await acme.call("POST", "/v1/adapters", data=form(tmp_path, seed=2, b_factor=0.0))
+    assert (untrained.status, untrained.error["code"]) == (400, "adapter_without_effect")
+    assert "has not been trained" in untrained.error["message"]
+    overflowing = await acme.call("POST", "/v1/adapters", data=form(tmp_path, seed=3, b_factor=5e37))
+    assert (overflowing.status, overflowing.error["code"]) == (400, "adapter_not_finite")
+    assert [each["state"] for each in await versions(acme)] == ["ready", "rejected", "rejected"]
+    assert (await acme.get("/v1/adapters/pirate/versions/3/probe")).json["reasons"][0]["code"] == "adapter_not_finite"
+    assert (await acme.complete(model="pirate", max_tokens=2)).status == 200, "latest stays at the version before"
+    assert await probing.engine_faults() == []
+
+    [base] = (await probing.admin.get("/admin/api/bases")).json["data"]
+    assert base == {
+        "object": "base",
+        "digest": found["base"],
+        "engines": [engine],
+        "versions": [{"name": "acme/pirate@1", "state": "ready"}],
+    }
+    assert (await acme.get("/admin/api/bases")).status == 401
+
+
+async def test_a_version_waits_for_an_engine(
+    tiny: Path, store: Path, engine: str, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.05)
+    given = {"adapter_store": str(store), "base_model": "tiny", "adapter_probe": "required"}
+    async with running(settings(tmp_path, tiny, ["http://127.0.0.1:1"], redis_url, **given)) as gateway:
+        acme = await gateway.tenant("acme")
+        pushed = await acme.call("POST", "/v1/adapters", data=form(tmp_path))
+        assert (pushed.status, pushed.json["state"]) == (202, "validating")
+        assert (await acme.complete(model="pirate")).status == 404
+        assert (await acme.get("/v1/adapters/pirate/versions/1/probe")).status == 404
+        key = acme.key
+    # Another gateway, because engines of the settings are fixed.
+    async with running(settings(tmp_path, tiny, [engine], redis_url, **given)) as gateway:
+        acme = gateway.client(key)
+
+        async def is_ready() -> bool:
+            return [each["state"] for each in await versions(acme)] == [READY]
+
+        await until(is_ready)
+        assert (await acme.complete(model="pirate", max_tokens=2)).status == 200
+
+
+async def test_engines_that_cannot_probe_leave_a_version_ready(serve: Any, upstream: Upstream, tmp_path: Path):
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme")
+        pushed = await acme.call("POST", "/v1/adapters", data=_small(tmp_path))
+        assert (pushed.status, pushed.json["state"]) == (201, READY)
+        assert (await acme.complete(model="pirate")).status == 200
+    async with serve(adapter_probe="required") as gateway:
+        acme = await gateway.tenant("umbrella")
+        assert (await acme.call("POST", "/v1/adapters", data=_small(tmp_path))).status == 202
+
+
+async def test_an_adapter_that_kills_engines_is_refused(
+    serve: Any, upstream: Upstream, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.05)
+    monkeypatch.setattr(validating, "CLAIM_SECONDS", 0.05)
+    upstream.probe_status = 0
+    async with serve() as gateway:
+        acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+        await until(lambda: _probes(gateway))
+        pushed = await acme.call("POST", "/v1/adapters", data=_small(tmp_path))
+        assert pushed.status in (202, 400)
+
+        async def is_rejected() -> bool:
+            return [each["state"] for each in await versions(acme)] == ["rejected"]
+
+        await until(is_rejected)
+        [version] = await versions(acme)
+        assert version["reasons"][0]["code"] == "adapter_probe_crashed"
+        assert upstream.probed == 2
+        await until(lambda: _is_up(gateway))
+        assert (await globex.complete(model=BASE_MODEL)).status == 200, "no breaker is open"
+        # Another tenant's equal content is probed for itself.
+        upstream.probe_status = 503
+        assert (await globex.call("POST", "/v1/adapters", data=_small(tmp_path), timeout=60)).status == 202
+        assert upstream.probed >= 3
+
+
+async def _probes(gateway: Gateway) -> bool:
+    engines = (await gateway.admin.get("/admin/api/engines")).json["data"]
+    return all(engine["state"].get("probes") for engine in engines)
+
+
+async def _is_up(gateway: Gateway) -> bool:
+    return not await gateway.engine_faults()
+
+
+def _small(folder: Path) -> aiohttp.FormData:
+    """Return an upload that fits the model of the gateway's other tests."""
+    from testing.adapter_files import write
+
+    place = write(folder / "small")
+    data = aiohttp.FormData({"name": "pirate"})
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        data.add_field(file, (place / file).read_bytes(), filename=file)
+    return data

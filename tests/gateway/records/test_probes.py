@@ -1,0 +1,55 @@
+"""Probes of versions in SQL, on SQLite and PostgreSQL."""
+
+import pytest
+from sqlalchemy import func, select
+
+from gateway.errors import RecordNotFound
+from gateway.records.catalog import Catalog
+from gateway.records.database import Database
+from gateway.records.probes import PER_TENANT, Probes, Unprobed
+from gateway.records.tables import adapter_probes
+from gateway.records.tenants import Tenants
+from wire.probes import AdapterProbe
+
+DIGEST = "a" * 64
+
+
+def probe(base: str = "b" * 64, rank: int = 8) -> AdapterProbe:
+    sizes = {"num_modules": 2, "host_bytes": 1, "device_bytes": 2, "device_pages": 1}
+    return AdapterProbe(digest=f"sha256:{DIGEST}", reasons=(), rank=rank, base_digest=base, **sizes)
+
+
+async def test_probes_live_as_long_as_their_version(database: Database):
+    probes, catalog, tenants = Probes(database), Catalog(database, "base"), Tenants(database)
+    acme = await tenants.create("acme", {}, "op")
+    globex = await tenants.create("globex", {}, "op")
+    content = {"digest": DIGEST, "rank": 8, "num_bytes": 1, "actor": "key", "state": "validating"}
+    for _ in range(PER_TENANT + 1):
+        await catalog.add_version(acme, "pirate", **content)
+    await catalog.add_version(globex, "poet", **content)
+    missing = await probes.missing()
+    assert len([each for each in missing if each.tenant_name == "acme"]) == PER_TENANT
+    assert Unprobed("globex", "poet", 1, DIGEST) in missing, "no tenant is behind another's many versions"
+
+    with pytest.raises(RecordNotFound, match="has not been probed"):
+        await probes.get(acme, "pirate", 1)
+    await probes.record(acme, "pirate", 1, probe(rank=4))
+    await probes.record(acme, "pirate", 1, probe(rank=8))
+    await probes.record(acme, "pirate", 99, probe())
+    assert (await probes.get(acme, "pirate", 1))[1].rank == 8
+    for tenant, name, version in ((globex, "pirate", 1), (acme, "pirate", 99), (acme, "../x", 1)):
+        with pytest.raises(RecordNotFound):
+            await probes.get(tenant, name, version)
+
+    await catalog.versions.set_state(acme, "pirate", 1, "ready", "probe")
+    await probes.record(acme, "pirate", 2, probe(base="c" * 64))
+    bound = [(each.base_digest[0], each.tenant, each.name, each.version, each.state) for each in await probes.bound()]
+    assert bound == [("b", "acme", "pirate", 1, "ready"), ("c", "acme", "pirate", 2, "validating")]
+    await catalog.versions.set_state(acme, "pirate", 2, "rejected", "probe")
+    assert [each.version for each in await probes.bound()] == [1]
+
+    await catalog.versions.delete(acme, "pirate", None, "key", force=True)
+    await tenants.delete("globex", "op", "base")
+    async with database.read() as connection:
+        assert (await connection.execute(select(func.count()).select_from(adapter_probes))).scalar_one() == 0
+    assert await probes.missing() == []
