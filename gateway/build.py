@@ -167,7 +167,7 @@ async def build(settings: Settings) -> Gateway:
         *_admin_handlers(records, serving, intake, resumable),
         resumable,
         _build_imports(resources, records, billing, intake),
-        ProbeRoutes(records.tenants, probes, serving.registry),
+        ProbeRoutes(records.tenants, probes, serving.registry, validation, billing.quota),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
         health,

@@ -188,6 +188,10 @@ class GatewayClient:
         path = uploads_path(tenant).removesuffix("uploads") + "imports"
         return await self.call("POST", path, params={"name": name, "source": source}, timeout=UPLOAD_TIMEOUT)
 
+    async def verify(self, tenant: str | None, version: Reference) -> dict[str, Any]:
+        """Probe a version again."""
+        return await self.call("POST", _version_path(tenant, version) + "/probe")
+
     async def bases(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/bases")
 

@@ -1,5 +1,6 @@
 """Routes of probes: the result of a version's probe, and the base models to which versions are bound."""
 
+import math
 from collections import defaultdict
 from typing import Any
 
@@ -7,18 +8,29 @@ from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
+from gateway.api.uploads.validating import Validation
+from gateway.errors import REQUEST_ID
 from gateway.fleet.registry import Registry
+from gateway.quota.quota import Quota
 from gateway.records.adapter_rows import unknown_version
 from gateway.records.probes import Probes
 from gateway.records.tenants import Tenant, Tenants
 from wire.digests import digest_name
 from wire.model_names import parse_reference, version_name
+from wire.probes import AdapterProbe
+
+# Relative difference of two measurements that counts as a change: engines with other kernels round differently.
+TOLERANCE = 0.05
 
 
 class ProbeRoutes:
     """Routes for tenants and, under `/admin/api`, for operators."""
 
-    def __init__(self, tenants: Tenants, probes: Probes, registry: Registry) -> None:
+    def __init__(
+        self, tenants: Tenants, probes: Probes, registry: Registry, validation: Validation, quota: Quota
+    ) -> None:
+        self._validation = validation
+        self._quota = quota
         self._tenants = tenants
         self._probes = probes
         self._registry = registry
@@ -26,29 +38,23 @@ class ProbeRoutes:
     async def get(self, request: web.Request) -> web.Response:
         """Return the newest probe of a version."""
         tenant, name = await self._tenant(request), request.match_info["name"]
-        reference = parse_reference(f"a@{request.match_info['version']}")
-        if reference is None or reference.version is None:
-            raise unknown_version()
-        at, probe = await self._probes.get(tenant, name, reference.version)
-        return json_response(
-            {
-                "object": "adapter.probe",
-                "name": name,
-                "version": reference.version,
-                "probed_at": at,
-                "engine_version": probe.engine_version,
-                "base": _base(probe.base_digest),
-                "digest": probe.digest,
-                "rank": probe.rank,
-                "modules": probe.num_modules,
-                "host_bytes": probe.host_bytes,
-                "device_bytes": probe.device_bytes,
-                "device_pages": probe.device_pages,
-                "largest_difference": probe.largest_difference,
-                "divergence": probe.divergence,
-                "reasons": probe.reasons,
-            }
-        )
+        number = _number(request)
+        at, probe = await self._probes.get(tenant, name, number)
+        return json_response(_describe(name, number, probe) | {"probed_at": at})
+
+    async def verify(self, request: web.Request) -> web.Response:
+        """Probe a version again, and return the result with its changes since the newest probe on record.
+
+        The state stays as it is. A version without a probe gets its first one. Raises Unavailable if no engine can
+        probe it now.
+        """
+        tenant, name = await self._tenant(request), request.match_info["name"]
+        number = _number(request)
+        if "tenant" not in request.match_info:
+            per_minute = tenant.adapter_limits.adapter_changes_per_minute
+            await self._quota.change(tenant.id, request[REQUEST_ID], per_minute)
+        before, now = await self._validation.verify(tenant, name, number)
+        return json_response(_describe(name, number, now) | {"changes": [] if before is None else changes(before, now)})
 
     async def bases(self, _: web.Request) -> web.Response:
         """List the base models, with the engines that serve each and the versions that were probed on it."""
@@ -77,6 +83,44 @@ class ProbeRoutes:
         principal.check_model(request.match_info["name"])
         tenant: Tenant = principal.tenant
         return tenant
+
+
+def changes(before: AdapterProbe, now: AdapterProbe) -> list[dict[str, Any]]:
+    """Return the fields of a probe that differ by more than TOLERANCE, with both values."""
+    found = []
+    for field in ("base_digest", "engine_version", "reasons", "largest_difference", "divergence"):
+        old, new = getattr(before, field), getattr(now, field)
+        if isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=TOLERANCE):
+            continue
+        if old != new:
+            found.append({"field": "base" if field == "base_digest" else field, "before": old, "now": new})
+    return found
+
+
+def _number(request: web.Request) -> int:
+    reference = parse_reference(f"a@{request.match_info['version']}")
+    if reference is None or reference.version is None:
+        raise unknown_version()
+    return reference.version
+
+
+def _describe(name: str, version: int, probe: AdapterProbe) -> dict[str, Any]:
+    return {
+        "object": "adapter.probe",
+        "name": name,
+        "version": version,
+        "engine_version": probe.engine_version,
+        "base": _base(probe.base_digest),
+        "digest": probe.digest,
+        "rank": probe.rank,
+        "modules": probe.num_modules,
+        "host_bytes": probe.host_bytes,
+        "device_bytes": probe.device_bytes,
+        "device_pages": probe.device_pages,
+        "largest_difference": probe.largest_difference,
+        "divergence": probe.divergence,
+        "reasons": probe.reasons,
+    }
 
 
 def _base(digest: str | None) -> Any:

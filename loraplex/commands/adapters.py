@@ -7,6 +7,7 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
+from loraplex.commands.verify import verify
 from loraplex.commands.versions import COMMANDS
 from wire.model_names import Reference, parse_reference
 
@@ -99,7 +100,7 @@ def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None
     click.echo(f"deleted adapter {name}")
 
 
-for command in COMMANDS:
+for command in (*COMMANDS, verify):
     adapter.add_command(command)
 
 

@@ -3,13 +3,14 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Literal
 
 import msgspec
 from redis.exceptions import RedisError
 
 from gateway.billing.sweeps import Client, is_first
-from gateway.errors import BadRequest, GatewayError, RecordNotFound
+from gateway.errors import BadRequest, GatewayError, RecordNotFound, Unavailable
 from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
 from gateway.process.background import running
 from gateway.records.adapter_rows import READY, Reason, State
@@ -17,6 +18,7 @@ from gateway.records.catalog import Adapter, Catalog
 from gateway.records.probes import Probes
 from gateway.records.tenants import Tenant, Tenants
 from gateway.sharing.turns import Turns
+from wire.probes import AdapterProbe
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,29 @@ class Validation:
         if found.state == "rejected":
             raise ProbeRefused(found.reasons)
         return msgspec.structs.replace(adapter, state=found.state)
+
+    async def verify(self, tenant: Tenant, name: str, version: int) -> tuple[AdapterProbe | None, AdapterProbe]:
+        """Probe a version again and keep the result. Return the probe before, if there is one, and the new one.
+
+        Raises RecordNotFound, BadRequest for a version without content, ProbeRefused without a result, Unavailable.
+        """
+        found = await self.catalog.versions.get(tenant, name, version)
+        if not found.digest or found.state == "deleted":
+            raise BadRequest("version: the version has no content.", param="version")
+        before = None
+        with suppress(RecordNotFound):
+            _, before = await self._probes.get(tenant, name, version)
+        async with self._turns.turn(tenant.id):
+            try:
+                now = await self._prober.probe(tenant, found.digest)
+            except NotProbed as error:
+                raise Unavailable("No engine can probe the adapter now; try again shortly.") from error
+            except AdapterRefused as refused:
+                if refused.probe is None:
+                    raise ProbeRefused(refused.reasons) from refused
+                now = refused.probe
+        await self._probes.record(tenant, name, version, now)
+        return before, now
 
     async def running(self, _: object) -> AsyncIterator[None]:
         """Search beside an application. The probes that still run at its end are cancelled."""

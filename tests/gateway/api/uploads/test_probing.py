@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
+from gateway.api.probes import changes
 from gateway.api.uploads import validating
 from gateway.records.adapter_rows import READY
 from testing.engine import RunningServer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.tiny import save_adapter, save_model
+from wire.probes import AdapterProbe
 
 TENANT = "/admin/api/tenants/acme"
 
@@ -75,6 +78,11 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
     assert (await probing.admin.get(TENANT + "/adapters/pirate/versions/1/probe")).json == found
     for path in ("/v1/adapters/pirate/versions/1/probe", "/v1/adapters/none/versions/1/probe"):
         assert (await globex.get(path)).status == 404
+
+    again = (await acme.post("/v1/adapters/pirate/versions/1/probe")).json
+    assert again.pop("changes") == []
+    assert again == {name: value for name, value in found.items() if name != "probed_at"}
+    assert (await globex.post("/v1/adapters/pirate/versions/1/probe")).status == 404
 
     untrained = await acme.call("POST", "/v1/adapters", data=form(tmp_path, seed=2, b_factor=0.0))
     assert (untrained.status, untrained.error["code"]) == (400, "adapter_without_effect")
@@ -155,6 +163,15 @@ async def test_an_adapter_that_kills_engines_is_refused(
         upstream.probe_status = 503
         assert (await globex.call("POST", "/v1/adapters", data=_small(tmp_path), timeout=60)).status == 202
         assert upstream.probed >= 3
+
+
+def test_changes_of_a_probe():
+    sizes = {"rank": 4, "num_modules": 2, "host_bytes": 1, "device_bytes": 2, "device_pages": 1}
+    measured = {"largest_difference": 1.0, "divergence": 0.1, "base_digest": "a", "engine_version": "1"}
+    before = AdapterProbe(digest="d", reasons=(), **sizes, **measured)
+    assert changes(before, msgspec.structs.replace(before, divergence=0.1004)) == []
+    now = msgspec.structs.replace(before, divergence=0.2, base_digest="b", largest_difference=None)
+    assert [change["field"] for change in changes(before, now)] == ["base", "largest_difference", "divergence"]
 
 
 async def _probes(gateway: Gateway) -> bool:
