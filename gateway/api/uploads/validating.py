@@ -10,7 +10,7 @@ import msgspec
 from redis.exceptions import RedisError
 
 from gateway.billing.sweeps import Client, is_first
-from gateway.errors import BadRequest, GatewayError, RecordNotFound, Unavailable
+from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
 from gateway.process.background import running
 from gateway.records.adapter_rows import READY, Reason, State
@@ -120,8 +120,11 @@ class Validation:
             await asyncio.sleep(SEARCH_SECONDS)
             try:
                 await self._search()
-            except (GatewayError, OSError) as error:
-                log.warning("versions without a probe could not be read: %s", type(error).__name__)
+            except Unavailable as error:
+                log.debug("versions without a probe could not be read: %s", error)
+            except Exception:
+                # The next search does not depend on this one.
+                log.exception("versions without a probe could not be read")
 
     async def close(self) -> None:
         """Cancel the running probes; the versions stay validating."""

@@ -101,7 +101,7 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
         "engines": [engine],
         "versions": [{"name": "acme/pirate@1", "state": "ready"}],
     }
-    assert (await acme.get("/admin/api/bases")).status == 401
+    assert (await acme.get("/admin/api/bases")).status == 403
 
 
 async def test_a_version_waits_for_an_engine(
