@@ -32,7 +32,7 @@ from loraplex.models import ensure_demo_model
 
 NUM_ADAPTERS = 16
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-READY_SECONDS = 300
+READY_SECONDS = 900
 
 
 def make_adapters(model: Path, folder: Path) -> list[Path]:

@@ -212,8 +212,7 @@ class Engine:
 
     def add_service_elsewhere(self, tenants: Mapping[str, float]) -> int:
         """Charge tenants for service at other engines, in cost units. Return the number of those with requests here."""
-        policy, now = self.scheduler.policy, time.monotonic()
-        return sum(policy.charge_elsewhere(tenant, cost, now) for tenant, cost in tenants.items())
+        return self.scheduler.policy.charge_elsewhere(tenants, time.monotonic())
 
     def state(self) -> EngineState:
         scheduler, cache, pool = self.scheduler, self.scheduler.cache, self.adapters

@@ -4,7 +4,7 @@ The scheduler owns seats, blocks and adapters; a policy owns the queue and each 
 class here and a line in `policies.registry`.
 """
 
-from collections.abc import Collection, Iterable, Sequence, Set
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from engine.scheduling.policies.tenants import TenantState
@@ -75,8 +75,8 @@ class Policy(Protocol):
         """Add the cost of work that no running request did. A tenant that has left pays nothing."""
         ...
 
-    def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
-        """Add the cost of service at another engine. Return whether the tenant has requests here; otherwise it pays
+    def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
+        """Add tenants' costs of service at other engines. Return the number of those with requests here; the others pay
         nothing.
         """
         ...

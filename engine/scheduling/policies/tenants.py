@@ -2,8 +2,9 @@
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from operator import attrgetter
 
 from engine.scheduling.request import Request
@@ -43,7 +44,8 @@ class Account:
     """Account of one tenant.
 
     num_active: its requests, waiting and running. queue: its waiting requests in order. by_adapter: the same, for each
-    adapter and for the base model (None). elsewhere: part of the counter that other engines' service caused.
+    adapter and for the base model (None). elsewhere: part of its lead over the least served that other engines' service
+    caused.
     recent, before: service in the current window and in the one before it; met, missed: requests within and beyond
     their target, in the same windows.
     """
@@ -101,7 +103,9 @@ class Tenants:
         if account is None:
             account = self.accounts[request.tenant] = Account(request.tenant)
         if not account.queue:
-            account.counter = max(account.counter, self._frontier())
+            frontier = self._frontier()
+            if account.counter <= frontier:
+                account.counter, account.elsewhere = frontier, 0.0
         self._num_active += not account.num_active
         account.num_active += 1
         account.weight = request.weight
@@ -148,21 +152,22 @@ class Tenants:
             account.counter += cost / account.weight
             account.recent += cost
 
-    def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
-        account = self.accounts.get(tenant)
-        if account is None or not account.num_active:
-            return False
-        account.counter += cost / account.weight
-        account.elsewhere += cost / account.weight
-        has_nothing_running = account.num_active == len(account.queue)
-        if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
-            # Without this, a tenant that is served faster elsewhere would never be served here. Service of this engine
-            # stays counted.
-            ahead = account.counter - min(other.counter for other in self.waiting.values())
-            forgiven = min(ahead, account.elsewhere)
-            account.counter -= forgiven
-            account.elsewhere -= forgiven
-        return True
+    def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
+        least = min((account.counter for account in self.waiting.values()), default=inf)
+        charged = [(self.accounts[tenant], cost) for tenant, cost in costs.items() if tenant in self.accounts]
+        charged = [(account, cost) for account, cost in charged if account.num_active]
+        for account, cost in charged:
+            # A tenant that is not ahead has no debt left from either engine.
+            account.elsewhere = min(account.elsewhere, max(0.0, account.counter - least)) + cost / account.weight
+            account.counter += cost / account.weight
+            has_nothing_running = account.num_active == len(account.queue)
+            if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
+                # Without this, a tenant that is served faster elsewhere would never be served here. Its debt for the
+                # service of this engine stays.
+                forgiven = max(0.0, min(account.elsewhere, account.counter - least))
+                account.counter -= forgiven
+                account.elsewhere -= forgiven
+        return len(charged)
 
     def count_target(self, tenant: str, *, is_met: bool) -> None:
         account = self.accounts.get(tenant)
@@ -256,8 +261,8 @@ class TenantPolicy:
     def charge_tenant(self, tenant: str, cost: float) -> None:
         self._tenants.charge_tenant(tenant, cost)
 
-    def charge_elsewhere(self, tenant: str, cost: float, now: float) -> bool:
-        return self._tenants.charge_elsewhere(tenant, cost, now)
+    def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
+        return self._tenants.charge_elsewhere(costs, now)
 
     def count_target(self, request: Request, *, is_met: bool) -> None:
         self._tenants.count_target(request.tenant, is_met=is_met)

@@ -238,8 +238,7 @@ def test_service_at_other_engines_counts() -> None:
     for i in range(20):
         enter(share, request("spread", i, weight=2.0))
         enter(share, request("here", i))
-    assert share.charge_elsewhere("spread", 100, 0.0)
-    assert not share.charge_elsewhere("absent", 100, 0.0)
+    assert share.charge_elsewhere({"spread": 100, "absent": 100}, 0.0) == 1
     assert serve(share, 5, cost=10) == ["here"] * 5
     assert set(serve(share, 2, cost=10)) == {"here", "spread"}
 
@@ -249,12 +248,12 @@ def test_a_tenant_that_is_served_faster_elsewhere_is_served_here_after_a_while()
     for i in range(20):
         enter(share, request("spread", i))
         enter(share, request("here", i))
-    share.charge_elsewhere("spread", 1e9, ELSEWHERE_WAIT_S)
+    share.charge_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S)
     assert "spread" not in serve(share, 5)
-    share.charge_elsewhere("spread", 1e9, ELSEWHERE_WAIT_S + 0.1)
+    share.charge_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S + 0.1)
     assert "spread" in serve(share, 2)
     # It has a request running, so the next one waits for its turn.
-    share.charge_elsewhere("spread", 1e9, 3 * ELSEWHERE_WAIT_S)
+    share.charge_elsewhere({"spread": 1e9}, 3 * ELSEWHERE_WAIT_S)
     assert "spread" not in serve(share, 5)
 
 
@@ -264,11 +263,24 @@ def test_a_tenant_that_is_served_faster_elsewhere_keeps_its_debt_to_this_engine(
         enter(share, request("spread", i))
         enter(share, request("here", i))
     share.charge_tenant("spread", 30)
-    share.charge_elsewhere("spread", 1e9, ELSEWHERE_WAIT_S + 0.1)
+    share.charge_elsewhere({"spread": 1e9}, ELSEWHERE_WAIT_S + 0.1)
     assert share.counter("spread") == pytest.approx(30)
     assert serve(share, 3) == ["here"] * 3
-    share.charge_elsewhere("spread", 0.0, ELSEWHERE_WAIT_S + 0.1)
+    share.charge_elsewhere({"spread": 0.0}, ELSEWHERE_WAIT_S + 0.1)
     assert share.counter("spread") == pytest.approx(30)
+
+
+def test_service_elsewhere_that_is_balanced_erases_no_later_debt() -> None:
+    share = FairShare()
+    for i in range(20):
+        enter(share, request("spread", i))
+        enter(share, request("here", i))
+    share.charge_elsewhere({"spread": 100.0}, 0.0)
+    assert serve(share, 10) == ["here"] * 10
+    share.charge_elsewhere({"spread": 0.0}, 1.0)
+    share.charge_tenant("spread", 30)
+    share.charge_elsewhere({"spread": 5.0}, ELSEWHERE_WAIT_S + 0.1)
+    assert share.counter("spread") == pytest.approx(130)
 
 
 def test_the_anonymous_tenant_shares_the_engine_like_any_other() -> None:
