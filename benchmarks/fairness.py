@@ -169,7 +169,8 @@ def _cell(values: Sequence[float], unit: str) -> str:
         digits = 0 if abs(value) >= 100 or unit == "%" else 3 if 0.9 < value < 1 else 2
         return "not served" if math.isinf(value) else f"{value:.{digits}f}"
 
-    middle = number(statistics.median_low(values)) + (f" {unit}" if unit else "")
+    middle = number(statistics.median_low(values))
+    middle += f" {unit}" if unit and not math.isinf(statistics.median_low(values)) else ""
     return middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
 
 
