@@ -12,7 +12,7 @@ export OMP_WAIT_POLICY = PASSIVE
 # Keep bytecode: without it every process compiles the tests (12 s of CPU) and the product (1 s) again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test unit quick lint types bench gpu clean
+.PHONY: demo test test-all unit quick lint types bench gpu clean
 
 demo: $(STAMP)
 	$(BIN)/loraplex up --demo --port $(PORT) --data-dir .loraplex
@@ -21,6 +21,10 @@ test: lint types unit
 
 unit: $(STAMP)
 	$(PYTEST)
+
+# Also the tests marked slow, which CI leaves out.
+test-all: lint types $(STAMP)
+	$(PYTEST) -m "slow or not slow"
 
 # Without real servers and without tests that keep a core busy for seconds.
 quick: $(STAMP)
