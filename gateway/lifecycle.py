@@ -89,8 +89,10 @@ class Lifecycle:
             running(serving.engine_service.watch(serving.gate.charge)),
             running(deliveries.watch()),
             running(serving.quarantine.watch()),
+            running(serving.pinning.watch()),
         ):
             yield
+        await serving.prefetch.close()
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:
         ledger = self._gateway.billing.ledger

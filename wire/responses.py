@@ -206,8 +206,8 @@ class EngineStateResponse(Struct):
 
     `instance` changes with each start. `revision` increases with each change of `running`, `waiting`, `draining` or
     the adapters in device memory; of two states of one instance, the higher one is newer. `adapters_resident` are
-    digests. `max_adapter_bytes`: largest size of an adapter's tensors in the engine's dtype. `adapter_load_seconds`:
-    recent average time of a load into host memory.
+    digests, and `adapters_activated` those of them that are activated LoRAs. `max_adapter_bytes`: largest size of an
+    adapter's tensors in the engine's dtype. `adapter_load_seconds`: recent average time of a load into host memory.
     """
 
     instance: str
@@ -244,6 +244,7 @@ class EngineStateResponse(Struct):
     probes: bool = True
     version: str | None = None
     base_digest: str | None = None
+    adapters_activated: list[str] = []
     # The tenants with most waiting requests and service, at most 20.
     tenants: list[TenantShare] = []
 

@@ -154,6 +154,10 @@ class ModelRegistry:
             _log_failure(model, exc)
             raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
 
+    def is_activated(self, digest: str) -> bool:
+        """Return whether a recently used adapter is an activated LoRA."""
+        return bool(self._invocations.get(digest))
+
     def _note_invocation(self, adapter: HostAdapter) -> None:
         self._invocations[adapter.digest] = adapter.invocation
         self._invocations.move_to_end(adapter.digest)

@@ -23,6 +23,7 @@ from engine.answering.completions import GenerationRoutes
 from engine.answering.engine_thread import EngineThread
 from engine.answering.grammars import Grammars
 from engine.answering.model_names import ModelRegistry
+from engine.answering.prefetching import PinnedAdapters, Prefetching
 from engine.answering.throughput_log import log_throughput
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.tool_calls import FORMATS, format_of
@@ -116,6 +117,8 @@ class Server:
         app.router.add_post("/allowances", self._route(EngineRoutes.raise_allowance))
         app.router.add_post("/service", self._route(EngineRoutes.add_service))
         app.router.add_post("/probe", self._route(EngineRoutes.probe))
+        app.router.add_post("/prefetch", self._route(EngineRoutes.prefetch))
+        app.router.add_post("/pins", self._route(EngineRoutes.keep))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
         app.router.add_get("/livez", self._live)
@@ -169,7 +172,16 @@ class Server:
         self._throughput_log = asyncio.create_task(log_throughput(engine, self._engine_thread))
         prober = Prober(engine, self._engine_thread, models, digest)
         self._routes = EngineRoutes(
-            tokenizer, engine, self._engine_thread, models, self._metrics, self._finished, self._states, prober
+            tokenizer,
+            engine,
+            self._engine_thread,
+            models,
+            self._metrics,
+            self._finished,
+            self._states,
+            prober,
+            Prefetching(self._host_cache),
+            PinnedAdapters(self._host_cache),
         )
 
     async def stop(self) -> None:

@@ -13,6 +13,7 @@ from msgspec import UNSET
 from engine.answering.completions import offload
 from engine.answering.engine_thread import EngineThread
 from engine.answering.model_names import ModelRegistry
+from engine.answering.prefetching import PinnedAdapters, Prefetching
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
 from engine.engine import Engine, EngineState
@@ -25,6 +26,7 @@ from wire.decoding import decode
 from wire.digests import bare_digest, digest_name
 from wire.errors import BadRequest
 from wire.http_body import read_body
+from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest, DetokenizeRequest, LoadAdapterRequest, TokenizeRequest, UnloadAdapterRequest
 from wire.responses import (
@@ -62,6 +64,8 @@ class EngineRoutes:
     finished: UsageLog
     states: StateFeed
     prober: Prober
+    prefetching: Prefetching
+    pinned: PinnedAdapters
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.engine.max_model_len)))
@@ -158,6 +162,16 @@ class EngineRoutes:
         found = await self.prober.probe(bare_digest(body.model), caller.tenant)
         self.states.moved()
         return json_response(found)
+
+    async def prefetch(self, request: web.Request) -> web.Response:
+        """Load an adapter into host memory for a gateway's waiting request. Answers after the load."""
+        body = decode(PrefetchRequest, await read_body(request))
+        return json_response(Prefetched(await self.prefetching.load(body.digest, body.tenant)))
+
+    async def keep(self, request: web.Request) -> web.Response:
+        """Keep the operator's pinned adapters in host memory for a time. Answers after their loads."""
+        body = decode(KeepRequest, await read_body(request))
+        return json_response(Kept(await self.pinned.keep(body.digests)))
 
     async def update_gauges(self) -> None:
         try:

@@ -155,6 +155,7 @@ class StateFeed:
             kv_blocks_total=state.num_blocks,
             kv_blocks_free=state.num_free_blocks,
             adapters_resident=list(state.resident_adapters),
+            adapters_activated=[digest for digest in state.resident_adapters if self._models.is_activated(digest)],
             adapter_pages_total=state.num_adapter_pages,
             adapter_pages_free=state.num_free_adapter_pages,
             adapter_loads=state.num_adapter_loads,

@@ -1,7 +1,7 @@
 """Requests to engines: sending, reading of reports and errors, and cancellation as soon as the client leaves."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from aiohttp import (
@@ -52,6 +52,14 @@ class EngineClient:
     async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
         """Report the tenants' service at other engines. Raises ClientError, OSError, TimeoutError."""
         await self._kinds[engine.address.traits.name].send_service(engine, service)
+
+    async def send_hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
+        """Tell an engine to load an adapter. Raises ClientError, OSError, TimeoutError, MsgspecError."""
+        return await self._kinds[engine.address.traits.name].send_hint(engine, digest, tenant_id)
+
+    async def send_pins(self, engine: EngineRecord, digests: Sequence[str]) -> int:
+        """Tell an engine to keep adapters in host memory. Raises ClientError, OSError, TimeoutError, MsgspecError."""
+        return await self._kinds[engine.address.traits.name].send_pins(engine, digests)
 
     @asynccontextmanager
     async def open(self, engine: EngineRecord, call: Call) -> AsyncIterator[Incoming]:

@@ -19,10 +19,11 @@ from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.own_requests import InFlight
+from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Gate, Place
 from gateway.fleet.registry import Registry
-from gateway.fleet.routing import Conversations, Rates, choose, prefix_key
+from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, choose, homes_of, is_activated, prefix_key
 from gateway.spans import upstream
 from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
@@ -95,15 +96,17 @@ class Fleet:
         first_byte_seconds: float,
         quarantine: Quarantine,
         service: EngineService,
+        prefetch: Prefetch,
     ) -> None:
         self._registry = registry
         self._service = service
+        self._prefetch = prefetch
         self._quarantine = quarantine
         self._client = client
         self._gate = gate
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
-        self._rates = Rates()
+        self.rates = Rates()
 
     @property
     def keeps_allowances(self) -> bool:
@@ -122,7 +125,8 @@ class Fleet:
             tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
         )
         if call.model.digest is not None:
-            self._rates.count(call.model.digest)
+            self.rates.count(call.model.digest)
+            place.on_wait = partial(self._hint, call)
         target = call.body.get("ttft_target") or tenant.ttft_target
         place.deadline = deadline(place.arrived, target, call.body.get("priority") or 0)
         async with AsyncExitStack() as held:
@@ -145,7 +149,7 @@ class Fleet:
         A stream must begin within `first_byte_seconds`. The first byte of a whole answer arrives with its last, so it
         may use all of the request's time while its engine lives. Raises EngineRefused.
         """
-        tries = _Tries(prefix_key(call.tenant.id, call.model.digest, call.body))
+        tries = _Tries(self._prefix(call))
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
                 while True:
@@ -176,11 +180,36 @@ class Fleet:
             and candidate.address.traits.name not in tries.unserving
             and candidate.breaker.allows(call.tenant.id)
         ]
-        digest, rate = call.model.digest, self._rates.of(call.model.digest)
-        engine = choose(left, digest, tries.prefix, self._conversations.engine(tries.prefix, left), rate)
+        digest, rate = call.model.digest, self.rates.of(call.model.digest)
+        engine = choose(
+            left,
+            digest,
+            tries.prefix,
+            self._conversations.engine(tries.prefix, left),
+            rate,
+            reuses_base=call.prompt_tokens >= LONG_PROMPT and is_activated(digest, self._registry.engines),
+        )
         if engine is None:
             raise tries.refusal or EngineRefused(EngineDied() if tries.died else NoEngine())
+        if digest is not None:
+            # The homes of a hot adapter load it before requests go there.
+            for home in homes_of(digest, [each for each in left if each.available], rate):
+                if home is not engine:
+                    self._prefetch.hint(home, call.model.adapters, call.tenant.id)
         return engine
+
+    def _prefix(self, call: Call) -> bytes:
+        """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""
+        digest = call.model.digest
+        return prefix_key(call.tenant.id, None if is_activated(digest, self._registry.engines) else digest, call.body)
+
+    def _hint(self, call: Call) -> None:
+        """Hint at the adapters of a request that waits at the gate to the engine that would get it now."""
+        try:
+            engine = self._choose(call, _Tries(self._prefix(call)))
+        except EngineRefused:
+            return
+        self._prefetch.hint(engine, call.model.adapters, call.tenant.id)
 
     async def _try(
         self, engine: EngineRecord, call: Call, bill: Bill, tries: _Tries, held: AsyncExitStack

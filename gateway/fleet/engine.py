@@ -9,7 +9,7 @@ import msgspec
 
 from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
-from gateway.fleet.own_requests import OwnRequests
+from gateway.fleet.own_requests import OwnRequests, Prefetched
 from wire.digests import bare_digest
 
 log = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages for
     operators. batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order tenants
     fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by which a
-    broken answer is billed; without it, the received counts are billed. has_own_secret: whether it is a foreign server,
+    broken answer is billed; without it, the received counts are billed. takes_hints: whether it loads adapters ahead
+    of their requests (`POST /prefetch`). has_own_secret: whether it is a foreign server,
     with options and a key of its own instead of the internal token. own_fields: request fields that only this kind
     serves. request_errors: types of the errors in a stream that the request itself causes. shows_messages: whether its
     messages for such errors may be shown to the client; False for a server whose messages may name others' adapters.
@@ -48,6 +49,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     title: str
     batches_in_flight: int = 1
     has_usage_log: bool = False
+    takes_hints: bool = False
     has_own_secret: bool = True
     own_fields: type[OwnFields] | None = None
     request_errors: frozenset[str] = OPENAI_REQUEST_ERRORS
@@ -67,6 +69,7 @@ LORAPLEX = Traits(
     title="the engine",
     batches_in_flight=2,
     has_usage_log=True,
+    takes_hints=True,
     has_own_secret=False,
 )
 
@@ -104,6 +107,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     revision: int = 0
     model: str | None = None
     adapters_resident: list[str] = []
+    adapters_activated: frozenset[str] = frozenset()
     running: int = 0
     waiting: int = 0
     max_num_seqs: int = 0
@@ -131,8 +135,8 @@ class EngineRecord:
 
     requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. foreign_load:
     number of other gateways' requests. slots: number of requests that it runs at once. load_seconds: time to load an
-    adapter. request_seconds: time of a request. state: its last report. mismatched: the instance that answered with
-    another adapter than the request's.
+    adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a request. state: its last
+    report. mismatched: the instance that answered with another adapter than the request's.
     """
 
     address: Address
@@ -142,6 +146,7 @@ class EngineRecord:
     foreign_load: int = 0
     slots: int = DEFAULT_SLOTS
     load_seconds: float = DEFAULT_LOAD_SECONDS
+    prefetched: Prefetched = field(default_factory=Prefetched)
     request_seconds: float = 1.0
     state: EngineState = field(default_factory=EngineState)
     mismatched: str | None = None
@@ -252,3 +257,4 @@ class EngineRecord:
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health is not Health.UP:
             self.resident = frozenset()
+            self.prefetched = Prefetched()

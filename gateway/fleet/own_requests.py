@@ -1,6 +1,7 @@
 """Requests of this gateway process that are with an engine."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -48,6 +49,32 @@ class OwnRequests:
         for wait in self.unanswered:
             if not wait.expired():
                 wait.reschedule(now)
+
+
+class Prefetched:
+    """Adapters that an engine has loaded, or loads, into host memory for this process's hints.
+
+    Each counts for a time after which the engine may have evicted it.
+    """
+
+    SECONDS = 10.0
+
+    def __init__(self) -> None:
+        # Oldest first.
+        self._since: dict[str, float] = {}
+
+    def add(self, digest: str) -> None:
+        now = time.monotonic()
+        while self._since and now - self._since[oldest := next(iter(self._since))] > self.SECONDS:
+            del self._since[oldest]
+        self._since.pop(digest, None)
+        self._since[digest] = now
+
+    def has(self, digest: str) -> bool:
+        return time.monotonic() - self._since.get(digest, -self.SECONDS) < self.SECONDS
+
+    def remove(self, digest: str) -> None:
+        self._since.pop(digest, None)
 
 
 class InFlight:

@@ -50,6 +50,10 @@ def _ignore(_: float) -> None:
     pass
 
 
+def _nothing() -> None:
+    pass
+
+
 class Capacity(NamedTuple):
     """Capacity of all engines together.
 
@@ -68,7 +72,7 @@ class Place:
     tenant: the tenant's id. name: the tenant's name, for operators. priority: the tenant's; lower numbers go first.
     deadline: orders the tenant's own requests. tokens: number of the prompt's tokens. completion_tokens: returns the
     number of tokens generated so far. charged: number of generated tokens that the tenant has been charged for.
-    count_service: called with each charge for generated tokens.
+    count_service: called with each charge for generated tokens. on_wait: called if the request has to wait.
     """
 
     tenant: str
@@ -79,6 +83,7 @@ class Place:
     name: str = ""
     charged: int = 0
     count_service: Callable[[float], None] = _ignore
+    on_wait: Callable[[], None] = _nothing
     arrival: int = 0
     deadline: float = 0.0
     arrived: float = field(default_factory=time.monotonic)
@@ -235,6 +240,8 @@ class Gate:
         self.admit()
         if len(self._waiting) > self._max_waiting:
             self._end_wait(self._last(), False)
+        if not place.turn.done():
+            place.on_wait()
         try:
             async with asyncio.timeout(self._max_seconds):
                 admitted = place.turn.result() if place.turn.done() else await place.turn

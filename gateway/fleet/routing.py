@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine import LEAST_LOAD_SECONDS, EngineRecord
 
 # The share by which a full batch prolongs each of its requests: the price of joining the busier of two engines that
 # both have a free place.
@@ -30,7 +30,7 @@ LOADS_PER_LOAD = 2.0
 # Engines' loads are compared in quarters of a batch. Within a quarter, the conversation and the adapter's order decide.
 LEVELS = 4
 # Requests of one adapter, in batches of an engine, for which one home is enough.
-HOME_BATCHES = 0.35
+HOME_BATCHES = 0.7
 # Time in which a home's requests share the cost of its load.
 HOME_SECONDS = 10.0
 # Time constant of the adapters' rates. With 2 s, an adapter with 60 % of all requests was on three engines after 5.8 s.
@@ -41,6 +41,8 @@ MAX_PROCESSES = 64
 # Leading characters, or tokens, of a prompt that identify its conversation.
 PREFIX_CHARS = 1024
 MAX_PREFIXES = 50_000
+# Prompt tokens from which an activated LoRA's request goes to the engine that served the base model's turn.
+LONG_PROMPT = 256
 
 
 def choose(
@@ -49,11 +51,14 @@ def choose(
     prefix: bytes = b"",
     cached: EngineRecord | None = None,
     rate: float = 0.0,
+    *,
+    reuses_base: bool = False,
 ) -> EngineRecord | None:
     """Return the engine for a request of adapter `digest` (None: the base model), None if none is available.
 
     prefix: the conversation's key, from `prefix_key`. cached: the engine that served the conversation last. rate: the
-    adapter's requests per second in this process.
+    adapter's requests per second in this process. reuses_base: whether the adapter reads the base model's cached blocks
+    of a long prompt (activated LoRA); they are worth a load of the adapter.
     """
     candidates = [engine for engine in engines if engine.available]
     if len(candidates) <= 1:
@@ -68,7 +73,12 @@ def choose(
 
     def order(engine: EngineRecord) -> tuple[int, float, bool, bytes]:
         seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
-        if digest is not None and not engine.holds(digest):
+        if reuses_base and engine is cached:
+            seconds -= load_seconds
+        elif digest is not None and engine.prefetched.has(digest) and not engine.holds(digest):
+            # The copy to the device is left.
+            seconds += LEAST_LOAD_SECONDS
+        elif digest is not None and not engine.holds(digest):
             seconds += LOADS_PER_LOAD * load_seconds / (served if engine in homes else 1.0)
             # An engine loads one adapter after another.
             seconds += len(engine.requests.loading) * load_seconds
@@ -82,22 +92,24 @@ def homes_of(digest: str, engines: Sequence[EngineRecord], rate: float) -> Seque
 
     rate: the adapter's requests per second in this process.
     """
-    number = number_of_homes(engines, rate)
+    number = number_of_homes(digest, engines, rate)
     if number <= 1:
         return ()
     return sorted(engines, key=lambda engine: rank(digest.encode(), engine.url))[:number]
 
 
-def number_of_homes(engines: Sequence[EngineRecord], rate: float) -> int:
+def number_of_homes(digest: str, engines: Sequence[EngineRecord], rate: float) -> int:
     """Return the number of engines that an adapter's requests should use.
 
-    The requests in progress are the rate times the seconds of a request (Little's law). Other gateways have their part
-    of an adapter's requests, as of all requests.
+    It follows from the requests in progress and those of the next RATE_SECONDS, without the one that is placed now: a
+    single request makes no adapter hot, however long requests take. Other gateways have their part of an adapter's
+    requests, as of all requests.
     """
     own = sum(engine.requests.in_flight for engine in engines)
     everywhere = min(MAX_PROCESSES, sum(engine.load for engine in engines) / own) if own else 1.0
-    seconds = sum(engine.request_seconds for engine in engines) / len(engines)
-    batches = rate * everywhere * seconds * len(engines) / sum(engine.slots for engine in engines)
+    in_progress = sum(engine.requests.by_digest[digest] for engine in engines)
+    requests = max(0.0, in_progress + rate * RATE_SECONDS - 1.0) * everywhere
+    batches = requests * len(engines) / sum(engine.slots for engine in engines)
     return min(len(engines), math.ceil(batches / HOME_BATCHES))
 
 
@@ -153,6 +165,11 @@ class Rates:
     def _at(self, digest: str, now: float) -> float:
         count, at = self._counts.get(digest, (0.0, now))
         return count * math.exp((at - now) / RATE_SECONDS)
+
+
+def is_activated(digest: str | None, engines: Iterable[EngineRecord]) -> bool:
+    """Return whether the adapter is an activated LoRA, as far as an engine that holds it has reported."""
+    return digest is not None and any(digest in engine.state.adapters_activated for engine in engines)
 
 
 class Conversations:

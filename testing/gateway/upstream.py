@@ -50,6 +50,7 @@ class Upstream:
         self.healthy = True
         self.token = TOKEN
         self.resident: list[str] = []
+        self.activated: list[str] = []
         # Requests of other gateways here; whether it is draining; whether it pushes its state.
         self.running = 0
         self.draining = False
@@ -78,6 +79,10 @@ class Upstream:
         # Sends no state and starts no answer, as if stopped.
         self.mute = False
         self.holds = False
+        # Hints by adapter and tenant, and whether they are followed.
+        self.hints: list[tuple[str, str]] = []
+        self.takes_hints = True
+        self.pins: list[list[str]] = []
         # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
         self.receipt: str | Literal[True] | None = True
         self.instance = "one"
@@ -91,11 +96,24 @@ class Upstream:
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/allowances", self._allow)
         app.router.add_post("/probe", self._probe)
+        app.router.add_post("/prefetch", self._prefetch)
+        app.router.add_post("/pins", self._keep)
         app.router.add_get("/health", self._health)
         app.router.add_get("/state", self._state)
         app.router.add_get("/finished", self._finished)
         async with serving(app, port) as self.url:
             yield self
+
+    async def _prefetch(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        body = await request.json()
+        self.hints.append((body["adapter"], body["tenant"]))
+        return web.json_response({"is_loaded": self.takes_hints})
+
+    async def _keep(self, request: web.Request) -> web.Response:
+        assert request.headers["x-loraplex-internal-token"] == TOKEN
+        self.pins.append((await request.json())["adapters"])
+        return web.json_response({"num_kept": len(self.pins[-1])})
 
     async def _wait_out(self, condition: Callable[[], bool]) -> None:
         while True:
@@ -131,7 +149,14 @@ class Upstream:
 
     def _state_now(self) -> dict[str, Any]:
         running = self.running + (self._active if self.seats else 0)
-        pushed = (self.instance, self.model, tuple(self.resident), running, self.draining, self.keeps_allowances)
+        pushed = (
+            self.instance,
+            self.model,
+            tuple(self.resident + self.activated),
+            running,
+            self.draining,
+            self.keeps_allowances,
+        )
         if pushed != self._last_push:
             self._last_push = pushed
             self._revision += 1
@@ -140,6 +165,7 @@ class Upstream:
             "revision": self._revision,
             "model": self.model,
             "adapters_resident": self.resident,
+            "adapters_activated": self.activated,
             "running": running,
             "max_num_seqs": self.seats,
             "waiting": 0,

@@ -5,7 +5,7 @@ engines. `table.py` lists the kinds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -86,6 +86,20 @@ class EngineKind(ABC):
         """Return status and body of an adapter's probe, for an engine whose state has `probes`.
 
         Raises ClientError, OSError, TimeoutError.
+        """
+        raise NotImplementedError
+
+    async def send_hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
+        """Tell an engine that takes hints (`Traits`) to load an adapter into host memory; return whether it has it.
+
+        Raises ClientError, OSError, TimeoutError, MsgspecError.
+        """
+        raise NotImplementedError
+
+    async def send_pins(self, engine: EngineRecord, digests: Sequence[str]) -> int:
+        """Tell an engine that takes hints to keep adapters in host memory; return the number of those that it keeps.
+
+        Raises ClientError, OSError, TimeoutError, MsgspecError.
         """
         raise NotImplementedError
 

@@ -1,7 +1,7 @@
 """Our own engine: it pushes its state, orders tenants fairly, keeps allowances and loads adapters by itself."""
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from gateway.fleet.kinds.kind import (
     with_clients_names,
 )
 from wire.digests import digest_name
+from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest
 from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
@@ -40,6 +41,8 @@ RAISE_TIMEOUT = ClientTimeout(total=CONNECT_SECONDS)
 SERVICE_TIMEOUT = ClientTimeout(total=1.0)
 # Longer than the engine's own time limit of a probe.
 ADAPTER_TIMEOUT = ClientTimeout(total=75.0, sock_connect=CONNECT_SECONDS)
+# A hint is answered after the load.
+PREFETCH_TIMEOUT = ClientTimeout(total=30.0)
 # Error code of an engine that refuses all requests, and prefix of its codes for faults of an adapter.
 WITHDRAWN = "engine_unavailable"
 ADAPTER_FAULT = "adapter_"
@@ -124,14 +127,25 @@ class Loraplex(EngineKind):
         ) as response:
             return response.status, await response.read()
 
-    async def _post_json(self, engine: EngineRecord, path: str, body: msgspec.Struct, timeout: ClientTimeout) -> None:
-        """Post to one of the engine's own routes. Raises ClientError, OSError, TimeoutError."""
+    async def send_hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
+        body = PrefetchRequest(digest_name(digest), tenant_id)
+        return msgspec.json.decode(
+            await self._post_json(engine, "/prefetch", body, PREFETCH_TIMEOUT), type=Prefetched
+        ).is_loaded
+
+    async def send_pins(self, engine: EngineRecord, digests: Sequence[str]) -> int:
+        body = KeepRequest([digest_name(digest) for digest in digests])
+        return msgspec.json.decode(await self._post_json(engine, "/pins", body, PREFETCH_TIMEOUT), type=Kept).num_kept
+
+    async def _post_json(self, engine: EngineRecord, path: str, body: msgspec.Struct, timeout: ClientTimeout) -> bytes:
+        """Post to one of the engine's own routes and return the answer. Raises ClientError, OSError, TimeoutError."""
         headers = {"Content-Type": "application/json", **self._token}
         data = msgspec.json.encode(body)
         async with self._session.post(
             engine.url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
             response.raise_for_status()
+            return await response.read()
 
     async def _raise_allowance(self, engine: EngineRecord, request_id: str, tokens: int) -> None:
         """Raise a request's allowance on its engine. If that fails, the answer ends at the previous allowance."""

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.routing import POLICIES, measure, seconds_to_engines
-from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.routing import (
     MAX_PREFIXES,
@@ -11,6 +11,7 @@ from gateway.fleet.routing import (
     Rates,
     choose,
     homes_of,
+    is_activated,
     number_of_homes,
     prefix_key,
     rank,
@@ -99,6 +100,20 @@ def test_a_conversation_goes_back_to_who_has_its_prefix():
         assert chosen(engines, None, prefix=b"p", cached=cached) == cached.url
 
 
+def test_an_activated_lora_follows_the_base_models_blocks_though_another_engine_holds_it():
+    engines = [engine(url, resident=("d",) if i == 0 else ()) for i, url in enumerate(URLS)]
+    engines[0].state = EngineState(adapters_activated=frozenset(["d"]))
+    assert is_activated("d", engines)
+    assert not is_activated("e", engines)
+    assert not is_activated(None, engines)
+    for cached in engines:
+        assert chosen(engines, "d", cached=cached, reuses_base=True) == cached.url
+        assert chosen(engines, "d", cached=cached) == URLS[0]
+    # The blocks are not worth a wait.
+    engines[1].requests.in_flight = 2 * SLOTS
+    assert chosen(engines, "d", cached=engines[1], reuses_base=True) == URLS[0]
+
+
 def test_conversations_of_the_base_model_are_spread_by_how_they_begin():
     engines = [engine(url) for url in URLS]
     homes = {chosen(engines, None, prefix=b"conversation %d" % i) for i in range(64)}
@@ -161,12 +176,18 @@ def test_conversations_are_remembered_up_to_a_number_and_of_engines_that_are_the
 
 def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue():
     engines = [engine(url) for url in URLS]
-    # A batch of requests in progress at a time.
-    rate = SLOTS / engines[0].request_seconds
+    # Two batches of requests in a second.
+    rate = 2.0 * SLOTS
     homes = sorted(URLS, key=lambda url: rank(b"d", url))
     assert [e.url for e in homes_of("d", engines, rate)] == homes[:3]
     assert homes_of("d", engines, 0.1 * rate) == ()
     assert len(homes_of("d", engines, 100 * rate)) == len(URLS)
+    # A single request, however long it takes, makes no adapter hot.
+    for each in engines:
+        each.request_seconds = 600.0
+    assert homes_of("d", engines, 1.0) == ()
+    for each in engines:
+        each.request_seconds = 1.0
     by_url = {e.url: e for e in engines}
     by_url[homes[0]].observe_resident(["d"])
     by_url[homes[0]].requests.in_flight = SLOTS // 2
@@ -181,9 +202,9 @@ def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue(
 
 def test_requests_at_other_gateways_count_in_the_number_of_homes():
     engines = [engine(url, 2, foreign_load=6) for url in URLS]
-    rate = 0.25 * SLOTS
-    assert number_of_homes([engine(url, 2) for url in URLS], rate) == 1
-    assert number_of_homes(engines, rate) == 3
+    rate = 0.5 * SLOTS
+    assert number_of_homes("d", [engine(url, 2) for url in URLS], rate) == 1
+    assert number_of_homes("d", engines, rate) == 3
 
 
 def test_an_engine_with_other_loads_ahead_gets_no_further_one():

@@ -1,0 +1,97 @@
+"""Loads into host memory ahead of requests: for those that wait at a gateway, and of the operator's pinned adapters."""
+
+import asyncio
+import logging
+from collections.abc import Iterable
+
+from adapters.fair_threads import TooManyPending
+from adapters.manifest import AdapterError
+from adapters.recent_use import RecentUse
+from adapters.tiers.adapter_reader import HostAdapter
+from adapters.tiers.host_cache import HostCache
+from wire.digests import digest_name
+from wire.prefetch import KEEP_SECONDS
+
+logger = logging.getLogger(__name__)
+
+# Half-life of the bytes that were loaded for a tenant's hints, in seconds.
+HALF_LIFE_S = 30.0
+# Share of the host memory that a tenant's recent hints may fill. A hint may be for a request that never comes, so
+# beyond this share a tenant's adapters are loaded for its requests only.
+TENANT_SHARE = 1 / 8
+# Share of the host memory for pinned adapters.
+PINNED_SHARE = 1 / 4
+
+
+class Prefetching:
+    """Hinted loads of one engine. Call it on the event loop."""
+
+    def __init__(self, host_cache: HostCache) -> None:
+        self._host_cache = host_cache
+        self._limit = host_cache.stats().max_bytes * TENANT_SHARE
+        self._loaded = RecentUse(HALF_LIFE_S)
+
+    async def load(self, digest: str, tenant: str) -> bool:
+        """Load the adapter, in the tenant's turn, and return whether it is in host memory.
+
+        A failed load is not an error here: the request that needs the adapter gets the error.
+        """
+        if self._host_cache.get(digest) is not None:
+            return True
+        if self._loaded.of(tenant) >= self._limit:
+            return False
+        adapter = await _load(self._host_cache, digest, tenant)
+        if adapter is None:
+            return False
+        self._loaded.add(tenant, adapter.num_bytes)
+        return True
+
+
+class PinnedAdapters:
+    """Adapters that gateways keep in host memory for the operator, each until KEEP_SECONDS after its last request."""
+
+    def __init__(self, host_cache: HostCache) -> None:
+        self._host_cache = host_cache
+        self._room = host_cache.stats().max_bytes * PINNED_SHARE
+        # Bytes and end (of the event loop's clock) of each pinned adapter.
+        self._pinned: dict[str, tuple[int, float]] = {}
+
+    async def keep(self, digests: Iterable[str]) -> int:
+        """Load the adapters, protect them from eviction as far as there is room, and return the number of those."""
+        kept = 0
+        for digest in digests:
+            adapter = self._host_cache.get(digest) or await _load(self._host_cache, digest, "")
+            kept += adapter is not None and self._pin(adapter)
+        return kept
+
+    def _pin(self, adapter: HostAdapter) -> bool:
+        loop = asyncio.get_running_loop()
+        if adapter.digest not in self._pinned:
+            if sum(size for size, _ in self._pinned.values()) + adapter.num_bytes > self._room:
+                return False
+            self._host_cache.pin(adapter.digest)
+        self._pinned[adapter.digest] = adapter.num_bytes, loop.time() + KEEP_SECONDS
+        loop.call_later(KEEP_SECONDS + 1.0, self._unpin_old)
+        return True
+
+    def _unpin_old(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for digest in [digest for digest, (_, end) in self._pinned.items() if end <= now]:
+            del self._pinned[digest]
+            self._host_cache.unpin(digest)
+
+
+async def _load(host_cache: HostCache, digest: str, tenant: str) -> HostAdapter | None:
+    """Load an adapter in the tenant's turn. Return None if that fails or too many loads wait."""
+    try:
+        load = host_cache.fetch(digest, tenant)
+    except TooManyPending:
+        return None
+    try:
+        # Shielded, because requests may wait for the same load.
+        return await asyncio.shield(asyncio.wrap_future(load))
+    except (AdapterError, OSError) as error:
+        logger.info("adapter %s not loaded ahead: %s", digest_name(digest), " ".join(str(error).split()))
+        return None
+    finally:
+        host_cache.stop_waiting(digest, load)

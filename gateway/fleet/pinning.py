@@ -1,0 +1,89 @@
+"""Pinned adapters: engines keep the versions that the operator pinned in host memory.
+
+Each gateway process tells an adapter's homes, at least the first engine in its order, every SECONDS. Engines forget a
+pin that no gateway repeats (`KEEP_SECONDS`), so a removed pin or engine needs no message.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+from aiohttp import ClientError
+from msgspec import MsgspecError
+
+from gateway.errors import Unavailable
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.routing import Rates, number_of_homes, rank
+
+log = logging.getLogger(__name__)
+
+# Interval of the pins; below the time for which a prefetched adapter counts, and KEEP_SECONDS.
+SECONDS = 5.0
+
+
+class Sender(Protocol):
+    async def __call__(self, engine: EngineRecord, digests: Sequence[str]) -> int:
+        """Send pins and return the number of adapters kept. Raises ClientError, OSError, TimeoutError, MsgspecError."""
+
+
+class Pinning:
+    """Pins of one process.
+
+    engines: returns the engines that are up. read: returns the pinned digests; raises Unavailable. rates: the adapters'
+    rates, from which their number of homes follows.
+    """
+
+    def __init__(
+        self,
+        engines: Callable[[], Sequence[EngineRecord]],
+        read: Callable[[], Awaitable[Sequence[str]]],
+        send: Sender,
+        rates: Rates,
+    ) -> None:
+        self._engines = engines
+        self._read = read
+        self._send = send
+        self._rates = rates
+        # Engines with too little room or without an answer: logged once until it changes.
+        self._reported: WeakKeyDictionary[EngineRecord, str] = WeakKeyDictionary()
+
+    async def watch(self) -> None:
+        """Send the pins until cancelled."""
+        while True:
+            # `Database` logs an outage. Engines keep the adapters for a while.
+            with suppress(Unavailable):
+                await self.send()
+            await asyncio.sleep(SECONDS)
+
+    async def send(self) -> None:
+        """Send each engine its pins once. Raises Unavailable."""
+        pinned = await self._read()
+        engines = [engine for engine in self._engines() if engine.address.traits.takes_hints]
+        if not engines:
+            return
+        by_engine: dict[EngineRecord, list[str]] = {engine: [] for engine in engines}
+        for digest in pinned:
+            number = max(1, number_of_homes(digest, engines, self._rates.of(digest)))
+            for engine in sorted(engines, key=lambda engine: rank(digest.encode(), engine.url))[:number]:
+                by_engine[engine].append(digest)
+        await asyncio.gather(*(self._keep(engine, digests) for engine, digests in by_engine.items() if digests))
+
+    async def _keep(self, engine: EngineRecord, digests: Sequence[str]) -> None:
+        try:
+            kept = await self._send(engine, digests)
+        except (ClientError, OSError, TimeoutError, MsgspecError) as error:
+            self._report(engine, f"takes no pins of adapters: {type(error).__name__}")
+            return
+        missing = len(digests) - kept
+        self._report(engine, f"lacks the room or the files for {missing} of {len(digests)} pins" if missing else "")
+        if not missing:
+            for digest in digests:
+                engine.prefetched.add(digest)
+
+    def _report(self, engine: EngineRecord, problem: str) -> None:
+        if problem and self._reported.get(engine) != problem:
+            log.warning("engine %s %s", engine.url, problem)
+        self._reported[engine] = problem

@@ -1,0 +1,89 @@
+"""Hints to engines: load an adapter into host memory while its request still waits at the gate. Best effort."""
+
+import asyncio
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakSet
+
+from aiohttp import ClientError
+from msgspec import MsgspecError
+
+from gateway.fleet.engine import EngineRecord
+
+log = logging.getLogger(__name__)
+
+# A hint for one adapter to one engine is not repeated within this time.
+REPEAT_SECONDS = 10.0
+# Hints under way of one tenant and of all, and remembered hints.
+MAX_OF_TENANT, MAX_UNDER_WAY, MAX_SENT = 4, 64, 4096
+
+
+class Sender(Protocol):
+    async def __call__(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
+        """Send a hint and return whether the engine has the adapter in memory. Raises ClientError, OSError,
+        TimeoutError, MsgspecError.
+        """
+
+
+class Prefetch:
+    """Hints of one process. They are limited for each tenant; engines limit the loaded bytes too."""
+
+    def __init__(self, send: Sender) -> None:
+        self._send = send
+        self._under_way: Counter[str] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        # Time of the last hint by engine and digest, oldest first.
+        self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._failing: WeakSet[EngineRecord] = WeakSet()
+
+    def hint(self, engine: EngineRecord, digests: Sequence[str], tenant_id: str) -> None:
+        """Tell the engine to load the adapters that it does not hold. Ignored by kinds that take no hints."""
+        if not engine.address.traits.takes_hints:
+            return
+        for digest in digests:
+            if not (engine.holds(digest) or engine.prefetched.has(digest)) and self._may_send(
+                engine, digest, tenant_id
+            ):
+                self._under_way[tenant_id] += 1
+                # A load under way is as good as a load that is done: this engine has it first.
+                engine.prefetched.add(digest)
+                task = asyncio.create_task(self._hint(engine, digest, tenant_id))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Cancel the hints under way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _may_send(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
+        if self._under_way[tenant_id] >= MAX_OF_TENANT or len(self._tasks) >= MAX_UNDER_WAY:
+            return False
+        key, now = (engine.url, digest), time.monotonic()
+        if now - self._sent.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
+            return False
+        self._sent[key] = now
+        self._sent.move_to_end(key)
+        if len(self._sent) > MAX_SENT:
+            self._sent.popitem(last=False)
+        return True
+
+    async def _hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> None:
+        is_loaded = False
+        try:
+            is_loaded = await self._send(engine, digest, tenant_id)
+            self._failing.discard(engine)
+        except (ClientError, OSError, TimeoutError, MsgspecError) as error:
+            if engine not in self._failing:
+                self._failing.add(engine)
+                log.warning("engine %s takes no prefetch hints: %s", engine.url, type(error).__name__)
+        finally:
+            self._under_way[tenant_id] -= 1
+            if not self._under_way[tenant_id]:
+                del self._under_way[tenant_id]
+            if not is_loaded:
+                engine.prefetched.remove(digest)
