@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from gateway.access.auth import Authenticator
@@ -115,7 +114,6 @@ class Serving:
     engine_service: EngineService
     quarantine: Quarantine
     prober: AdapterProber
-    prefetch: Prefetch
     pinning: Pinning
     fleet: Fleet
 
@@ -263,23 +261,11 @@ def _build_serving(resources: Resources) -> Serving:
     )
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
-    prefetch = Prefetch(client.send_hint)
-    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, prefetch)
-    pinning = Pinning(lambda: registry.up, partial(pinned_digests, resources.database), client.send_pins, fleet.rates)
+    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint))
+    pinning = Pinning(lambda: registry.up, lambda: pinned_digests(resources.database), client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     prober = AdapterProber(registry, kinds, quarantine)
-    return Serving(
-        announcements,
-        registry,
-        gate,
-        shared_service,
-        engine_service,
-        quarantine,
-        prober,
-        prefetch,
-        pinning,
-        fleet,
-    )
+    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, prober, pinning, fleet)
 
 
 def _build_intake(

@@ -92,7 +92,7 @@ class Lifecycle:
             running(serving.pinning.watch()),
         ):
             yield
-        await serving.prefetch.close()
+        await serving.fleet.prefetch.close()
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:
         ledger = self._gateway.billing.ledger

@@ -100,7 +100,7 @@ class Fleet:
     ) -> None:
         self._registry = registry
         self._service = service
-        self._prefetch = prefetch
+        self.prefetch = prefetch
         self._quarantine = quarantine
         self._client = client
         self._gate = gate
@@ -195,7 +195,7 @@ class Fleet:
             # The homes of a hot adapter load it before requests go there.
             for home in homes_of(digest, [each for each in left if each.available], rate):
                 if home is not engine:
-                    self._prefetch.hint(home, call.model.adapters, call.tenant.id)
+                    self.prefetch.hint(home, call.model.adapters, call.tenant.id)
         return engine
 
     def _prefix(self, call: Call) -> bytes:
@@ -209,7 +209,7 @@ class Fleet:
             engine = self._choose(call, _Tries(self._prefix(call)))
         except EngineRefused:
             return
-        self._prefetch.hint(engine, call.model.adapters, call.tenant.id)
+        self.prefetch.hint(engine, call.model.adapters, call.tenant.id)
 
     async def _try(
         self, engine: EngineRecord, call: Call, bill: Bill, tries: _Tries, held: AsyncExitStack
