@@ -1,5 +1,7 @@
 """Uploads that are probed in a real engine, and in engines that die or cannot probe."""
 
+import asyncio
+import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -8,13 +10,15 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from gateway.api.probes import changes
 from gateway.api.uploads import validating
 from gateway.records.adapter_rows import READY
+from loraplex.cli import main
 from testing.engine import RunningServer
-from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.tiny import save_adapter, save_model
 from wire.probes import AdapterProbe
@@ -102,6 +106,21 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
         "versions": [{"name": "acme/pirate@1", "state": "ready"}],
     }
     assert (await acme.get("/admin/api/bases")).status == 403
+
+    async def run(*arguments: str, code: int = 0) -> Any:
+        env = {"LORAPLEX_GATEWAY": probing.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
+        result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--json"], env=env)
+        assert result.exit_code == code, result.output
+        return json.loads(result.stdout)
+
+    assert await run("base", "list") == [base]
+    left = await run("base", "retire", found["base"][:20], code=1)
+    assert [(each["uses"], each["name"]) for each in left] == [("engine", engine), ("adapter", "acme/pirate@1")]
+    for which in ("pirate@1", "--all"):
+        [verified] = await run("adapter", "verify", which, "--tenant", "acme")
+        assert (verified["version"], verified["changes"], verified["reasons"]) == (1, [], [])
+    [refused] = await run("adapter", "verify", "pirate@3", "--tenant", "acme", code=1)
+    assert refused["reasons"][0]["code"] == "adapter_not_finite"
 
 
 async def test_a_version_waits_for_an_engine(
