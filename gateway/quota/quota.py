@@ -299,7 +299,7 @@ class Quota:
 
     async def notes(self, tenant_id: str) -> list[dict[str, Any]]:
         """Return `lease` of each of the tenant's running requests, of all gateways. Raises Unavailable."""
-        return await self._store.call(lambda: read_notes(self._redis, tenant_id))
+        return await self._store.call(lambda: read_notes(self._store.execute, tenant_id))
 
     async def with_expired(self, tenant_ids: Sequence[str]) -> list[str]:
         """Return those of the tenants that have expired leases. Raises Unavailable."""

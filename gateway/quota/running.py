@@ -1,5 +1,6 @@
 """Notes of a tenant's running requests, read from the leases and records that the quota's script keeps."""
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -14,15 +15,18 @@ class _Record(msgspec.Struct):
     note: str = ""
 
 
-async def read_notes(redis: Any, tenant_id: str) -> list[dict[str, Any]]:
-    """Return the notes of the leases that have not ended (`lease` of `Quota.acquire`)."""
+async def read_notes(execute: Callable[..., Awaitable[Any]], tenant_id: str) -> list[dict[str, Any]]:
+    """Return the notes of the leases that were not ended (`lease` of `Quota.acquire`).
+
+    execute: `QuotaStore.execute`, so that settlements that this process has sent before count.
+    """
     tag = f"loraplex:{{{tenant_id}}}:"
-    seconds, _ = await redis.time()
-    ids = await redis.zrangebyscore(tag + "leases", seconds * 1000, "+inf")
+    # The score of a lease that was ended is negative.
+    ids = await execute("ZRANGEBYSCORE", tag + "leases", 0, "+inf")
     found = []
     for start in range(0, len(ids), PAGE):
-        for packed in await redis.hmget(tag + "held", ids[start : start + PAGE]):
-            note = msgspec.msgpack.decode(packed, type=_Record).note if packed is not None else ""
+        for packed in await execute("HMGET", tag + "held", *ids[start : start + PAGE]):
+            note = "" if packed is None else msgspec.msgpack.decode(packed, type=_Record).note
             if note:
                 found.append(msgspec.json.decode(note))
     return found

@@ -123,12 +123,13 @@ class QuotaStore:
 
     async def _evaluate(self, *keys_and_arguments: Any) -> Any:
         try:
-            return await self._execute("EVALSHA", self._digest, 4, *keys_and_arguments)
+            return await self.execute("EVALSHA", self._digest, 4, *keys_and_arguments)
         except NoScriptError:
             # The server was restarted, or is another one. EVAL also loads the script.
-            return await self._execute("EVAL", self._source, 4, *keys_and_arguments)
+            return await self.execute("EVAL", self._source, 4, *keys_and_arguments)
 
-    async def _execute(self, *command: Any) -> Any:
+    async def execute(self, *command: Any) -> Any:
+        """Send a command within `call`. Commands and scripts of one process keep their order if `in_order`."""
         if self._pipeline is None:
             return await self._redis.execute_command(*command)
         try:

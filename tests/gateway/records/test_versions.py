@@ -13,6 +13,8 @@ from alembic.config import Config
 from sqlalchemy import select
 
 import migrations
+from gateway.billing.past import Part, UsagePast
+from gateway.billing.writer import UsageWriter
 from gateway.errors import (
     AdapterInUse,
     BadRequest,
@@ -32,6 +34,7 @@ from gateway.records.mixtures import names_in, resolve_model
 from gateway.records.tables import audit
 from gateway.records.tenants import Tenant, Tenants
 from gateway.records.versions import KEPT_REFUSED
+from testing.gateway.rows import NOON, row
 
 
 @pytest.fixture
@@ -270,6 +273,24 @@ async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catal
     await add(catalog, acme, "pirate", *range(4, KEPT_VERSIONS + 5))
     served = [each.version for each in await catalog.versions.list(acme, "pirate") if each.state == "ready"]
     assert served == [1, 2, *range(5, KEPT_VERSIONS + 5)]
+
+
+async def test_recalled_usage_counts_names_with_any_version_of_the_content(
+    catalog: Catalog, acme: Tenant, database: Database
+):
+    """`other` serves the content of `pirate` as its version 1, so its usage counts against the limits of `pirate`."""
+    await add(catalog, acme, "pirate", 1)
+    await add(catalog, acme, "other", 1, 2)
+    await add(catalog, acme, "json", 3)
+    # Refused uploads have no content that two names could share.
+    for name in ("pirate", "json"):
+        await catalog.versions.refuse(acme, name, [Reason(message="no")])
+    used = {"tenant_id": acme.id, "created_at": NOON}
+    rows = [row(name, model=name, cost=cost, **used) for name, cost in (("pirate", 1), ("other", 10), ("json", 100))]
+    await UsageWriter(database).write(rows)
+    past, period = UsagePast(database, "base"), (NOON - timedelta(hours=1), NOON + timedelta(hours=1))
+    assert await past.cost(acme.id, *period, Part(models=("pirate",))) == 11
+    assert await past.cost(acme.id, *period, Part(besides=("pirate",))) == 100
 
 
 async def test_an_adapter_of_the_release_before_keeps_its_version(database_url: str):
