@@ -76,10 +76,12 @@ class Result:
     users_with_two_versions: int = 0
     rollback_answered: float = 0.0
     old_version_after_rollback: float = 0.0
+    # Requests that were sent after the answer to the rollback and got the old version.
+    old_versions_late: int = 0
 
     @property
     def is_good(self) -> bool:
-        counts = self.failed or self.wrong or self.users_with_two_versions
+        counts = self.failed or self.wrong or self.old_versions_late or self.users_with_two_versions
         return not counts and abs(self.share_in_turn - 0.05) <= 0.01 and self.old_version_after_rollback <= 1.0
 
 
@@ -171,15 +173,15 @@ async def measure(gateway: Gateway, double: TimedDouble, folder: Path, requests:
 async def _roll_back(run: Moves, client: Client) -> None:
     """Roll the alias back while requests on new connections, which either worker may take, go on."""
     old, begun, answered = run.states[-1].digest, time.monotonic(), math.inf
-    last_old = begun
+    # Sending and arrival at the engine of requests that got the old version.
+    found_old = [(begun, begun)]
 
     async def ask() -> None:
-        nonlocal last_old
         while time.monotonic() < answered + AFTER_ROLLBACK:
             async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as session:
                 fresh = Moves(Client(session, client.url, client.key), run.double, run.digests)
                 if (found := await fresh.ask("pirate:prod")) is not None and found[2] == old:
-                    last_old = max(last_old, found[1])
+                    found_old.append(found[:2])
                 run.result.failed += fresh.result.failed
 
     async def roll_back() -> None:
@@ -190,7 +192,8 @@ async def _roll_back(run: Moves, client: Client) -> None:
 
     await asyncio.gather(roll_back(), *(ask() for _ in range(4)))
     run.result.rollback_answered = answered - begun
-    run.result.old_version_after_rollback = last_old - begun
+    run.result.old_version_after_rollback = max(arrived for _, arrived in found_old) - begun
+    run.result.old_versions_late = sum(sent > answered for sent, _ in found_old)
 
 
 @asynccontextmanager

@@ -17,5 +17,4 @@ async def test_each_answer_has_a_version_that_the_alias_had(tmp_path: Path, mode
     assert (result.moves, result.lost_swaps) == (5, 5)
     # Two workers take the versions in turn, each by itself.
     assert abs(result.share_in_turn - 0.05) <= 0.015
-    # The benchmark shows 1 s on a quiet machine.
-    assert result.old_version_after_rollback <= result.rollback_answered
+    assert result.old_versions_late == 0
