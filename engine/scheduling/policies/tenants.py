@@ -164,7 +164,8 @@ class Tenants:
             if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
                 # Without this, a tenant that is served faster elsewhere would never be served here. Its debt for the
                 # service of this engine stays.
-                forgiven = max(0.0, min(account.elsewhere, account.counter - least))
+                lead = account.counter - min(other.counter for other in self.waiting.values())
+                forgiven = min(account.elsewhere, lead)
                 account.counter -= forgiven
                 account.elsewhere -= forgiven
         return len(charged)

@@ -283,6 +283,16 @@ def test_service_elsewhere_that_is_balanced_erases_no_later_debt() -> None:
     assert share.counter("spread") == pytest.approx(130)
 
 
+def test_service_elsewhere_counts_for_a_tenant_that_is_still_the_least_served() -> None:
+    share = FairShare()
+    for i in range(20):
+        enter(share, request("spread", i))
+        enter(share, request("here", i))
+    share.charge_tenant("here", 100)
+    share.charge_elsewhere({"spread": 60}, ELSEWHERE_WAIT_S + 0.1)
+    assert share.counter("spread") == pytest.approx(60)
+
+
 def test_the_anonymous_tenant_shares_the_engine_like_any_other() -> None:
     share = FairShare()
     enter(share, request("", 0))
