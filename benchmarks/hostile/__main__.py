@@ -10,8 +10,10 @@ default limits, in a process of niceness 19, so that its own work takes little C
 attack the neighbour is measured in pairs of rounds, quiet and attacked, one right after the other, so that a drift of
 the machine cancels. If the attack uses an engine as any tenant may, an honest tenant with the same use runs in the
 quiet round. Between the attacks, the attack `nothing` sends nothing: its ratios show how far quiet rounds differ from
-each other. Each ratio has an interval of 90 %, from resampling. A ratio above its limit whose interval begins below
-the limit is undecided: more or longer rounds decide it. Exit code 1 if a limit is missed.
+each other. The control `busy-loop`, at the end, sends nothing either, but computes in a process of the attackers'
+niceness: its ratios show the cost of the attackers' own CPU time on this machine's cores. Each ratio has an interval of
+90 %, from resampling. A ratio above its limit whose interval begins below the limit is undecided: more or longer rounds
+decide it. Exit code 1 if a limit is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
@@ -35,6 +37,7 @@ from benchmarks.hostile.run import Limits, Result, run_attack
 
 # Number of attacks between two runs of the control.
 CONTROL_EVERY = 10
+CONTROLS = ("nothing", "busy-loop")
 
 
 # Time beside the rounds, in seconds: the start of a stack, and for each attack its processes and the neighbour's
@@ -88,11 +91,11 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
 
 
 def with_controls(attacks: list[Attack]) -> list[Attack]:
-    """Return the attacks with a control before each group of CONTROL_EVERY and one at the end."""
+    """Return the attacks with the control `nothing` before each group of CONTROL_EVERY, and all controls at the end."""
     control, mixed = ATTACKS["nothing"], []
     for index, attack in enumerate(attacks):
         mixed += [control] * (index % CONTROL_EVERY == 0) + [attack]
-    return [*mixed, control]
+    return [*mixed, *(ATTACKS[name] for name in CONTROLS)]
 
 
 def open_place(name: str, folder: Path, *, postgres: bool) -> contextlib.AbstractContextManager[Place]:
@@ -124,7 +127,7 @@ def main() -> int:
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="hostile-") as folder:
         results = asyncio.run(run_all(flags, Path(folder)))
-    controls = [result for result in results if result.name == "nothing"]
+    controls = [result for result in results if result.name in CONTROLS]
     missed = [result.name for result in results if result.missed and result not in controls]
     print(f"\n{len(results) - len(controls)} attacks in {time.monotonic() - began:.0f} s: ", end="")
     print(f"{len(missed)} MISSED: {', '.join(missed)}" if missed else "none missed")
@@ -132,7 +135,7 @@ def main() -> int:
     if undecided:
         print(f"{len(undecided)} UNDECIDED: {', '.join(undecided)}")
     if controls:
-        print("no attack: " + ", ".join(f"p50 {result.p50} p99 {result.p99}" for result in controls))
+        print("no attack: " + ", ".join(f"{each.name} p50 {each.p50} p99 {each.p99}" for each in controls))
     if flags.json:
         flags.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
     return 1 if missed else 0

@@ -62,6 +62,14 @@ async def nothing(attacker: Attacker) -> None:
     await attacker.pause(attacker.left)
 
 
+@attack("busy-loop", "a control: a process outside of the stack computes without pause", shown=False)
+async def busy_loop(attacker: Attacker) -> None:
+    """Use the CPU time that an attack's own client may use, and send nothing."""
+    while attacker.going:
+        sum(range(100_000))
+        await attacker.pause(0.0)
+
+
 @attack("trickling-uploads", "12 uploads of one byte a second each")
 async def trickle_uploads(attacker: Attacker) -> None:
     body = form({"name": b"slow"} | good())

@@ -97,21 +97,21 @@ class AdapterIntake:
         actor: str,
         owner: str,
         receive: Callable[[Workplace], Awaitable[str]],
-        content: bytes | None = None,
+        upload_id: str | None = None,
     ) -> web.Response:
         """Add the version that `receive` writes into a workplace, and return 201 or 202.
 
         receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
-        the owners' checks take turns. content: identifies the request for its Idempotency-Key; None is the adapter's
-        name and digest. Raises TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be
-        served, Unavailable.
+        the owners' checks take turns. upload_id: of the upload in parts that is completed; else the adapter's name and
+        digest identify the request for its Idempotency-Key. Raises TooSlow, Forbidden for a limit, AdapterError for an
+        adapter that cannot be served, Unavailable.
         """
         with storing(self._rules.seconds):
             async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
                 name = await receive(place)
                 checked = await self._check(place, tenant, name, owner)
-                content = content or f"{name} {checked.digest}".encode()
-                add = partial(self._add, tenant, name, checked, actor)
+                content = (upload_id or f"{name} {checked.digest}").encode()
+                add = partial(self._add, tenant, name, checked, actor, upload_id)
                 return await place.finish(self._idempotency.once(request, actor, content, add))
 
     async def _check(self, place: Workplace, tenant: Tenant, name: str, owner: str) -> Checked:
@@ -128,12 +128,14 @@ class AdapterIntake:
             raise
 
     async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
-        """Return the kept response of a request with an Idempotency-Key. content: as for `take`."""
+        """Return the kept response of a request with an Idempotency-Key. content: identifies the request."""
         return await self._idempotency.kept(request, actor, content)
 
-    async def _add(self, tenant: Tenant, name: str, checked: Checked, actor: str) -> web.Response:
+    async def _add(
+        self, tenant: Tenant, name: str, checked: Checked, actor: str, upload_id: str | None
+    ) -> web.Response:
         """Add the version and publish its content."""
-        await self._catalog.check_declared(tenant, checked.num_bytes)
+        await self._catalog.check_declared(tenant, checked.num_bytes, upload_id)
         await asyncio.to_thread(self._store.stage, checked.folder, checked.digest)
 
         async def publish() -> None:

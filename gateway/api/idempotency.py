@@ -145,7 +145,7 @@ def _name(request: web.Request, actor: str) -> str:
 
 
 def _asked(request: web.Request, content: bytes) -> str:
-    return _digest(request.method, request.path, content.hex())
+    return _digest(request.method, request.rel_url.raw_path_qs, content.hex())
 
 
 def _answer(entry: _Entry, asked: str) -> web.Response:

@@ -64,17 +64,24 @@ async def check_room(
 
 
 async def check_bytes(
-    connection: AsyncConnection, tenant_id: str, new_bytes: int, limit: int, digest: str | None = None
+    connection: AsyncConnection,
+    tenant_id: str,
+    new_bytes: int,
+    limit: int,
+    digest: str | None = None,
+    unfinished: int = 0,
 ) -> None:
     """Check that an upload fits. digest: of its content; None, before it is read, ignores removed versions.
 
+    unfinished: declared bytes of the tenant's other uploads in parts.
     Raises AdapterLimitExceeded.
     """
     _, used = await _stored(connection, tenant_id)
     problem = None
-    if used + new_bytes > limit:
-        problem = f"{used} bytes are stored, this upload has {new_bytes}, and {limit} are allowed; delete an adapter"
-        problem += " first."
+    if used + unfinished + new_bytes > limit:
+        others = f"{unfinished} belong to unfinished uploads, " if unfinished else ""
+        problem = f"{used} bytes are stored, {others}this upload has {new_bytes}, and {limit} are allowed; delete an "
+        problem += "adapter or abort an upload first." if unfinished else "adapter first."
     elif digest is not None:
         removed, most = await uncollected(connection, tenant_id, digest), limit * UNCOLLECTED_FACTOR
         if used + removed + new_bytes > most:

@@ -25,6 +25,7 @@ from gateway.records.removed_versions import all_versions, removed_since, settle
 from gateway.records.tables import UtcDateTime, adapter_alias_targets, adapter_versions, adapters, prices
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants import Tenant
+from gateway.records.uploads import unfinished_bytes
 from gateway.records.versions import Push, Versions
 from gateway.sharing.turns import Turns
 from wire.digests import digest_name
@@ -212,12 +213,16 @@ class Catalog:
         async with self._database.read() as connection:
             return (await connection.execute(select(adapters.c.id).where(own))).first() is not None
 
-    async def check_declared(self, tenant: Tenant, num_bytes: int) -> None:
-        """Check, before an upload is read, that the tenant has room for its declared bytes. Raises Forbidden."""
+    async def check_declared(self, tenant: Tenant, num_bytes: int, upload_id: str | None = None) -> None:
+        """Check, before an upload is read, that the tenant has room for its declared bytes. Raises Forbidden.
+
+        The tenant's unfinished uploads in parts count, except `upload_id`, which is being completed.
+        """
         limit = tenant.adapter_limits.max_adapter_bytes
         if limit is not None:
             async with self._database.read() as connection:
-                await check_bytes(connection, tenant.id, num_bytes, limit)
+                unfinished = await unfinished_bytes(connection, tenant.id, upload_id)
+                await check_bytes(connection, tenant.id, num_bytes, limit, unfinished=unfinished)
 
     async def add_version(
         self,

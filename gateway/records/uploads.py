@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound, WrongOffset
 from gateway.records.adapter_limits import check_bytes
@@ -49,8 +50,7 @@ class Uploads:
     async def begin(self, tenant: Tenant, name: str, num_bytes: int, sha256: str) -> PartialUpload:
         """Add an upload, or return the tenant's unfinished one of the same name and content.
 
-        Its declared size counts against `max_adapter_bytes` when the tenant begins another upload in parts. Raises
-        AdapterLimitExceeded.
+        Its declared size counts against `max_adapter_bytes` until it is finished. Raises AdapterLimitExceeded.
         """
         table, now = adapter_uploads, datetime.now(UTC)
         own = and_(table.c.tenant_id == tenant.id, table.c.updated_at > now - KEPT)
@@ -70,7 +70,7 @@ class Uploads:
                 )
             limit = tenant.adapter_limits.max_adapter_bytes
             if limit is not None:
-                await check_bytes(connection, tenant.id, int(waiting) + num_bytes, limit)
+                await check_bytes(connection, tenant.id, num_bytes, limit, unfinished=int(waiting))
             upload = PartialUpload(
                 id=uuid.uuid4().hex, name=name, num_bytes=num_bytes, sha256=sha256, received=0, updated_at=now
             )
@@ -135,6 +135,15 @@ class Uploads:
         query = select(adapter_uploads.c.id).where(adapter_uploads.c.id.in_(upload_ids))
         async with self._database.read() as connection:
             return set((await connection.execute(query)).scalars())
+
+
+async def unfinished_bytes(connection: AsyncConnection, tenant_id: str, except_id: str | None) -> int:
+    """Return the declared bytes of a tenant's unfinished uploads. except_id: of an upload that does not count."""
+    table = adapter_uploads
+    query = select(func.coalesce(func.sum(table.c.num_bytes), 0)).where(
+        table.c.tenant_id == tenant_id, table.c.updated_at > datetime.now(UTC) - KEPT, table.c.id != (except_id or "")
+    )
+    return int((await connection.execute(query)).scalar_one())
 
 
 def _own(tenant: Tenant, upload_id: str) -> ColumnElement[bool]:

@@ -24,7 +24,7 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import OPERATOR
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
-from gateway.errors import REQUEST_ID, BadRequest, RecordNotFound, TooLarge, WrongOffset
+from gateway.errors import REQUEST_ID, BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenant, Tenants
@@ -132,10 +132,10 @@ class ResumableUploads:
 
         take = self._intake.take
         async with self._slot(request, caller, caller.tenant.adapter_limits.adapter_changes_per_minute):
-            await self._catalog.check_declared(caller.tenant, upload.num_bytes)
+            await self._catalog.check_declared(caller.tenant, upload.num_bytes, upload.id)
             try:
-                answer = await take(request, caller.tenant, caller.actor, caller.owner, receive, upload.id.encode())
-            except (AdapterError, BadRequest, TooLarge):
+                answer = await take(request, caller.tenant, caller.actor, caller.owner, receive, upload.id)
+            except (AdapterError, BadRequest, CheckFailed, TooLarge):
                 await self._remove(upload.id)
                 raise
             await self._remove(upload.id)

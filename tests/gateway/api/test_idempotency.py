@@ -48,6 +48,14 @@ async def test_another_request_under_the_same_key(gateway: Gateway, once: dict[s
     assert (other.status, other.error["code"]) == (422, "idempotency_key_reused")
 
 
+async def test_another_query_is_another_request(gateway: Gateway, once: dict[str, str]):
+    path = "/admin/api/adapters/collect?dry_run="
+    asked = ("true", "true", "false")
+    first, same, other = [await gateway.admin.post(path + value, {}, headers=once) for value in asked]
+    assert (first.status, same.status, same.headers["Idempotent-Replayed"]) == (200, 200, "true")
+    assert (other.status, other.error["code"]) == (422, "idempotency_key_reused")
+
+
 async def test_keys_of_different_callers_do_not_meet(gateway: Gateway, once: dict[str, str]):
     made = await gateway.admin.post("/admin/api/keys", {"label": "second"})
     second = gateway.client(made.json["key"])

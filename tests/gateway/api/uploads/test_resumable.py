@@ -117,6 +117,19 @@ async def test_a_completion_is_repeated(start: Start, tmp_path: Path):
         assert (await acme.get(f"{PATH}/{upload}")).status == 404
 
 
+async def test_an_unfinished_upload_counts_against_other_uploads_and_not_against_itself(start: Start):
+    async with start() as gateway_:
+        acme = await gateway_.tenant("acme", max_adapter_bytes=len(ARCHIVE))
+        upload = (await begin(acme)).json["id"]
+        content_type = {"Content-Type": "multipart/form-data; boundary=b"}
+        whole = await acme.call("POST", "/v1/adapters", data=b"--b--\r\n", headers=content_type)
+        assert (whole.status, whole.error["param"]) == (403, "max_adapter_bytes"), whole.body
+        assert f"{len(ARCHIVE)} belong to unfinished uploads" in whole.error["message"]
+        assert (await put(acme, upload, 0, ARCHIVE)).status == 200
+        completed = await acme.post(f"{PATH}/{upload}/complete")
+        assert completed.status == 201, completed.body
+
+
 async def test_unfinished_uploads_count_and_go(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with start() as gateway_:
         acme = await gateway_.tenant("acme", max_adapter_bytes=2 * len(ARCHIVE))
