@@ -13,7 +13,7 @@ refused. It delays only further large bodies of the same owner: they wait in lin
 import asyncio
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -25,7 +25,7 @@ from gateway.access.credentials import basic_password
 from gateway.access.throttle import client_network
 from gateway.api.access_log import PROBES
 from gateway.api.requests.pieces import COST
-from gateway.errors import Handler
+from gateway.errors import Handler, TooManyBodies
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds
 from gateway.sharing.turns import Turns
@@ -43,6 +43,8 @@ EXEMPT = (*PROBES, "/metrics")
 BODIES = "\0bodies of "
 # The first body in line is looked at again after this many seconds, because an admission may return a charge.
 POLL_SECONDS = 0.05
+# Bodies of an owner in line; each holds some 190 KiB of what its client has sent. Further ones are refused.
+MAX_IN_LINE = 128
 
 
 class ArrivingBody:
@@ -94,6 +96,7 @@ class UnservedRate:
         self._rounds = Rounds()
         # Lines of large bodies: the first of each owner waits for its bucket.
         self._lines = Turns(sys.maxsize)
+        self._in_line: Counter[str] = Counter()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full: OrderedDict[str, float] = OrderedDict()
         # Time (monotonic) after which no owner waits.
@@ -153,8 +156,21 @@ class UnservedRate:
         """Wait until the owner's bucket has room and its earlier bodies have passed.
 
         After `longest` seconds a body passes although the bucket is empty, but never faster than the rate.
+        Raises TooManyBodies.
         """
         last = time.monotonic() + longest
+        if self._in_line[owner] >= MAX_IN_LINE:
+            raise TooManyBodies
+        self._in_line[owner] += 1
+        try:
+            await self._wait_first(owner, last)
+        finally:
+            self._in_line[owner] -= 1
+            if not self._in_line[owner]:
+                del self._in_line[owner]
+
+    async def _wait_first(self, owner: str, last: float) -> None:
+        """Wait for the first place in line, and then for the bucket, until the time `last`."""
         async with self._lines.turn(owner):
             has_waited = False
             while (wait := self._debt(owner) + self._debt(BODIES + owner) - BURST_SECONDS) > 0:
