@@ -55,7 +55,7 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
         raise web.HTTPRequestEntityTooLarge(limit, length)
     body = None if share.owner == OPERATOR else request.get(ARRIVING_BODY)
     if body is not None:
-        share.arriving = body
+        share.refund_arrival = body.refund
         if length > FREE_BYTES:
             await body.charge(length)
     share.take(length)

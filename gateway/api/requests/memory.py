@@ -21,7 +21,6 @@ from adapters.fair_threads import FairThreads
 from adapters.recent_use import RecentUse
 from gateway.errors import TooLarge, TooManyBodies, TooMuchRefused, Unavailable
 from gateway.sharing.budget import Budget
-from gateway.sharing.unserved import ArrivingBody
 
 T = TypeVar("T")
 
@@ -75,8 +74,8 @@ class BodyShare:
 
     def __init__(self, memory: "BodyMemory", owner: str) -> None:
         self.owner = owner
-        # The charge for a large body's arrival.
-        self.arriving: ArrivingBody | None = None
+        # Returns the charge for a large body's arrival.
+        self.refund_arrival: Callable[[], None] | None = None
         self._memory = memory
         self._bytes = 0
         self._undecoded = 0
@@ -107,8 +106,8 @@ class BodyShare:
     def admitted(self) -> None:
         """Release the undecoded body's memory and the place: the tenant's quota counts the request from now on."""
         self._is_admitted = True
-        if self.arriving is not None:
-            self.arriving.refund()
+        if self.refund_arrival is not None:
+            self.refund_arrival()
         self._give_place_back()
         if self._undecoded:
             self.take(self._bytes - self._undecoded)
