@@ -20,7 +20,7 @@ from gateway.quota.quota import Quota
 from gateway.records.database import Database, migrate
 from gateway.redis.client import Client, connect
 from testing.gateway.cluster import valkey_cluster
-from testing.gateway.running import Gateway, running, save_model, settings
+from testing.gateway.running import Gateway, empty_database, running, save_model, settings
 from testing.gateway.upstream import Upstream
 
 # Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
@@ -151,7 +151,7 @@ async def upstream(starts_servers: None) -> AsyncIterator[Upstream]:
 def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a SQLite file with the newest schema, used as a template."""
     path = tmp_path_factory.mktemp("migrated") / "gateway.db"
-    migrate(f"sqlite:///{path}")
+    path.write_bytes(empty_database())
     return path
 
 

@@ -19,6 +19,8 @@ from gateway.records.database import Database, migrate
 from gateway.records.tables import audit, metadata
 from gateway.records.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
 from gateway.settings import SettingsError
+from testing.gateway.running import running, settings
+from testing.gateway.upstream import Upstream
 
 
 @pytest.fixture
@@ -65,6 +67,14 @@ async def test_an_unmigrated_database_says_what_to_do(database_url: str):
         await database.check_schema()
     assert refused.value.field == "LORAPLEX_DATABASE_URL"
     await database.close()
+
+
+async def test_a_gateway_migrates_an_empty_database_at_its_start(
+    database_url: str, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+):
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url, database_url=database_url)) as gateway:
+        acme = await gateway.tenant("acme")
+        assert (await acme.get("/v1/models")).status == 200
 
 
 @pytest.mark.parametrize("url", ["postgresql://u:hunter2@127.0.0.1:1/x", "sqlite:////proc/nope/x.db"])
