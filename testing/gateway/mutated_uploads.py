@@ -213,8 +213,17 @@ def _content_type(files: Files, rng: random.Random) -> Mutated:
     return Mutated("content type", form(files), rng.choice(kinds))
 
 
-def _kinds() -> dict[str, Callable[[Files, random.Random], Any]]:
-    deep = b"[" * 100_000
+# Nesting that exceeds any parser's recursion limit.
+DEEP = b"[" * 100_000
+Make = Callable[[Files, random.Random], Any]
+
+
+def _kinds() -> dict[str, Make]:
+    others = {"name": _name, "framing": _framing, "content type": _content_type}
+    return _weight_kinds() | _config_kinds() | _archive_kinds() | others
+
+
+def _weight_kinds() -> dict[str, Make]:
     return {
         "dtype": _set("dtype", "F64", "I8", "BOOL", "F8_E4M3", "", None, 7, ["F32"], "f32", "x" * 20_000),
         "shape": _set(
@@ -228,7 +237,7 @@ def _kinds() -> dict[str, Callable[[Files, random.Random], Any]]:
         "tensor's name": _renamed,
         "tensor missing": _without_one,
         "header's bytes": _header_bytes(
-            lambda rng: deep,
+            lambda rng: DEEP,
             lambda rng: b'{"a":' * 5000,
             lambda rng: rng.randbytes(rng.randint(1, 5000)) + b"\xff",
             lambda rng: b'{"a": {}, "a": {}}',
@@ -241,6 +250,11 @@ def _kinds() -> dict[str, Callable[[Files, random.Random], Any]]:
         "weights with a tail": _longer,
         "NaN": _not_finite,
         "pickle": _pickle,
+    }
+
+
+def _config_kinds() -> dict[str, Make]:
+    return {
         "rank": _config(*({"r": r} for r in (0, -1, 65, 4096, 4097, 1 << 70, 1.5, "8", True, [4], {}))),
         "alpha": _config(*({"lora_alpha": a} for a in ("8", None, [], True, 10**400, 1e300, {}))),
         "targets": _config(
@@ -273,16 +287,21 @@ def _kinds() -> dict[str, Callable[[Files, random.Random], Any]]:
         ),
         "dear patterns": _dear,
         "config's bytes": _config_bytes(
-            b"", b"{", b"null", b"[]", b'"x"', deep, b"\xff\xfe{}", b"{}" * 2, b"NaN", b" " * (2 << 20)
+            b"", b"{", b"null", b"[]", b'"x"', DEEP, b"\xff\xfe{}", b"{}" * 2, b"NaN", b" " * (2 << 20)
         ),
         "config's text": _raw_field(
             b'"r": 4, "r": 4',
             b'"r": ' + b"9" * 5000,
             b'"lora_alpha": NaN',
             b'"lora_alpha": 1e999',
-            b'"x": ' + deep,
+            b'"x": ' + DEEP,
             b'"r": 0x4',
         ),
+    }
+
+
+def _archive_kinds() -> dict[str, Make]:
+    return {
         "zip entry's method": archives.zip_field(10, 2, b"PK\x01\x02"),
         "zip entry's check sum": archives.zip_field(16, 4, b"PK\x01\x02"),
         "zip entry's packed size": archives.zip_field(20, 4, b"PK\x01\x02"),
@@ -304,7 +323,4 @@ def _kinds() -> dict[str, Callable[[Files, random.Random], Any]]:
         "gzip": archives.gzip_broken,
         "another archive": archives.other_archive,
         "nested": archives.nested,
-        "name": _name,
-        "framing": _framing,
-        "content type": _content_type,
     }

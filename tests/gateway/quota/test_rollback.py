@@ -35,6 +35,17 @@ async def records(tmp_path: Path, migrated: Path) -> AsyncIterator[Database]:
     await database.close()
 
 
+async def restart_from_snapshot(server: ValkeyServer, folder: Path) -> ValkeyServer:
+    """Kill the server without a save, and start another on its port and folder."""
+    port = server.port
+    async with Redis(port=port) as admin:
+        await admin.shutdown(nosave=True)
+    server.stop()
+    again = ValkeyServer(port=port, data_dir=folder)
+    again.start()
+    return again
+
+
 @pytest.mark.usefixtures("starts_servers")
 async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: Database, tmp_path: Path):
     """Redis is killed and restarts from a snapshot, after further spending; both running requests end later.
@@ -65,12 +76,7 @@ async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: 
         await until(lambda: _equals(in_ledger, gateways.ended))
         assert await spent(server, who) == gateways.ended + 500 + 700
 
-        port = server.port
-        async with Redis(port=port) as admin:
-            await admin.shutdown(nosave=True)
-        server.stop()
-        again = ValkeyServer(port=port, data_dir=tmp_path / "valkey")
-        again.start()
+        again = await restart_from_snapshot(server, tmp_path / "valkey")
         assert await spent(again, who) == at_snapshot
         await until(quota_answers(quota))
         # The gateway extends every third of a lease: both requests keep their slots, one lease is restored.

@@ -46,6 +46,38 @@ async def status(gateway: Gateway, query: str = "") -> tuple[int, str]:
     return ready.status, ready.json["status"]
 
 
+async def check_operators_view(gateway: Gateway, upstream: Upstream) -> None:
+    """Check metrics, dashboard and admin API while the database is away, the latter two also without an engine."""
+
+    async def says_away() -> bool:
+        # The bootstrap admin key is recognised without a database.
+        page = (await gateway.admin.get("/metrics")).body.decode()
+        return 'loraplex_gateway_part_up{part="database"} 0.0' in page
+
+    await until(says_away)
+
+    upstream.healthy = False
+
+    async def shows_what_is_known() -> bool:
+        """Return whether the page works without the database and without an engine."""
+        page = await gateway.nobody.get("/admin/", headers=BROWSER)
+        shown = page.body.decode()
+        assert "acme" not in shown
+        return (
+            page.status == 200
+            and "Tenants and usage are not shown" in shown
+            and ">down: GET /health answered 503</td>" in shown
+        )
+
+    await until(shows_what_is_known)
+    tenants = await gateway.admin.get("/admin/api/tenants")
+    assert (tenants.status, tenants.error["code"]) == (503, "database_unavailable")
+    engines = await gateway.admin.get("/admin/api/engines")
+    assert (engines.status, engines.json["data"][0]["healthy"]) == (200, False)
+    assert (await gateway.nobody.get("/admin/static/style.css")).status == 200
+    upstream.healthy = True
+
+
 async def test_known_tenants_are_served_through_an_outage_where_the_operator_chose_that(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, own_postgres: Postgres
 ):
@@ -82,33 +114,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
         assert await status(lenient, "?strict=true") == await status(strict) == (503, "not ready")
         assert list((await lenient.nobody.get("/readyz")).json["since"]) == ["database"]
 
-        async def says_away() -> bool:
-            # The bootstrap admin key is recognised without a database.
-            page = (await lenient.admin.get("/metrics")).body.decode()
-            return 'loraplex_gateway_part_up{part="database"} 0.0' in page
-
-        await until(says_away)
-
-        upstream.healthy = False
-
-        async def shows_what_is_known() -> bool:
-            """Return whether the page works without the database and without an engine."""
-            page = await lenient.nobody.get("/admin/", headers=BROWSER)
-            shown = page.body.decode()
-            assert "acme" not in shown
-            return (
-                page.status == 200
-                and "Tenants and usage are not shown" in shown
-                and ">down: GET /health answered 503</td>" in shown
-            )
-
-        await until(shows_what_is_known)
-        tenants = await lenient.admin.get("/admin/api/tenants")
-        assert (tenants.status, tenants.error["code"]) == (503, "database_unavailable")
-        engines = await lenient.admin.get("/admin/api/engines")
-        assert (engines.status, engines.json["data"][0]["healthy"]) == (200, False)
-        assert (await lenient.nobody.get("/admin/static/style.css")).status == 200
-        upstream.healthy = True
+        await check_operators_view(lenient, upstream)
 
         own_postgres.start()
 
