@@ -22,7 +22,7 @@ test: lint types unit
 unit: $(STAMP)
 	$(PYTEST)
 
-# Also the tests marked slow, which CI leaves out.
+# Also the slow tests, and every case of the kernels' parameter grids in Triton's interpreter.
 test-all: lint types $(STAMP)
 	$(PYTEST) -m "slow or not slow"
 

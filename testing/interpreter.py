@@ -2,8 +2,19 @@
 
 import dataclasses
 import functools
+import os
 from types import ModuleType
 from typing import Any
+
+
+def repeated(*values: Any) -> Any:
+    """Return a case of a parameter grid that takes the same path through a kernel as another case.
+
+    A GPU always runs it. The interpreter, which takes seconds, runs it only in `make test-all`.
+    """
+    import pytest  # a bare machine may lack it
+
+    return pytest.param(*values, marks=pytest.mark.slow if os.environ["TRITON_INTERPRET"] == "1" else ())
 
 
 def speed_up() -> None:

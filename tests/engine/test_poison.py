@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
+from testing.interpreter import repeated
 from testing.tiny import save_adapter, save_model
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
@@ -107,7 +108,7 @@ def tokens(outputs: list[RequestOutput]) -> list[int]:
 
 BACKENDS = [
     (None, "float32"), (None, "bfloat16"), (TorchOps, "float32"), (TorchOps, "float16"), (TorchOps, "bfloat16"),
-    *(pytest.param(TritonOps, dtype, marks=pytest.mark.heavy) for dtype in ("float32", "float16")),
+    repeated(TritonOps, "float32"), pytest.param(TritonOps, "float16", marks=pytest.mark.heavy),
 ]  # fmt: skip
 
 

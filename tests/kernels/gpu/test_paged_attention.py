@@ -9,6 +9,7 @@ from kernels import reference
 from kernels.gpu import paged_attention as module
 from kernels.gpu.attention_tiles import build_attention_metadata
 from kernels.gpu.paged_attention import paged_attention
+from testing.interpreter import repeated
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 KV_DTYPES = (torch.float8_e4m3fn, torch.int8)
@@ -86,7 +87,7 @@ def check(arguments, sliding_window=0, metadata=None):
     ("model", "dtype"),
     [
         ("SmolLM2", torch.float32),
-        ("SmolLM2", torch.float16),
+        repeated("SmolLM2", torch.float16),
         ("Llama-3.1-8B", torch.float16),
         ("Qwen3", torch.float32),
     ],
@@ -105,7 +106,7 @@ def test_sliding_window(batch, window, device, monkeypatch):
     check(arguments, window)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, repeated(torch.float16)])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.7), (24, 0.7), (24, 50.0)])
 @pytest.mark.parametrize("batch", ["decode", "mixed"])
 def test_soft_capped_scores(batch, window, softcap, dtype, device, monkeypatch):

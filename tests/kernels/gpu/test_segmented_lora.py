@@ -9,6 +9,7 @@ from kernels import reference
 from kernels.gpu.segmented_lora import segmented_lora
 from kernels.gpu.segments import DECODE, PREFILL, Plan, build_segments
 from kernels.reference import LoraGroup, LoraRouting
+from testing.interpreter import repeated
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 RANKS = (1, 8, 256, 5, 64, 16, 32, 2)
@@ -126,7 +127,7 @@ def check(y, x, group, routing, plan: Plan | None = None, segments=None) -> torc
     return y
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, repeated(torch.float16)])
 @pytest.mark.parametrize(
     "popularity", ["distinct", "uniform", "zipf", "identical", "skewed", "base between", "all base"]
 )
@@ -264,7 +265,7 @@ def test_tables_are_refilled_in_place(device):
 
 @pytest.mark.parametrize("popularity", ["uniform", "identical", "all base", "base between", "skewed"])
 @pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
-@pytest.mark.parametrize("num_tokens", [1, 100, 150])
+@pytest.mark.parametrize("num_tokens", [1, repeated(100), 150])
 def test_one_launch_builds_the_tables_that_sorting_does(num_tokens, plan, popularity, device, monkeypatch):
     index = indices(popularity, num_tokens, len(RANKS), torch.Generator().manual_seed(8)).to(device)
     ranks = torch.tensor(RANKS, dtype=torch.int32, device=device)
