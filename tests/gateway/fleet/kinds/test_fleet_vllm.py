@@ -22,8 +22,9 @@ async def served(
     async with VllmDouble().serving() as vllm:
         shutil.copy(migrated, folder / "gateway.db")
         options = f"{options or '?'}&key_file={key_file(folder)}"
-        # On a slow machine no call to Redis may time out: a refused request would never reach the queue.
-        settled = {"redis_timeout": 30.0} | settled
+        # On a slow machine no call to Redis may time out, because a refused request would never reach the queue, and no
+        # request may leave the queue, because tests count the waiting ones.
+        settled = {"redis_timeout": 30.0, "queue_seconds": 1000.0} | settled
         of = settings(folder, model_dir, [f"vllm+{vllm.url}{options}"], redis_url, migrate_on_start=False, **settled)
         async with running(of) as gateway:
             yield gateway, vllm
