@@ -12,7 +12,8 @@ from gateway.api.requests.fields import read_shared
 from gateway.api.requests.forms import FORM, Forms
 from gateway.api.requests.memory import BODY_MEMORY, BodyShare
 from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
-from gateway.billing.account import Account, Accounting, lease_note
+from gateway.billing.account import Account, Accounting
+from gateway.billing.lease_note import lease_note
 from gateway.errors import REQUEST_ID, RateLimited
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics

@@ -10,6 +10,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.access.scopes import ACTOR, PRINCIPAL
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_raw
 from gateway.api.requests.memory import OPERATOR
+from gateway.billing.lease_note import noted_versions
 from gateway.errors import REQUEST_ID, BadRequest, Forbidden, RecordNotFound, TooLarge
 from gateway.quota.quota import Quota
 from gateway.records.adapter_rows import Version, unknown_version
@@ -163,8 +164,7 @@ class AdapterVersions:
         """Return the versions of the name that running requests of all gateways use. Raises Unavailable."""
         found = set()
         for note in await self._quota.notes(tenant.id):
-            parts = note.get("parts") or [(note.get("model"), note.get("version"))]
-            found |= {version for each, version in parts if each == name and version is not None}
+            found |= {version for each, version in noted_versions(note) if each == name}
         return found
 
 

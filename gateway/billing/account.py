@@ -10,7 +10,7 @@ from typing import Any
 from gateway.access.auth import TenantPrincipal
 from gateway.api.delivery import ClientGone
 from gateway.api.requests.prompts import InferenceRequest
-from gateway.billing.charges import CUT, Charge, Ending, Used, Weights, charge
+from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.ledger import Ledger
 from gateway.billing.usage_row import UsageRow, encode
@@ -215,28 +215,6 @@ class Account:
         self.prompt_tokens = _int(counts.get("prompt_tokens"), self.prompt_tokens)
         self.completion_tokens = _int(counts.get("completion_tokens"), self.completion_tokens)
         self.cached_tokens = _int(cached, self.cached_tokens)
-
-
-def lease_note(
-    principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
-) -> dict[str, Any]:
-    """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
-    usage row, its price, its weights in the token rates if they are not 1, and the versions of a mixture's parts.
-    """
-    optional = {
-        "weights": None if weights == Weights() else weights,
-        "version": model.version,
-        "parts": model.versions if model.parts else None,
-    }
-    return {
-        **{name: value for name, value in optional.items() if value is not None},
-        "tenant": principal.tenant.name,
-        "key_id": principal.key_id,
-        "endpoint": endpoint,
-        "model": model.name,
-        "adapter_digest": model.digest,
-        "price": price,
-    }
 
 
 class Accounting:

@@ -8,8 +8,8 @@ from datetime import UTC, datetime, timedelta
 
 import msgspec
 
-from gateway.billing.charges import Weights
 from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.lease_note import noted_weights
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream
 from gateway.billing.usage_row import UsageRow, encode
@@ -149,15 +149,15 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
-    """Return the usage row of an abandoned request. `account.lease_note` made `lease.lease`."""
-    fields = {name: value for name, value in lease.lease.items() if name not in ("weights", "parts")}
-    price = msgspec.convert(fields.pop("price"), Price)
-    weights = msgspec.convert(lease.lease.get("weights", Weights()), Weights)
+    """Return the usage row of an abandoned request. `lease_note` made `lease.lease`, maybe that of a newer release."""
+    fields = {name: value for name, value in lease.lease.items() if name in UsageRow.__struct_fields__}
+    price = msgspec.convert(lease.lease["price"], Price)
+    weights = noted_weights(lease.lease)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
     is_free = lease.progress is not None and lease.progress.is_free
     created_at = lease.reservation.admitted_at
     return UsageRow(
-        **fields,
+        **{"version": weights.version, **fields},
         request_id=lease.reservation.request_id,
         tenant_id=lease.reservation.tenant_id,
         engine=None if lease.progress is None else lease.progress.engine_url,

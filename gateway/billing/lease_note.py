@@ -1,0 +1,57 @@
+"""Note in a request's lease, with which another gateway settles the request if this one dies.
+
+The gateways of a deployment may be of two releases. A gateway refuses to settle a note with an unknown field, so newer
+fields are in `weights`, whose unknown fields every release ignores.
+"""
+
+from typing import Any
+
+import msgspec
+
+from gateway.access.auth import TenantPrincipal
+from gateway.billing.charges import Weights
+from gateway.records.catalog import Model
+from gateway.records.prices import Price
+
+
+class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
+    """Weights in the token rates, and the newer fields. version: of the adapter. parts: versions of a mixture's parts,
+    each with its name.
+    """
+
+    version: int | None = None
+    parts: tuple[tuple[str, int], ...] = ()
+
+
+def lease_note(
+    principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights
+) -> dict[str, Any]:
+    """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
+    usage row, its price, and its NotedWeights unless all have their defaults.
+    """
+    noted = NotedWeights(
+        prompt=weights.prompt,
+        completion=weights.completion,
+        version=model.version,
+        parts=model.versions if model.parts else (),
+    )
+    return {
+        **({} if noted == NotedWeights() else {"weights": noted}),
+        "tenant": principal.tenant.name,
+        "key_id": principal.key_id,
+        "endpoint": endpoint,
+        "model": model.name,
+        "adapter_digest": model.digest,
+        "price": price,
+    }
+
+
+def noted_weights(note: dict[str, Any]) -> NotedWeights:
+    """Return the weights and newer fields of a note."""
+    return msgspec.convert(note.get("weights", {}), NotedWeights)
+
+
+def noted_versions(note: dict[str, Any]) -> tuple[tuple[str, int], ...]:
+    """Return the adapters' versions that the request of a note uses, each with its name."""
+    noted = noted_weights(note)
+    return noted.parts if noted.version is None else ((note["model"], noted.version),)
