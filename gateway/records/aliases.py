@@ -5,6 +5,7 @@ in the row of the adapter's name; each accepted upload moves it.
 """
 
 import secrets
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -20,6 +21,7 @@ from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.tables import adapter_alias_targets, adapter_aliases, adapters
 from gateway.records.tenants import Tenant
+from gateway.sharing.turns import Turns
 from wire.model_names import ALIAS_NAME, LATEST, MAX_ALIAS_CHARS, version_name
 
 # Versions of an alias, its weights, its earlier states on record, and aliases of an adapter beside `latest`.
@@ -59,15 +61,17 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Aliases:
-    """Changes and listings of aliases. changed: called after each change, with whether there was an alias before.
+    """Changes and listings of aliases. reads: turns of the tenants' listings. changed: called after each change, with
+    whether there was an alias before.
 
     if_match: the ETag of the state that a call replaces, "*" for any. Without it `move` only creates an alias.
 
     Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired, NoEarlierState.
     """
 
-    def __init__(self, database: Database, changed: Callable[[bool], Awaitable[None]]) -> None:
+    def __init__(self, database: Database, reads: Turns, changed: Callable[[bool], Awaitable[None]]) -> None:
         self._database = database
+        self._reads = reads
         self._changed = changed
 
     async def list(self, tenant: Tenant, name: str) -> list[Alias]:
@@ -75,7 +79,7 @@ class Aliases:
         check_possible(name)
         owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name)
         table, targets = adapter_aliases, adapter_alias_targets
-        async with self._database.read() as connection:
+        async with self._reads.turn(tenant.id), self._database.read() as connection:
             own = (await connection.execute(select(adapters).where(owned))).one_or_none()
             if own is None:
                 raise unknown_name()
@@ -157,15 +161,20 @@ async def move_latest(connection: AsyncConnection, own: Row[Any], version: int) 
     await _store(connection, own, LATEST, (Target(version),), _latest(own) if own.current_version else None)
 
 
-async def referring(
-    connection: AsyncConnection, own: Row[Any], version: int, *, besides_latest: bool = False
-) -> list[str]:
-    """Return the aliases that refer to a version, as texts. own: the row of the name."""
+async def references(
+    connection: AsyncConnection, own: Row[Any], *, besides_latest: bool = False
+) -> dict[int, list[str]]:
+    """Return, by version, the aliases that refer to it, as texts. own: the row of the name."""
     table = adapter_alias_targets
-    query = select(table.c.alias, table.c.expires_at).where(table.c.adapter_id == own.id, table.c.version == version)
+    query = select(table.c.alias, table.c.version, table.c.expires_at).where(table.c.adapter_id == own.id)
     rows = (await connection.execute(query.order_by(table.c.alias))).all()
-    found = [f"alias '{row.alias}'" for row in rows if not is_over(row.expires_at)]
-    return found if besides_latest or own.current_version != version else [f"alias '{LATEST}'", *found]
+    found = defaultdict(list)
+    if not besides_latest:
+        found[own.current_version].append(f"alias '{LATEST}'")
+    for row in rows:
+        if not is_over(row.expires_at):
+            found[row.version].append(f"alias '{row.alias}'")
+    return found
 
 
 async def _find(connection: AsyncConnection, own: Row[Any], alias: str) -> Alias | None:

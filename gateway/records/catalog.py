@@ -141,8 +141,8 @@ class Catalog:
         self._known: TenantCache[Reference, _Known] = TenantCache(CACHE_ENTRIES, TENANTS_ENTRIES)
         self._lookups = Lookups(self._look_up)
         self._reads = Turns(READS)
-        self.versions = Versions(database, self._changed)
-        self.aliases = Aliases(database, self._changed)
+        self.versions = Versions(database, self._reads, self._changed)
+        self.aliases = Aliases(database, self._reads, self._changed)
         # The base model's own name, and the name in it if it has the form of a reference.
         base = parse_reference(base_model.lower())
         self._reserved = {base_model.lower()} | ({base.name} if base is not None else set())

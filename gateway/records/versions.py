@@ -34,13 +34,14 @@ from gateway.records.adapter_rows import (
     unknown_version,
     versions_of,
 )
-from gateway.records.aliases import move_latest, referring
+from gateway.records.aliases import move_latest, references
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.removed_versions import remove_versions
 from gateway.records.tables import adapter_versions, adapters, removed_versions
 from gateway.records.tenants import Tenant
+from gateway.sharing.turns import Turns
 from wire.model_names import version_name
 
 # Refused uploads that a tenant keeps on record, and deleted versions that a listing has.
@@ -73,13 +74,15 @@ class Push(msgspec.Struct, frozen=True, kw_only=True):
 class Versions:
     """Changes and listings of versions.
 
-    changed: called after each change of a name's meaning, with whether the name had one before.
+    reads: turns of the tenants' listings. changed: called after each change of a name's meaning, with whether the name
+    had one before.
 
     Raises RecordNotFound, AdapterInUse, BadRequest, AdapterLimitExceeded.
     """
 
-    def __init__(self, database: Database, changed: Changed) -> None:
+    def __init__(self, database: Database, reads: Turns, changed: Changed) -> None:
         self._database = database
+        self._reads = reads
         self._changed = changed
 
     async def add(self, tenant: Tenant, name: str, push: Push, actor: str) -> Version:
@@ -171,10 +174,11 @@ class Versions:
                 raise unknown_version()
             _check_change(before, values)
             if values.get("state") == "retired" and not force:
-                _refuse_in_use(before, await referring(connection, own, version))
+                _refuse_in_use(before, (await references(connection, own)).get(version, ()))
             this = and_(adapter_versions.c.adapter_id == own.id, adapter_versions.c.version == version)
             await connection.execute(update(adapter_versions).where(this).values(**values))
-            if before.state == "validating" and values.get("state") == READY and version > own.current_version:
+            becomes_ready = before.state == "validating" and values.get("state") == READY
+            if becomes_ready and version > own.current_version and not is_over(before.expires_at):
                 await move_latest(connection, own, version)
             target = f"{tenant.name}/{version_name(name, version)}"
             await record_change(connection, actor, "adapter.version", target, _shown(values), tenant=tenant.name)
@@ -185,7 +189,7 @@ class Versions:
 
     async def list(self, tenant: Tenant, name: str) -> list[Version]:
         """Return the versions of a name, by number, with its last deleted ones."""
-        async with self._database.read() as connection:
+        async with self._reads.turn(tenant.id), self._database.read() as connection:
             rows = (await connection.execute(select_versions(tenant.id, name))).all()
             if not rows:
                 raise unknown_name()
@@ -230,11 +234,10 @@ class Versions:
             if version is not None and version not in present:
                 raise unknown_version()
             doomed = [version] if version is not None else list(present)
-            if not force:
-                for number in doomed:
-                    uses = await referring(connection, own, number, besides_latest=version is None)
-                    uses += ["running requests"] if number in running else []
-                    _refuse_in_use(present[number], uses)
+            uses = {} if force else await references(connection, own, besides_latest=version is None)
+            for number in () if force else doomed:
+                is_running = ["running requests"] if number in running else []
+                _refuse_in_use(present[number], [*uses.get(number, ()), *is_running])
             which = and_(adapters.c.id == own.id, adapter_versions.c.version.in_(doomed))
             await remove_versions(connection, tenant.id, which, datetime.now(UTC))
             if version is None:
@@ -298,8 +301,8 @@ async def _remove_old(connection: AsyncConnection, own: Row[Any], before: dict[i
     """
     numbers = sorted((each.version for each in before.values() if each.digest), reverse=True)
     old = [number for number in numbers[KEPT_VERSIONS - 1 :] if not before[number].pinned]
-    doomed = [number for number in old if not await referring(connection, own, number, besides_latest=True)]
-    if doomed:
+    uses = await references(connection, own, besides_latest=True) if old else {}
+    if doomed := [number for number in old if number not in uses]:
         which = and_(adapters.c.id == own.id, adapter_versions.c.version.in_(doomed))
         await remove_versions(connection, own.tenant_id, which, now)
 
@@ -308,8 +311,10 @@ def _check_change(before: Version, values: dict[str, Any]) -> None:
     shown, state = version_name(before.name, before.version), values.get("state", before.state)
     if state != before.state and state not in _MAY_FOLLOW.get(before.state, ()):
         raise BadRequest(f"state: {shown} is {before.state} and cannot become {state}.", param="state")
+    # The end of a version that is being validated may come before its state changes.
+    is_validated = before.state == "validating" and "expires_at" not in values
     expires_at = values.get("expires_at", before.expires_at)
-    if (state == READY or values.get("expires_at") is not None) and is_over(expires_at):
+    if (state == READY or values.get("expires_at") is not None) and is_over(expires_at) and not is_validated:
         raise BadRequest("expires_at: expected a time in the future, or null.", param="expires_at")
 
 

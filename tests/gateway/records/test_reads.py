@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from gateway.errors import RecordNotFound
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants import Tenants
@@ -32,6 +33,8 @@ async def test_a_tenants_reads_take_one_connection_at_a_time(database: Database,
             at_once -= 1
 
     monkeypatch.setattr(database, "read", slow)
+    listings = (catalog.versions.list(noisy, "none"), catalog.aliases.list(noisy, "none"))
+    absent = [asyncio.create_task(listing) for listing in listings]
     many = [asyncio.create_task(catalog.list(noisy)) for _ in range(50)]
     await asyncio.sleep(0.05)
     other = asyncio.create_task(catalog.list(quiet))
@@ -40,6 +43,7 @@ async def test_a_tenants_reads_take_one_connection_at_a_time(database: Database,
     hold.set()
     assert await other == []
     assert await asyncio.gather(*many) == [[]] * 50
+    assert [type(each) for each in await asyncio.gather(*absent, return_exceptions=True)] == [RecordNotFound] * 2
     assert most == 2
 
 

@@ -10,7 +10,8 @@ import pytest
 import sqlalchemy
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import select
+from sqlalchemy import event, select
+from sqlalchemy.engine import Engine
 
 import migrations
 from gateway.billing.past import Part, UsagePast
@@ -240,6 +241,17 @@ async def test_a_version_is_served_once_it_is_validated(catalog: Catalog, acme: 
     assert (await catalog.get(acme, "broken")).version == KEPT_REFUSED + 3
 
 
+async def test_a_version_may_expire_while_it_is_validated(catalog: Catalog, acme: Tenant):
+    """Its state changes all the same; otherwise it would be probed for ever."""
+    await add(catalog, acme, "pirate", 1)
+    await add(catalog, acme, "pirate", 2, state="validating")
+    soon = datetime.now(UTC) + timedelta(seconds=0.3)
+    await catalog.versions.change(acme, "pirate", 2, {"expires_at": soon}, "key")
+    await asyncio.sleep((soon - datetime.now(UTC)).total_seconds() + 0.01)
+    assert (await catalog.versions.set_state(acme, "pirate", 2, "ready", "probe")).state == "retired"
+    assert [await meaning(catalog, acme, text) for text in ("pirate", "pirate@2")] == [1, None]
+
+
 async def test_a_version_in_use_is_deleted_only_by_force(catalog: Catalog, acme: Tenant):
     await add(catalog, acme, "pirate", 1, 2, 3)
     await catalog.aliases.move(acme, "pirate", "prod", [Target(1), Target(2)], "key")
@@ -273,6 +285,20 @@ async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catal
     await add(catalog, acme, "pirate", *range(4, KEPT_VERSIONS + 5))
     served = [each.version for each in await catalog.versions.list(acme, "pirate") if each.state == "ready"]
     assert served == [1, 2, *range(5, KEPT_VERSIONS + 5)]
+    # Changes hold the lock of the database or of the name, so their statements do not grow with the versions.
+    targets = [[Target(number) for number in served[start : start + 8]] for start in range(0, len(served), 8)]
+    for number, each in enumerate(targets):
+        await catalog.aliases.move(acme, "pirate", f"a{number}", each, "key")
+    statements = []
+    listener = (Engine, "before_cursor_execute", lambda *args: statements.append(args[2]))
+    event.listen(*listener)
+    try:
+        await add(catalog, acme, "pirate", *range(100, 110))
+        with pytest.raises(AdapterInUse):
+            await catalog.delete(acme, "pirate", "key")
+    finally:
+        event.remove(*listener)
+    assert sum("FROM adapter_alias_targets" in text for text in statements) <= 11
 
 
 async def test_recalled_usage_counts_names_with_any_version_of_the_content(
