@@ -7,9 +7,9 @@ from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
-from gateway.errors import ModelNotFound
-from gateway.records.adapter_rows import READY
+from gateway.records.adapter_rows import READY, Version
 from gateway.records.catalog import Adapter, Catalog
+from gateway.records.mixtures import names_in
 from gateway.records.tenants import Tenant
 
 
@@ -32,20 +32,26 @@ class Models:
         return json_response({"object": "list", "data": usable})
 
     async def get(self, request: web.Request) -> web.Response:
+        """Return the base model, or what an adapter's name, version or alias (`name`, `name@3`, `name:prod`) means now.
+
+        An alias with weights means one of its versions.
+        """
         principal = request[PRINCIPAL]
         name = request.match_info["name"]
-        principal.check_model(name)
+        for plain in names_in(name, self._base_model):
+            principal.check_model(plain)
         if name == self._base_model:
             return json_response(self._base())
-        for adapter in await self._catalog.list(principal.tenant):
-            if adapter.name == name and adapter.state == READY:
-                return json_response(self._describe(adapter, principal.tenant))
-        raise ModelNotFound(name)
+        model = await self._catalog.resolve(principal.tenant, name)
+        assert model.version is not None
+        version = await self._catalog.versions.get(principal.tenant, model.name, model.version)
+        return json_response(self._describe(version, principal.tenant, name))
 
     def _base(self) -> dict[str, Any]:
         return {"id": self._base_model, "object": "model", "created": self._started, "owned_by": "loraplex"}
 
-    def _describe(self, adapter: Adapter, owner: Tenant) -> dict[str, Any]:
+    def _describe(self, adapter: Adapter | Version, owner: Tenant, shown: str | None = None) -> dict[str, Any]:
+        assert adapter.created_at is not None
         created = int(adapter.created_at.timestamp())
-        description = {"id": adapter.name, "object": "model", "created": created, "owned_by": owner.name}
+        description = {"id": shown or adapter.name, "object": "model", "created": created, "owned_by": owner.name}
         return {**description, "root": self._base_model, "parent": self._base_model}

@@ -21,6 +21,8 @@ async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstr
             assert upstream.requests[-1][1]["model"] == digest
             shown = answer.events[0]["model"] if stream else answer.json["model"]
             assert shown == ("pirate" if text == "pirate:latest" else text)
+        described = await acme.get(f"/v1/models/{text}")
+        assert (described.status, described.json["id"], described.json["parent"]) == (200, text, "base")
     mixed = await acme.chat(model="pirate@1*0.5+pirate@2*0.5")
     assert mixed.json["model"] == "pirate@1*0.5+pirate@2*0.5"
 
@@ -37,8 +39,12 @@ async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstr
         refused = await globex.chat(model=text)
         assert (refused.status, refused.error["code"]) == (404, "model_not_found")
         assert refused.error["message"] == f"The model '{text}' does not exist or you do not have access to it."
+        assert (await globex.get(f"/v1/models/{text}")).error == refused.error
     for text in ("pirate@9", "pirate:prod", "PIRATE@1", "pirate@1@1"):
         assert (await acme.chat(model=text)).status == 404, text
+        assert (await acme.get(f"/v1/models/{text}")).status == 404, text
+    for text, status in (("pirate*1", 404), ("pirate*x", 400), ("pirate*1+pirate*1", 404)):
+        assert (await acme.get(f"/v1/models/{text}")).status == status, text
 
 
 async def test_keys_limits_and_prices_take_plain_names(gateway: Gateway):
@@ -54,6 +60,7 @@ async def test_keys_limits_and_prices_take_plain_names(gateway: Gateway):
     scoped = gateway.client(made.json["key"])
     for text, status in (("pirate@1", 200), ("pirate:latest", 200), ("json@1", 403), ("pirate@1*1+json@1*1", 403)):
         assert (await scoped.chat(model=text)).status == status, text
+        assert (await scoped.get(f"/v1/models/{text}")).status == (404 if status == 200 and "*" in text else status)
     limits = {"model_limits": {"pirate": {"requests_per_minute": 2}}}
     assert (await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=limits)).status == 200
     # `json` has the same content, so it counts too.
