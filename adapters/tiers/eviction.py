@@ -90,7 +90,7 @@ class IdleAdapters:
             return oldest
         # Among equally used ones, the least recently used is the first.
         least_used = min(owners, key=self._uses.score)
-        loads = {owner: self._loaded.of(owner) for owner in owners.values()}
+        loads = {owner: self._loaded.of(owner) for owner in dict.fromkeys(owners.values())}
         heaviest = max(loads, key=loads.__getitem__)
         if loads[heaviest] <= HEAVY_RATIO * loads[owners[least_used]]:
             return least_used
