@@ -13,7 +13,6 @@ from aiohttp import web
 from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
 from gateway.api.requests.pieces import COST, Pieces
 from gateway.errors import BadRequest, TooSlow
-from gateway.sharing.unserved import ARRIVING_BODY
 from wire import http_body
 from wire.decoding import BOUND_WORDS, TYPE_WORDS, UNITS
 
@@ -53,14 +52,9 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
     length = FREE_BYTES if request.content_length is None else request.content_length
     if request.content_length is not None and length > limit:
         raise web.HTTPRequestEntityTooLarge(limit, length)
-    body = None if share.owner == OPERATOR else request.get(ARRIVING_BODY)
-    if body is not None:
-        share.refund_arrival = body.refund
-        if length > FREE_BYTES:
-            await body.charge(length)
     share.take(length)
     try:
-        async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]) as deadline:
+        async with asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
             is_compressed = http_body.is_compressed(request)
             raw, pieces = bytearray(), Pieces(request)
             while piece := await pieces.next():
@@ -69,10 +63,7 @@ async def read_shared(request: web.Request, share: BodyShare) -> bytes:
                 if len(raw) > limit:
                     raise web.HTTPRequestEntityTooLarge(limit, len(raw))
                 if len(raw) > length:
-                    grown, length = length, len(raw) + STEP_BYTES
-                    if body is not None:
-                        waited = await body.charge(length - grown)
-                        deadline.reschedule((deadline.when() or 0.0) + waited)
+                    length = len(raw) + STEP_BYTES
                     share.take(length)
             if is_compressed:
                 share.take(len(raw) + min(limit, len(raw) * MAX_DEFLATE_RATIO))

@@ -74,8 +74,6 @@ class BodyShare:
 
     def __init__(self, memory: "BodyMemory", owner: str) -> None:
         self.owner = owner
-        # Returns the charge for a large body's arrival.
-        self.refund_arrival: Callable[[], None] | None = None
         self._memory = memory
         self._bytes = 0
         self._undecoded = 0
@@ -106,8 +104,6 @@ class BodyShare:
     def admitted(self) -> None:
         """Release the undecoded body's memory and the place: the tenant's quota counts the request from now on."""
         self._is_admitted = True
-        if self.refund_arrival is not None:
-            self.refund_arrival()
         self._give_place_back()
         if self._undecoded:
             self.take(self._bytes - self._undecoded)

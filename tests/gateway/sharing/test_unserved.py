@@ -2,10 +2,7 @@
 
 import asyncio
 import gzip
-import io
-import json
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 from testing.gateway.running import Client, Gateway
@@ -86,43 +83,3 @@ async def test_requests_whose_client_leaves_count(serve: Any, upstream: Upstream
 
         await asyncio.gather(*(leave() for _ in range(BURST + 12)))
         assert await seconds_of(mallory.get("/v1/models")) > 1.5
-
-
-async def test_large_bodies_that_arrive_at_once_wait_in_line_and_no_other_requests_do(serve: Any, upstream: Upstream):
-    async with serve(unserved_per_second=RATE) as gateway:
-        mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
-
-        async def in_chunks() -> AsyncIterator[bytes]:
-            for _ in range(10):
-                yield b" " * 2**16
-
-        # Each body counts as ten requests: two or three pass, the others are not read.
-        headers = {"Content-Type": "application/json"}
-        flood = [
-            asyncio.ensure_future(mallory.call("POST", "/v1/completions", data=data, headers=headers))
-            for _ in range(15)
-            for data in (b" " * (10 * 2**16), in_chunks())
-        ]
-        answered, _ = await asyncio.wait(flood, timeout=2.0)
-        assert {one.result().status for one in answered} == {400}
-        assert len(answered) <= 6
-        assert await seconds_of(acme.complete()) < 2.0
-        for one in flood:
-            one.cancel()
-        await asyncio.wait(flood)
-
-
-async def test_large_bodies_that_are_admitted_pass_at_any_number(serve: Any, upstream: Upstream):
-    async with serve(unserved_per_second=0.001) as gateway:
-        acme = await gateway.tenant("acme", requests_per_minute=1000, max_concurrent=100)
-        fields = {"model": "base", "prompt": "Hello", "max_tokens": 1}
-        headers = {"Content-Type": "application/json"}
-        large = json.dumps(fields).encode() + b" " * (8 * 2**20 - 200)
-        assert (await acme.call("POST", "/v1/completions", data=io.BytesIO(large), headers=headers)).status == 200
-        body = large[: 2**19]
-        calls = [acme.call("POST", "/v1/completions", data=body, headers=headers) for _ in range(12)]
-        began = time.monotonic()
-        answers = await asyncio.gather(*calls, acme.complete())
-        assert {answer.status for answer in answers} == {200}
-        # The charges were returned, or the last body would have waited for 10 s.
-        assert time.monotonic() - began < 8.0
