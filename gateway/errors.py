@@ -282,6 +282,18 @@ class NoEngine(Unavailable):
         super().__init__(message)
 
 
+class NoEngineOfBase(NoEngine):
+    """The available engines serve another base model than the adapter's."""
+
+    code = "base_unavailable"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "No available engine serves the base model that this adapter was validated on. The operator may be "
+            "replacing the base model; try again later, or verify the adapter on the new one."
+        )
+
+
 class EngineDied(NoEngine):
     """An engine died with the request, and no other is available."""
 

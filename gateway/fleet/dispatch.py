@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -12,7 +12,7 @@ import msgspec
 from aiohttp import ClientConnectionError
 from msgspec.structs import replace
 
-from gateway.errors import EngineDied, NoEngine, Overloaded, UpstreamFailed
+from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.client import EngineClient
@@ -173,12 +173,14 @@ class Fleet:
 
     def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
+        bases = call.model.bases
         left = [
             candidate
             for candidate in self._registry.engines
             if candidate not in tries.engines
             and candidate.address.traits.name not in tries.unserving
             and candidate.breaker.allows(call.tenant.id)
+            and candidate.serves_bases(bases)
         ]
         digest, rate = call.model.digest, self.rates.of(call.model.digest)
         engine = choose(
@@ -190,13 +192,21 @@ class Fleet:
             reuses_base=call.prompt_tokens >= LONG_PROMPT and is_activated(digest, self._registry.engines),
         )
         if engine is None:
-            raise tries.refusal or EngineRefused(EngineDied() if tries.died else NoEngine())
+            raise tries.refusal or EngineRefused(self._absence(bases, tries))
         if digest is not None:
             # The homes of a hot adapter load it before requests go there.
             for home in homes_of(digest, [each for each in left if each.available], rate):
                 if home is not engine:
                     self.prefetch.hint(home, call.model.adapters, call.tenant.id)
         return engine
+
+    def _absence(self, bases: Collection[str], tries: _Tries) -> NoEngine:
+        """Return the error of a request that no engine can serve. bases: of its adapters."""
+        if tries.died:
+            return EngineDied()
+        available = [engine for engine in self._registry.engines if engine.available]
+        is_bound_elsewhere = bool(available) and not any(engine.serves_bases(bases) for engine in available)
+        return NoEngineOfBase() if is_bound_elsewhere else NoEngine()
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""

@@ -1,7 +1,7 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -192,6 +192,11 @@ class EngineRecord:
         if not self.is_up:
             return f"{self.condition.health}: {self.condition.reason}"
         return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
+
+    def serves_bases(self, digests: Collection[str]) -> bool:
+        """Return whether adapters bound to these base models may run here. An engine without a digest is trusted."""
+        own = self.state.base_digest
+        return own is None or all(digest == own for digest in digests)
 
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""

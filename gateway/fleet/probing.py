@@ -56,15 +56,19 @@ class AdapterProber:
         """Return whether an engine that can probe is available."""
         return bool(self._engines())
 
-    async def probe(self, tenant: Tenant, digest: str) -> AdapterProbe:
-        """Return the result of a usable adapter. Raises AdapterRefused, NotProbed."""
+    async def probe(self, tenant: Tenant, digest: str, base: str | None = None) -> AdapterProbe:
+        """Return the result of a usable adapter. Raises AdapterRefused, NotProbed.
+
+        base: digest of the base model whose engines are tried first; None if any may be first.
+        """
         body = {"probe": digest}
         try:
             self._quarantine.check(tenant.id, [digest], body)
         except Quarantined as error:
             raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
         left, refused = self._engines(), None
-        while (engine := choose(left, digest)) is not None:
+        bases = () if base is None else (base,)
+        while (engine := choose([each for each in left if each.serves_bases(bases)] or left, digest)) is not None:
             try:
                 return await self._probe_in(engine, tenant, digest, body)
             except AdapterRefused as error:

@@ -22,7 +22,14 @@ from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.removed_versions import all_versions, removed_since, settle_removed
-from gateway.records.tables import UtcDateTime, adapter_alias_targets, adapter_versions, adapters, prices
+from gateway.records.tables import (
+    UtcDateTime,
+    adapter_alias_targets,
+    adapter_probes,
+    adapter_versions,
+    adapters,
+    prices,
+)
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants import Tenant
 from gateway.records.uploads import unfinished_bytes
@@ -61,6 +68,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     content. These prices and limits apply to the content, whichever name a request uses.
     version: of the adapter; None for the base model and for a mixture. requested: the text of the request if it is not
     the name, such as `name:prod`.
+    base_digest: the base model that the version is bound to; None if it is unknown.
     parts, mixture: set for a mixture only (gateway/records/mixtures.py); its `names` are those of its parts.
     """
 
@@ -69,6 +77,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     version: int | None = None
     requested: str | None = None
+    base_digest: str | None = None
     parts: tuple["Model", ...] = ()
     mixture: Mixture | None = None
 
@@ -78,6 +87,12 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         if self.mixture is not None:
             return tuple(digest for digest, _ in self.mixture.parts)
         return () if self.digest is None else (self.digest,)
+
+    @property
+    def bases(self) -> frozenset[str]:
+        """Return the digests of the base models that the adapters are bound to, as far as they are known."""
+        own = () if self.base_digest is None else (self.base_digest,)
+        return frozenset(own).union(*(part.bases for part in self.parts))
 
     @property
     def shown(self) -> str:
@@ -295,6 +310,10 @@ class Catalog:
         """Delete the name, or one of its versions; see `Versions.delete`."""
         await self.versions.delete(tenant, name, version, actor, running=running, force=force)
 
+    async def rebound(self) -> None:
+        """Wait until every process knows the present base models of versions."""
+        await self._changed(True)
+
     async def _changed(self, replaced: bool) -> None:
         """Drop the old meaning here, and wait until no other process trusts it.
 
@@ -324,6 +343,7 @@ def _target(reference: Reference, rows: Sequence[Row[Any]]) -> _Target:
         names=(name, *others),
         version=row.version,
         requested=None if text == name else text,
+        base_digest=row.base_digest,
     )
     return _Target(model, row.version, row.weight, min(ends, default=None))
 
@@ -335,7 +355,10 @@ def _meanings(tenant_id: str, tenant_name: str, reference: Reference, limited: f
     content. Only the operator adds prices and limits, so a tenant's many names for the same content do not add rows.
     """
     own, version, target = adapters.alias(), adapter_versions.alias(), adapter_alias_targets.alias()
-    joined = own.join(version, version.c.adapter_id == own.c.id)
+    probe = adapter_probes.alias()
+    joined = own.join(version, version.c.adapter_id == own.c.id).outerjoin(
+        probe, and_(probe.c.adapter_id == own.c.id, probe.c.version == version.c.version)
+    )
     weight: ColumnElement[int] = literal(1, Integer)
     end: ColumnElement[Any] = null().cast(UtcDateTime)
     if reference.version is not None:
@@ -347,7 +370,7 @@ def _meanings(tenant_id: str, tenant_name: str, reference: Reference, limited: f
         joined = joined.join(target, and_(target.c.adapter_id == own.c.id, target.c.version == version.c.version))
     meant = (
         select(version.c.version, version.c.digest, version.c.expires_at, weight.label("weight"))
-        .add_columns(end.label("target_expires_at"))
+        .add_columns(end.label("target_expires_at"), probe.c.base_digest)
         .select_from(joined)
         .where(own.c.tenant_id == tenant_id, own.c.name == reference.name, version.c.state == READY, is_meant)
         .cte("meant")

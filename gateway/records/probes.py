@@ -9,6 +9,7 @@ from sqlalchemy import and_, delete, func, insert, select
 
 from gateway.errors import RecordNotFound
 from gateway.records.adapter_rows import check_possible, unknown_version
+from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.tables import adapter_probes, adapter_versions, adapters, tenants
 from gateway.records.tenants import Tenant
@@ -43,8 +44,12 @@ class Probes:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def record(self, tenant: Tenant, name: str, version: int, probe: AdapterProbe) -> None:
-        """Keep a version's newest probe. A version that has been deleted since is skipped."""
+    async def record(self, tenant: Tenant, name: str, version: int, probe: AdapterProbe) -> bool:
+        """Keep a version's newest probe, and bind the version to its base model. A deleted version is skipped.
+
+        A probe that found faults on another base model does not change the binding. Return whether the binding of an
+        earlier probe has changed.
+        """
         owned = and_(adapters.c.tenant_id == tenant.id, adapters.c.name == name, adapter_versions.c.version == version)
         joined = adapters.join(adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
         query = select(adapters.c.id).select_from(joined).where(owned).with_for_update()
@@ -52,12 +57,18 @@ class Probes:
         async with self._database.write() as connection:
             adapter_id = (await connection.execute(query)).scalar_one_or_none()
             if adapter_id is None:
-                return
+                return False
             this = and_(table.c.adapter_id == adapter_id, table.c.version == version)
+            before = (await connection.execute(select(table.c.base_digest).where(this))).one_or_none()
             await connection.execute(delete(table).where(this))
-            row = {"adapter_id": adapter_id, "version": version, "base_digest": probe.base_digest}
+            base = probe.base_digest if before is None or not probe.reasons else before.base_digest
+            row = {"adapter_id": adapter_id, "version": version, "base_digest": base}
+            has_moved = before is not None and before.base_digest != base
+            if has_moved:
+                await count_change(connection, tenant.id)
             result = msgspec.json.encode(probe).decode()
             await connection.execute(insert(table).values(**row, result=result, probed_at=datetime.now(UTC)))
+        return has_moved
 
     async def get(self, tenant: Tenant, name: str, version: int) -> tuple[datetime, AdapterProbe]:
         """Return the time and the result of a version's newest probe. Raises RecordNotFound."""

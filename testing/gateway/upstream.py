@@ -68,6 +68,8 @@ class Upstream:
         self._revision = 0
         self._last_push: tuple[object, ...] = ()
         self.model = "base"
+        # Digest of its base model; None: it reports none.
+        self.base_digest: str | None = None
         # Refusal of every request: a status and an error code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
         # The structured outputs compiled so far, and whether further ones are compiled or refused.
@@ -172,6 +174,7 @@ class Upstream:
             "draining": self.draining,
             "keeps_allowances": self.keeps_allowances,
             "probes": self.probe_status is not None,
+            "base_digest": self.base_digest,
         }
 
     async def _finished(self, request: web.Request) -> web.Response:
@@ -245,10 +248,12 @@ class Upstream:
         return web.json_response(answer, headers=self._receipt(body))
 
     async def _probe(self, request: web.Request) -> web.Response:
-        await request.read()
+        model = (await request.json())["model"]
         self.probed += 1
         if self.probe_status:
-            return web.json_response({}, status=self.probe_status)
+            sizes = dict.fromkeys(("rank", "num_modules", "host_bytes", "device_bytes", "device_pages"), 1)
+            answer = {"digest": model, "reasons": [], "base_digest": self.base_digest, **sizes}
+            return web.json_response(answer if self.probe_status == 200 else {}, status=self.probe_status)
         assert request.transport is not None
         request.transport.close()
         return web.Response()

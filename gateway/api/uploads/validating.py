@@ -98,14 +98,15 @@ class Validation:
             _, before = await self._probes.get(tenant, name, version)
         async with self._turns.turn(tenant.id):
             try:
-                now = await self._prober.probe(tenant, found.digest)
+                now = await self._prober.probe(tenant, found.digest, before and before.base_digest)
             except NotProbed as error:
                 raise Unavailable("No engine can probe the adapter now; try again shortly.") from error
             except AdapterRefused as refused:
                 if refused.probe is None:
                     raise ProbeRefused(refused.reasons) from refused
                 now = refused.probe
-        await self._probes.record(tenant, name, version, now)
+        if await self._probes.record(tenant, name, version, now):
+            await self.catalog.rebound()
         return before, now
 
     async def running(self, _: object) -> AsyncIterator[None]:

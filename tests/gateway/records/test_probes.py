@@ -1,5 +1,6 @@
 """Probes of versions in SQL, on SQLite and PostgreSQL."""
 
+import msgspec
 import pytest
 from sqlalchemy import func, select
 
@@ -9,7 +10,7 @@ from gateway.records.database import Database
 from gateway.records.probes import PER_TENANT, Probes, Unprobed
 from gateway.records.tables import adapter_probes
 from gateway.records.tenants import Tenants
-from wire.probes import AdapterProbe
+from wire.probes import AdapterProbe, ProbeReason
 
 DIGEST = "a" * 64
 
@@ -36,6 +37,13 @@ async def test_probes_live_as_long_as_their_version(database: Database):
     await probes.record(acme, "pirate", 1, probe(rank=4))
     await probes.record(acme, "pirate", 1, probe(rank=8))
     await probes.record(acme, "pirate", 99, probe())
+    assert await probes.record(acme, "pirate", 1, probe(base="d" * 64))
+    faulty = msgspec.structs.replace(
+        probe(base="e" * 64), reasons=(ProbeReason(code="adapter_not_finite", message="m"),)
+    )
+    assert not await probes.record(acme, "pirate", 1, faulty)
+    assert [each.base_digest for each in await probes.bound()] == ["d" * 64], "faults do not bind"
+    assert await probes.record(acme, "pirate", 1, probe())
     assert (await probes.get(acme, "pirate", 1))[1].rank == 8
     for tenant, name, version in ((globex, "pirate", 1), (acme, "pirate", 99), (acme, "../x", 1)):
         with pytest.raises(RecordNotFound):
