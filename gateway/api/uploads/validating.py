@@ -98,7 +98,7 @@ class Validation:
             _, before = await self._probes.get(tenant, name, version)
         async with self._turns.turn(tenant.id):
             try:
-                now = await self._prober.probe(tenant, found.digest, before and before.base_digest)
+                now = await self._prober.probe(tenant, found.digest, None if before is None else before.base_digest)
             except NotProbed as error:
                 raise Unavailable("No engine can probe the adapter now; try again shortly.") from error
             except AdapterRefused as refused:
