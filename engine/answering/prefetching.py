@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError
@@ -55,23 +55,34 @@ class PinnedAdapters:
         self._room = host_cache.stats().max_bytes * PINNED_SHARE
         # Bytes and end (of the event loop's clock) of each pinned adapter.
         self._pinned: dict[str, tuple[int, float]] = {}
+        # Bytes of the adapters that had no room.
+        self._unfit: dict[str, int] = {}
 
-    async def keep(self, digests: Iterable[str]) -> int:
+    async def keep(self, digests: Sequence[str]) -> int:
         """Load the adapters, protect them from eviction as far as there is room, and return the number of those."""
+        # Gateways repeat the request: an adapter that had no room would be loaded, and evict others, each time.
+        self._unfit = {digest: self._unfit[digest] for digest in digests if digest in self._unfit}
         kept = 0
-        for digest in digests:
-            adapter = self._host_cache.get(digest) or await _load(self._host_cache, digest, "")
-            kept += adapter is not None and self._pin(adapter)
+        try:
+            for digest in digests:
+                if digest not in self._pinned and not self._has_room(self._unfit.get(digest, 0)):
+                    continue
+                adapter = self._host_cache.get(digest) or await _load(self._host_cache, digest, "")
+                kept += adapter is not None and self._pin(adapter)
+        finally:
+            asyncio.get_running_loop().call_later(KEEP_SECONDS + 1.0, self._unpin_old)
         return kept
 
+    def _has_room(self, num_bytes: int) -> bool:
+        return sum(size for size, _ in self._pinned.values()) + num_bytes <= self._room
+
     def _pin(self, adapter: HostAdapter) -> bool:
-        loop = asyncio.get_running_loop()
         if adapter.digest not in self._pinned:
-            if sum(size for size, _ in self._pinned.values()) + adapter.num_bytes > self._room:
+            if not self._has_room(adapter.num_bytes):
+                self._unfit[adapter.digest] = adapter.num_bytes
                 return False
             self._host_cache.pin(adapter.digest)
-        self._pinned[adapter.digest] = adapter.num_bytes, loop.time() + KEEP_SECONDS
-        loop.call_later(KEEP_SECONDS + 1.0, self._unpin_old)
+        self._pinned[adapter.digest] = adapter.num_bytes, asyncio.get_running_loop().time() + KEEP_SECONDS
         return True
 
     def _unpin_old(self) -> None:

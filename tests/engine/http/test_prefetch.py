@@ -98,14 +98,20 @@ async def test_only_a_gateway_hints(client: Client, digests: list[str]):
 async def test_pinned_adapters_stay_while_others_come_and_go_within_their_room(
     server: RunningServer, client: Client, digests: list[str], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(prefetching, "KEEP_SECONDS", 0.5)
     # A quarter of the room is for about 4 of 12.
     kept = (await client.ok("/pins", {"adapters": digests}, **INTERNAL))["num_kept"]
     assert 2 <= kept <= 5
-    again = (await client.ok("/pins", {"adapters": digests[:kept]}, **INTERNAL))["num_kept"]
-    assert again == kept
     cache = server.server._host_cache
     assert cache is not None
+    # Those without room are not loaded again.
+    for digest in digests[kept:]:
+        cache.drop(digest.removeprefix("sha256:"))
+    loads = cache.stats().loads
+    assert (await client.ok("/pins", {"adapters": digests}, **INTERNAL))["num_kept"] == kept
+    assert cache.stats().loads == loads
+    monkeypatch.setattr(prefetching, "KEEP_SECONDS", 0.5)
+    again = (await client.ok("/pins", {"adapters": digests[:kept]}, **INTERNAL))["num_kept"]
+    assert again == kept
     assert set(cache._pins) == {digest.removeprefix("sha256:") for digest in digests[:kept]}
     deadline = time.monotonic() + 30
     while cache._pins:
