@@ -58,8 +58,8 @@ async def test_a_large_answer_stalls_nobody(client: Client, server: RunningServe
     await watching
     # Decoded only now, because the decoder holds the GIL and would stall the loop of the server, a thread here.
     assert len(json.loads(answer)["choices"]) == 6
-    # 0.04 s, and 1.6 s if encoded on the loop (20 MB, two busy cores).
-    assert max(lags) < 0.8
+    # 0.07 s, and 0.66 s if encoded on the loop (20 MB, two busy cores).
+    assert max(lags) < 0.3
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -100,14 +100,18 @@ def idle_reader(server: RunningServer, body: dict[str, Any]) -> socket.socket:
     return idle
 
 
-@pytest.mark.parametrize("stream", [True, False])
+# More bytes than the kernel buffers. A whole answer must end first, so most of it describes the prompts.
+LONG_STREAM = {"stream": True, "prompt": "x", "n": 2, "max_tokens": 3900, "logprobs": 20}
+LONG_ANSWER = {"prompt": [PROMPT * 8] * 2, "prompt_logprobs": 20, "max_tokens": 300}
+
+
+@pytest.mark.parametrize("asked", [LONG_STREAM, LONG_ANSWER], ids=["stream", "whole"])
 async def test_a_client_that_does_not_read_is_cut_off(
-    impatient: RunningServer, session: aiohttp.ClientSession, stream: bool
+    impatient: RunningServer, session: aiohttp.ClientSession, asked: dict[str, Any]
 ):
     session.headers["x-loraplex-internal-token"] = "secret"
     client = Client(session, impatient.url)
-    asked = {"model": "tiny", "prompt": "x", "max_tokens": 3900, "ignore_eos": True, "logprobs": 20, "n": 2}
-    with idle_reader(impatient, asked | {"stream": stream}) as idle:
+    with idle_reader(impatient, asked | {"model": "tiny", "ignore_eos": True}) as idle:
         await client.wait_for(lambda state: state["running"] == 2)
         status, answer = await client.post("/v1/completions", {"model": "tiny", "prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
