@@ -11,7 +11,6 @@ from typing import Any
 import aiohttp
 
 from engine.config import EngineConfig, ServerConfig
-from engine.http.app import Server, listening
 from wire.telemetry.spans import Tracing
 
 
@@ -27,6 +26,8 @@ class RunningServer:
         tracing: Tracing | None = None,
         **server: Any,
     ) -> None:
+        from engine.http.app import Server  # takes 4 s with torch, so it is not imported at collection
+
         self.config = EngineConfig(
             model=str(model),
             served_model_name="tiny",
@@ -46,6 +47,8 @@ class RunningServer:
             raise self._failure
 
     async def _serve(self, port: int) -> None:
+        from engine.http.app import listening
+
         self._stop = asyncio.Event()
         self._event_loop = asyncio.get_running_loop()
         try:

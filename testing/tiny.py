@@ -4,9 +4,6 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-import transformers
-from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 SPECIAL = ["<unk>", "<|start|>", "<|end|>"]
@@ -70,6 +67,8 @@ def _save_byte_fallback(tokenizer: Tokenizer, folder: Path, template: str | None
 
 
 def _save(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
+    import transformers  # not at collection, where tests of the gateway alone would pay for it
+
     fast = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="<unk>", bos_token="<|start|>", eos_token="<|end|>"
     )
@@ -81,6 +80,9 @@ def save_model(
     folder: Path, max_model_len: int = 4096, save_tokenizer: Callable[[Path], None] = save_byte_level_tokenizer
 ) -> None:
     """Save weights in fp32, tokenizer and configs as a folder that the engine loads."""
+    import torch
+    import transformers
+
     save_tokenizer(folder)
     vocab_size = len(transformers.AutoTokenizer.from_pretrained(folder))
     torch.manual_seed(0)
@@ -101,6 +103,9 @@ def save_model(
 
 def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64) -> None:
     """Save a LoRA on every layer's q_proj, strong enough to change the generated text."""
+    import torch
+    from safetensors.torch import save_file
+
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -4,7 +4,6 @@ import copy
 import json
 
 import pytest
-import transformers
 
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, PromptReader
@@ -24,6 +23,8 @@ async def count(tokenizer: Tokenizer, **fields: object) -> int:
 
 @pytest.mark.parametrize("name", TEMPLATES)
 async def test_tools_are_counted_as_transformers_renders_them(tmp_path, name):
+    import transformers  # not at collection
+
     save_byte_level_tokenizer(tmp_path, TEMPLATES[name])
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = copy.deepcopy(HISTORY)

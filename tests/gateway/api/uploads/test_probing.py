@@ -11,7 +11,6 @@ import aiohttp
 import msgspec
 import pytest
 from click.testing import CliRunner
-from safetensors.torch import load_file, save_file
 
 from gateway.api.probes import changes
 from gateway.api.uploads import validating
@@ -55,6 +54,8 @@ def form(folder: Path, name: str = "pirate", seed: int = 1, b_factor: float = 1.
     """Return an upload of an adapter whose B is multiplied by a factor."""
     place = folder / f"{name}-{seed}-{b_factor}"
     if not place.exists():
+        from safetensors.torch import load_file, save_file  # not at collection
+
         save_adapter(place, seed=seed)
         weights = place / "adapter_model.safetensors"
         save_file({key: w * b_factor if "lora_B" in key else w for key, w in load_file(weights).items()}, weights)
