@@ -178,7 +178,8 @@ async def test_a_canary_has_its_share_and_a_user_one_version(catalog: Catalog, a
     assert abs(in_turn[2] - 50) <= 3
     users = [f"user-{number}" for number in range(1000)]
     before = {user: await meaning(catalog, acme, "pirate:prod", user) for user in users}
-    assert 30 <= Counter(before.values())[2] <= 75
+    # The tenant's id is random: 50 users on average, standard deviation 6.9. The bounds are five of them away.
+    assert 15 <= Counter(before.values())[2] <= 85
     # Another gateway chooses alike, also after a move to the same weights.
     await catalog.aliases.move(acme, "pirate", "prod", [Target(2, 5), Target(1, 95)], "key", "*")
     assert {user: await meaning(elsewhere, acme, "pirate:prod", user) for user in users} == before
