@@ -53,7 +53,7 @@ class Pinning:
     async def watch(self) -> None:
         """Send the pins until cancelled."""
         while True:
-            # `Database` logs an outage. Engines keep the adapters for a while.
+            # `Database` logs an outage. Engines keep the adapters for `KEEP_SECONDS`.
             with suppress(Unavailable):
                 await self.send()
             await asyncio.sleep(SECONDS)

@@ -1,4 +1,4 @@
-"""Hints to engines: load an adapter into host memory while its request still waits at the gate. Best effort."""
+"""Hints to engines: load an adapter into host memory while its request waits in the gateway's queue. Best effort."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 # A hint for one adapter to one engine is not repeated within this time.
 REPEAT_SECONDS = 10.0
-# Hints under way of one tenant and of all, and remembered hints.
+# Maximum hints in flight of one tenant and of all tenants, and maximum remembered hints.
 MAX_OF_TENANT, MAX_UNDER_WAY, MAX_SENT = 4, 64, 4096
 
 
@@ -48,7 +48,7 @@ class Prefetch:
                 engine, digest, tenant_id
             ):
                 self._under_way[tenant_id] += 1
-                # A load under way is as good as a load that is done: this engine has it first.
+                # Counts as loaded from now on, so that routing prefers this engine.
                 engine.prefetched.add(digest)
                 task = asyncio.create_task(self._hint(engine, digest, tenant_id))
                 self._tasks.add(task)
