@@ -243,7 +243,10 @@ async def test_what_cannot_start_says_which_setting(
     with pytest.raises(SettingsError) as refused:
         await make_app(settings(tmp_path, empty, [upstream.url], redis_url))
     assert refused.value.field == "LORAPLEX_MODEL_DIR"
-    unmigrated = settings(tmp_path, model_dir, [upstream.url], redis_url, migrate_on_start=False)
+    unmigrated = settings(
+        tmp_path, model_dir, [upstream.url], redis_url,
+        database_url=f"sqlite:///{tmp_path}/unmigrated.db", migrate_on_start=False,
+    )  # fmt: skip
     with pytest.raises(SettingsError, match="loraplex migrate"):
         async with running(unmigrated):
             pass
