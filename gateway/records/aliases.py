@@ -110,7 +110,7 @@ class Aliases:
             for target in targets:
                 if not _is_served(target, present):
                     version = present.get(target.version)
-                    state = "not there" if version is None else version.state
+                    state = "unknown" if version is None else version.state
                     raise BadRequest(
                         f"targets: {version_name(name, target.version)} is {state}; expected a ready version and a "
                         "time in the future as expires_at.",

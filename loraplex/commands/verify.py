@@ -36,7 +36,7 @@ def verify(version: str | None, all_ready: bool, tenant: str | None, as_json: bo
             {
                 "version": version_name(each["name"], each["version"]),
                 "base": each["base"],
-                "divergence": each["divergence"],
+                "divergence": round(each["divergence"], 4) if each["divergence"] is not None else None,
                 "changed": [change["field"] for change in each["changes"]],
                 "reasons": [reason["message"] for reason in each["reasons"]],
             }
