@@ -11,8 +11,10 @@ Claim = tuple[Reservation, Iterable[str]]
 
 
 class Preemption(NamedTuple):
-    """victims: the adapters whose requests are preempted. placed: the reservations that fit then. paid: those of them
-    that need victims.
+    """Result of `choose_victims`.
+
+    victims: adapters whose requests are preempted. placed: reservations that fit after that. paid: the placed
+    reservations that needed victims.
     """
 
     victims: list[str]

@@ -6,17 +6,15 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
+from gateway.api.adapter_caller import find_caller, version_of
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.validating import Validation
-from gateway.errors import REQUEST_ID
 from gateway.fleet.registry import Registry
 from gateway.quota.quota import Quota
-from gateway.records.adapter_rows import unknown_version
 from gateway.records.probes import Probes
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants import Tenants
 from wire.digests import digest_name
-from wire.model_names import parse_reference, version_name
+from wire.model_names import version_name
 from wire.probes import AdapterProbe
 
 # Relative difference of two measurements that counts as a change: engines with other kernels round differently.
@@ -37,9 +35,9 @@ class ProbeRoutes:
 
     async def get(self, request: web.Request) -> web.Response:
         """Return the newest probe of a version."""
-        tenant, name = await self._tenant(request), request.match_info["name"]
-        number = _number(request)
-        at, probe = await self._probes.get(tenant, name, number)
+        caller = await find_caller(request, self._tenants)
+        name, number = request.match_info["name"], version_of(request)
+        at, probe = await self._probes.get(caller.tenant, name, number)
         return json_response(_describe(name, number, probe) | {"probed_at": at})
 
     async def verify(self, request: web.Request) -> web.Response:
@@ -48,12 +46,10 @@ class ProbeRoutes:
         The state stays as it is. A version without a probe gets its first one. Raises Unavailable if no engine can
         probe it now.
         """
-        tenant, name = await self._tenant(request), request.match_info["name"]
-        number = _number(request)
-        if "tenant" not in request.match_info:
-            per_minute = tenant.adapter_limits.adapter_changes_per_minute
-            await self._quota.change(tenant.id, request[REQUEST_ID], per_minute)
-        before, now = await self._validation.verify(tenant, name, number)
+        caller = await find_caller(request, self._tenants)
+        name, number = request.match_info["name"], version_of(request)
+        await caller.count_change(request, self._quota)
+        before, now = await self._validation.verify(caller.tenant, name, number)
         return json_response(_describe(name, number, now) | {"changes": [] if before is None else changes(before, now)})
 
     async def bases(self, _: web.Request) -> web.Response:
@@ -76,14 +72,6 @@ class ProbeRoutes:
         ]
         return json_response({"object": "list", "data": data})
 
-    async def _tenant(self, request: web.Request) -> Tenant:
-        if (name := request.match_info.get("tenant")) is not None:
-            return await self._tenants.get(name)
-        principal = request[PRINCIPAL]
-        principal.check_model(request.match_info["name"])
-        tenant: Tenant = principal.tenant
-        return tenant
-
 
 def changes(before: AdapterProbe, now: AdapterProbe) -> list[dict[str, Any]]:
     """Return the fields of a probe that differ by more than TOLERANCE, with both values."""
@@ -95,13 +83,6 @@ def changes(before: AdapterProbe, now: AdapterProbe) -> list[dict[str, Any]]:
         if old != new:
             found.append({"field": "base" if field == "base_digest" else field, "before": old, "now": new})
     return found
-
-
-def _number(request: web.Request) -> int:
-    reference = parse_reference(f"a@{request.match_info['version']}")
-    if reference is None or reference.version is None:
-        raise unknown_version()
-    return reference.version
 
 
 def _describe(name: str, version: int, probe: AdapterProbe) -> dict[str, Any]:

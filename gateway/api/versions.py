@@ -7,19 +7,18 @@ import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.adapter_caller import AdapterCaller, find_caller, version_of
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_raw
-from gateway.api.requests.memory import OPERATOR
 from gateway.billing.lease_note import noted_versions
-from gateway.errors import REQUEST_ID, BadRequest, Forbidden, RecordNotFound, TooLarge
+from gateway.errors import BadRequest, Forbidden, RecordNotFound, TooLarge
 from gateway.quota.quota import Quota
-from gateway.records.adapter_rows import Version, unknown_version
+from gateway.records.adapter_rows import Version
 from gateway.records.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, Target, Targets
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenant, Tenants
 from gateway.records.uploads import PartialUpload, Uploads
 from wire.digests import digest_name
-from wire.model_names import MAX_VERSION, parse_reference
+from wire.model_names import MAX_VERSION
 
 T = TypeVar("T", bound=Struct)
 MAX_BODY_BYTES = 16_384
@@ -50,14 +49,6 @@ class VersionChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
 
-class _Caller(Struct, frozen=True):
-    """The tenant of the adapter, and the client that acts for it. actor: the key's id."""
-
-    tenant: Tenant
-    actor: str
-    is_operator: bool
-
-
 class AdapterVersions:
     """Routes of versions and aliases. An absent adapter and another tenant's get the same answer."""
 
@@ -69,7 +60,7 @@ class AdapterVersions:
 
     async def list(self, request: web.Request) -> web.Response:
         """List the versions of an adapter and its unfinished uploads."""
-        caller, name = await self._caller(request), request.match_info["name"]
+        caller, name = await find_caller(request, self._tenants), request.match_info["name"]
         uploads = await self._uploads.of_name(caller.tenant, name)
         try:
             found = await self._catalog.versions.list(caller.tenant, name)
@@ -81,29 +72,30 @@ class AdapterVersions:
         return json_response({"object": "list", "data": data})
 
     async def get(self, request: web.Request) -> web.Response:
-        caller = await self._caller(request)
-        found = await self._catalog.versions.get(caller.tenant, request.match_info["name"], _number(request))
+        caller = await find_caller(request, self._tenants)
+        found = await self._catalog.versions.get(caller.tenant, request.match_info["name"], version_of(request))
         return json_response(describe_version(found))
 
     async def change(self, request: web.Request) -> web.Response:
         """Retire a version or make it ready again, set its end, or pin it."""
-        caller = await self._caller(request)
+        caller = await find_caller(request, self._tenants)
         given = (await _read(request, caller, VersionChanges)).given()
         if not given:
             raise BadRequest("Expected state, expires_at or pinned.", param="state")
         force = read_flag(request, "force")
-        if "pinned" in given and not caller.is_operator:
+        if "pinned" in given and caller.principal is not None:
             raise Forbidden("pinned: only an operator pins versions.", param="pinned")
-        await self._count(request, caller)
-        name, number = request.match_info["name"], _number(request)
+        await caller.count_change(request, self._quota)
+        name, number = request.match_info["name"], version_of(request)
         changed = await self._catalog.versions.change(caller.tenant, name, number, given, caller.actor, force=force)
         return json_response(describe_version(changed))
 
     async def delete(self, request: web.Request) -> web.Response:
         """Delete the name, or the version of the path. Refuse one that is in use, unless forced."""
-        caller, name, force = await self._caller(request), request.match_info["name"], read_flag(request, "force")
-        number = _number(request) if "version" in request.match_info else None
-        await self._count(request, caller)
+        caller = await find_caller(request, self._tenants)
+        name, force = request.match_info["name"], read_flag(request, "force")
+        number = version_of(request) if "version" in request.match_info else None
+        await caller.count_change(request, self._quota)
         running = set() if force else await self._running(caller.tenant, name)
         await self._catalog.delete(caller.tenant, name, caller.actor, number, running=running, force=force)
         kind = "adapter" if number is None else "adapter.version"
@@ -111,54 +103,38 @@ class AdapterVersions:
         return json_response({"object": kind, "name": name, **version, "deleted": True})
 
     async def list_aliases(self, request: web.Request) -> web.Response:
-        caller = await self._caller(request)
+        caller = await find_caller(request, self._tenants)
         found = await self._catalog.aliases.list(caller.tenant, request.match_info["name"])
         return json_response({"object": "list", "data": [describe_alias(alias) for alias in found]})
 
     async def get_alias(self, request: web.Request) -> web.Response:
-        caller = await self._caller(request)
-        name, alias = request.match_info["name"], request.match_info["alias"]
+        caller = await find_caller(request, self._tenants)
+        name, alias, _ = _alias_of(request)
         return _alias_response(await self._catalog.aliases.get(caller.tenant, name, alias))
 
     async def move(self, request: web.Request) -> web.Response:
         """Point an alias to versions by weight. An existing alias needs its ETag in If-Match."""
-        caller = await self._caller(request)
+        caller = await find_caller(request, self._tenants)
         given = await _read(request, caller, NewTargets)
-        await self._count(request, caller)
+        await caller.count_change(request, self._quota)
         targets = [Target(each.version, each.weight, each.expires_at) for each in given.targets]
-        name, alias, if_match = request.match_info["name"], request.match_info["alias"], request.headers.get("If-Match")
-        moved, is_new = await self._catalog.aliases.move(
-            caller.tenant, name, alias, targets, caller.actor, if_match=if_match
-        )
+        name, alias, if_match = _alias_of(request)
+        moved, is_new = await self._catalog.aliases.move(caller.tenant, name, alias, targets, caller.actor, if_match)
         return _alias_response(moved, 201 if is_new else 200)
 
     async def rollback(self, request: web.Request) -> web.Response:
         """Return an alias to its previous targets."""
-        caller = await self._caller(request)
-        await self._count(request, caller)
-        name, alias, if_match = request.match_info["name"], request.match_info["alias"], request.headers.get("If-Match")
+        caller = await find_caller(request, self._tenants)
+        await caller.count_change(request, self._quota)
+        name, alias, if_match = _alias_of(request)
         return _alias_response(await self._catalog.aliases.rollback(caller.tenant, name, alias, caller.actor, if_match))
 
     async def delete_alias(self, request: web.Request) -> web.Response:
-        caller = await self._caller(request)
-        await self._count(request, caller)
-        name, alias, if_match = request.match_info["name"], request.match_info["alias"], request.headers.get("If-Match")
+        caller = await find_caller(request, self._tenants)
+        await caller.count_change(request, self._quota)
+        name, alias, if_match = _alias_of(request)
         await self._catalog.aliases.delete(caller.tenant, name, alias, caller.actor, if_match)
         return json_response({"object": "adapter.alias", "name": name, "alias": alias, "deleted": True})
-
-    async def _caller(self, request: web.Request) -> _Caller:
-        """Return the caller, whose key permits the adapter of the path."""
-        if (tenant := request.match_info.get("tenant")) is not None:
-            return _Caller(await self._tenants.get(tenant), request[ACTOR], is_operator=True)
-        principal = request[PRINCIPAL]
-        principal.check_model(request.match_info["name"])
-        return _Caller(principal.tenant, principal.key_id, is_operator=False)
-
-    async def _count(self, request: web.Request, caller: _Caller) -> None:
-        """Count a tenant's change of its adapters against its limit. Raises RateLimited, Unavailable."""
-        if not caller.is_operator:
-            per_minute = caller.tenant.adapter_limits.adapter_changes_per_minute
-            await self._quota.change(caller.tenant.id, request[REQUEST_ID], per_minute)
 
     async def _running(self, tenant: Tenant, name: str) -> set[int]:
         """Return the versions of the name that running requests of all gateways use. Raises Unavailable."""
@@ -168,21 +144,17 @@ class AdapterVersions:
         return found
 
 
-async def _read(request: web.Request, caller: _Caller, kind: type[T]) -> T:
+async def _read(request: web.Request, caller: AdapterCaller, kind: type[T]) -> T:
     """Return the body as `kind`. Raises TooLarge, and what `read_body` raises."""
-    owner = OPERATOR if caller.is_operator else caller.tenant.id
     # A tenant's large body would occupy the event loop while it is decoded.
-    if len(await read_raw(request, owner)) > MAX_BODY_BYTES:
+    if len(await read_raw(request, caller.owner)) > MAX_BODY_BYTES:
         raise TooLarge(f"Expected a body of at most {MAX_BODY_BYTES} bytes.")
-    return await read_body(request, kind, owner)
+    return await read_body(request, kind, caller.owner)
 
 
-def _number(request: web.Request) -> int:
-    """Return the version of the path. Raises RecordNotFound for a text that is no number."""
-    found = parse_reference(f"a@{request.match_info['version']}")
-    if found is None or found.version is None:
-        raise unknown_version()
-    return found.version
+def _alias_of(request: web.Request) -> tuple[str, str, str | None]:
+    """Return the adapter's name and the alias of the path, and the ETag in If-Match."""
+    return request.match_info["name"], request.match_info["alias"], request.headers.get("If-Match")
 
 
 def describe_version(version: Version) -> dict[str, Any]:

@@ -311,10 +311,10 @@ def _check_change(before: Version, values: dict[str, Any]) -> None:
     shown, state = version_name(before.name, before.version), values.get("state", before.state)
     if state != before.state and state not in _MAY_FOLLOW.get(before.state, ()):
         raise BadRequest(f"state: {shown} is {before.state} and cannot become {state}.", param="state")
-    # The end of a version that is being validated may come before its state changes.
-    is_validated = before.state == "validating" and "expires_at" not in values
+    # A version may reach its end while it is validated.
+    ends_meanwhile = before.state == "validating" and "expires_at" not in values
     expires_at = values.get("expires_at", before.expires_at)
-    if (state == READY or values.get("expires_at") is not None) and is_over(expires_at) and not is_validated:
+    if (state == READY or values.get("expires_at") is not None) and is_over(expires_at) and not ends_meanwhile:
         raise BadRequest("expires_at: expected a time in the future, or null.", param="expires_at")
 
 

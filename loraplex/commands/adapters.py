@@ -94,6 +94,8 @@ def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None
     One that an alias or a running request uses is refused without --force. With it, running requests finish, and new
     ones get a 404.
     """
+    if ":" in name:
+        raise click.UsageError(f"{name} is an alias: `loraplex adapter unalias` deletes it and keeps its versions")
     # An impossible name goes to the gateway, whose answer says that there is none.
     reference = parse_reference(name) or Reference(name)
     gateway.run(lambda client: client.delete_adapter(tenant, reference, force=force))

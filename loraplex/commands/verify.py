@@ -6,7 +6,8 @@ import click
 
 from loraplex.commands.common import Gateway, examples, tenant_options
 from loraplex.commands.output import json_option, print_json, print_table
-from wire.model_names import Reference, parse_reference, version_name
+from loraplex.commands.versions import VersionName
+from wire.model_names import Reference, version_name
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
@@ -16,19 +17,18 @@ if TYPE_CHECKING:
     "verify",
     epilog=examples("loraplex adapter verify pirate@3 --tenant acme", "loraplex adapter verify --all --tenant acme"),
 )
-@click.argument("version", required=False)
+@click.argument("version", type=VersionName(), required=False)
 @click.option("--all", "all_ready", is_flag=True, help="Verify every ready version of the tenant.")
 @json_option
 @tenant_options()
-def verify(version: str | None, all_ready: bool, tenant: str | None, as_json: bool, gateway: Gateway) -> None:
+def verify(version: Reference | None, all_ready: bool, tenant: str | None, as_json: bool, gateway: Gateway) -> None:
     """Probe VERSION (such as pirate@3) again, and compare the result with the one on record.
 
     Use it after an upgrade of engines or of the base model. Exit with 1 if a version changed or is refused.
     """
-    named = None if version is None else parse_reference(version)
-    if all_ready == (version is not None) or (version is not None and (named is None or named.version is None)):
+    if all_ready == (version is not None):
         raise click.UsageError("expected a version like pirate@3, or --all")
-    found = gateway.run(lambda client: _verify(client, tenant, named))
+    found = gateway.run(lambda client: _verify(client, tenant, version))
     if as_json:
         print_json(found)
     else:
@@ -50,11 +50,11 @@ def verify(version: str | None, all_ready: bool, tenant: str | None, as_json: bo
 async def _verify(client: "GatewayClient", tenant: str | None, named: Reference | None) -> list[dict[str, Any]]:
     if named is not None:
         return [await client.verify(tenant, named)]
-    found = []
-    for adapter in await client.adapters(tenant):
-        for version in await client.versions(tenant, adapter["name"]):
-            if version["state"] == "ready":
-                reference = parse_reference(version_name(adapter["name"], version["version"]))
-                assert reference is not None
-                found.append(await client.verify(tenant, reference))
-    return found
+    names = [adapter["name"] for adapter in await client.adapters(tenant)]
+    ready = [
+        Reference(name, version["version"])
+        for name in names
+        for version in await client.versions(tenant, name)
+        if version["state"] == "ready"
+    ]
+    return [await client.verify(tenant, reference) for reference in ready]

@@ -144,6 +144,8 @@ async def test_versions_and_aliases(run: Run, gateway: Gateway, tmp_path: Path):
     assert (await run("adapter", "change", "pirate@1", "--expires", "1d", *whose)).stdout == "pirate@1 is ready\n"
     changed = await run("adapter", "change", "pirate@1", "--expires", "never", *whose)
     assert changed.stdout == "pirate@1 is ready\n"
+    refused = await run("adapter", "delete", "pirate:prod", "--force", *whose, code=2)
+    assert "pirate:prod is an alias" in refused.stderr
     await run("adapter", "unalias", "pirate:prod", *whose)
     await run("adapter", "delete", "pirate@1", *whose)
     await run("adapter", "change", "pirate@2", "--state", "retired", "--force", *whose)

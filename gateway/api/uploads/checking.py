@@ -21,6 +21,7 @@ from adapters.check import PREPARED
 from adapters.check_server import BOOT
 from adapters.manifest import AdapterError, BaseShape
 from adapters.recent_use import RecentUse
+from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.receiving import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, TooManyRefusedUploads, Unavailable
 from gateway.sharing.turns import Turns
@@ -45,7 +46,6 @@ BUSY_SECONDS, HALF_LIFE_S = 0.7, 10.0
 REFUSED_SECONDS = 1.5
 # Time limit for the end of a killed check.
 KILL_SECONDS = 5.0
-OPERATOR = "operator"
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):

@@ -21,9 +21,8 @@ from aiohttp import web
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.store_s3 import Bucket
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.adapter_caller import find_caller
 from gateway.api.adapters import AdapterIntake
-from gateway.api.uploads.checking import OPERATOR
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import UploadRules, Workplace, too_large
 from gateway.errors import REQUEST_ID, BadRequest, Forbidden, Unavailable
@@ -69,18 +68,19 @@ class Imports:
 
     async def add(self, request: web.Request) -> web.Response:
         """Import an adapter and return 201."""
-        if "tenant" in request.match_info:
-            tenant = await self._tenants.get(request.match_info["tenant"])
-            return await self._intake.take(request, tenant, request[ACTOR], OPERATOR, self._receive(request, OPERATOR))
-        principal = request[PRINCIPAL]
-        tenant, limits = principal.tenant, principal.tenant.adapter_limits
-        principal.check_model(request.query.get("name", ""))
-        receive = self._receive(request, tenant.id)
-        places = self._quota.upload(
+        caller = await find_caller(request, self._tenants)
+        caller.check_name(request.query.get("name", ""))
+        tenant, limits = caller.tenant, caller.tenant.adapter_limits
+        take = partial(
+            self._intake.take, request, tenant, caller.actor, caller.owner, self._receive(request, caller.owner)
+        )
+        if caller.principal is None:
+            return await take()
+        slot = self._quota.upload(
             tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
         )
-        async with self._auth.while_valid(principal), places:
-            return await self._intake.take(request, tenant, principal.key_id, tenant.id, receive)
+        async with self._auth.while_valid(caller.principal), slot:
+            return await take()
 
     def _receive(self, request: web.Request, owner: str) -> Any:
         """Return the function that copies the adapter. Raises BadRequest, and Forbidden for any other source.

@@ -18,10 +18,9 @@ from adapters.check import ARCHIVE
 from adapters.manifest import AdapterError
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.adapter_caller import AdapterCaller, find_caller
 from gateway.api.adapters import AdapterIntake, storing
 from gateway.api.requests.fields import json_response
-from gateway.api.uploads.checking import OPERATOR
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
 from gateway.errors import REQUEST_ID, BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
@@ -37,19 +36,6 @@ ORPHAN_SECONDS = 2 * 3600.0
 _ID = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"[0-9]{1,15}")
-
-
-class _Caller(msgspec.Struct, frozen=True):
-    """The tenant of an upload, and the client that acts for it.
-
-    actor: the key's id. owner: the tenant's id or OPERATOR; the owners' checks take turns. principal: None for an
-    operator.
-    """
-
-    tenant: Tenant
-    actor: str
-    owner: str
-    principal: Any
 
 
 class ResumableUploads:
@@ -78,15 +64,13 @@ class ResumableUploads:
 
     async def begin(self, request: web.Request) -> web.Response:
         """Begin an upload, or find the unfinished one of the same name and content."""
-        caller = await self._caller(request)
+        caller = await find_caller(request, self._tenants)
         name, size, sha256 = _text(request, "name"), _number(request, "size"), _checksum(request)
         self._catalog.check_name(name)
-        self._check_name(caller, name)
+        caller.check_name(name)
         if not 0 < size <= self._rules.max_bytes:
             raise too_large(self._rules.max_bytes) if size else BadRequest("size: expected 1 or more.", param="size")
-        if caller.principal is not None:
-            per_minute = caller.tenant.adapter_limits.adapter_changes_per_minute
-            await self._quota.change(caller.tenant.id, request[REQUEST_ID], per_minute)
+        await caller.count_change(request, self._quota)
         return json_response(_describe(await self._uploads.begin(caller.tenant, name, size, sha256)), status=201)
 
     async def get(self, request: web.Request) -> web.Response:
@@ -114,7 +98,7 @@ class ResumableUploads:
         An upload whose content is refused is removed; after any other error it stays. A request that is repeated with
         its Idempotency-Key gets the kept answer, although the upload is removed.
         """
-        caller, upload_id = await self._caller(request), request.match_info["id"]
+        caller, upload_id = await find_caller(request, self._tenants), request.match_info["id"]
         if (kept := await self._intake.kept(request, caller.actor, upload_id.encode())) is not None:
             await self._remove(upload_id)
             return kept
@@ -158,26 +142,15 @@ class ResumableUploads:
             await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
         return len(gone)
 
-    async def _caller(self, request: web.Request) -> _Caller:
-        if "tenant" in request.match_info:
-            tenant = await self._tenants.get(request.match_info["tenant"])
-            return _Caller(tenant, request[ACTOR], OPERATOR, None)
-        principal = request[PRINCIPAL]
-        return _Caller(principal.tenant, principal.key_id, principal.tenant.id, principal)
-
-    async def _find(self, request: web.Request) -> tuple[_Caller, PartialUpload]:
-        caller, upload_id = await self._caller(request), request.match_info["id"]
+    async def _find(self, request: web.Request) -> tuple[AdapterCaller, PartialUpload]:
+        caller, upload_id = await find_caller(request, self._tenants), request.match_info["id"]
         upload = await self._uploads.get(caller.tenant, upload_id if _ID.fullmatch(upload_id) else "")
-        self._check_name(caller, upload.name)
+        caller.check_name(upload.name)
         return caller, upload
-
-    def _check_name(self, caller: _Caller, name: str) -> None:
-        if caller.principal is not None:
-            caller.principal.check_model(name)
 
     @asynccontextmanager
     async def _slot(
-        self, request: web.Request, caller: _Caller, changes_per_minute: int | None = None
+        self, request: web.Request, caller: AdapterCaller, changes_per_minute: int | None = None
     ) -> AsyncIterator[None]:
         """Hold one of the tenant's upload slots while its key is valid. Operators need none.
 
@@ -192,7 +165,7 @@ class ResumableUploads:
             yield
 
     @asynccontextmanager
-    async def _place(self, request: web.Request, caller: _Caller) -> AsyncIterator[Workplace]:
+    async def _place(self, request: web.Request, caller: AdapterCaller) -> AsyncIterator[Workplace]:
         """Hold a slot and a folder for a part. Raises TooSlow, Unavailable."""
         async with self._slot(request, caller):
             with storing(self._rules.seconds):

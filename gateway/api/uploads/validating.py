@@ -44,8 +44,8 @@ class ProbeRefused(BadRequest):
 class Validation:
     """Validator of versions.
 
-    mode: `auto` probes while an engine that can probe is available, `required` always, `off` never. A version that is
-    not probed is ready at once.
+    mode: `auto` probes while an engine that can probe is available, `required` always, `off` never. Without a probe a
+    version is ready at once.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Validation:
         return "validating"
 
     async def finish(self, tenant: Tenant, adapter: Adapter) -> Adapter:
-        """Probe a version that is validating, and wait for at most WAIT_SECONDS. Return it as it is then.
+        """Probe a version that is validating, and return it with its state then, after at most WAIT_SECONDS.
 
         Raises ProbeRefused.
         """
@@ -135,12 +135,16 @@ class Validation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _search(self) -> None:
-        if self._mode == "off" or not self._prober.can_probe:
+        if self._mode != "off" and not self._prober.can_probe:
             return
         for found in await self._probes.missing():
             try:
                 tenant = await self._tenants.get(found.tenant_name)
             except RecordNotFound:
+                continue
+            if self._mode == "off":
+                # It was added before the probe was switched off.
+                await self._set(tenant, found.name, found.version, READY)
                 continue
             is_running = (tenant.id, found.name, found.version) in self._running
             if not is_running and await self._claim(tenant.id, found.name, found.version):

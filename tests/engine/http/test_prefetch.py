@@ -103,7 +103,7 @@ async def test_pinned_adapters_stay_while_others_come_and_go_within_their_room(
     assert 2 <= kept <= 5
     cache = server.server._host_cache
     assert cache is not None
-    # Those without room are not loaded again.
+    # Adapters without room are not loaded again.
     for digest in digests[kept:]:
         cache.drop(digest.removeprefix("sha256:"))
     loads = cache.stats().loads

@@ -147,6 +147,25 @@ async def test_a_version_waits_for_an_engine(
         assert (await acme.complete(model="pirate", max_tokens=2)).status == 200
 
 
+async def test_a_waiting_version_is_ready_once_the_probe_is_off(
+    tiny: Path, store: Path, tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.05)
+    given = {"adapter_store": str(store), "base_model": "tiny"}
+    engines = ["http://127.0.0.1:1"]
+    async with running(settings(tmp_path, tiny, engines, redis_url, adapter_probe="required", **given)) as gateway:
+        acme = await gateway.tenant("acme")
+        assert (await acme.call("POST", "/v1/adapters", data=form(tmp_path))).status == 202
+        key = acme.key
+    async with running(settings(tmp_path, tiny, engines, redis_url, adapter_probe="off", **given)) as gateway:
+        acme = gateway.client(key)
+
+        async def is_ready() -> bool:
+            return [each["state"] for each in await versions(acme)] == [READY]
+
+        await until(is_ready)
+
+
 async def test_engines_that_cannot_probe_leave_a_version_ready(serve: Any, upstream: Upstream, tmp_path: Path):
     async with serve() as gateway:
         acme = await gateway.tenant("acme")

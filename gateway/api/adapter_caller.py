@@ -1,0 +1,56 @@
+"""Caller of an adapter's route: a tenant itself, or an operator on its behalf under `/admin/api/tenants/{tenant}`."""
+
+from aiohttp import web
+from msgspec import Struct
+
+from gateway.access.auth import TenantPrincipal
+from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.requests.memory import OPERATOR
+from gateway.errors import REQUEST_ID
+from gateway.quota.quota import Quota
+from gateway.records.adapter_rows import unknown_version
+from gateway.records.tenants import Tenant, Tenants
+from wire.model_names import parse_reference
+
+
+class AdapterCaller(Struct, frozen=True):
+    """The tenant of an adapter, and the client that acts for it.
+
+    actor: the key's id. owner: the tenant's id or OPERATOR; the owners' work takes turns. principal: None for an
+    operator.
+    """
+
+    tenant: Tenant
+    actor: str
+    owner: str
+    principal: TenantPrincipal | None
+
+    def check_name(self, name: str) -> None:
+        """Raise Forbidden if the caller's key does not permit the adapter. Operators may change every adapter."""
+        if self.principal is not None:
+            self.principal.check_model(name)
+
+    async def count_change(self, request: web.Request, quota: Quota) -> None:
+        """Count a tenant's change of its adapters against its limit. Raises RateLimited, Unavailable."""
+        if self.principal is not None:
+            per_minute = self.tenant.adapter_limits.adapter_changes_per_minute
+            await quota.change(self.tenant.id, request[REQUEST_ID], per_minute)
+
+
+async def find_caller(request: web.Request, tenants: Tenants) -> AdapterCaller:
+    """Return the caller of a route, whose key permits the adapter of the path, if it names one."""
+    if (tenant := request.match_info.get("tenant")) is not None:
+        return AdapterCaller(await tenants.get(tenant), request[ACTOR], OPERATOR, None)
+    principal = request[PRINCIPAL]
+    caller = AdapterCaller(principal.tenant, principal.key_id, principal.tenant.id, principal)
+    if (name := request.match_info.get("name")) is not None:
+        caller.check_name(name)
+    return caller
+
+
+def version_of(request: web.Request) -> int:
+    """Return the version of the path. Raises RecordNotFound for a text that is no number."""
+    found = parse_reference(f"a@{request.match_info['version']}")
+    if found is None or found.version is None:
+        raise unknown_version()
+    return found.version
