@@ -66,7 +66,7 @@ from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.keys import Keys
-from gateway.records.pins import pinned_digests
+from gateway.records.pins import pinned_bases
 from gateway.records.prices import PriceList, Prices
 from gateway.records.probes import Probes
 from gateway.records.tenants import Tenants
@@ -262,7 +262,7 @@ def _build_serving(resources: Resources) -> Serving:
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint))
-    pinning = Pinning(lambda: registry.up, lambda: pinned_digests(resources.database), client.send_pins, fleet.rates)
+    pinning = Pinning(lambda: registry.up, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     prober = AdapterProber(registry, kinds, quarantine)
     return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, prober, pinning, fleet)

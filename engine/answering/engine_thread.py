@@ -83,6 +83,10 @@ class EngineThread:
     def num_in_flight(self) -> int:
         return len(self._tickets)
 
+    async def wait_idle(self) -> None:
+        """Wait until no sequence is in flight."""
+        await self._drained.wait()
+
     def max_requests(self, tenant: str) -> int:
         """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
         Callers without a tenant do not come from a gateway and may use all places.

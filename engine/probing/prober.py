@@ -1,8 +1,8 @@
 """Probe of an adapter: fixed prompts with and without it, as ordinary requests of the adapter's tenant.
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
-prompt. The scheduler charges the tenant, the device pool evicts by its usual rules, and one probe runs at a time; the
-tenants' probes take turns. Knows no HTTP.
+prompt. The scheduler charges the tenant, and the device pool evicts by its usual rules. One probe runs at a time, with
+a rest after it (`rest.py`), so many probes delay streams little; the tenants' probes take turns. Knows no HTTP.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from engine.answering.engine_thread import EngineThread
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.engine import Engine
+from engine.probing.rest import Rest
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from wire.deadlines import MOST_PRIORITY
 from wire.digests import digest_name
@@ -58,6 +59,7 @@ class Prober:
         self._prompts = fixed_prompts(engine.model_config.vocab_size)
         # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
         self._turn = asyncio.Lock()
+        self._rest = Rest(engine_thread.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -81,7 +83,9 @@ class Prober:
         self._waiting[tenant] += 1
         try:
             async with self._locks.setdefault(tenant, asyncio.Lock()), self._turn:
-                yield
+                await self._rest.wait()
+                with self._rest.after():
+                    yield
         finally:
             self._waiting[tenant] -= 1
             if not self._waiting[tenant]:

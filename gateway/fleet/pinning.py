@@ -1,12 +1,13 @@
 """Pinned adapters: engines keep the versions that the operator pinned in host memory.
 
-Each gateway process tells an adapter's homes, at least the first engine in its order, every SECONDS. Engines forget a
-pin that no gateway repeats (`KEEP_SECONDS`), so a removed pin or engine needs no message.
+Each gateway process tells an adapter's homes, at least the first engine in its order, every SECONDS. Only engines that
+serve the base model of a pinned version count. Engines forget a pin that no gateway repeats (`KEEP_SECONDS`), so a
+removed pin or engine needs no message.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -32,14 +33,15 @@ class Sender(Protocol):
 class Pinning:
     """Pins of one process.
 
-    engines: returns the engines that are up. read: returns the pinned digests; raises Unavailable. rates: the adapters'
-    rates, from which their number of homes follows.
+    engines: returns the engines that are up. read: returns the pinned digests with the base models of their versions,
+    None for a version without one; raises Unavailable. rates: the adapters' rates, from which their number of homes
+    follows.
     """
 
     def __init__(
         self,
         engines: Callable[[], Sequence[EngineRecord]],
-        read: Callable[[], Awaitable[Sequence[str]]],
+        read: Callable[[], Awaitable[Mapping[str, Collection[str | None]]]],
         send: Sender,
         rates: Rates,
     ) -> None:
@@ -65,9 +67,12 @@ class Pinning:
         if not engines:
             return
         by_engine: dict[EngineRecord, list[str]] = {engine: [] for engine in engines}
-        for digest in pinned:
-            number = max(1, number_of_homes(digest, engines, self._rates.of(digest)))
-            for engine in sorted(engines, key=lambda engine: rank(digest.encode(), engine.url))[:number]:
+        for digest, bases in pinned.items():
+            serving = [engine for engine in engines if _serves_any(engine, bases)]
+            if not serving:
+                continue
+            number = max(1, number_of_homes(digest, serving, self._rates.of(digest)))
+            for engine in sorted(serving, key=lambda engine: rank(digest.encode(), engine.url))[:number]:
                 by_engine[engine].append(digest)
         await asyncio.gather(*(self._keep(engine, digests) for engine, digests in by_engine.items() if digests))
 
@@ -87,3 +92,7 @@ class Pinning:
         if problem and self._reported.get(engine) != problem:
             log.warning("engine %s %s", engine.url, problem)
         self._reported[engine] = problem
+
+
+def _serves_any(engine: EngineRecord, bases: Collection[str | None]) -> bool:
+    return any(engine.serves_bases(() if base is None else (base,)) for base in bases)

@@ -3,6 +3,8 @@
 import asyncio
 import hashlib
 import json
+import statistics
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import MOST_OF_TENANT, compare, fixed_prompts
+from engine.probing.rest import SHARE, Rest
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
@@ -113,6 +116,68 @@ async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(client: Cli
     assert statuses.count(200) == MOST_OF_TENANT
     assert set(statuses) == {200, 429}
     assert (await client.state(headers=HEADERS))["running"] == 0
+
+
+async def test_probes_beside_a_running_request_rest_between_them(client: Client, put):
+    name = put(8)
+
+    async def seconds() -> float:
+        """Return the median time of a probe, the first one without a rest before it left out."""
+        times = []
+        for _ in range(7):
+            started = time.perf_counter()
+            await client.ok("/probe", {"model": name}, headers=HEADERS)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times[1:])
+
+    alone = await seconds()
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 240, "ignore_eos": True}
+    others = HEADERS | {"x-loraplex-tenant": "globex"}
+    is_over = False
+
+    async def run() -> None:
+        while not is_over:
+            await client.ok("/v1/completions", body, headers=others)
+
+    running = [asyncio.create_task(run()) for _ in range(2)]
+    beside = await seconds()
+    is_over = True
+    await asyncio.gather(*running)
+    # Ten times its own time, which is no shorter beside others.
+    assert beside > 4 * alone
+
+
+async def test_a_rest_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: pytest.MonkeyPatch):
+    idle = asyncio.Event()
+
+    async def wait_idle() -> None:
+        await idle.wait()
+
+    rest = Rest(wait_idle)
+
+    async def fail() -> None:
+        with rest.after():
+            await asyncio.sleep(0.02)
+            raise ValueError("broken")
+
+    with pytest.raises(ValueError, match="broken"):
+        await fail()
+    started = time.monotonic()
+    await rest.wait()
+    assert time.monotonic() - started >= 0.02 * (1 / SHARE - 1) - 0.01, "a probe that fails counts too"
+    monkeypatch.setattr("engine.probing.rest.MOST_REST_S", 0.1)
+    with rest.after():
+        await asyncio.sleep(0.1)
+    started = time.monotonic()
+    await rest.wait()
+    assert time.monotonic() - started < 0.1 * (1 / SHARE - 1), "not nine times its time"
+    monkeypatch.setattr("engine.probing.rest.MOST_REST_S", 3600.0)
+    with rest.after():
+        await asyncio.sleep(0.5)
+    idle.set()
+    started = time.monotonic()
+    await rest.wait()
+    assert time.monotonic() - started < 3
 
 
 def test_prompts_are_valid_for_any_vocabulary():

@@ -7,6 +7,7 @@ from sqlalchemy import func, select
 from gateway.errors import RecordNotFound
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
+from gateway.records.pins import pinned_bases
 from gateway.records.probes import PER_TENANT, Probes, Unprobed
 from gateway.records.tables import adapter_probes
 from gateway.records.tenants import Tenants
@@ -61,3 +62,16 @@ async def test_probes_live_as_long_as_their_version(database: Database):
     async with database.read() as connection:
         assert (await connection.execute(select(func.count()).select_from(adapter_probes))).scalar_one() == 0
     assert await probes.missing() == []
+
+
+async def test_pinned_versions_with_their_bases(database: Database):
+    probes, catalog, tenants = Probes(database), Catalog(database, "base"), Tenants(database)
+    for name, base in (("acme", "b" * 64), ("globex", "d" * 64), ("hooli", None)):
+        tenant = await tenants.create(name, {}, "op")
+        for digest in (DIGEST, "e" * 64):
+            await catalog.add_version(tenant, "pirate", digest=digest, rank=8, num_bytes=1, actor="key")
+        await catalog.versions.change(tenant, "pirate", 1, {"pinned": True}, "op")
+        if base is not None:
+            await probes.record(tenant, "pirate", 1, probe(base))
+    bases = await pinned_bases(database)
+    assert {digest: set(each) for digest, each in bases.items()} == {DIGEST: {"b" * 64, "d" * 64, None}}

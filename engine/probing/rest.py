@@ -1,0 +1,34 @@
+"""Rest between probes: they use at most SHARE of the time while other requests run."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+# Share of the time in probes. A rest is limited, because a probe may be long for reasons of its own, such as a slow
+# store.
+SHARE, MOST_REST_S = 0.1, 5.0
+
+
+class Rest:
+    """Rest after each probe, in proportion to its duration. wait_idle: waits until the engine has no request."""
+
+    def __init__(self, wait_idle: Callable[[], Awaitable[None]]) -> None:
+        self._wait_idle = wait_idle
+        self._ends_at = 0.0
+
+    async def wait(self) -> None:
+        """Wait until the rest ends or the engine is idle, because then a probe delays no request."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._ends_at - time.monotonic())):
+                await self._wait_idle()
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Measure a probe; its rest begins at its end, however it ends."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self._ends_at = ended + min(MOST_REST_S, (ended - started) * (1 / SHARE - 1))
