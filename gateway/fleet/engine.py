@@ -20,6 +20,8 @@ MISMATCH = "it answered with another adapter than the request's; restart it and 
 DEFAULT_LOAD_SECONDS = 0.05
 # Minimum, because an engine measures its loads only into host memory, without the copy to the device.
 LEAST_LOAD_SECONDS = 0.02
+# Characters of a release or a base digest that are kept on record.
+MAX_VERSION_CHARS = 64
 # Types of the errors in a stream that the request itself causes.
 OPENAI_REQUEST_ERRORS = frozenset({"invalid_request_error"})
 
@@ -97,10 +99,18 @@ class Address:
         return {"Authorization": f"Bearer {self.key}"} if self.key is not None else {}
 
 
+class EngineSoftware(msgspec.Struct, frozen=True, kw_only=True):
+    """Software of an engine: its kind, its release and the digest of its base model. Unknown texts are empty."""
+
+    kind: str
+    version: str
+    base_digest: str
+
+
 class EngineState(msgspec.Struct, kw_only=True):
     """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
 
-    reported: the whole report, for operators.
+    version: release of the engine. reported: the whole report, for operators.
     """
 
     instance: str | None = None
@@ -117,6 +127,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     draining: bool = False
     keeps_allowances: bool = False
     probes: bool = False
+    version: str | None = None
     base_digest: str | None = None
     reported: dict[str, Any] = {}
 
@@ -192,6 +203,16 @@ class EngineRecord:
         if not self.is_up:
             return f"{self.condition.health}: {self.condition.reason}"
         return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
+
+    @property
+    def software(self) -> EngineSoftware:
+        """Return the software whose change may change answers."""
+        state = self.state
+        return EngineSoftware(
+            kind=self.address.traits.name,
+            version=(state.version or "")[:MAX_VERSION_CHARS],
+            base_digest=(state.base_digest or "")[:MAX_VERSION_CHARS],
+        )
 
     def serves_bases(self, digests: Collection[str]) -> bool:
         """Return whether adapters bound to these base models may run here. An engine without a digest is trusted."""

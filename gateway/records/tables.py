@@ -187,6 +187,37 @@ adapter_probes = Table(
     ),
 )
 
+# Golden answers of versions (gateway/records/golden.py). prompts, answers: JSON. tag: random; each new set has another.
+golden_answers = Table(
+    "golden_answers",
+    metadata,
+    Column("adapter_id", String(32), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("tag", String(32), nullable=False),
+    Column("prompts", Text, nullable=False),
+    Column("answers", Text, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    ForeignKeyConstraint(
+        ["adapter_id", "version"], ["adapter_versions.adapter_id", "adapter_versions.version"], ondelete="CASCADE"
+    ),
+)
+
+# Last check of golden answers under each engine software; its fields are empty where unknown. differences: JSON.
+golden_checks = Table(
+    "golden_checks",
+    metadata,
+    Column("adapter_id", String(32), primary_key=True),
+    Column("version", Integer, primary_key=True, autoincrement=False),
+    Column("engine_kind", String(16), primary_key=True),
+    Column("engine_version", String(64), primary_key=True),
+    Column("base_digest", String(64), primary_key=True),
+    Column("differences", Text, nullable=False),
+    Column("checked_at", UtcDateTime, nullable=False),
+    ForeignKeyConstraint(
+        ["adapter_id", "version"], ["golden_answers.adapter_id", "golden_answers.version"], ondelete="CASCADE"
+    ),
+)
+
 # Aliases beside `latest` (gateway/records/aliases.py).
 adapter_aliases = Table(
     "adapter_aliases",

@@ -139,6 +139,7 @@ class Sglang(ForeignKind):
         models = read_models(await self.get(engine, "/v1/models"))
         state = {
             "model": models.base_name(self._services.base_model),
+            "version": info.version,
             # An adapter with another name belongs to the server's operator: no request selects it, and it stays loaded.
             "adapters_resident": [
                 digest_name(m[1]) for name in models.adapters if (m := _ADAPTER_NAME.fullmatch(name))
@@ -149,7 +150,7 @@ class Sglang(ForeignKind):
             "max_lora_rank": info.max_lora_rank or 0,
         }
         served = {"calls_tools": info.tool_call_parser is not None, "keeps_seeds": info.enable_deterministic_inference}
-        return EngineState(**state, reported={**state, **served, "version": info.version})  # type: ignore[arg-type]
+        return EngineState(**state, reported={**state, **served})  # type: ignore[arg-type]
 
     def request_body(self, engine: EngineRecord, call: Call) -> dict[str, Any]:
         return request_body(call.body, call.path, call.tenant.id, call.model.digest, engine.state.reported)

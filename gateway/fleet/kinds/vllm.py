@@ -56,8 +56,7 @@ class Vllm(ForeignKind):
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
         self.adapters.note_running(engine)
-        if not engine.address.any_version:
-            check_version(await self.get(engine, "/version"))
+        version = None if engine.address.any_version else check_version(await self.get(engine, "/version"))
         metrics = await self.get(engine, "/metrics")
         # The list is read last, so that it includes an adapter that was just loaded.
         models = read_models(await self.get(engine, "/v1/models"))
@@ -68,6 +67,7 @@ class Vllm(ForeignKind):
             "model": models.base_name(self._services.base_model),
             "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
+            "version": version,
             **counts,
         }
         return EngineState(**state, reported=state)  # type: ignore[arg-type]
@@ -101,8 +101,8 @@ class _Version(Struct):
     version: str
 
 
-def check_version(answer: bytes) -> None:
-    """Raise Misconfigured unless the body of `/version` names a release that never mixes up adapters."""
+def check_version(answer: bytes) -> str:
+    """Return the release in the body of `/version`. Raises Misconfigured unless it never mixes up adapters."""
     try:
         version = msgspec.json.decode(answer, type=_Version).version
     except msgspec.MsgspecError:
@@ -113,3 +113,4 @@ def check_version(answer: bytes) -> None:
             "runtime may be served to another request (vllm-project/vllm#47724): upgrade it, or accept that with "
             "?any_version=true in LORAPLEX_ENGINES"
         )
+    return version
