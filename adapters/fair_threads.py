@@ -101,7 +101,7 @@ class FairThreads:
     def num_pending(self) -> int:
         return self._num_pending
 
-    def submit(self, tenant: str, work: Callable[[], T], *, bounded: bool = True) -> "Future[T]":
+    def submit(self, tenant_id: str, work: Callable[[], T], *, bounded: bool = True) -> "Future[T]":
         """Queue work for a tenant. Cancelling the future before its start removes the job from the queue.
 
         Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed. The future raises TooManyPending
@@ -112,35 +112,35 @@ class FairThreads:
             if self._closed:
                 raise RuntimeError(f"the {self._name} threads are closed")
             if bounded:
-                self._check_cpu(tenant)
-            if bounded and len(self._queues.get(tenant, ())) >= self._max_pending_per_tenant:
+                self._check_cpu(tenant_id)
+            if bounded and len(self._queues.get(tenant_id, ())) >= self._max_pending_per_tenant:
                 message = f"{self._max_pending_per_tenant} requests of this tenant wait already, which is the limit"
                 raise TooManyPending(message, is_tenants=True)
             if bounded and self._num_pending >= self._max_pending:
                 raise TooManyPending(f"{self._max_pending} requests wait already, which is the limit", is_tenants=False)
             self._num_pending += 1
-            self._enqueue(tenant, job)
+            self._enqueue(tenant_id, job)
             job.future.add_done_callback(lambda _: self._left(job))
             self._start_jobs()
         return job.future
 
-    def share(self, tenant: str, future: "Future[Any]") -> None:
+    def share(self, tenant_id: str, future: "Future[Any]") -> None:
         """Queue a waiting job for another tenant that needs it too; it runs at whichever turn comes first."""
         with self._lock:
             job = next((job for queue in self._queues.values() for job in queue if job.future is future), None)
-            if job is not None and tenant not in job.tenants:
-                self._enqueue(tenant, job)
+            if job is not None and tenant_id not in job.tenants:
+                self._enqueue(tenant_id, job)
                 self._start_jobs()
 
-    def charge(self, tenant: str, cpu_seconds: float) -> None:
+    def charge(self, tenant_id: str, cpu_seconds: float) -> None:
         """Count CPU time that a tenant's job caused elsewhere."""
         with self._lock:
-            self._cpu_used.add(tenant, cpu_seconds)
+            self._cpu_used.add(tenant_id, cpu_seconds)
 
-    def is_heavy(self, tenant: str) -> bool:
+    def is_heavy(self, tenant_id: str) -> bool:
         """Return whether the tenant's work currently runs at low priority."""
         with self._lock:
-            return self._is_heavy(tenant, time.monotonic())
+            return self._is_heavy(tenant_id, time.monotonic())
 
     def close(self, *, wait: bool = True) -> None:
         """Cancel the waiting jobs; with `wait`, also wait for the running ones."""
@@ -155,73 +155,77 @@ class FairThreads:
 
     # The methods below require the lock.
 
-    def _enqueue(self, tenant: str, job: _Job) -> None:
-        job.tenants.add(tenant)
-        self._queues.setdefault(tenant, deque()).append(job)
+    def _enqueue(self, tenant_id: str, job: _Job) -> None:
+        job.tenants.add(tenant_id)
+        self._queues.setdefault(tenant_id, deque()).append(job)
 
     def _dequeue(self, job: _Job) -> bool:
         """Remove a job from every queue. Returns False if it is in none."""
         found = False
-        for tenant in job.tenants:
-            queue = self._queues.get(tenant)
+        for tenant_id in job.tenants:
+            queue = self._queues.get(tenant_id)
             if queue is not None and job in queue:
                 found = True
                 queue.remove(job)
                 if not queue:
-                    del self._queues[tenant]
+                    del self._queues[tenant_id]
         self._num_pending -= found
         return found
 
     def _start_jobs(self) -> None:
         while len(self._running) < self._num_threads and not self._closed:
             now = time.monotonic()
-            held = Counter(tenant for job in self._running for tenant in job.tenants)
+            held = Counter(tenant_id for job in self._running for tenant_id in job.tenants)
             most = max(1, self._num_threads - 1)
-            turns = [tenant for tenant in self._queues if held[tenant] < most and tenant not in self._rests]
+            turns = [tenant_id for tenant_id in self._queues if held[tenant_id] < most and tenant_id not in self._rests]
             if not turns:
                 return
-            tenant = min(turns, key=lambda tenant: (self._use(tenant, now), held[tenant]))
-            job = self._queues[tenant][0]
+            tenant_id = min(turns, key=lambda tenant_id: (self._use(tenant_id, now), held[tenant_id]))
+            job = self._queues[tenant_id][0]
             self._dequeue(job)
-            if not self._may_start(tenant, job):
+            if not self._may_start(tenant_id, job):
                 continue
             # Charge only the tenant that has the turn.
-            job.tenants, job.started = {tenant}, now
+            job.tenants, job.started = {tenant_id}, now
             self._running.add(job)
-            heavy = self._is_heavy(tenant, now)
+            heavy = self._is_heavy(tenant_id, now)
             thread = threading.Thread(target=self._run, args=(job, heavy), name=self._name, daemon=True)
             self._threads.add(thread)
             thread.start()
 
-    def _use(self, tenant: str, now: float) -> float:
+    def _use(self, tenant_id: str, now: float) -> float:
         """Return the thread seconds that the tenant has used recently, including its running jobs."""
-        return self._used.of(tenant) + sum(now - job.started for job in self._running if tenant in job.tenants)
+        return self._used.of(tenant_id) + sum(now - job.started for job in self._running if tenant_id in job.tenants)
 
-    def _is_heavy(self, tenant: str, now: float) -> bool:
-        return self._yielding is not None and self._use(tenant, now) > self._yielding.after_seconds
+    def _is_heavy(self, tenant_id: str, now: float) -> bool:
+        return self._yielding is not None and self._use(tenant_id, now) > self._yielding.after_seconds
 
     def _charge(self, job: _Job, seconds: float, cpu_seconds: float) -> None:
         self._running.discard(job)
-        for tenant in job.tenants:
-            self._used.add(tenant, seconds)
-            self._cpu_used.add(tenant, cpu_seconds)
-            self._rest(tenant, cpu_seconds)
+        for tenant_id in job.tenants:
+            self._used.add(tenant_id, seconds)
+            self._cpu_used.add(tenant_id, cpu_seconds)
+            self._rest(tenant_id, cpu_seconds)
 
-    def _rest(self, tenant: str, cpu_seconds: float) -> None:
+    def _rest(self, tenant_id: str, cpu_seconds: float) -> None:
         """Delay the start of a heavy tenant's next job. Work without a tenant ("") is not delayed."""
         now = time.monotonic()
-        if self._yielding is None or not tenant or not self._is_heavy(tenant, now):
+        if self._yielding is None or not tenant_id or not self._is_heavy(tenant_id, now):
             return
         rest = min(MAX_REST_SECONDS, self._yielding.rest * cpu_seconds)
         if rest > 0:
-            self._rests[tenant] = max(now + rest, self._rests.get(tenant, 0.0))
-            timer = threading.Timer(rest, self._end_rest, (tenant,))
+            self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
+            timer = threading.Timer(rest, self._end_rest, (tenant_id,))
             timer.daemon = True
             timer.start()
 
-    def _check_cpu(self, tenant: str) -> None:
+    def _check_cpu(self, tenant_id: str) -> None:
         """Raise TooManyPending if the tenant's CPU time is used up. Work of no tenant ("") has no limit."""
-        if self._max_cpu_seconds is None or not tenant or (used := self._cpu_used.of(tenant)) < self._max_cpu_seconds:
+        if (
+            self._max_cpu_seconds is None
+            or not tenant_id
+            or (used := self._cpu_used.of(tenant_id)) < self._max_cpu_seconds
+        ):
             return
         raise TooManyPending(
             f"this tenant's took {used:.1f} s of CPU time recently, more than {self._max_cpu_seconds:g} s",
@@ -229,10 +233,10 @@ class FairThreads:
             retry_after=max(1, math.ceil(HALF_LIFE_S * math.log2(used / self._max_cpu_seconds))),
         )
 
-    def _may_start(self, tenant: str, job: _Job) -> bool:
+    def _may_start(self, tenant_id: str, job: _Job) -> bool:
         """Refuse a job whose tenant used up its CPU time with other jobs while it waited."""
         try:
-            self._check_cpu(tenant)
+            self._check_cpu(tenant_id)
         except TooManyPending as error:
             if job.future.set_running_or_notify_cancel():
                 job.future.set_exception(error)
@@ -241,11 +245,11 @@ class FairThreads:
 
     # The methods below take the lock.
 
-    def _end_rest(self, tenant: str) -> None:
+    def _end_rest(self, tenant_id: str) -> None:
         with self._lock:
             # Another job of the tenant may have ended since and set a later time.
-            if self._rests.get(tenant, math.inf) <= time.monotonic():
-                del self._rests[tenant]
+            if self._rests.get(tenant_id, math.inf) <= time.monotonic():
+                del self._rests[tenant_id]
             self._start_jobs()
 
     def _left(self, job: _Job) -> None:

@@ -133,7 +133,7 @@ class Engine:
         prompt_token_ids: Sequence[int],
         *,
         adapter_digest: str | None,
-        tenant: str,
+        tenant_id: str,
         cache_salt: str,
         adapter_start: int = 0,
     ) -> list[bytes]:
@@ -144,7 +144,7 @@ class Engine:
             prompt_token_ids,
             self.config.block_size,
             adapter_digest=adapter_digest,
-            tenant=tenant,
+            tenant_id=tenant_id,
             cache_salt=cache_salt,
             adapter_start=adapter_start,
         )

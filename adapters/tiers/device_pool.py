@@ -149,13 +149,13 @@ class AdapterPool:
         """Return the number of adapters for which device memory is reserved."""
         return len(self._reservations)
 
-    def ensure(self, digest: str, tenant: str = "", weight: float = 1.0) -> Residency:
+    def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
         """Return whether the adapter is usable in this step; if not, start loading it. Never blocks. Takes O(1), except
         when it evicts.
 
         Call it in the order in which requests should be served. An adapter that does not fit beside those in use gets a
-        reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant, weight: of the request;
-        loads are counted for this tenant.
+        reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant_id, weight: those of the
+        request; the load counts for this tenant.
         """
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
@@ -165,7 +165,7 @@ class AdapterPool:
             return self._ensure_resident(digest, resident)
         adapter = self._host.get(digest)
         if adapter is None:
-            if digest not in self._fetching and self._may_fetch(digest, tenant):
+            if digest not in self._fetching and self._may_fetch(digest, tenant_id):
                 fetch = self._fetching[digest] = self._host.fetch(digest)
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
@@ -179,14 +179,14 @@ class AdapterPool:
         if len(self._copying) >= MAX_COPYING:
             return Residency.LOADING
         if size.fits(self._total, self._pinned_held, self._new_held, self._asked_held, self._reservations.reserved):
-            self._place(digest, adapter, size, tenant, weight)
+            self._place(digest, adapter, size, tenant_id, weight)
             return Residency.LOADING
-        self._reservations.add(digest, tenant, weight, size, self._now)
+        self._reservations.add(digest, tenant_id, weight, size, self._now)
         return Residency.NO_ROOM
 
-    def _may_fetch(self, digest: str, tenant: str) -> bool:
+    def _may_fetch(self, digest: str, tenant_id: str) -> bool:
         """Return whether the adapter could be placed or reserved once it is in host memory."""
-        is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant)
+        is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant_id)
         return is_of_use and len(self._fetching) < MAX_FETCHING
 
     def _ensure_resident(self, digest: str, resident: Resident) -> Residency:
@@ -206,8 +206,8 @@ class AdapterPool:
         """Return the number of pages of a resident adapter."""
         return len(self._residents[digest].pages)
 
-    def pin(self, digest: str, tenant: str = "") -> int:
-        """Pin a READY adapter and return its slot. tenant: of the request."""
+    def pin(self, digest: str, tenant_id: str = "") -> int:
+        """Pin a READY adapter and return its slot. tenant_id: of the request."""
         resident = self._residents[digest]
         if not resident.pins:
             self._unused_to_idle(digest)
@@ -217,7 +217,7 @@ class AdapterPool:
                 self._asked_held.remove(resident.size)
                 resident.asked_in = -1
         resident.pins += 1
-        self._idle.note_use(digest, resident, tenant, self._now)
+        self._idle.note_use(digest, resident, tenant_id, self._now)
         return resident.slot
 
     def unpin(self, digest: str) -> None:
@@ -244,7 +244,7 @@ class AdapterPool:
 
         chosen = choose_victims(claims, self._residents, fits, self._now)
         for reservation in chosen.paid:
-            self._reservations.note_preemption(reservation.tenant, self._now)
+            self._reservations.note_preemption(reservation.tenant_id, self._now)
         self._reservations.move_to_front(chosen.placed)
         return chosen.victims
 
@@ -358,7 +358,7 @@ class AdapterPool:
                 ahead.add(reservation.size)
                 continue
             self._reservations.end_wait(reservation, self._now)
-            self._place(reservation.digest, adapter, reservation.size, reservation.tenant, reservation.weight)
+            self._place(reservation.digest, adapter, reservation.size, reservation.tenant_id, reservation.weight)
 
     def close(self) -> None:
         self._copier.shutdown(wait=True, cancel_futures=True)
@@ -371,7 +371,7 @@ class AdapterPool:
                 self._wanted[digest] = size
         return size
 
-    def _place(self, digest: str, adapter: HostAdapter, size: Amount, tenant: str, weight: float) -> None:
+    def _place(self, digest: str, adapter: HostAdapter, size: Amount, tenant_id: str, weight: float) -> None:
         """Start the adapter's copy, after evicting idle adapters. It must fit beside the others in use."""
         while not size.fits(self._total, self._all_held):
             needs_outside = replace(size, outside_bytes=0).fits(self._total, self._all_held)
@@ -380,14 +380,14 @@ class AdapterPool:
         slot = self._free_slots.pop()
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
         copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
-        resident = Resident(slot, pages, size, owner=tenant)
+        resident = Resident(slot, pages, size, owner=tenant_id)
         self._residents[digest] = self._copying[digest] = resident
         self._new_held.add(size)
         self._all_held.add(size)
         copying.add_done_callback(lambda done: self._copied.append((digest, done)))
         num_bytes = size.pages * self.page_bytes + size.outside_bytes
-        self._loaded_bytes[tenant] += num_bytes
-        self._idle.count_load(tenant, weight, num_bytes)
+        self._loaded_bytes[tenant_id] += num_bytes
+        self._idle.count_load(tenant_id, weight, num_bytes)
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
         """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""

@@ -53,15 +53,15 @@ class IdleAdapters:
     def __iter__(self) -> Iterator[str]:
         return iter(self._order)
 
-    def count_load(self, tenant: str, weight: float, num_bytes: int) -> None:
+    def count_load(self, tenant_id: str, weight: float, num_bytes: int) -> None:
         """Record a load on behalf of a tenant."""
-        self._loaded.add(tenant, num_bytes / weight)
+        self._loaded.add(tenant_id, num_bytes / weight)
 
-    def note_use(self, digest: str, resident: Resident, tenant: str, now: float) -> None:
+    def note_use(self, digest: str, resident: Resident, tenant_id: str, now: float) -> None:
         """Count a request of an adapter, and make its tenant the owner if it has loaded less than the present owner."""
         self._uses.count(digest, now)
-        if tenant != resident.owner and self._loaded.of(tenant) < self._loaded.of(resident.owner):
-            resident.owner = tenant
+        if tenant_id != resident.owner and self._loaded.of(tenant_id) < self._loaded.of(resident.owner):
+            resident.owner = tenant_id
 
     def add(self, digest: str, resident: Resident, now: float) -> None:
         resident.used_at = now

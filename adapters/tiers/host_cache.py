@@ -92,11 +92,11 @@ class HostCache:
         with self._changed:
             return self._touch(digest)
 
-    def fetch(self, digest: str, tenant: str | None = None) -> "Future[HostAdapter]":
+    def fetch(self, digest: str, tenant_id: str | None = None) -> "Future[HostAdapter]":
         """Load an adapter. Calls for one digest share one load and one future: call `stop_waiting`, never cancel it.
 
         The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
-        last two are remembered for `FAILURE_SECONDS`. tenant: the tenant whose queue the load joins; None for the
+        last two are remembered for `FAILURE_SECONDS`. tenant_id: the tenant whose queue the load joins; None for the
         tenant that last requested the digest, with no limit on that queue. Raises TooManyPending only if a tenant is
         given.
         """
@@ -110,11 +110,11 @@ class HostCache:
                 elif error is not None:
                     done.set_exception(error.with_traceback(None))
                 return done
-            whose = self._asked.get(digest, "") if tenant is None else tenant
+            whose = self._asked.get(digest, "") if tenant_id is None else tenant_id
             load = self._loads.get(digest)
             if load is None or load.cancelled():
                 work = partial(self._load, digest)
-                load = self._loads[digest] = self._threads.submit(whose, work, bounded=tenant is not None)
+                load = self._loads[digest] = self._threads.submit(whose, work, bounded=tenant_id is not None)
             else:
                 self._threads.share(whose, load)
             self._askers[digest] += 1
@@ -243,18 +243,18 @@ class HostCache:
         if size > self._mixtures.share:
             raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._mixtures.share}")
         with self._changed:
-            tenant = self._asked.get(mixture.digest, "")
-            self._evict_mixtures(tenant, size)
+            tenant_id = self._asked.get(mixture.digest, "")
+            self._evict_mixtures(tenant_id, size)
         mixed = self._hold(mixture.digest, size, lambda: mix(mixture.digest, parts))
         with self._changed:
             if mixture.digest in self._resident:
-                self._mixtures.hold(tenant, mixture.digest, size)
+                self._mixtures.hold(tenant_id, mixture.digest, size)
             # Other threads may have made some of the tenant's mixtures at the same time.
-            self._evict_mixtures(tenant, 0)
+            self._evict_mixtures(tenant_id, 0)
         return mixed
 
-    def _evict_mixtures(self, tenant: str, size: int) -> None:
-        for digest in self._mixtures.surplus(tenant, size):
+    def _evict_mixtures(self, tenant_id: str, size: int) -> None:
+        for digest in self._mixtures.surplus(tenant_id, size):
             self._evict(digest)
 
     def _header(self, digest: str) -> PartHeader:

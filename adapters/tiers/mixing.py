@@ -38,9 +38,9 @@ class Mixtures:
     def get(self, digest: str) -> Mixture | None:
         return self._used.get(digest)
 
-    def surplus(self, tenant: str, num_bytes: int) -> list[str]:
+    def surplus(self, tenant_id: str, num_bytes: int) -> list[str]:
         """Return the tenant's mixtures to evict before one of `num_bytes` is added."""
-        held, found = self._held.get(tenant, OrderedDict[str, int]()), list[str]()
+        held, found = self._held.get(tenant_id, OrderedDict[str, int]()), list[str]()
         left = sum(held.values()) + num_bytes
         for digest, size in held.items():
             if left <= self.share:
@@ -49,18 +49,18 @@ class Mixtures:
             left -= size
         return found
 
-    def hold(self, tenant: str, digest: str, num_bytes: int) -> None:
+    def hold(self, tenant_id: str, digest: str, num_bytes: int) -> None:
         """Record a mixture that is in host memory."""
-        self._owners[digest] = tenant
-        self._held.setdefault(tenant, OrderedDict())[digest] = num_bytes
+        self._owners[digest] = tenant_id
+        self._held.setdefault(tenant_id, OrderedDict())[digest] = num_bytes
 
     def evicted(self, digest: str) -> None:
         """Record that an adapter was evicted from host memory. Ignores adapters that are no mixtures."""
-        tenant = self._owners.pop(digest, None)
-        if tenant is not None:
-            del self._held[tenant][digest]
-            if not self._held[tenant]:
-                del self._held[tenant]
+        tenant_id = self._owners.pop(digest, None)
+        if tenant_id is not None:
+            del self._held[tenant_id][digest]
+            if not self._held[tenant_id]:
+                del self._held[tenant_id]
 
 
 class PartHeader(NamedTuple):

@@ -58,10 +58,10 @@ class Amount:
 
 @dataclass(frozen=True, slots=True)
 class Reservation:
-    """A waiting adapter's claim. tenant: the tenant whose request made it; since: the time at which it was made."""
+    """A waiting adapter's claim. tenant_id: the tenant whose request made it; since: the time at which it was made."""
 
     digest: str
-    tenant: str
+    tenant_id: str
     weight: float
     size: Amount
     since: float
@@ -89,9 +89,9 @@ class Reservations:
     def __contains__(self, digest: str) -> bool:
         return digest in self._queue
 
-    def has_tenant(self, tenant: str) -> bool:
+    def has_tenant(self, tenant_id: str) -> bool:
         """Return whether a request of the tenant has a reservation."""
-        return tenant in self._tenants
+        return tenant_id in self._tenants
 
     @property
     def overdue(self) -> list[Reservation]:
@@ -103,12 +103,12 @@ class Reservations:
 
         running: the tenants with running requests.
         """
-        return [r for r in self._overdue.values() if now - r.since >= self._patience(r.tenant, running)]
+        return [r for r in self._overdue.values() if now - r.since >= self._patience(r.tenant_id, running)]
 
-    def _patience(self, tenant: str, running: Collection[str]) -> float:
-        if tenant in running:
+    def _patience(self, tenant_id: str, running: Collection[str]) -> float:
+        if tenant_id in running:
             return BUSY_WAIT_S
-        return CALM_WAIT_S if tenant in self._preempted else PAGE_WAIT_S
+        return CALM_WAIT_S if tenant_id in self._preempted else PAGE_WAIT_S
 
     def move_to_front(self, first: Sequence[Reservation]) -> None:
         """Place these overdue reservations before all others, in this order."""
@@ -116,24 +116,24 @@ class Reservations:
             self._queue.move_to_end(reservation.digest, last=False)
             self._overdue.move_to_end(reservation.digest, last=False)
 
-    def note_preemption(self, tenant: str, now: float) -> None:
+    def note_preemption(self, tenant_id: str, now: float) -> None:
         """Record that requests are preempted for a reservation of this tenant."""
-        self._preempted[tenant] = now
-        self._preempted.move_to_end(tenant)
+        self._preempted[tenant_id] = now
+        self._preempted.move_to_end(tenant_id)
 
     def __iter__(self) -> Iterator[Reservation]:
         return iter(list(self._queue.values()))
 
-    def add(self, digest: str, tenant: str, weight: float, size: Amount, now: float) -> bool:
+    def add(self, digest: str, tenant_id: str, weight: float, size: Amount, now: float) -> bool:
         """Add a reservation, and return whether the adapter has one. None is added if the tenant has another, or if the
         device is fully reserved.
         """
         if digest in self._queue:
             return True
-        if tenant in self._tenants or not size.fits(self._total, self.reserved):
+        if tenant_id in self._tenants or not size.fits(self._total, self.reserved):
             return False
-        self._queue[digest] = Reservation(digest, tenant, weight, size, now)
-        self._tenants.add(tenant)
+        self._queue[digest] = Reservation(digest, tenant_id, weight, size, now)
+        self._tenants.add(tenant_id)
         self.reserved.add(size)
         return True
 
@@ -147,7 +147,7 @@ class Reservations:
         reservation = self._queue.pop(digest, None)
         if reservation is None:
             return
-        self._tenants.discard(reservation.tenant)
+        self._tenants.discard(reservation.tenant_id)
         self.reserved.remove(reservation.size)
         if self._overdue.pop(digest, None) is not None:
             self.reserved_overdue.remove(reservation.size)

@@ -128,25 +128,27 @@ class GenerationRoutes:
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         sequences = (body.n or 1) * len(prompts)
         self._check_logprobs(body, prompts)
-        most = self.engine_thread.max_requests(caller.tenant)
+        most = self.engine_thread.max_requests(caller.tenant_id)
         if sequences > most:
-            flags = f"{'half of ' if caller.tenant else ''}--max-num-seqs and --max-waiting together"
+            flags = f"{'half of ' if caller.tenant_id else ''}--max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
-        with self.engine_thread.place(sequences, caller.tenant):
-            async with self.models.using(body.model, caller.tenant) as adapter:
+        with self.engine_thread.place(sequences, caller.tenant_id):
+            async with self.models.using(body.model, caller.tenant_id) as adapter:
                 ticket = self.engine_thread.submit(await self._sequences(caller, asked, limits, adapter))
                 return await self._run(request, caller, asked, ticket)
 
     async def _sequences(self, caller: Caller, asked: Asked, limits: list[int], adapter: Served) -> list[NewRequest]:
         """Return the sequences for the engine: each prompt `n` times. limits: `max_tokens` of each prompt."""
         body = asked.body
-        grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant)
+        grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant_id)
         allowed, bad_words = await token_rules(body, self.tokenizer)
         salt = body.cache_salt or ""
 
         def hash_prompts() -> list[tuple[int, list[bytes]]]:
-            hashed = partial(self.prefix_keys, adapter_digest=adapter.digest, tenant=caller.tenant, cache_salt=salt)
+            hashed = partial(
+                self.prefix_keys, adapter_digest=adapter.digest, tenant_id=caller.tenant_id, cache_salt=salt
+            )
             starts = [adapter_start(prompt, adapter.invocation) for prompt in asked.prompts]
             return [(at, hashed(prompt, adapter_start=at)) for prompt, at in zip(asked.prompts, starts, strict=True)]
 
@@ -159,7 +161,7 @@ class GenerationRoutes:
                 # it.
                 sampling_params(body, max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
                 adapter_digest=adapter.digest,
-                tenant=caller.tenant,
+                tenant_id=caller.tenant_id,
                 weight=caller.weight,
                 # The tenant's priority shifts all of its requests alike, so their order depends on the request's.
                 priority=caller.priority + (body.priority or 0),

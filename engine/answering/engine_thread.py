@@ -87,27 +87,27 @@ class EngineThread:
         """Wait until no sequence is in flight."""
         await self._drained.wait()
 
-    def max_requests(self, tenant: str) -> int:
+    def max_requests(self, tenant_id: str) -> int:
         """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
         Callers without a tenant do not come from a gateway and may use all places.
         """
-        return max(1, self._max_requests // 2) if tenant else self._max_requests
+        return max(1, self._max_requests // 2) if tenant_id else self._max_requests
 
     @contextmanager
-    def place(self, count: int, tenant: str = "") -> Iterator[None]:
+    def place(self, count: int, tenant_id: str = "") -> Iterator[None]:
         """Reserve places for a request's sequences until the client has received the answer.
 
         Raises QueueFull if no place is free, TenantQueueFull if the tenant uses all of its places, EngineUnavailable
         after a failure or while closing.
         """
-        self._check_room(count, tenant)
-        self._placed[tenant] += count
+        self._check_room(count, tenant_id)
+        self._placed[tenant_id] += count
         try:
             yield
         finally:
-            self._placed[tenant] -= count
-            if not self._placed[tenant]:
-                del self._placed[tenant]
+            self._placed[tenant_id] -= count
+            if not self._placed[tenant_id]:
+                del self._placed[tenant_id]
 
     def submit(self, sequences: list[NewRequest]) -> Ticket:
         """Queue the sequences of one HTTP request. Their places must be reserved.
@@ -122,7 +122,7 @@ class EngineThread:
         self._drained.clear()
         return ticket
 
-    def _check_room(self, count: int, tenant: str) -> None:
+    def _check_room(self, count: int, tenant_id: str) -> None:
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         if not self._accepting:
@@ -130,8 +130,8 @@ class EngineThread:
         placed = self._placed.total()
         if placed + count > self._max_requests:
             raise QueueFull(f"{placed} requests are in flight, which is the limit", retry_after=1)
-        if self._placed[tenant] + count > self.max_requests(tenant):
-            message = f"{self._placed[tenant]} of your requests are in flight here already"
+        if self._placed[tenant_id] + count > self.max_requests(tenant_id):
+            message = f"{self._placed[tenant_id]} of your requests are in flight here already"
             raise TenantQueueFull(message, retry_after=1)
 
     def abort(self, request_id: str) -> None:

@@ -71,22 +71,22 @@ class Grammars:
         self._compiled: OrderedDict[str, OrderedDict[GrammarSpec, Grammar]] = OrderedDict()
         self._pending: dict[tuple[str, GrammarSpec], _Pending] = {}
 
-    async def get(self, spec: GrammarSpec, tenant: str = "") -> Grammar:
+    async def get(self, spec: GrammarSpec, tenant_id: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
 
         Raises BadRequest for a grammar that does not compile, or not within `COMPILE_SECONDS`. Raises TenantQueueFull
         if too many of the tenant's grammars wait, if its compilations have used up their CPU time, or if they delay
         this one beyond `QUEUE_SECONDS`. Raises QueueFull if other tenants' grammars delay it, or if too many wait.
         """
-        self._charge_masks(tenant)
-        grammar = self._cached(tenant, spec)
+        self._charge_masks(tenant_id)
+        grammar = self._cached(tenant_id, spec)
         if grammar is None:
-            pending = self._pending.get((tenant, spec)) or self._start(tenant, spec)
+            pending = self._pending.get((tenant_id, spec)) or self._start(tenant_id, spec)
             pending.waiting += 1
             try:
-                await self._wait(pending, tenant, spec)
+                await self._wait(pending, tenant_id, spec)
             finally:
-                self._leave(pending, tenant, spec)
+                self._leave(pending, tenant_id, spec)
             grammar = self._result(pending, spec)
         return grammar.blaming(spec.param)
 
@@ -94,39 +94,39 @@ class Grammars:
         """Drop the grammars that wait; a running compilation ends by itself."""
         self._threads.close(wait=False)
 
-    def _cached(self, tenant: str, spec: GrammarSpec) -> Grammar | None:
-        own = self._compiled.get(tenant)
+    def _cached(self, tenant_id: str, spec: GrammarSpec) -> Grammar | None:
+        own = self._compiled.get(tenant_id)
         if own is None or spec not in own:
             return None
-        self._compiled.move_to_end(tenant)
+        self._compiled.move_to_end(tenant_id)
         own.move_to_end(spec)
         return own[spec]
 
-    def _charge_masks(self, tenant: str) -> None:
+    def _charge_masks(self, tenant_id: str) -> None:
         """Charge the tenant for the CPU time that the engine's thread spent on its grammars' expensive masks."""
-        for grammar in self._compiled.get(tenant, {}).values():
+        for grammar in self._compiled.get(tenant_id, {}).values():
             mask_time = grammar.mask_time
             if (seconds := mask_time.seconds - mask_time.charged) > 0:
                 mask_time.charged += seconds
-                self._threads.charge(tenant, seconds)
+                self._threads.charge(tenant_id, seconds)
 
-    def _start(self, tenant: str, spec: GrammarSpec) -> _Pending:
+    def _start(self, tenant_id: str, spec: GrammarSpec) -> _Pending:
         pending = _Pending()
         try:
-            pending.job = self._threads.submit(tenant, partial(self._compile, pending, tenant, spec))
+            pending.job = self._threads.submit(tenant_id, partial(self._compile, pending, tenant_id, spec))
         except TooManyPending as exc:
             raise _full(exc, spec) from None
         pending.compiled = asyncio.wrap_future(pending.job)
-        pending.compiled.add_done_callback(lambda done: self._keep(pending, tenant, spec, done))
-        self._pending[tenant, spec] = pending
+        pending.compiled.add_done_callback(lambda done: self._keep(pending, tenant_id, spec, done))
+        self._pending[tenant_id, spec] = pending
         return pending
 
-    def _compile(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> Grammar:
-        pending.is_slow = self._threads.is_heavy(tenant)
+    def _compile(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> Grammar:
+        pending.is_slow = self._threads.is_heavy(tenant_id)
         pending.started = time.monotonic()
         return self._compiler.compile(spec)
 
-    async def _wait(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+    async def _wait(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> None:
         queued_until = time.monotonic() + QUEUE_SECONDS
         while not pending.compiled.done():
             until = queued_until if pending.started is None else pending.started + COMPILE_SECONDS
@@ -135,16 +135,16 @@ class Grammars:
                 await asyncio.wait([pending.compiled], timeout=left)
             elif pending.started is not None and not pending.is_slow:
                 raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
-            elif tenant and (pending.is_slow or self._threads.is_heavy(tenant)):
+            elif tenant_id and (pending.is_slow or self._threads.is_heavy(tenant_id)):
                 raise TenantQueueFull("this tenant's other grammars are still being compiled", 1, spec.param)
             else:
                 raise QueueFull("other grammars are still being compiled", retry_after=1)
 
-    def _leave(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
+    def _leave(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> None:
         """Stop waiting for a grammar. The last request to leave takes it out of the queue."""
         pending.waiting -= 1
         if not pending.waiting and pending.job.cancel():
-            self._forget(pending, tenant, spec)
+            self._forget(pending, tenant_id, spec)
 
     def _result(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
         if pending.compiled.cancelled():
@@ -160,25 +160,25 @@ class Grammars:
         logger.error("the compiler failed on a grammar of kind %s: %s", spec.kind, type(error).__name__)
         raise BadRequest.of(spec.param, "it cannot be compiled: the compiler failed") from None
 
-    def _keep(self, pending: _Pending, tenant: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
-        self._forget(pending, tenant, spec)
+    def _keep(self, pending: _Pending, tenant_id: str, spec: GrammarSpec, done: "asyncio.Future[Grammar]") -> None:
+        self._forget(pending, tenant_id, spec)
         if done.cancelled() or done.exception() is not None:
             return
-        own = self._compiled.setdefault(tenant, OrderedDict())
+        own = self._compiled.setdefault(tenant_id, OrderedDict())
         own[spec] = done.result()
-        self._compiled.move_to_end(tenant)
+        self._compiled.move_to_end(tenant_id)
         if len(own) > MAX_CACHED_PER_TENANT:
             own.popitem(last=False)
         if sum(map(len, self._compiled.values())) > MAX_CACHED:
             # Evict from the tenant with the most grammars; among equals, from the least recently used tenant.
-            largest = max(self._compiled, key=lambda tenant: len(self._compiled[tenant]))
+            largest = max(self._compiled, key=lambda tenant_id: len(self._compiled[tenant_id]))
             self._compiled[largest].popitem(last=False)
             if not self._compiled[largest]:
                 del self._compiled[largest]
 
-    def _forget(self, pending: _Pending, tenant: str, spec: GrammarSpec) -> None:
-        if self._pending.get((tenant, spec)) is pending:
-            del self._pending[tenant, spec]
+    def _forget(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> None:
+        if self._pending.get((tenant_id, spec)) is pending:
+            del self._pending[tenant_id, spec]
 
 
 def _full(error: TooManyPending, spec: GrammarSpec) -> QueueFull:

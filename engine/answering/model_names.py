@@ -100,7 +100,7 @@ class ModelRegistry:
         return digest
 
     @asynccontextmanager
-    async def using(self, model: str, tenant: str = "") -> AsyncIterator[Served]:
+    async def using(self, model: str, tenant_id: str = "") -> AsyncIterator[Served]:
         """Load the adapter that `model` names and yield it; the adapter stays registered until the exit.
 
         Raises ModelNotFound, ApiError if the adapter cannot be served, and QueueFull if it cannot be read now or too
@@ -118,10 +118,10 @@ class ModelRegistry:
                 self._mixtures.add(found.digest)
             digest = found.digest if isinstance(found, Mixture) else found
             await stack.enter_async_context(self._kept(digest))
-            await self._load_to_host(digest, model, tenant)
+            await self._load_to_host(digest, model, tenant_id)
             yield Served(digest, self._invocations[digest])
 
-    async def _load_to_host(self, digest: str, model: str, tenant: str) -> None:
+    async def _load_to_host(self, digest: str, model: str, tenant_id: str) -> None:
         """Load the adapter unless it is in host or device memory, and store its invocation tokens."""
         held = self._host_cache.get(digest)
         if held is not None:
@@ -131,19 +131,19 @@ class ModelRegistry:
             self._invocations.move_to_end(digest)
             return
         started = time.monotonic()
-        adapter = await self._fetch_named(digest, model, tenant)
+        adapter = await self._fetch_named(digest, model, tenant_id)
         self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
         self._note_invocation(adapter)
         _log_load(model, adapter, started)
 
-    async def host_adapter(self, digest: str, tenant: str) -> HostAdapter:
+    async def host_adapter(self, digest: str, tenant_id: str) -> HostAdapter:
         """Return the adapter's tensors. Raises what `using` raises."""
-        return await self._fetch_named(digest, digest_name(digest), tenant)
+        return await self._fetch_named(digest, digest_name(digest), tenant_id)
 
-    async def _fetch_named(self, digest: str, model: str, tenant: str) -> HostAdapter:
+    async def _fetch_named(self, digest: str, model: str, tenant_id: str) -> HostAdapter:
         """Load an adapter. Errors name it as the client did."""
         try:
-            return await self._fetch(digest, tenant)
+            return await self._fetch(digest, tenant_id)
         except AdapterNotFound:
             raise ModelNotFound(model) from None
         except AdapterError as exc:
@@ -164,10 +164,10 @@ class ModelRegistry:
         if len(self._invocations) > MAX_INVOCATIONS:
             self._invocations.popitem(last=False)
 
-    async def _fetch(self, digest: str, tenant: str) -> HostAdapter:
+    async def _fetch(self, digest: str, tenant_id: str) -> HostAdapter:
         """Wait for a load. A load that has not begun is dropped when the last request that waits for it ends."""
         try:
-            load = self._host_cache.fetch(digest, tenant)
+            load = self._host_cache.fetch(digest, tenant_id)
         except TooManyPending as exc:
             kind = TenantQueueFull if exc.is_tenants else QueueFull
             raise kind(f"adapters to load: {exc}", retry_after=exc.retry_after) from None

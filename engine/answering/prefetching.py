@@ -31,19 +31,19 @@ class Prefetching:
         self._limit = host_cache.stats().max_bytes * TENANT_SHARE
         self._loaded = RecentUse(HALF_LIFE_S)
 
-    async def load(self, digest: str, tenant: str) -> bool:
+    async def load(self, digest: str, tenant_id: str) -> bool:
         """Load the adapter, in the tenant's turn, and return whether it is in host memory.
 
         A failed load is not an error here: the request that needs the adapter gets the error.
         """
         if self._host_cache.get(digest) is not None:
             return True
-        if self._loaded.of(tenant) >= self._limit:
+        if self._loaded.of(tenant_id) >= self._limit:
             return False
-        adapter = await _load(self._host_cache, digest, tenant)
+        adapter = await _load(self._host_cache, digest, tenant_id)
         if adapter is None:
             return False
-        self._loaded.add(tenant, adapter.num_bytes)
+        self._loaded.add(tenant_id, adapter.num_bytes)
         return True
 
 
@@ -92,10 +92,10 @@ class PinnedAdapters:
             self._host_cache.unpin(digest)
 
 
-async def _load(host_cache: HostCache, digest: str, tenant: str) -> HostAdapter | None:
+async def _load(host_cache: HostCache, digest: str, tenant_id: str) -> HostAdapter | None:
     """Load an adapter in the tenant's turn. Return None if that fails or too many loads wait."""
     try:
-        load = host_cache.fetch(digest, tenant)
+        load = host_cache.fetch(digest, tenant_id)
     except TooManyPending:
         return None
     try:

@@ -90,7 +90,7 @@ class Metrics:
         for tenant in tenants:
             for name, gauge in self._tenants.items():
                 if (value := getattr(tenant, name)) is not None:
-                    gauge.labels(tenant.tenant).set(value)
+                    gauge.labels(tenant.tenant_id).set(value)
 
     def host_load_ended(self, result: LoadResult, seconds: float) -> None:
         """Record the end of a load into host memory. Called on the load's thread."""

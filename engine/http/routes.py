@@ -159,7 +159,7 @@ class EngineRoutes:
         """Probe an adapter of the store for the tenant that the gateway names."""
         caller = read_caller(request.headers, internal=request[IS_INTERNAL])
         body = decode(ProbeRequest, await read_body(request))
-        found = await self.prober.probe(bare_digest(body.model), caller.tenant)
+        found = await self.prober.probe(bare_digest(body.model), caller.tenant_id)
         self.states.moved()
         return json_response(found)
 

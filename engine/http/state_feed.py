@@ -171,7 +171,7 @@ class StateFeed:
             ended_prompt_tokens=self._finished.prompt_tokens,
             ended_completion_tokens=self._finished.completion_tokens,
             tenants=[
-                TenantShare(t.tenant, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled)
+                TenantShare(t.tenant_id, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled)
                 for t in state.tenants
             ],
         )

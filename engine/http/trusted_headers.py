@@ -23,7 +23,7 @@ class Caller:
     """
 
     internal: bool = False
-    tenant: str = ""
+    tenant_id: str = ""
     weight: float = 1.0
     priority: int = 0
     ttft_target: float | None = None
@@ -37,12 +37,12 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
     """
     if not internal:
         return Caller()
-    tenant = headers.get("x-loraplex-tenant", "")
-    if not (tenant.isascii() and tenant.isprintable() and len(tenant) <= 256):
+    tenant_id = headers.get("x-loraplex-tenant", "")
+    if not (tenant_id.isascii() and tenant_id.isprintable() and len(tenant_id) <= 256):
         raise ApiError(400, "x-loraplex-tenant: expected at most 256 ASCII characters", param="x-loraplex-tenant")
     return Caller(
         internal=True,
-        tenant=tenant,
+        tenant_id=tenant_id,
         weight=_number(headers, "x-loraplex-weight", float, 1.0),
         priority=int(_number(headers, "x-loraplex-priority", int, 0)),
         ttft_target=_ttft_target(headers),

@@ -63,37 +63,37 @@ class Prober:
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
-    async def probe(self, digest: str, tenant: str) -> AdapterProbe:
+    async def probe(self, digest: str, tenant_id: str) -> AdapterProbe:
         """Probe an adapter of the store, without `sha256:`.
 
         Raises ModelNotFound, ApiError if it cannot be loaded, QueueFull or TenantQueueFull if there is no room for a
         probe now, EngineUnavailable.
         """
-        async with self._turn_of(tenant):
+        async with self._turn_of(tenant_id):
             try:
                 async with asyncio.timeout(PROBE_S):
-                    return await self._probe(digest, tenant)
+                    return await self._probe(digest, tenant_id)
             except TimeoutError:
                 raise QueueFull(f"the probe took longer than {PROBE_S:g} s", retry_after=5) from None
 
     @asynccontextmanager
-    async def _turn_of(self, tenant: str) -> AsyncIterator[None]:
-        if self._waiting[tenant] >= MOST_OF_TENANT:
+    async def _turn_of(self, tenant_id: str) -> AsyncIterator[None]:
+        if self._waiting[tenant_id] >= MOST_OF_TENANT:
             raise TenantQueueFull(f"{MOST_OF_TENANT} of your adapters are being probed here already", retry_after=1)
-        self._waiting[tenant] += 1
+        self._waiting[tenant_id] += 1
         try:
-            async with self._locks.setdefault(tenant, asyncio.Lock()), self._turn:
+            async with self._locks.setdefault(tenant_id, asyncio.Lock()), self._turn:
                 await self._rest.wait()
                 with self._rest.after():
                     yield
         finally:
-            self._waiting[tenant] -= 1
-            if not self._waiting[tenant]:
-                del self._waiting[tenant], self._locks[tenant]
+            self._waiting[tenant_id] -= 1
+            if not self._waiting[tenant_id]:
+                del self._waiting[tenant_id], self._locks[tenant_id]
 
-    async def _probe(self, digest: str, tenant: str) -> AdapterProbe:
-        async with self._models.using(digest_name(digest), tenant) as served:
-            adapter = await self._models.host_adapter(digest, tenant)
+    async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
+        async with self._models.using(digest_name(digest), tenant_id) as served:
+            adapter = await self._models.host_adapter(digest, tenant_id)
             if not await asyncio.to_thread(has_effect, adapter):
                 text = (
                     "its weights change nothing: in every module lora_A, lora_B or the scale is zero, as in an adapter "
@@ -101,13 +101,13 @@ class Prober:
                 )
                 return self._result(adapter, [ProbeReason(text, code="adapter_without_effect")], [])
             prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *_trained_tokens(adapter))]
-            with self._engine_thread.place(2, tenant):
+            with self._engine_thread.place(2, tenant_id):
                 # Loads the adapter onto the device, so that the two rows of each later pair share one step.
-                [first] = await self._logits(prompts[:1], [served], tenant)
+                [first] = await self._logits(prompts[:1], [served], tenant_id)
                 found: list[Difference] = []
                 reasons = [] if bool(torch.isfinite(first).all()) else [_not_finite(0, len(prompts))]
                 for number, prompt in enumerate(prompts if not reasons else ()):
-                    plain, changed = await self._logits([prompt] * 2, [Served(None), served], tenant)
+                    plain, changed = await self._logits([prompt] * 2, [Served(None), served], tenant_id)
                     if not bool(torch.isfinite(plain).all()):
                         raise EngineUnavailable("the base model's scores are not finite")
                     found.append(await asyncio.to_thread(compare, plain, changed))
@@ -118,7 +118,7 @@ class Prober:
             reasons.append(ProbeReason(text, code="adapter_without_effect"))
         return self._result(adapter, reasons, found)
 
-    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], tenant: str) -> list[Tensor]:
+    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], tenant_id: str) -> list[Tensor]:
         """Return the next token's logits `[vocab]` of each prompt with its model."""
         run_id = uuid.uuid4().hex
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, keep_logits=True)
@@ -128,7 +128,7 @@ class Prober:
                 prompt,
                 params,
                 adapter_digest=served.digest,
-                tenant=tenant,
+                tenant_id=tenant_id,
                 priority=MOST_PRIORITY,
                 cache_salt=run_id,
                 adapter_start=adapter_start(prompt, served.invocation),

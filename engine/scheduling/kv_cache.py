@@ -176,7 +176,7 @@ class KVCache:
         keys = request.block_hashes
         if len(keys) <= i:
             digest, start = request.adapter_digest, request.adapter_start
-            salts = _salts(digest, request.tenant, request.cache_salt, start, self.block_size)
+            salts = _salts(digest, request.tenant_id, request.cache_salt, start, self.block_size)
             _extend(keys, request.token_ids, self.block_size, salts, i + 1)
         return keys[i]
 
@@ -191,7 +191,7 @@ def prefix_keys(
     block_size: int,
     *,
     adapter_digest: str | None,
-    tenant: str,
+    tenant_id: str,
     cache_salt: str,
     adapter_start: int = 0,
 ) -> list[bytes]:
@@ -199,7 +199,7 @@ def prefix_keys(
     It pauses often, so that the engine's thread waits little for the interpreter's lock.
     """
     keys: list[bytes] = []
-    salts = _salts(adapter_digest, tenant, cache_salt, adapter_start, block_size)
+    salts = _salts(adapter_digest, tenant_id, cache_salt, adapter_start, block_size)
     num_blocks = len(token_ids) // block_size
     while len(keys) < num_blocks:
         _extend(keys, token_ids, block_size, salts, min(len(keys) + HASHED_AT_ONCE, num_blocks))
@@ -233,16 +233,16 @@ def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salts:
         keys.append(hashlib.blake2b(salts.parent(keys) + tokens.tobytes(), digest_size=16).digest())
 
 
-def _salts(adapter_digest: str | None, tenant: str, cache_salt: str, adapter_start: int, block_size: int) -> _Salts:
-    base = _salt("", tenant, cache_salt)
+def _salts(adapter_digest: str | None, tenant_id: str, cache_salt: str, adapter_start: int, block_size: int) -> _Salts:
+    base = _salt("", tenant_id, cache_salt)
     if adapter_digest is None:
         return _Salts(base, b"", -1)
     # The block's content depends on the adapter's first position, which may lie inside the block.
     digest = f"{adapter_digest}@{adapter_start}" if adapter_start else adapter_digest
-    return _Salts(base, _salt(digest, tenant, cache_salt), adapter_start // block_size)
+    return _Salts(base, _salt(digest, tenant_id, cache_salt), adapter_start // block_size)
 
 
-def _salt(adapter: str, tenant: str, cache_salt: str) -> bytes:
+def _salt(adapter: str, tenant_id: str, cache_salt: str) -> bytes:
     # The lengths are included, so that no two triples (adapter, tenant, client's salt) give the same salt.
-    parts = [part.encode() for part in (adapter, tenant, cache_salt)]
+    parts = [part.encode() for part in (adapter, tenant_id, cache_salt)]
     return b"".join(b"%d:%b" % (len(part), part) for part in parts)

@@ -38,15 +38,15 @@ def find_victims(
     """
     seats, blocks = lacking
     if not seats and not blocks:
-        return [] if debtors and all(r.tenant != claimant.tenant for r in running) else None
+        return [] if debtors and all(r.tenant_id != claimant.tenant_id for r in running) else None
     need = cache.blocks_for(claimant.num_tokens)
     held: defaultdict[str, _Held] = defaultdict(_Held)
     for request in running:
-        held[request.tenant].add(request)
-    own = held[claimant.tenant]
+        held[request.tenant_id].add(request)
+    own = held[claimant.tenant_id]
     victims: list[Request] = []
     for request in debtors:
-        theirs = held[request.tenant]
+        theirs = held[request.tenant_id]
         if own.seats:
             ratio = request.weight / claimant.weight
             if seats > 0 and theirs.seats - 1 < (own.seats + 1) * ratio:
@@ -77,5 +77,5 @@ def order_adapters(
     """Return the adapters that only tenants in `giving_way` use. Adapters with the fewest requests come first; among
     these, adapters of the tenants furthest ahead.
     """
-    found = [digest for digest, requests in users.items() if all(r.tenant in giving_way for r in requests)]
-    return sorted(found, key=lambda d: (len(users[d]), -min(counters[r.tenant] for r in users[d])))
+    found = [digest for digest, requests in users.items() if all(r.tenant_id in giving_way for r in requests)]
+    return sorted(found, key=lambda d: (len(users[d]), -min(counters[r.tenant_id] for r in users[d])))

@@ -133,7 +133,7 @@ class NewRequest:
     prompt_token_ids: list[int]
     params: SamplingParams
     adapter_digest: str | None = None
-    tenant: str = ""
+    tenant_id: str = ""
     weight: float = 1.0
     priority: int = 0
     ttft_target: float | None = None
@@ -194,7 +194,7 @@ class Request:
         "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending",
         "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
         "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest",
-        "started_at", "status", "stop_ids", "tenant", "token_ids", "ttft_target", "turn", "weight",
+        "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn", "weight",
     )  # fmt: skip
 
     def __init__(
@@ -210,7 +210,7 @@ class Request:
         self.params = new.params
         self.adapter_digest = new.adapter_digest
         self.adapter_start = new.adapter_start
-        self.tenant = new.tenant
+        self.tenant_id = new.tenant_id
         self.weight = new.weight
         self.priority = new.priority
         self.ttft_target = new.ttft_target

@@ -113,8 +113,8 @@ class Scheduler:
         self._growth.begin_step()
         self.adapters.poll()
         # The tenant that caused a load pays for it, even if its request left before the load ended.
-        for tenant, num_bytes in self.adapters.take_loaded_bytes().items():
-            self.policy.charge_tenant(tenant, load_cost(num_bytes / self.adapters.page_bytes))
+        for tenant_id, num_bytes in self.adapters.take_loaded_bytes().items():
+            self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
         self._free_reserved_pages(plan)
         most = self._decode(plan, self._limits.max_num_batched_tokens)
         self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most)))
@@ -243,7 +243,7 @@ class Scheduler:
 
     def _shorten(self, plan: Plan, giving_way: set[str]) -> None:
         """Move the decodes of tenants that give way to the next step, if that saves `SAVED_S`; never twice in a row."""
-        rows = [r for r in plan if r.is_decoding and r.tenant in giving_way]
+        rows = [r for r in plan if r.is_decoding and r.tenant_id in giving_way]
         is_worth_it = self._pacer is not None and self._pacer.seconds_of(len(rows)) >= SAVED_S
         self.is_short = is_worth_it and not self.is_short
         for request in rows if self.is_short else ():
@@ -272,7 +272,7 @@ class Scheduler:
         self.cache.start(request, prefix)
         self.cache.grow(request, request.num_tokens)
         if request.adapter_digest is not None:
-            request.adapter_slot = self.adapters.pin(request.adapter_digest, request.tenant)
+            request.adapter_slot = self.adapters.pin(request.adapter_digest, request.tenant_id)
             request.num_adapter_pages = self.adapters.num_pages_of(request.adapter_digest)
         request.seat = self._free_seats.pop()
         self.running.append(request)
@@ -296,7 +296,7 @@ class Scheduler:
     def _adapter_ready(self, request: Request) -> bool:
         if request.adapter_digest is None:
             return True
-        residency = self.adapters.ensure(request.adapter_digest, request.tenant, request.weight)
+        residency = self.adapters.ensure(request.adapter_digest, request.tenant_id, request.weight)
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
@@ -313,10 +313,10 @@ class Scheduler:
 
     def _patience(self, streams: Plan) -> float:
         """See `pacing.patience`."""
-        prompts = Counter(r.tenant for r in self.running if not r.is_decoding)
-        for tenant in {r.tenant for r in streams}:
-            prompts[tenant] += min(self.policy.num_waiting(tenant), len(self._free_seats))
-        return patience(prompts, Counter(r.tenant for r in streams))
+        prompts = Counter(r.tenant_id for r in self.running if not r.is_decoding)
+        for tenant_id in {r.tenant_id for r in streams}:
+            prompts[tenant_id] += min(self.policy.num_waiting(tenant_id), len(self._free_seats))
+        return patience(prompts, Counter(r.tenant_id for r in streams))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):
@@ -332,11 +332,11 @@ class Scheduler:
         """
         if not self.adapters.overdue:
             return
-        counters = {r.tenant: self.policy.counter(r.tenant) for r in self.running}
-        claims = sorted(self.adapters.claims(counters.keys()), key=lambda c: self.policy.counter(c.tenant))
+        counters = {r.tenant_id: self.policy.counter(r.tenant_id) for r in self.running}
+        claims = sorted(self.adapters.claims(counters.keys()), key=lambda c: self.policy.counter(c.tenant_id))
         users = users_of_adapters(self.running)
         chosen = self.adapters.holders_to_preempt(
-            (c, order_adapters(users, counters, [t for t in counters if self.policy.gives_way(t, c.tenant)]))
+            (c, order_adapters(users, counters, [t for t in counters if self.policy.gives_way(t, c.tenant_id)]))
             for c in claims
         )
         for digest in chosen:

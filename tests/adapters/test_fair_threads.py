@@ -58,8 +58,8 @@ def test_turns_go_to_the_tenant_with_the_least_use():
     try:
         pool.submit("heavy", lambda: time.sleep(0.05)).result(TIMEOUT)
         blocker = pool.submit("blocker", gate.work("blocker"))
-        for tenant in ("heavy", "heavy", "light", "heavy", "light"):
-            pool.submit(tenant, gate.work(tenant, wait=False))
+        for tenant_id in ("heavy", "heavy", "light", "heavy", "light"):
+            pool.submit(tenant_id, gate.work(tenant_id, wait=False))
         gate.open.set()
         last = pool.submit("heavy", gate.work("heavy"))
         blocker.result(TIMEOUT)

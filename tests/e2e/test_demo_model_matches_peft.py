@@ -96,7 +96,7 @@ def test_a_mixed_batch_on_the_demo_model_equals_peft(model: Path, peft_model: tu
         params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0, ignore_eos=True, logprobs=0)
         for name, prompt in prompts.items():
             adapter = digests[name] if name else None
-            engine.add_request(NewRequest(str(name), prompt, params, adapter_digest=adapter, tenant=str(name)))
+            engine.add_request(NewRequest(str(name), prompt, params, adapter_digest=adapter, tenant_id=str(name)))
         answers: dict[str, list[int]] = {str(name): [] for name in prompts}
         logprobs: dict[str, list[float]] = {str(name): [] for name in prompts}
         while engine.has_work():

@@ -74,7 +74,7 @@ def add(engine: Engine, digests: list[str], i: int, **more: Any) -> None:
     prompt = [3 + (7 * i + j) % 370 for j in range(1 + 11 * (i % 5))]
     adapter = None if i % 4 == 3 else digests[i % 4]
     engine.add_request(
-        NewRequest(str(i), prompt, SamplingParams(**params), adapter_digest=adapter, tenant=f"tenant-{i % 3}")
+        NewRequest(str(i), prompt, SamplingParams(**params), adapter_digest=adapter, tenant_id=f"tenant-{i % 3}")
     )
 
 

@@ -184,7 +184,7 @@ def run(engine: Engine, digests: dict[str, str], n: int, **params: Any) -> list[
     for i, (name, prompt) in enumerate(work):
         engine.add_request(NewRequest(
             str(i), prompt, SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, **params),
-            adapter_digest=digests[name] if name else None, tenant=f"tenant-{i % 3}",
+            adapter_digest=digests[name] if name else None, tenant_id=f"tenant-{i % 3}",
         ))  # fmt: skip
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(work))}
     while engine.has_work():
@@ -296,9 +296,9 @@ def test_the_same_prompt_twice_prefills_only_its_tail(llama: Twin, make_engine: 
     engine, digests = make_engine(llama)
     prompt = list(range(2, 52))
 
-    def ask(adapter: str | None, tenant: str) -> tuple[list[int], int]:
+    def ask(adapter: str | None, tenant_id: str) -> tuple[list[int], int]:
         params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
-        engine.add_request(NewRequest("x", prompt, params, adapter_digest=adapter, tenant=tenant))
+        engine.add_request(NewRequest("x", prompt, params, adapter_digest=adapter, tenant_id=tenant_id))
         tokens: list[int] = []
         cached = -1
         while engine.has_work():

@@ -90,11 +90,11 @@ def make_engine(model: Path, request: pytest.FixtureRequest, monkeypatch: pytest
 
 
 def ask(
-    engine: Engine, name: str, adapter: str | None, prompt: int, tenant: str, max_tokens: int = 6, **more: Any
+    engine: Engine, name: str, adapter: str | None, prompt: int, tenant_id: str, max_tokens: int = 6, **more: Any
 ) -> None:
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **{"temperature": 0.0, **more})
     tokens = [3 + (prompt + 7 * i) % 370 for i in range(prompt)]
-    engine.add_request(NewRequest(name, tokens, params, adapter_digest=adapter, tenant=tenant))
+    engine.add_request(NewRequest(name, tokens, params, adapter_digest=adapter, tenant_id=tenant_id))
 
 
 def step(engine: Engine, said: dict[str, list[RequestOutput]]) -> None:

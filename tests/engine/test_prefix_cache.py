@@ -80,8 +80,8 @@ def test_shared_blocks_change_no_answer(make_engine: Make, monkeypatch: pytest.M
     aborts = {str(i): scripted.choice((1, 2, 5)) for i in range(0, len(asked), 5)}
 
     def ask(engine: Engine, names: list[str | None], i: int) -> None:
-        prompt, params, adapter, tenant = asked[i]
-        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=names[adapter], tenant=tenant))
+        prompt, params, adapter, tenant_id = asked[i]
+        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=names[adapter], tenant_id=tenant_id))
 
     alone, names = make_engine(enable_prefix_caching=False)
     expected: dict[str, list[int]] = {}
@@ -153,9 +153,9 @@ def test_prompt_logprobs_are_whole_where_their_prompt_is_preempted(make_engine: 
     engine, _ = make_engine(
         kv_cache_memory=8 * BLOCK_BYTES, max_model_len=120, max_num_batched_tokens=8, prefill_stretch=1e9
     )
-    engine.add_request(NewRequest("stream", prompt[:6], SamplingParams(max_tokens=30, ignore_eos=True), tenant="a"))
+    engine.add_request(NewRequest("stream", prompt[:6], SamplingParams(max_tokens=30, ignore_eos=True), tenant_id="a"))
     engine.step()
-    engine.add_request(NewRequest("prompt", prompt, params, tenant="b"))
+    engine.add_request(NewRequest("prompt", prompt, params, tenant_id="b"))
     found = answers(engine)["prompt"][-1]
     assert engine.state().num_preemptions == 1
     assert found.prompt_logprobs == expected

@@ -83,7 +83,7 @@ def script(rng: random.Random) -> list[Ask]:
                 max_tokens=rng.choice((1, 4, 25)), seed=rng.randrange(4), ignore_eos=True, **rng.choice(kinds)
             ),
             rng.randrange(1 + len(RANKS)),
-            {"tenant": rng.choice("abc"), "priority": rng.choice((0, 0, 5)), "weight": rng.choice((0.5, 1.0, 3.0))},
+            {"tenant_id": rng.choice("abc"), "priority": rng.choice((0, 0, 5)), "weight": rng.choice((0.5, 1.0, 3.0))},
         )
         for _ in range(NUM_REQUESTS)
     ]

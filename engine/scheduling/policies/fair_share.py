@@ -58,22 +58,22 @@ class FairShare(TenantPolicy):
         self._shared_until = 0.0
 
     def enter(self, request: Request, now: float) -> None:
-        if request.tenant != self._last_entered:
+        if request.tenant_id != self._last_entered:
             self._shared_until = 0.0 if self._last_entered is None else now + SHARED_S
-            self._last_entered = request.tenant
+            self._last_entered = request.tenant_id
         request.turn = (1, request.due, request.arrival)
         self._tenants.enter(request, now)
 
     def put_back(self, request: Request, now: float) -> None:
         request.turn = (0, 0.0, request.arrival)
-        self._tenants.push(self._tenants.accounts[request.tenant], request, now)
+        self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "FairTurns":
         return FairTurns(self._tenants, in_progress, nearness, self._slack)
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
-        return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant), r.arrival))
+        return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant_id), r.arrival))
 
     def debtors(
         self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
@@ -83,8 +83,8 @@ class FairShare(TenantPolicy):
         While the claimant's tenant has streams of its own, a stream gives way only if it keeps its blocks, or if its
         tenant is so far ahead that computing it again is at most a quarter of the difference.
         """
-        seats = {r.tenant for r in running}
-        is_idle, threshold = claimant.tenant not in seats, self.counter(claimant.tenant)
+        seats = {r.tenant_id for r in running}
+        is_idle, threshold = claimant.tenant_id not in seats, self.counter(claimant.tenant_id)
         if not is_idle or now - claimant.queued_at < self._preempt_after:
             threshold += self._preempt_behind
         heavier = self.heavier(claimant, running)
@@ -92,28 +92,28 @@ class FairShare(TenantPolicy):
         streams = [
             r
             for r in running
-            if r.tenant in ahead
-            and r.tenant != claimant.tenant
+            if r.tenant_id in ahead
+            and r.tenant_id != claimant.tenant_id
             and r.had_quantum
-            and (is_idle or keeps_blocks or ahead[r.tenant] - 4 * r.num_computed / r.weight > threshold)
+            and (is_idle or keeps_blocks or ahead[r.tenant_id] - 4 * r.num_computed / r.weight > threshold)
         ]
-        return sorted(streams, key=lambda r: (ahead[r.tenant], r.arrival), reverse=True)
+        return sorted(streams, key=lambda r: (ahead[r.tenant_id], r.arrival), reverse=True)
 
-    def gives_way(self, tenant: str, claimant: str) -> bool:
-        return self.counter(tenant) > self.counter(claimant)
+    def gives_way(self, tenant_id: str, claimant: str) -> bool:
+        return self.counter(tenant_id) > self.counter(claimant)
 
     def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:
         """Return the tenants beside which the request's tenant is light: those that are ahead of it and have at least
         twice its running requests per weight, this request included.
         """
-        weights = {r.tenant: r.weight for r in running}
-        seats = Counter(r.tenant for r in running)
-        own = seats.pop(request.tenant, 0) + (request.seat < 0)
-        counter = self.counter(request.tenant)
+        weights = {r.tenant_id: r.weight for r in running}
+        seats = Counter(r.tenant_id for r in running)
+        own = seats.pop(request.tenant_id, 0) + (request.seat < 0)
+        counter = self.counter(request.tenant_id)
         return {
-            tenant
-            for tenant, held in seats.items()
-            if held * request.weight >= HEAVIER * own * weights[tenant] and self.counter(tenant) > counter
+            tenant_id
+            for tenant_id, held in seats.items()
+            if held * request.weight >= HEAVIER * own * weights[tenant_id] and self.counter(tenant_id) > counter
         }
 
     def step_target(self, now: float) -> float | None:
@@ -131,7 +131,7 @@ class FairTurns:
         self._slack = slack
         self._prompts: dict[str, list[Request]] = {}
         for request in in_progress:
-            self._prompts.setdefault(request.tenant, []).append(request)
+            self._prompts.setdefault(request.tenant_id, []).append(request)
         for prompts in self._prompts.values():
             prompts.sort(key=_turn, reverse=True)
         self._running = [(tenants.counter(t), p[-1].arrival, t) for t, p in self._prompts.items()]
@@ -185,14 +185,14 @@ class FairTurns:
 
     def _put_last_back(self) -> None:
         """Put the tenant of the last request back into its heap, by its present counter."""
-        tenant, self._last = self._last, None
-        if tenant is None:
+        tenant_id, self._last = self._last, None
+        if tenant_id is None:
             return
-        prompts = self._prompts.get(tenant)
+        prompts = self._prompts.get(tenant_id)
         if prompts:
-            heappush(self._running, (self._tenants.counter(tenant), prompts[-1].arrival, tenant))
-        elif self._waiting is not None and (queue := self._queue(tenant)):
-            heappush(self._waiting, (self._tenants.counter(tenant), queue[-1].arrival, tenant))
+            heappush(self._running, (self._tenants.counter(tenant_id), prompts[-1].arrival, tenant_id))
+        elif self._waiting is not None and (queue := self._queue(tenant_id)):
+            heappush(self._waiting, (self._tenants.counter(tenant_id), queue[-1].arrival, tenant_id))
 
     def _compare_least_served(self) -> None:
         """Move the least served tenants from the heap to `_compared`."""
@@ -210,7 +210,9 @@ class FairTurns:
         if nearness is None or len(compared) == 1:
             return compared.pop(0)[2]
         most = bisect_right(compared, compared[0][0] + self._slack, key=_counter)
-        keys = [(*self._key(nearness, self._queues[tenant][-1]), arrival) for _, arrival, tenant in compared[:most]]
+        keys = [
+            (*self._key(nearness, self._queues[tenant_id][-1]), arrival) for _, arrival, tenant_id in compared[:most]
+        ]
         return compared.pop(keys.index(min(keys)))[2]
 
     def _key(self, nearness: Nearness, request: Request) -> tuple[bool, bool]:
@@ -219,25 +221,25 @@ class FairTurns:
             key = self._keys[request] = nearness.key(request)
         return key
 
-    def _queue(self, tenant: str) -> list[Request]:
+    def _queue(self, tenant_id: str) -> list[Request]:
         """Return the tenant's next waiting requests in reverse order; it may contain requests that have left."""
-        queue = self._queues.get(tenant)
+        queue = self._queues.get(tenant_id)
         if queue is None:
-            account = self._tenants.waiting.get(tenant)
-            queue = self._queues[tenant] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
-        if self._nearness is None or tenant in self._near_only:
+            account = self._tenants.waiting.get(tenant_id)
+            queue = self._queues[tenant_id] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
+        if self._nearness is None or tenant_id in self._near_only:
             return queue
-        if self._num_far[tenant] >= FAR_LOOKED_AT or self._num_far_in_all >= FAR_IN_ALL:
-            self._near_only.add(tenant)
-            queue = self._queues[tenant] = self._near_queue(tenant, self._nearness)
+        if self._num_far[tenant_id] >= FAR_LOOKED_AT or self._num_far_in_all >= FAR_IN_ALL:
+            self._near_only.add(tenant_id)
+            queue = self._queues[tenant_id] = self._near_queue(tenant_id, self._nearness)
         return queue
 
-    def _near_queue(self, tenant: str, nearness: Nearness) -> list[Request]:
+    def _near_queue(self, tenant_id: str, nearness: Nearness) -> list[Request]:
         """Return the tenant's next waiting requests for adapters on the device, in reverse order."""
-        account = self._tenants.waiting.get(tenant)
+        account = self._tenants.waiting.get(tenant_id)
         if account is None:
             return []
-        last, found = self._last_turn.get(tenant), list[Request]()
+        last, found = self._last_turn.get(tenant_id), list[Request]()
         for adapter in nearness.near_among(account.by_adapter.keys()):
             requests = account.by_adapter[adapter]
             start = 0 if last is None else bisect_right(requests, last, key=_turn)

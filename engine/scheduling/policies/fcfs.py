@@ -23,7 +23,7 @@ class FirstCome(TenantPolicy):
         self._tenants.enter(request, now)
 
     def put_back(self, request: Request, now: float) -> None:
-        self._tenants.push(self._tenants.accounts[request.tenant], request, now)
+        self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
     def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "ArrivalTurns":
         return ArrivalTurns(self._tenants, in_progress)
@@ -36,7 +36,7 @@ class FirstCome(TenantPolicy):
     ) -> list[Request]:
         return []
 
-    def gives_way(self, tenant: str, claimant: str) -> bool:
+    def gives_way(self, tenant_id: str, claimant: str) -> bool:
         return False
 
     def heavier(self, request: Request, running: Sequence[Request]) -> set[str]:

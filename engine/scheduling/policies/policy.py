@@ -45,9 +45,9 @@ class Policy(Protocol):
         """Return the number of waiting requests."""
         ...
 
-    def num_waiting(self, tenant: str) -> int: ...
+    def num_waiting(self, tenant_id: str) -> int: ...
 
-    def counter(self, tenant: str) -> float:
+    def counter(self, tenant_id: str) -> float:
         """Return the tenant's service divided by its weight."""
         ...
 
@@ -71,7 +71,7 @@ class Policy(Protocol):
         """Add the cost of planned work to the tenant's account; a negative cost returns it."""
         ...
 
-    def charge_tenant(self, tenant: str, cost: float) -> None:
+    def charge_tenant(self, tenant_id: str, cost: float) -> None:
         """Add the cost of work that no running request did. A tenant that has left pays nothing."""
         ...
 
@@ -103,7 +103,7 @@ class Policy(Protocol):
         """
         ...
 
-    def gives_way(self, tenant: str, claimant: str) -> bool:
+    def gives_way(self, tenant_id: str, claimant: str) -> bool:
         """Return whether a tenant's running requests may be preempted when the claimant's adapter needs their pages."""
         ...
 

@@ -28,7 +28,7 @@ class TenantState:
     in time; None without such requests.
     """
 
-    tenant: str
+    tenant_id: str
     weight: float
     counter: float
     running: int
@@ -50,7 +50,7 @@ class Account:
     their target, in the same windows.
     """
 
-    tenant: str
+    tenant_id: str
     counter: float = 0.0
     weight: float = 1.0
     num_active: int = 0
@@ -90,18 +90,18 @@ class Tenants:
     def __len__(self) -> int:
         return self._num_waiting
 
-    def num_waiting(self, tenant: str) -> int:
-        account = self.waiting.get(tenant)
+    def num_waiting(self, tenant_id: str) -> int:
+        account = self.waiting.get(tenant_id)
         return 0 if account is None else len(account.queue)
 
-    def counter(self, tenant: str) -> float:
-        account = self.accounts.get(tenant)
+    def counter(self, tenant_id: str) -> float:
+        account = self.accounts.get(tenant_id)
         return 0.0 if account is None else account.counter
 
     def enter(self, request: Request, now: float) -> None:
-        account = self.accounts.get(request.tenant)
+        account = self.accounts.get(request.tenant_id)
         if account is None:
-            account = self.accounts[request.tenant] = Account(request.tenant)
+            account = self.accounts[request.tenant_id] = Account(request.tenant_id)
         if not account.queue:
             frontier = self._frontier()
             if account.counter <= frontier:
@@ -116,45 +116,45 @@ class Tenants:
         request.queued_at = now
         insort(account.queue, request, key=_turn)
         insort(account.by_adapter.setdefault(request.adapter_digest, []), request, key=_turn)
-        self.waiting_for.setdefault(request.adapter_digest, set()).add(account.tenant)
-        self.waiting[account.tenant] = account
+        self.waiting_for.setdefault(request.adapter_digest, set()).add(account.tenant_id)
+        self.waiting[account.tenant_id] = account
         self._num_waiting += 1
 
     def remove(self, request: Request) -> None:
-        account, adapter = self.waiting[request.tenant], request.adapter_digest
+        account, adapter = self.waiting[request.tenant_id], request.adapter_digest
         _delete(account.queue, request)
         _delete(account.by_adapter[adapter], request)
         if not account.by_adapter[adapter]:
             del account.by_adapter[adapter]
-            self.waiting_for[adapter].remove(account.tenant)
+            self.waiting_for[adapter].remove(account.tenant_id)
             if not self.waiting_for[adapter]:
                 del self.waiting_for[adapter]
         self._num_waiting -= 1
         self._last_tenant = account
         if not account.queue:
-            del self.waiting[request.tenant]
+            del self.waiting[request.tenant_id]
 
     def leave(self, request: Request) -> None:
-        account = self.accounts[request.tenant]
+        account = self.accounts[request.tenant_id]
         account.num_active -= 1
         if not account.num_active:
             self._num_active -= 1
             self._forget_idle()
 
     def charge(self, request: Request, cost: float) -> None:
-        account = self.accounts[request.tenant]
+        account = self.accounts[request.tenant_id]
         account.counter += cost / request.weight
         account.recent += cost
 
-    def charge_tenant(self, tenant: str, cost: float) -> None:
-        account = self.accounts.get(tenant)
+    def charge_tenant(self, tenant_id: str, cost: float) -> None:
+        account = self.accounts.get(tenant_id)
         if account is not None:
             account.counter += cost / account.weight
             account.recent += cost
 
     def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
         least = min((account.counter for account in self.waiting.values()), default=inf)
-        charged = [(self.accounts[tenant], cost) for tenant, cost in costs.items() if tenant in self.accounts]
+        charged = [(self.accounts[tenant_id], cost) for tenant_id, cost in costs.items() if tenant_id in self.accounts]
         charged = [(account, cost) for account, cost in charged if account.num_active]
         for account, cost in charged:
             # A tenant that is not ahead has no debt left from either engine.
@@ -170,8 +170,8 @@ class Tenants:
                 account.elsewhere -= forgiven
         return len(charged)
 
-    def count_target(self, tenant: str, *, is_met: bool) -> None:
-        account = self.accounts.get(tenant)
+    def count_target(self, tenant_id: str, *, is_met: bool) -> None:
+        account = self.accounts.get(tenant_id)
         if account is not None:
             account.met = account.met[0] + is_met, account.met[1]
             account.missed = account.missed[0] + (not is_met), account.missed[1]
@@ -180,15 +180,15 @@ class Tenants:
         """Return the accounts with most waiting requests, then most service, at most `limit`."""
         self._roll(now)
         shown = sorted(self.accounts.values(), key=lambda a: (-len(a.queue), -a.recent - a.before))[:limit]
-        seats = Counter(r.tenant for r in running)
+        seats = Counter(r.tenant_id for r in running)
         served = sum(a.recent + a.before for a in self.accounts.values()) or 1.0
         weights = sum(a.weight for a in self.accounts.values() if a.num_active) or 1.0
         return [
             TenantState(
-                a.tenant,
+                a.tenant_id,
                 a.weight,
                 a.counter,
-                seats[a.tenant],
+                seats[a.tenant_id],
                 len(a.queue),
                 max((now - r.queued_at for r in a.queue), default=0.0),
                 (a.recent + a.before) / served,
@@ -244,11 +244,11 @@ class TenantPolicy:
     def __len__(self) -> int:
         return len(self._tenants)
 
-    def num_waiting(self, tenant: str) -> int:
-        return self._tenants.num_waiting(tenant)
+    def num_waiting(self, tenant_id: str) -> int:
+        return self._tenants.num_waiting(tenant_id)
 
-    def counter(self, tenant: str) -> float:
-        return self._tenants.counter(tenant)
+    def counter(self, tenant_id: str) -> float:
+        return self._tenants.counter(tenant_id)
 
     def remove(self, request: Request) -> None:
         self._tenants.remove(request)
@@ -259,14 +259,14 @@ class TenantPolicy:
     def charge(self, request: Request, cost: float) -> None:
         self._tenants.charge(request, cost)
 
-    def charge_tenant(self, tenant: str, cost: float) -> None:
-        self._tenants.charge_tenant(tenant, cost)
+    def charge_tenant(self, tenant_id: str, cost: float) -> None:
+        self._tenants.charge_tenant(tenant_id, cost)
 
     def charge_elsewhere(self, costs: Mapping[str, float], now: float) -> int:
         return self._tenants.charge_elsewhere(costs, now)
 
     def count_target(self, request: Request, *, is_met: bool) -> None:
-        self._tenants.count_target(request.tenant, is_met=is_met)
+        self._tenants.count_target(request.tenant_id, is_met=is_met)
 
     def tenants(self, running: Sequence[Request], now: float, limit: int) -> list[TenantState]:
         return self._tenants.states(running, now, limit)

@@ -18,7 +18,7 @@ from testing.adapter_files import BASE
 from testing.device_pools import Worker
 
 TENANTS, RANKS = "abc", (4, 8, 16, 20, 32, 32)
-DIGESTS = [f"{tenant}{i}" for tenant in TENANTS for i in range(len(RANKS))]
+DIGESTS = [f"{tenant_id}{i}" for tenant_id in TENANTS for i in range(len(RANKS))]
 PAGES, STEP_S = 9, 0.1
 MISSING = "missing"
 
@@ -132,7 +132,7 @@ class Engine:
         assert set(reserved) <= wanted, "reservations end with their requests"
         assert not set(reserved) & set(residents)
         assert set(pool._unused) <= wanted
-        assert len({r.tenant for r in pool._reservations}) == len(reserved)
+        assert len({r.tenant_id for r in pool._reservations}) == len(reserved)
         assert pool._reservations.reserved.pages <= PAGES
         assert set(pool._errors) <= wanted, "an error is never another request's"
 

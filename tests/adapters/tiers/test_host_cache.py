@@ -131,7 +131,7 @@ def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(m
     large = {digest: _size(cache, digest) for digest in digests[1:4]}
     check = HostCache._check
     monkeypatch.setattr(HostCache, "_check", lambda self, given: check(self, given) + SIZE * (given.digest in large))
-    stuck = [cache.fetch(digest, tenant) for digest, tenant in zip(large, "aab", strict=True)]
+    stuck = [cache.fetch(digest, tenant_id) for digest, tenant_id in zip(large, "aab", strict=True)]
     assert wait(stuck, 0.2).done == set()
     started = time.monotonic()
     assert cache.fetch(digests[4], "c").result(TIMEOUT).digest == digests[4]

@@ -9,10 +9,10 @@ from adapters.tiers.reservations import CALM_S, CALM_WAIT_S, PAGE_WAIT_S
 from testing.device_pools import Make, wait_for
 
 
-def pinned(pool: AdapterPool, *digests: str, tenant: str = "") -> None:
+def pinned(pool: AdapterPool, *digests: str, tenant_id: str = "") -> None:
     for digest in digests:
         wait_for(pool, digest)
-        pool.pin(digest, tenant)
+        pool.pin(digest, tenant_id)
 
 
 def preempted(pool: AdapterPool, holders: list[str], running: Collection[str] = ()) -> list[str]:
@@ -175,14 +175,14 @@ def test_a_tenant_that_cycles_through_adapters_does_not_evict_its_neighbours(
     assert pool.num_evictions > 300
 
 
-def wait_for_tenant(pool: AdapterPool, digest: str, tenant: str) -> None:
+def wait_for_tenant(pool: AdapterPool, digest: str, tenant_id: str) -> None:
     """Load an adapter for a tenant and use it once."""
     deadline = time.monotonic() + 60
-    while pool.ensure(digest, tenant) is not Residency.READY:
+    while pool.ensure(digest, tenant_id) is not Residency.READY:
         assert time.monotonic() < deadline
         time.sleep(0.001)
         pool.poll()
-    pool.pin(digest, tenant)
+    pool.pin(digest, tenant_id)
     pool.unpin(digest)
 
 
@@ -241,9 +241,9 @@ def test_a_tenant_preempts_again_only_after_a_longer_wait(
     assert preempted(pool, [second]) == [second]
 
 
-def wait_for_reservation(pool: AdapterPool, digest: str, tenant: str) -> None:
+def wait_for_reservation(pool: AdapterPool, digest: str, tenant_id: str) -> None:
     """Load an adapter into host memory and reserve pages for it."""
     pool._host.fetch(digest).result(60)
     pool.poll()
-    assert pool.ensure(digest, tenant) is Residency.NO_ROOM
+    assert pool.ensure(digest, tenant_id) is Residency.NO_ROOM
     assert pool.num_reservations == 1

@@ -72,9 +72,9 @@ async def client(server: RunningServer) -> AsyncIterator[Client]:
         yield Client(session, server.url)
 
 
-async def ask(client: Client, tenant: str, digest: str) -> tuple[int, str]:
+async def ask(client: Client, tenant_id: str, digest: str) -> tuple[int, str]:
     body = {"model": f"sha256:{digest}", "prompt": "Hi", "max_tokens": 2, "temperature": 0}
-    status, answer = await client.post("/v1/completions", body, headers={"x-loraplex-tenant": tenant})
+    status, answer = await client.post("/v1/completions", body, headers={"x-loraplex-tenant": tenant_id})
     return status, answer.get("error", {}).get("code", "")
 
 

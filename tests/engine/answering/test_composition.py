@@ -60,10 +60,10 @@ async def loaded(client: Client, twin: PeftTwin) -> dict[str, str]:
     return {entry["id"]: entry["root"] for entry in listed["data"]}
 
 
-async def ask(client: Client, model: str, prompt: list[int], tenant: str = "t", **fields: Any) -> dict[str, Any]:
+async def ask(client: Client, model: str, prompt: list[int], tenant_id: str = "t", **fields: Any) -> dict[str, Any]:
     body = {"model": model, "prompt": prompt, "temperature": 0, "max_tokens": 6, "ignore_eos": True, **fields}
     body |= {"return_token_ids": True}
-    headers = {**INTERNAL, "x-loraplex-tenant": tenant}
+    headers = {**INTERNAL, "x-loraplex-tenant": tenant_id}
     async with client.session.post(f"{client.url}/v1/completions", json=body, headers=headers) as response:
         assert response.status == 200, await response.text()
         answer = await response.json()
@@ -140,16 +140,16 @@ async def test_an_activated_lora_equals_peft(client: Client, twin: PeftTwin):
 
 
 async def test_blocks_before_the_invocation_are_the_base_models_of_one_tenant(client: Client, twin: PeftTwin):
-    for tenant, first in (("one", 0), ("other", 0)):
-        assert (await ask(client, "tiny", INVOKED, tenant))["cached"] == first, "no other tenant's blocks"
+    for tenant_id, first in (("one", 0), ("other", 0)):
+        assert (await ask(client, "tiny", INVOKED, tenant_id))["cached"] == first, "no other tenant's blocks"
         for name in ("called", "called-2"):
-            answer = await ask(client, name, INVOKED, tenant)
+            answer = await ask(client, name, INVOKED, tenant_id)
             assert answer["cached"] == 32, "the base model's blocks before token 38"
             assert answer["tokens"] == twin.generate(name, INVOKED, 6)
             # The adapter's own block, from token 32 on, is found as well when the same prompt returns.
             longer = [*INVOKED, *range(70, 80)]
-            await ask(client, name, longer, tenant)
-            assert (await ask(client, name, longer, tenant))["cached"] == 48
+            await ask(client, name, longer, tenant_id)
+            assert (await ask(client, name, longer, tenant_id))["cached"] == 48
     # An earlier occurrence is a base row once a later one invokes: blocks of the shorter prompt do not fit.
     short = [*PROMPT[:20], *CALL, *PROMPT[:25]]
     await ask(client, "called", short, "third")

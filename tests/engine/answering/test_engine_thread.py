@@ -16,11 +16,11 @@ async def test_a_tenant_leaves_others_half_of_the_queue(session, model):
     try:
         client = Client(session, server.url)
 
-        def of(tenant: str) -> dict[str, str]:
-            return {"x-loraplex-internal-token": "secret", "x-loraplex-tenant": tenant}
+        def of(tenant_id: str) -> dict[str, str]:
+            return {"x-loraplex-internal-token": "secret", "x-loraplex-tenant": tenant_id}
 
-        async def ask(tenant: str, **fields: object) -> tuple[int, dict]:
-            return await client.post("/v1/completions", LONG | fields, headers=of(tenant))
+        async def ask(tenant_id: str, **fields: object) -> tuple[int, dict]:
+            return await client.post("/v1/completions", LONG | fields, headers=of(tenant_id))
 
         status, answer = await ask("greedy", prompt=["go on"] * 5)
         assert status == 400

@@ -69,8 +69,8 @@ async def test_pages_of_another_adapter_show_in_the_receipt(client: Client, serv
     pool = server.server._engine.adapters
     pin = pool.pin
 
-    def pin_wrongly(digest: str, tenant: str) -> int:
-        slot = pin(digest, tenant)
+    def pin_wrongly(digest: str, tenant_id: str) -> int:
+        slot = pin(digest, tenant_id)
         return pool._residents[other].slot if digest == one else slot
 
     pool.pin = pin_wrongly

@@ -43,8 +43,8 @@ def server(model: Path, store: DirectoryStore) -> Iterator[RunningServer]:
     running.close()
 
 
-async def hint(client: Client, adapter: str, tenant: str = "acme") -> bool:
-    return (await client.ok("/prefetch", {"adapter": adapter, "tenant": tenant}, **INTERNAL))["is_loaded"]
+async def hint(client: Client, adapter: str, tenant_id: str = "acme") -> bool:
+    return (await client.ok("/prefetch", {"adapter": adapter, "tenant": tenant_id}, **INTERNAL))["is_loaded"]
 
 
 async def host_resident(client: Client) -> int:

@@ -35,11 +35,11 @@ class Pool:
 
     def poll(self) -> None: ...
 
-    def ensure(self, digest: str, tenant: str, weight: float) -> Residency:
+    def ensure(self, digest: str, tenant_id: str, weight: float) -> Residency:
         if digest in self.placed:
             return Residency.READY
         self.placed.add(digest)
-        self.loaded[tenant] += 200
+        self.loaded[tenant_id] += 200
         return Residency.LOADING
 
     def is_resident(self, digest: str) -> bool:
@@ -48,7 +48,7 @@ class Pool:
     def num_pages_of(self, digest: str) -> int:
         return 2
 
-    def pin(self, digest: str, tenant: str) -> int:
+    def pin(self, digest: str, tenant_id: str) -> int:
         self.pins[digest] += 1
         return 0
 
@@ -63,7 +63,7 @@ class Asked:
     """A request of the simulation. leaves: tokens after which its client leaves."""
 
     at: int
-    tenant: str
+    tenant_id: str
     weight: float
     prompt: int
     outputs: int
@@ -97,7 +97,9 @@ class World:
         self.arrivals += 1
         prompt = [self.arrivals * 1000 + i for i in range(asked.prompt)]
         params = SamplingParams(max_tokens=asked.outputs, ignore_eos=True)
-        new = NewRequest(f"{asked.tenant}-{self.arrivals}", prompt, params, asked.adapter, asked.tenant, asked.weight)
+        new = NewRequest(
+            f"{asked.tenant}-{self.arrivals}", prompt, params, asked.adapter, asked.tenant_id, asked.weight
+        )
         request = Request(new, arrival=self.arrivals)
         self.scheduler.add(request)
         return request
@@ -106,7 +108,7 @@ class World:
         plan = self.scheduler.schedule()
         for request, num_tokens in plan.items():
             assert len(request.blocks) * 16 >= request.num_computed + num_tokens
-            self.cost[request.tenant] += step_cost(request, num_tokens)
+            self.cost[request.tenant_id] += step_cost(request, num_tokens)
         ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
         self.scheduler.advance(plan)
         for request in self.scheduler.commit(ready):
@@ -117,13 +119,13 @@ class World:
         return plan
 
     def _measure(self) -> None:
-        running = {r.tenant for r in self.scheduler.running}
-        waiting = {r.tenant for r in self.scheduler.requests.values()} - running
-        for tenant in waiting:
-            since = self.idle_since.setdefault(tenant, self.steps)
-            self.longest[tenant] = max(self.longest[tenant], self.steps - since)
-        for tenant in self.idle_since.keys() - waiting:
-            del self.idle_since[tenant]
+        running = {r.tenant_id for r in self.scheduler.running}
+        waiting = {r.tenant_id for r in self.scheduler.requests.values()} - running
+        for tenant_id in waiting:
+            since = self.idle_since.setdefault(tenant_id, self.steps)
+            self.longest[tenant_id] = max(self.longest[tenant_id], self.steps - since)
+        for tenant_id in self.idle_since.keys() - waiting:
+            del self.idle_since[tenant_id]
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
@@ -164,7 +166,7 @@ def test_seats_of_two_tenants_end_up_even_and_stay_so() -> None:
         world.ask(Asked(0, "late", 1.0, 20, 2000))
     for _ in range(600):
         world.step()
-    assert Counter(r.tenant for r in world.scheduler.running) == {"first": 4, "late": 4}
+    assert Counter(r.tenant_id for r in world.scheduler.running) == {"first": 4, "late": 4}
     preempted = world.scheduler.num_preemptions
     for _ in range(600):
         world.step()
@@ -185,7 +187,7 @@ def test_admission_leaves_blocks_for_the_growth_of_streams() -> None:
 requests = st.builds(
     Asked,
     at=st.integers(0, 200),
-    tenant=st.sampled_from("abcd"),
+    tenant_id=st.sampled_from("abcd"),
     weight=st.sampled_from([0.5, 1.0, 4.0]),
     prompt=st.integers(1, 200),
     outputs=st.integers(1, 400),
@@ -214,13 +216,13 @@ def run(world: World, asked: list[Asked], most_steps: int) -> dict[Asked, Reques
 def test_no_work_is_lost_or_counted_twice(asked: list[Asked], seats: int, blocks: int) -> None:
     """All tokens arrive once, counters equal the cost of the executed work, and everything is free at the end."""
     world = World(seats, blocks)
-    weights = {a.tenant: a.weight for a in asked}
-    asked = [Asked(a.at, a.tenant, weights[a.tenant], a.prompt, a.outputs, a.adapter, a.leaves) for a in asked]
+    weights = {a.tenant_id: a.weight for a in asked}
+    asked = [Asked(a.at, a.tenant_id, weights[a.tenant_id], a.prompt, a.outputs, a.adapter, a.leaves) for a in asked]
     charged: Counter[str] = Counter()
     charge = world.policy.charge
 
     def counted(request: Request, cost: float) -> None:
-        charged[request.tenant] += cost
+        charged[request.tenant_id] += cost
         charge(request, cost)
 
     world.policy.charge = counted  # type: ignore[method-assign]
@@ -249,8 +251,8 @@ def bound(tenants: int, weights: list[float], prompt: int) -> float:
 @given(st.lists(requests, min_size=5, max_size=40, unique=True), st.integers(1, 4), st.sampled_from([1, 4, 16]))
 def test_a_wait_is_bounded_whatever_the_others_max_tokens(asked: list[Asked], seats: int, times: int) -> None:
     """The bound has the number of tenants, their weights and the prompts' sizes in it, and no output length."""
-    weights = {a.tenant: a.weight for a in asked}
-    asked = [Asked(a.at, a.tenant, weights[a.tenant], a.prompt, a.outputs * times, a.adapter) for a in asked]
+    weights = {a.tenant_id: a.weight for a in asked}
+    asked = [Asked(a.at, a.tenant_id, weights[a.tenant_id], a.prompt, a.outputs * times, a.adapter) for a in asked]
     world = World(seats, blocks=2000)
     run(world, asked, 1500)
     longest = max(world.longest.values(), default=0)

@@ -17,10 +17,10 @@ from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
 def request(
-    tenant: str, arrival: int = 0, *, weight: float = 1.0, priority: int = 0, adapter: str | None = None
+    tenant_id: str, arrival: int = 0, *, weight: float = 1.0, priority: int = 0, adapter: str | None = None
 ) -> Request:
     new = NewRequest(
-        f"{tenant}{arrival}", [1], SamplingParams(), adapter, tenant=tenant, weight=weight, priority=priority
+        f"{tenant_id}{arrival}", [1], SamplingParams(), adapter, tenant_id=tenant_id, weight=weight, priority=priority
     )
     return Request(new, arrival=arrival)
 
@@ -49,9 +49,9 @@ class SlowTurns(FairTurns):
         self._compared.clear()
         heapify(self._waiting)
 
-    def _near_queue(self, tenant: str, nearness: Nearness) -> list[Request]:
-        account = self._tenants.waiting.get(tenant)
-        last = self._last_turn.get(tenant, (-1, 0.0, 0))
+    def _near_queue(self, tenant_id: str, nearness: Nearness) -> list[Request]:
+        account = self._tenants.waiting.get(tenant_id)
+        last = self._last_turn.get(tenant_id, (-1, 0.0, 0))
         left = [r for r in account.queue if r.turn > last] if account else []
         return [r for r in left if not nearness.is_far(r)][LOOKED_AT - 1 :: -1]
 
@@ -67,8 +67,8 @@ def test_requests_come_in_the_order_of_the_slow_twin(data: st.DataObject) -> Non
 
     def order(turns_type: type[FairTurns]) -> list[str]:
         share, found = FairShare(slack), []
-        for i, (tenant, adapter) in enumerate(entered):
-            enter(share, request(tenant, i, adapter=adapter))
+        for i, (tenant_id, adapter) in enumerate(entered):
+            enter(share, request(tenant_id, i, adapter=adapter))
         for _ in range(2):  # steps
             turns = turns_type(share._tenants, [], near, slack)
             while (r := turns.next(admits=True)) is not None:
@@ -92,7 +92,7 @@ def serve(share: FairShare, n: int, cost: float = 10) -> list[str]:
         assert r is not None
         share.remove(r)
         share.charge(r, cost)
-        order.append(r.tenant)
+        order.append(r.tenant_id)
     return order
 
 
@@ -184,12 +184,12 @@ def test_priorities_age_and_targets_come_first() -> None:
 def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_served() -> None:
     for ahead, expected in ((90, "near"), (110, "least")):
         share = FairShare(slack=100)
-        for tenant in ("least", "near"):
-            enter(share, request(tenant, 0 if tenant == "least" else 1, adapter=tenant))
+        for tenant_id in ("least", "near"):
+            enter(share, request(tenant_id, 0 if tenant_id == "least" else 1, adapter=tenant_id))
         share.charge(request("near"), ahead)
         found = share.turns([], Near({"near"})).next(admits=True)
         assert found is not None
-        assert found.tenant == expected
+        assert found.tenant_id == expected
 
 
 def test_every_admission_goes_to_the_tenant_that_is_least_served_by_then() -> None:

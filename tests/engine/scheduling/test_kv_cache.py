@@ -38,7 +38,7 @@ def test_a_prefix_is_found_by_whole_blocks_and_one_token_is_always_left() -> Non
 
 @pytest.mark.parametrize("num_blocks", [0, 1, 3, HASHED_AT_ONCE, HASHED_AT_ONCE * 2 + 5])
 def test_keys_computed_before_are_those_of_the_cache(num_blocks: int) -> None:
-    owner: dict[str, Any] = {"adapter_digest": "x", "tenant": "a", "cache_salt": "s"}
+    owner: dict[str, Any] = {"adapter_digest": "x", "tenant_id": "a", "cache_salt": "s"}
     prompt = list(range(4 * num_blocks + 3))
     keys = prefix_keys(prompt, 4, **owner)
     cache = KVCache(2 * num_blocks + 4, 4)
@@ -67,27 +67,27 @@ def test_equal_blocks_behind_other_beginnings_are_others() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {"tenant": "b"},
-        {"tenant": "a", "adapter_digest": "x"},
-        {"tenant": ""},
+        {"tenant_id": "b"},
+        {"tenant_id": "a", "adapter_digest": "x"},
+        {"tenant_id": ""},
         {"adapter_digest": "a"},
-        {"tenant": "1:a", "adapter_digest": ""},
-        {"tenant": "a", "cache_salt": "a"},
+        {"tenant_id": "1:a", "adapter_digest": ""},
+        {"tenant_id": "a", "cache_salt": "a"},
     ],
 )
 def test_another_tenant_or_adapter_never_shares(other: dict[str, str]) -> None:
     cache = KVCache(64, 4)
     prompt = list(range(20))
-    assert prefill(cache, request(prompt, tenant="a")) == 0
+    assert prefill(cache, request(prompt, tenant_id="a")) == 0
     assert prefill(cache, request(prompt, **other)) == 0
-    assert prefill(cache, request(prompt, tenant="a")) == 16
+    assert prefill(cache, request(prompt, tenant_id="a")) == 16
 
 
 def test_the_salt_cannot_be_forged_by_shifting_the_border_between_its_parts() -> None:
     cache = KVCache(64, 4)
     prompt = list(range(20))
-    prefill(cache, request(prompt, adapter_digest="ab", tenant="c"))
-    assert prefill(cache, request(prompt, adapter_digest="a", tenant="bc")) == 0
+    prefill(cache, request(prompt, adapter_digest="ab", tenant_id="c"))
+    assert prefill(cache, request(prompt, adapter_digest="a", tenant_id="bc")) == 0
 
 
 def test_shared_blocks_outlive_their_first_holder_and_the_oldest_go_first() -> None:
@@ -117,7 +117,7 @@ def test_a_waiting_requests_hit_grows_with_the_cache_and_ends_with_an_eviction()
     assert cache.find_prefix(waiting) == longer.blocks
     cache.free(first)
     cache.free(longer)
-    thief = request([7] * 16, tenant="thief")
+    thief = request([7] * 16, tenant_id="thief")
     assert prefill(cache, thief) == 0
     assert cache.find_prefix(waiting) == []
     assert cache.num_lacking(waiting, waiting.num_tokens, []) > 0
@@ -163,10 +163,10 @@ def test_without_prefix_caching_nothing_is_found() -> None:
 def test_no_block_is_lost_or_held_twice(script: list[tuple[str, int, int, bool]]) -> None:
     cache = KVCache(12, 4)
     live: list[Request] = []
-    for tenant, length, flavour, free_first in script:
+    for tenant_id, length, flavour, free_first in script:
         if free_first and live:
             cache.free(live.pop(0))
-        r = request([flavour + i % 7 for i in range(length)], tenant=tenant)
+        r = request([flavour + i % 7 for i in range(length)], tenant_id=tenant_id)
         prefix = cache.find_prefix(r)
         if cache.num_lacking(r, r.num_tokens, prefix) <= 0:
             prefill(cache, r)
@@ -176,7 +176,7 @@ def test_no_block_is_lost_or_held_twice(script: list[tuple[str, int, int, bool]]
         for r in live:
             assert len(set(r.blocks)) == len(r.blocks) == cache.blocks_for(r.num_tokens)
             for other in live:
-                if other.tenant != r.tenant:
+                if other.tenant_id != r.tenant_id:
                     assert not set(r.blocks) & set(other.blocks)
     for r in live:
         cache.free(r)

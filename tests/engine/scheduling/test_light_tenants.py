@@ -58,11 +58,11 @@ class Machine:
         self.asked = 0
 
     def ask(
-        self, at: float, tenant: str, prompt: int, outputs: int, weight: float = 1.0, *, again: bool = False
+        self, at: float, tenant_id: str, prompt: int, outputs: int, weight: float = 1.0, *, again: bool = False
     ) -> None:
         """Plan a request; `again`: another follows as soon as it has ended."""
         self.asked += 1
-        self.due.append((at, self.asked, tenant, weight, prompt, outputs, again))
+        self.due.append((at, self.asked, tenant_id, weight, prompt, outputs, again))
         self.due.sort()
 
     def run(self, until: float) -> None:
@@ -76,14 +76,16 @@ class Machine:
             else:
                 return
 
-    def _add(self, at: float, number: int, tenant: str, weight: float, prompt: int, outputs: int, again: bool) -> None:
+    def _add(
+        self, at: float, number: int, tenant_id: str, weight: float, prompt: int, outputs: int, again: bool
+    ) -> None:
         params = SamplingParams(max_tokens=outputs, ignore_eos=True)
         tokens = [number * 5000 + i for i in range(prompt)]
-        request = Request(NewRequest(str(number), tokens, params, None, tenant, weight), arrival=number)
+        request = Request(NewRequest(str(number), tokens, params, None, tenant_id, weight), arrival=number)
         self.engine.add(request)
         self.arrived[request] = at
         if again:
-            self.loops[request] = lambda: self.ask(self.now, tenant, prompt, outputs, weight, again=True)
+            self.loops[request] = lambda: self.ask(self.now, tenant_id, prompt, outputs, weight, again=True)
 
     def _step(self) -> None:
         plan = self.engine.schedule()
@@ -102,13 +104,13 @@ class Machine:
             self.pacer.observe(seconds, decodes, prompts)
 
     def _received(self, request: Request) -> None:
-        tenant = request.tenant
-        self.service[tenant] += 2
+        tenant_id = request.tenant_id
+        self.service[tenant_id] += 2
         if request in self.last:
-            self.gaps[tenant].append(self.now - self.last[request])
+            self.gaps[tenant_id].append(self.now - self.last[request])
         else:
-            self.ttft[tenant].append(self.now - self.arrived[request])
-            self.service[tenant] += request.num_prompt_tokens
+            self.ttft[tenant_id].append(self.now - self.arrived[request])
+            self.service[tenant_id] += request.num_prompt_tokens
         self.last[request] = self.now
         if request.status is Status.FINISHED and request in self.loops:
             self.loops.pop(request)()
@@ -164,14 +166,14 @@ def test_weights_hold_without_a_loss_of_throughput() -> None:
     machines = {}
     for scheduler in ("fair", "fcfs"):
         machine = machines[scheduler] = Machine(scheduler)
-        for tenant, weight in WEIGHTS.items():
+        for tenant_id, weight in WEIGHTS.items():
             for _ in range(64):
-                machine.ask(0.0, tenant, 64, 64, weight, again=True)
+                machine.ask(0.0, tenant_id, 64, 64, weight, again=True)
         machine.run(60)
     fair = machines["fair"].service
     assert fair.total() >= 0.97 * machines["fcfs"].service.total()
-    for tenant, weight in WEIGHTS.items():
-        assert fair[tenant] == pytest.approx(fair.total() * weight / 7, rel=0.05)
+    for tenant_id, weight in WEIGHTS.items():
+        assert fair[tenant_id] == pytest.approx(fair.total() * weight / 7, rel=0.05)
 
 
 def test_a_light_tenant_gets_no_more_than_its_share() -> None:
@@ -184,7 +186,7 @@ def test_a_light_tenant_gets_no_more_than_its_share() -> None:
         machine.ask(10.0 + 2 * i, "streams", 64, 8)
     machine.run(60)
     assert len(machine.ttft["streams"]) == 52, "prompts of the other tenant were never computed"
-    counters = {state.tenant: state.counter for state in machine.engine.tenants(2)}
+    counters = {state.tenant_id: state.counter for state in machine.engine.tenants(2)}
     assert counters["prompts"] <= 1.05 * counters["streams"]
     assert max(machine.gaps["streams"][1000:]) <= 0.8
 
@@ -205,8 +207,8 @@ def test_no_stream_is_left_out_where_that_saves_nothing() -> None:
 def test_a_tenant_is_light_beside_twice_its_streams(own: int, others: int, is_light: bool) -> None:
     policy = make_policy("fair", slack=0, preempt_behind=512, preempt_after=0.25)
     running = []
-    for number, tenant in enumerate(["a"] * own + ["b"] * others):
-        request = Request(NewRequest(str(number), [1], SamplingParams(), None, tenant), arrival=number)
+    for number, tenant_id in enumerate(["a"] * own + ["b"] * others):
+        request = Request(NewRequest(str(number), [1], SamplingParams(), None, tenant_id), arrival=number)
         policy.enter(request, 0.0)
         policy.remove(request)
         request.seat = number

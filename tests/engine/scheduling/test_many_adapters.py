@@ -21,9 +21,9 @@ def make_scheduler(worker: Worker) -> Scheduler:
     pool = pool_of(EveryAdapter(), ON_DEVICE, worker)
     scheduler = Scheduler(KVCache(4000, 16), pool, StepLimits(SEATS, 640), policy=FairShare(256.0))
     for i in range(WAITING):
-        tenant, adapter = i % TENANTS, (i % TENANTS) * (ADAPTERS // TENANTS) + i // TENANTS % (ADAPTERS // TENANTS)
+        tenant_id, adapter = i % TENANTS, (i % TENANTS) * (ADAPTERS // TENANTS) + i // TENANTS % (ADAPTERS // TENANTS)
         params = SamplingParams(max_tokens=20, ignore_eos=True)
-        scheduler.add(Request(NewRequest(f"r{i}", [i, i + 1], params, f"a{adapter}", f"t{tenant}", 1.0), arrival=i))
+        scheduler.add(Request(NewRequest(f"r{i}", [i, i + 1], params, f"a{adapter}", f"t{tenant_id}", 1.0), arrival=i))
     return scheduler
 
 

@@ -22,10 +22,10 @@ class World:
         pool = pool_of(EveryAdapter(), 2, self.worker)
         self.scheduler = Scheduler(KVCache(400, 16), pool, StepLimits(8, 64), policy=policy)
 
-    def ask(self, tenant: str) -> Request:
+    def ask(self, tenant_id: str) -> Request:
         self.arrivals += 1
         params = SamplingParams(max_tokens=100, ignore_eos=True)
-        new = NewRequest(tenant, [self.arrivals], params, f"adapter of {tenant}", tenant)
+        new = NewRequest(tenant_id, [self.arrivals], params, f"adapter of {tenant_id}", tenant_id)
         request = Request(new, arrival=self.arrivals)
         self.scheduler.add(request)
         return request
@@ -38,12 +38,12 @@ class World:
         ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
         self.scheduler.advance(plan)
         self.scheduler.commit(ready)
-        return {r.tenant for r in self.scheduler.running}
+        return {r.tenant_id for r in self.scheduler.running}
 
     def fill(self) -> None:
         """Run requests of the tenants low and middle, then let high and least reserve pages, in this order."""
-        for tenant in ("low", "middle"):
-            self.ask(tenant)
+        for tenant_id in ("low", "middle"):
+            self.ask(tenant_id)
         self.step()
         assert self.step() == {"low", "middle"}
         self.ask("high")
@@ -51,8 +51,8 @@ class World:
         self.ask("least")
         self.step()
         assert self.scheduler.adapters.num_reservations == 2
-        for tenant, cost in (("low", 1000), ("middle", 2000), ("high", 4000)):
-            self.policy.charge_tenant(tenant, cost)
+        for tenant_id, cost in (("low", 1000), ("middle", 2000), ("high", 4000)):
+            self.policy.charge_tenant(tenant_id, cost)
 
 
 def test_nothing_is_preempted_for_a_tenant_that_is_ahead_of_the_others(monkeypatch):

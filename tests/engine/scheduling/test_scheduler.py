@@ -43,11 +43,11 @@ def make(num_blocks: int = 64, block_size: int = 16, **options: Any) -> Schedule
 _arrivals = iter(range(1_000_000))
 
 
-def ask(scheduler: Scheduler, tenant: str, prompt: int, max_tokens: int = 4, start: int = 0) -> Request:
+def ask(scheduler: Scheduler, tenant_id: str, prompt: int, max_tokens: int = 4, start: int = 0) -> Request:
     n = next(_arrivals)
     tokens = [start + n * 1000 + i for i in range(prompt)]
     request = Request(
-        NewRequest(f"{tenant}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant=tenant), arrival=n
+        NewRequest(f"{tenant_id}-{n}", tokens, SamplingParams(max_tokens=max_tokens), tenant_id=tenant_id), arrival=n
     )
     scheduler.add(request)
     return request
@@ -261,7 +261,7 @@ def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
     """A prompt token with logprobs has a row as wide as the vocabulary, so one step holds a bounded number."""
     scheduler = make(num_blocks=64, max_prompt_logits=10)
     params = SamplingParams(max_tokens=1, prompt_logprobs=0)
-    asked = [Request(NewRequest(str(i), list(range(25)), params, tenant=str(i)), arrival=i) for i in range(3)]
+    asked = [Request(NewRequest(str(i), list(range(25)), params, tenant_id=str(i)), arrival=i) for i in range(3)]
     for request in asked:
         scheduler.add(request)
     plain = ask(scheduler, "plain", 20)
@@ -281,7 +281,7 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
         def is_resident(self, digest: str) -> bool:
             return False
 
-        def ensure(self, digest: str, tenant: str = "", weight: float = 1.0) -> Residency:
+        def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
             self.tries += 1
             return Residency.FAILED
 
@@ -294,7 +294,9 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     scheduler = Scheduler(KVCache(64, 16), pool, StepLimits(8, 64))  # type: ignore[arg-type]
     for i in range(100):
         scheduler.add(
-            Request(NewRequest(str(i), [1, 2, 3], SamplingParams(), adapter_digest="x", tenant=str(i % 3)), arrival=i)
+            Request(
+                NewRequest(str(i), [1, 2, 3], SamplingParams(), adapter_digest="x", tenant_id=str(i % 3)), arrival=i
+            )
         )
     well = ask(scheduler, "b", 5)
     assert step(scheduler) == {well: 5}
