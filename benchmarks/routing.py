@@ -11,7 +11,7 @@ Nothing here depends on the machine: the same seed gives the same table.
 The last row of each table is the least possible number of loads: one pool of all places, which knows all future
 requests and evicts the adapter whose next request is last (Belady 1966). No routing and no eviction can load less.
 
-A second table has one adapter that becomes hot: the time until it is on three engines.
+A second table has one adapter that becomes popular: the time until it is on three engines.
 """
 
 import argparse
@@ -291,20 +291,20 @@ def least_loads(requests: Sequence[Request], places: int) -> int:
     return loads
 
 
-def seconds_to_engines(policy: Policy, number: int, share: float, hot: float, load_seconds: float) -> float | None:
-    """Return the seconds from the first request of a new hot adapter until `number` engines hold it; None: never.
+def seconds_to_engines(policy: Policy, number: int, share: float, popular: float, load_seconds: float) -> float | None:
+    """Return the seconds from the first request of a new popular adapter until `number` engines hold it; None: never.
 
-    share: load of the fleet. hot: the hot adapter's part of all requests, from the third second of 15.
+    share: load of the fleet. popular: the popular adapter's part of all requests, from the third second of 15.
     """
     simulation = Simulation(policy, load_seconds)
     rate, chance, begins = share * ENGINES / BUSY_SECONDS, random.Random(3), 3.0
     requests = [r for r in arrivals(int(rate * 15), rate, 1.0, seed=2) if r.arrival < 15.0]
     for request in requests:
-        if request.arrival >= begins and chance.random() < hot:
-            request.digest = "hot"
-    first = next(request.arrival for request in requests if request.digest == "hot")
+        if request.arrival >= begins and chance.random() < popular:
+            request.digest = "popular"
+    first = next(request.arrival for request in requests if request.digest == "popular")
     simulation.run(requests)
-    held = sorted(simulation.first_held["hot"].values())
+    held = sorted(simulation.first_held["popular"].values())
     return held[number - 1] - first if len(held) >= number else None
 
 
@@ -330,13 +330,13 @@ def compare(requests: int, places: int) -> Iterator[str]:
 
 
 def hot_adapter() -> Iterator[str]:
-    yield "| load | hot adapter's part | a load takes | policy | on two engines after | on three | on four |"
+    yield "| load | popular adapter's part | a load takes | policy | on two engines after | on three | on four |"
     yield "|---|---|---|---|---|---|---|"
-    for share, hot, load_seconds in itertools.product((0.5, 0.8), (0.4, 0.6), (0.05, 0.3)):
+    for share, popular, load_seconds in itertools.product((0.5, 0.8), (0.4, 0.6), (0.05, 0.3)):
         for name in ("2026-11-21", "ours"):
-            times = [seconds_to_engines(POLICIES[name], number, share, hot, load_seconds) for number in (2, 3, 4)]
+            times = [seconds_to_engines(POLICIES[name], number, share, popular, load_seconds) for number in (2, 3, 4)]
             shown = " | ".join("never" if seconds is None else f"{seconds:.1f} s" for seconds in times)
-            yield f"| {share:.0%} | {hot:.0%} | {load_seconds * 1000:.0f} ms | {name} | {shown} |"
+            yield f"| {share:.0%} | {popular:.0%} | {load_seconds * 1000:.0f} ms | {name} | {shown} |"
 
 
 def main() -> None:

@@ -155,61 +155,92 @@ def floor_ms(bench: Bench, batch: int, context: int, read: float, rate: float) -
     return 1e3 * max(memory, 2 * matrices * batch / rate)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
-    parser.add_argument("--data-dir", type=Path, default=Path(".loraplex"))
-    parser.add_argument("--out", type=Path, help="also write the tables here, as Markdown")
-    args = parser.parse_args()
-    model = args.model or ensure_demo_model(args.data_dir)
-    base = BaseShape.from_config_dir(model)
-    read, rate = bandwidth(), multiply_rate()
-    lines = [
-        "# Cost of a decode step on a CPU\n",
+def header(read: float, rate: float) -> str:
+    """Return the title, the machine and the definition of the floor."""
+    return (
+        "# Cost of a decode step on a CPU\n\n"
         f"{date.today()}, {os.cpu_count()} cores, torch {torch.__version__}, SmolLM2-135M-Instruct in bf16, "
         f"`python -m benchmarks.sweep`. Measured in the same run: {read / 1e9:.0f} GB/s of reading, "
         f"{rate / 1e9:.0f} GFLOP/s of bf16 products. Floor: the longer of reading weights, keys and values once and of "
-        "multiplying them, at those rates.\n",
+        "multiplying them, at those rates.\n"
+    )
+
+
+def decode_table(bench: Bench, digests: list[str], read: float, rate: float) -> tuple[list[str], dict[str, Points]]:
+    """Measure decode steps by batch and context, and return the table's lines and the chart's curves."""
+    lines = [
         "| batch | context | base, ms | floor, ms | share of floor | 16 adapters of rank 8, ms | base / adapters |",
         "|---|---|---|---|---|---|---|",
     ]
     curves: dict[str, Points] = {}
+    for batch in (1, 4, 8, 16, 32, 64):
+        for context in (64, 512, 2048, 4096):
+            plain = bench.decode_ms(batch, context, [])
+            floor = floor_ms(bench, batch, context, read, rate)
+            lora = bench.decode_ms(batch, context, digests)
+            lines.append(
+                f"| {batch} | {context} | {plain:.1f} | {floor:.1f} | {floor / plain:.2f} | {lora:.1f} "
+                f"| {plain / lora:.2f} |"
+            )
+            print(lines[-1], flush=True)
+            curves.setdefault(f"context {context}", []).append((batch, plain))
+            if context == 64:
+                curves.setdefault("context 64, 16 adapters", []).append((batch, lora))
+            if context in (64, 4096):
+                curves.setdefault(f"context {context} (floor)", []).append((batch, floor))
+    return lines, curves
+
+
+def distinct_table(bench: Bench, digests: list[str]) -> list[str]:
+    """Measure decode steps of one batch by the number of distinct adapters in it, and return the table's lines."""
+    lines = ["\n| adapters of rank 8 asked, batch 128, context 32 | ms a step |", "|---|---|"]
+    for n in (1, 16, 64, 128):
+        lines.append(f"| {n} | {bench.decode_ms(128, 32, digests[:n]):.1f} |")
+        print(lines[-1], flush=True)
+    return lines
+
+
+def stall_table(bench: Bench) -> list[str]:
+    """Measure the effect of a long prompt on the streams beside it, and return the table's lines."""
+    calm, disturbed = bench.stall(8, 4000)
+    return [
+        "\n| 8 streams, inter-token p99 | ms |",
+        "|---|---|",
+        f"| alone | {calm:.1f} |",
+        f"| during the prefill of a prompt of 4,000 tokens | {disturbed:.1f} ({disturbed / calm:.2f}x) |",
+    ]
+
+
+def measure(model: Path) -> tuple[list[str], dict[str, Points]]:
+    """Measure everything, and return the report's lines and the chart's curves."""
+    base = BaseShape.from_config_dir(model)
+    read, rate = bandwidth(), multiply_rate()
     host = HostCache(None, base, 6 << 30, torch.bfloat16)
     with tempfile.TemporaryDirectory() as scratch:
         every = make_adapters(base, Path(scratch), 128, 8)
         digests = [host.add_path(p) for p in every[:16]]
         bench = Bench(model, host)
         registered = [f"| {len(digests)} | {bench.decode_ms(16, 64, digests):.1f} |"]
-        for batch in (1, 4, 8, 16, 32, 64):
-            for context in (64, 512, 2048, 4096):
-                plain = bench.decode_ms(batch, context, [])
-                floor = floor_ms(bench, batch, context, read, rate)
-                lora = bench.decode_ms(batch, context, digests)
-                lines.append(
-                    f"| {batch} | {context} | {plain:.1f} | {floor:.1f} | {floor / plain:.2f} | {lora:.1f} "
-                    f"| {plain / lora:.2f} |"
-                )
-                print(lines[-1], flush=True)
-                curves.setdefault(f"context {context}", []).append((batch, plain))
-                if context == 64:
-                    curves.setdefault("context 64, 16 adapters", []).append((batch, lora))
-                if context in (64, 4096):
-                    curves.setdefault(f"context {context} (floor)", []).append((batch, floor))
+        table, curves = decode_table(bench, digests, read, rate)
         every += make_adapters(base, Path(scratch), 1000 - len(every), 1)
         digests += [host.add_path(p) for p in every[16:]]
         registered.append(f"| {len(digests)} | {bench.decode_ms(16, 64, digests[:16]):.1f} |")
+        lines = [header(read, rate), *table]
         lines += ["\n| adapters registered, 16 asked, batch 16, context 64 | ms a step |", "|---|---|", *registered]
-        lines += ["\n| adapters of rank 8 asked, batch 128, context 32 | ms a step |", "|---|---|"]
-        for n in (1, 16, 64, 128):
-            lines.append(f"| {n} | {bench.decode_ms(128, 32, digests[:n]):.1f} |")
-            print(lines[-1], flush=True)
-        calm, disturbed = bench.stall(8, 4000)
-        lines += [
-            "\n| 8 streams, inter-token p99 | ms |", "|---|---|", f"| alone | {calm:.1f} |",
-            f"| during the prefill of a prompt of 4,000 tokens | {disturbed:.1f} ({disturbed / calm:.2f}x) |",
-        ]  # fmt: skip
+        lines += distinct_table(bench, digests)
+        lines += stall_table(bench)
         bench.engine.close()
     host.close()
+    return lines, curves
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
+    parser.add_argument("--data-dir", type=Path, default=Path(".loraplex"))
+    parser.add_argument("--out", type=Path, help="also write the tables here, as Markdown")
+    args = parser.parse_args()
+    lines, curves = measure(args.model or ensure_demo_model(args.data_dir))
     text = "\n".join(lines) + "\n"
     print(text)
     if args.out:

@@ -32,7 +32,7 @@ from kernels.platform import Fence, Lane, platform_of
 
 # Limit of the copies in progress, so that the adapters which later copies evict can serve until then.
 MAX_COPYING = 16
-# Limit of the loads into host memory under way, so that loads follow the order of `ensure`.
+# Limit of the loads into host memory in flight, so that loads follow the order of `ensure`.
 MAX_FETCHING = 4
 
 

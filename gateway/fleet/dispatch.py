@@ -194,7 +194,7 @@ class Fleet:
         if engine is None:
             raise tries.refusal or EngineRefused(self._absence(bases, tries))
         if digest is not None:
-            # The homes of a hot adapter load it before requests go there.
+            # The homes of a popular adapter load it before requests go there.
             for home in homes_of(digest, [each for each in left if each.available], rate):
                 if home is not engine:
                     self.prefetch.hint(home, call.model.adapters, call.tenant.id)

@@ -36,7 +36,7 @@ class EngineService:
         self._engines = engines
         self._send = send
         self._served: dict[str, dict[str, float]] = {}
-        # By engine: service at the other engines that is not reported yet, and the report under way.
+        # By engine: service at the other engines that is not reported yet, and the report in flight.
         self._unreported: WeakKeyDictionary[EngineRecord, dict[str, float]] = WeakKeyDictionary()
         self._reporting: WeakKeyDictionary[EngineRecord, asyncio.Task[None]] = WeakKeyDictionary()
         self._failing: WeakSet[EngineRecord] = WeakSet()
@@ -49,7 +49,7 @@ class EngineService:
     def report(self) -> list[asyncio.Task[None]]:
         """Start a report to each engine of the service at the other engines, and return the reports' tasks.
 
-        An engine with a report under way gets its service with the next one, so a slow engine delays no other. A report
+        An engine with a report in flight gets its service with the next one, so a slow engine delays no other. A report
         has the MAX_TENANTS tenants with most service; the others follow in the next one. A report that fails is not
         repeated, because the engine may have applied it: the error is one report's service.
         """

@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 # A hint for one adapter to one engine is not repeated within this time.
 REPEAT_SECONDS = 10.0
 # Maximum hints in flight of one tenant and of all tenants, and maximum remembered hints.
-MAX_OF_TENANT, MAX_UNDER_WAY, MAX_SENT = 4, 64, 4096
+MAX_OF_TENANT, MAX_IN_FLIGHT, MAX_SENT = 4, 64, 4096
 
 
 class Sender(Protocol):
@@ -33,7 +33,7 @@ class Prefetch:
 
     def __init__(self, send: Sender) -> None:
         self._send = send
-        self._under_way: Counter[str] = Counter()
+        self._in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         # Time of the last hint by engine and digest, oldest first.
         self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()
@@ -47,7 +47,7 @@ class Prefetch:
             if not (engine.holds(digest) or engine.prefetched.has(digest)) and self._may_send(
                 engine, digest, tenant_id
             ):
-                self._under_way[tenant_id] += 1
+                self._in_flight[tenant_id] += 1
                 # Counts as loaded from now on, so that routing prefers this engine.
                 engine.prefetched.add(digest)
                 task = asyncio.create_task(self._hint(engine, digest, tenant_id))
@@ -55,13 +55,13 @@ class Prefetch:
                 task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Cancel the hints under way."""
+        """Cancel the hints in flight."""
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _may_send(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
-        if self._under_way[tenant_id] >= MAX_OF_TENANT or len(self._tasks) >= MAX_UNDER_WAY:
+        if self._in_flight[tenant_id] >= MAX_OF_TENANT or len(self._tasks) >= MAX_IN_FLIGHT:
             return False
         key, now = (engine.url, digest), time.monotonic()
         if now - self._sent.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
@@ -82,8 +82,8 @@ class Prefetch:
                 self._failing.add(engine)
                 log.warning("engine %s takes no prefetch hints: %s", engine.url, type(error).__name__)
         finally:
-            self._under_way[tenant_id] -= 1
-            if not self._under_way[tenant_id]:
-                del self._under_way[tenant_id]
+            self._in_flight[tenant_id] -= 1
+            if not self._in_flight[tenant_id]:
+                del self._in_flight[tenant_id]
             if not is_loaded:
                 engine.prefetched.remove(digest)

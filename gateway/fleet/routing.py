@@ -102,8 +102,8 @@ def number_of_homes(digest: str, engines: Sequence[EngineRecord], rate: float) -
     """Return the number of engines that an adapter's requests should use.
 
     It follows from the requests in progress and those of the next RATE_SECONDS, without the one that is placed now: a
-    single request makes no adapter hot, however long requests take. Other gateways are assumed to have the same share
-    of this adapter's requests as of all requests.
+    single request makes no adapter popular, however long requests take. Other gateways are assumed to have the same
+    share of this adapter's requests as of all requests.
     """
     own = sum(engine.requests.in_flight for engine in engines)
     everywhere = min(MAX_PROCESSES, sum(engine.load for engine in engines) / own) if own else 1.0

@@ -63,7 +63,7 @@ class RuntimeAdapters:
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
         while (unload := moving.unloads.get(digest)) is not None:
-            # The load must not overtake the unload that is under way.
+            # The load must not overtake the unload in flight.
             await unload.wait()
         if again:
             engine.resident -= {digest}

@@ -86,7 +86,7 @@ class LateLane:
         self.queue: list[Callable[[], object]] = []
         self.done = 0
         self.step_ended = threading.Event()
-        self.most_under_way = 0
+        self.most_in_flight = 0
 
     def launched(self) -> Any:
         return self.step_ended
@@ -96,7 +96,7 @@ class LateLane:
 
     def copy(self, target: Tensor, source: Tensor) -> Any:
         self.queue.append(lambda: target.copy_(source))
-        self.most_under_way = max(self.most_under_way, len(self.queue) - self.done)
+        self.most_in_flight = max(self.most_in_flight, len(self.queue) - self.done)
         return LateLane.Fence(self)
 
     def upload(self, tensor: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
         lane.step_ended.set()
     wait_for(pool, second)
     check_pages(pool, host, second, pool.pin(second))
-    assert lane.most_under_way <= NUM_BUFFERS + 1, "a step's own upload waits for what is under way"
+    assert lane.most_in_flight <= NUM_BUFFERS + 1, "a step's own upload waits for the copies in flight"
 
 
 @pytest.mark.gpu

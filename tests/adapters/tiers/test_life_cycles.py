@@ -111,7 +111,7 @@ class LifeCycles(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Run steps until no load and no copy is under way."""
+        """Run steps until no load and no copy is in flight."""
         deadline = time.monotonic() + TIMEOUT_S
         self.step()
         while self.pool.is_loading or self.host._loads:
@@ -173,7 +173,7 @@ class LifeCycles(RuleBasedStateMachine):
         for digest in self.damaged:
             self.store.discard(digest)
             assert self.store.put(self.sources[self.digests.index(digest)], BASE).digest == digest
-        self.settle()  # loads of the damaged files may still be under way
+        self.settle()  # loads of the damaged files may still be in flight
         for digest in self.damaged:
             if self.store.path(digest) is None:
                 self.store.put(self.sources[self.digests.index(digest)], BASE)

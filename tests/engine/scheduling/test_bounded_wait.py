@@ -98,7 +98,7 @@ class World:
         prompt = [self.arrivals * 1000 + i for i in range(asked.prompt)]
         params = SamplingParams(max_tokens=asked.outputs, ignore_eos=True)
         new = NewRequest(
-            f"{asked.tenant}-{self.arrivals}", prompt, params, asked.adapter, asked.tenant_id, asked.weight
+            f"{asked.tenant_id}-{self.arrivals}", prompt, params, asked.adapter, asked.tenant_id, asked.weight
         )
         request = Request(new, arrival=self.arrivals)
         self.scheduler.add(request)

@@ -182,7 +182,7 @@ def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue(
     assert [e.url for e in homes_of("d", engines, rate)] == homes[:3]
     assert homes_of("d", engines, 0.1 * rate) == ()
     assert len(homes_of("d", engines, 100 * rate)) == len(URLS)
-    # A single request, however long it takes, makes no adapter hot.
+    # A single request, however long it takes, makes no adapter popular.
     for each in engines:
         each.request_seconds = 600.0
     assert homes_of("d", engines, 1.0) == ()

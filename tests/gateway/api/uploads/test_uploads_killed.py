@@ -28,13 +28,13 @@ async def test_a_killed_gateway_leaves_nothing(tmp_path: Path, model_dir: Path, 
         slow.append(asyncio.create_task(push(globex, "long", {"file": zeros})))
         checks: set[int] = set()
 
-        async def all_under_way() -> bool:
+        async def all_in_flight() -> bool:
             servers = {server for worker in children(process.pid) for server in children(worker)}
             forked = {check for server in servers for check in children(server)}
             checks.update(servers, forked)
             return bool(forked) and len(leftovers(tmp_path)) == 2 * len(slow)
 
-        await until(all_under_way, PATIENCE_SECONDS)
+        await until(all_in_flight, PATIENCE_SECONDS)
         before = children(process.pid)
         for worker in before:
             os.kill(worker, signal.SIGKILL)

@@ -237,22 +237,22 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
         yield client
 
 
-async def test_workers_do_not_unload_each_others_hot_adapters(tmp_path: Path, redis: Redis):
-    """The server has four slots and each of two workers keeps two hot; cold adapters of either worker go first."""
-    hot_one, hot_two, cold = digests("a", "b"), digests("c", "d"), digests("0", "1", "2", "3")
-    async with two_workers(4, [*hot_one, *hot_two, *cold], redis, tmp_path) as (vllm, one, two):
-        for digest in cold:
+async def test_workers_do_not_unload_each_others_popular_adapters(tmp_path: Path, redis: Redis):
+    """The server has four slots and each of two workers uses two adapters often; rare ones are unloaded first."""
+    popular_one, popular_two, rare = digests("a", "b"), digests("c", "d"), digests("0", "1", "2", "3")
+    async with two_workers(4, [*popular_one, *popular_two, *rare], redis, tmp_path) as (vllm, one, two):
+        for digest in rare:
             await one.ask(digest, vllm)
         await asyncio.sleep(1.2)
         for _ in range(20):
-            for worker, hot in ((one, hot_one), (two, hot_two)):
-                for digest in hot:
+            for worker, popular in ((one, popular_one), (two, popular_two)):
+                for digest in popular:
                     await worker.ask(digest, vllm)
                 await worker.probe(worker.engine)
             await asyncio.sleep(0.15)
-        assert set(vllm.names) == {f"sha256:{digest}" for digest in (*hot_one, *hot_two)}
+        assert set(vllm.names) == {f"sha256:{digest}" for digest in (*popular_one, *popular_two)}
         assert len(vllm.loads) == len(set(vllm.loads)) == 8
-        assert set(vllm.unloads) == {f"sha256:{digest}" for digest in cold}
+        assert set(vllm.unloads) == {f"sha256:{digest}" for digest in rare}
 
 
 async def test_a_long_answer_keeps_its_adapter_from_being_unloaded_by_another_worker(tmp_path: Path, redis: Redis):
