@@ -282,7 +282,7 @@ def _pair(spans: list[TensorSpan], manifest: AdapterManifest) -> dict[tuple[int,
         module = match["module"]
         layer = int(match.groupdict().get("layer") or OUTSIDE)
         key = (layer, module.rpartition(".")[2])
-        # A and B have one module's name, which is checked at the first of them.
+        # A and B share the module's name, so only the first of the two tensors is checked.
         if names.get(key) != module and not manifest.targets(module, layer):
             raise AdapterError(span.name, "the config's target_modules do not select this module; PEFT would ignore it")
         names[key] = module

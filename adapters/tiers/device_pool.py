@@ -243,7 +243,7 @@ class AdapterPool:
             return wanted.fits(self._total, held, self._new_held)
 
         chosen = choose_victims(claims, self._residents, fits, self._now)
-        for reservation in chosen.paid:
+        for reservation in chosen.displacing:
             self._reservations.note_preemption(reservation.tenant_id, self._now)
         self._reservations.move_to_front(chosen.placed)
         return chosen.victims

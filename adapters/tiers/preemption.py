@@ -13,13 +13,13 @@ Claim = tuple[Reservation, Iterable[str]]
 class Preemption(NamedTuple):
     """Result of `choose_victims`.
 
-    victims: adapters whose requests are preempted. placed: reservations that fit after that. paid: the placed
-    reservations that needed victims.
+    victims: adapters whose running requests are preempted. placed: reservations that fit once these have stopped.
+    displacing: those of `placed` that do not fit without victims.
     """
 
     victims: list[str]
     placed: list[Reservation]
-    paid: list[Reservation]
+    displacing: list[Reservation]
 
 
 def choose_victims(
@@ -28,7 +28,7 @@ def choose_victims(
     """Choose adapters until the reservations fit, in the order of the claims. Nothing is preempted for a reservation
     that would still not fit beside those before it.
 
-    fits(wanted, freed): whether this amount fits once the other is free. An adapter that became resident less than
+    fits(wanted, freed): whether `wanted` fits once `freed` is released. An adapter that became resident less than
     `PAGE_WAIT_S` ago is not chosen, so that two adapters do not take each other's pages in every step.
     """
     wanted, freed, chosen = Amount(), Amount(), Preemption([], [], [])
@@ -48,7 +48,7 @@ def choose_victims(
             chosen.victims.extend(taken)
             chosen.placed.append(reservation)
             if taken:
-                chosen.paid.append(reservation)
+                chosen.displacing.append(reservation)
             continue
         wanted.remove(reservation.size)
         for holder in taken:

@@ -68,11 +68,7 @@ def patience(prompts: Counter[str], streams: Counter[str]) -> float:
     Prompts after the first count twice, because a delayed stream is usually still ahead of its reader. A single prompt,
     however long, gives at most 1, which does not slow decodes beyond `stretch`.
     """
-    return (
-        min((2 * prompts[tenant_id] - 1) / num_streams for tenant_id, num_streams in streams.items())
-        if streams
-        else 1.0
-    )
+    return min((2 * prompts[tenant_id] - 1) / number for tenant_id, number in streams.items()) if streams else 1.0
 
 
 class Pacer:

@@ -32,9 +32,9 @@ class Models:
         return json_response({"object": "list", "data": usable})
 
     async def get(self, request: web.Request) -> web.Response:
-        """Return the base model, or what an adapter's name, version or alias (`name`, `name@3`, `name:prod`) means now.
+        """Return the base model, or the version that `name`, `name@3` or `name:alias` refers to now.
 
-        An alias with weights means one of its versions.
+        Calls for an alias with weights return its versions in turn.
         """
         principal = request[PRINCIPAL]
         name = request.match_info["name"]

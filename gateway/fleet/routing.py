@@ -88,7 +88,7 @@ def choose(
 
 
 def homes_of(digest: str, engines: Sequence[EngineRecord], rate: float) -> Sequence[EngineRecord]:
-    """Return the adapter's homes, first in its order; none if one engine is enough.
+    """Return the engines that should hold the adapter, in its rendezvous order. Empty if one engine is enough.
 
     rate: the adapter's requests per second in this process.
     """

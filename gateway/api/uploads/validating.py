@@ -62,13 +62,15 @@ class Validation:
 
     @property
     def first_state(self) -> State:
-        """Return the state of a version that is added now."""
+        """Return the initial state of a new version: validating, or ready if probes are off, or if they are
+        optional (`auto`) and no engine can probe.
+        """
         if self._mode == "off" or (self._mode == "auto" and not self._prober.can_probe):
             return READY
         return "validating"
 
     async def finish(self, tenant: Tenant, adapter: Adapter) -> Adapter:
-        """Probe a version that is validating, and return it with its state then, after at most WAIT_SECONDS.
+        """Probe a validating version for at most WAIT_SECONDS, and return it with its new state.
 
         Raises ProbeRefused.
         """
@@ -86,7 +88,7 @@ class Validation:
         return msgspec.structs.replace(adapter, state=found.state)
 
     async def verify(self, tenant: Tenant, name: str, version: int) -> tuple[AdapterProbe | None, AdapterProbe]:
-        """Probe a version again and keep the result. Return the probe before, if there is one, and the new one.
+        """Probe a version again and keep the result. Return the previous result, if there is one, and the new one.
 
         Raises RecordNotFound, BadRequest for a version without content, ProbeRefused without a result, Unavailable.
         """

@@ -1,0 +1,161 @@
+"""Construction of a gateway's parts below the routes: records, billing and the fleet of engines. Knows no routes."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.access.auth import Authenticator
+from gateway.access.credentials import StrongSecrets
+from gateway.billing.account import Accounting
+from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.journal import Journal, journal_folder
+from gateway.billing.ledger import Ledger
+from gateway.billing.past import UsagePast
+from gateway.billing.stream import UsageStream
+from gateway.billing.writer import UsageWriter
+from gateway.fleet.addresses import ANNOUNCED
+from gateway.fleet.client import EngineClient
+from gateway.fleet.discovery import Announcements, Discovery
+from gateway.fleet.dispatch import Fleet
+from gateway.fleet.engine_service import EngineService
+from gateway.fleet.kinds.kind import Services
+from gateway.fleet.kinds.recent_uses import RecentUses
+from gateway.fleet.kinds.table import make_kinds
+from gateway.fleet.pinning import Pinning
+from gateway.fleet.prefetch import Prefetch
+from gateway.fleet.probe import Probe
+from gateway.fleet.probing import AdapterProber
+from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.queue import Gate
+from gateway.fleet.registry import Registry
+from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.fleet.shared_service import SharedService
+from gateway.quota.fallback import parse_fallback
+from gateway.quota.quota import Quota
+from gateway.records.audit import Audit
+from gateway.records.catalog import Catalog
+from gateway.records.changes import TRUST_SECONDS, Changes
+from gateway.records.keys import Keys
+from gateway.records.pins import pinned_bases
+from gateway.records.prices import PriceList, Prices
+from gateway.records.tenants import Tenants
+from gateway.records.usage_report import UsageReport
+from gateway.resources import Resources
+from gateway.settings import OFF
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Records in SQL, and the authenticator of keys."""
+
+    tenants: Tenants
+    keys: Keys
+    report: UsageReport
+    changes: Changes
+    catalog: Catalog
+    prices: Prices
+    price_list: PriceList
+    audit: Audit
+    auth: Authenticator
+    is_proved: Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Billing:
+    """Limits, settlement and the ledger."""
+
+    quota: Quota
+    stream: UsageStream
+    ledger: Ledger
+    finished: FinishedClient
+    accounting: Accounting
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Engines: discovery, queue and dispatch."""
+
+    announcements: Announcements | None
+    registry: Registry
+    gate: Gate
+    shared_service: SharedService
+    engine_service: EngineService
+    quarantine: Quarantine
+    prober: AdapterProber
+    pinning: Pinning
+    fleet: Fleet
+
+
+def build_records(resources: Resources) -> Records:
+    """Return the records and the authenticator, which share the database and its changes."""
+    settings, database = resources.settings, resources.database
+    changes = Changes(database, settings.key_trust_seconds)
+    keys, prices = Keys(database), Prices(database)
+    admin_key = None if settings.admin_key == OFF else settings.admin_key
+    # Strong secrets need no throttle: they are compared from every address and on every port.
+    strong = StrongSecrets(admin_key, settings.announce_token or settings.internal_token)
+    anywhere = settings.admin_port is None or (admin_key is not None and strong.contains(admin_key))
+    auth = Authenticator(keys, settings.key_pepper, admin_key, changes, admin_key_anywhere=anywhere)
+    return Records(
+        Tenants(database),
+        keys,
+        UsageReport(database),
+        changes,
+        Catalog(database, settings.base_model, changes, TRUST_SECONDS),
+        prices,
+        PriceList(prices, settings.base_model),
+        Audit(database),
+        auth,
+        is_proved=lambda presented: auth.is_issued(presented) or strong.contains(presented),
+    )
+
+
+def build_billing(resources: Resources) -> Billing:
+    """Return the limits, the ledger, and the accounts that use both."""
+    settings, redis, database = resources.settings, resources.redis, resources.database
+    journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
+    stream = UsageStream(redis, settings.redis_timeout)
+    ledger = Ledger(UsageWriter(database), stream, journal, settings.ledger_queue)
+    quota = Quota(
+        redis,
+        settings.redis_timeout,
+        settings.lease_seconds,
+        parse_fallback(settings.quota_fallback),
+        resources.metrics.admitted_without_redis,
+        UsagePast(database, settings.base_model),
+        settings.redis_check,
+    )
+    finished = FinishedClient(resources.session, settings.internal_token)
+    return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
+
+
+def build_serving(resources: Resources) -> Serving:
+    """Return the fleet of engines, its queue and its watchers."""
+    settings, redis, timeout = resources.settings, resources.redis, resources.settings.engine_timeout
+    announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
+    services = Services(
+        session=resources.session,
+        internal_token=settings.internal_token,
+        base_model=settings.base_model,
+        store=resources.store,
+        uses=RecentUses(redis, settings.redis_timeout),
+        silence_seconds=settings.engine_silence,
+    )
+    kinds = make_kinds(services)
+    probe = Probe(resources.session, kinds, settings.base_model)
+    registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
+    counters = ServiceCounters()
+    gate = Gate(lambda: registry.capacity, counters, settings.queue_length, settings.queue_seconds)
+    quarantine = Quarantine(
+        settings.quarantine_seconds,
+        settings.key_pepper.encode(),
+        SharedDeaths(redis, settings.database_url),
+        resources.metrics.quarantined,
+    )
+    client = EngineClient(kinds)
+    engine_service = EngineService(lambda: registry.up, client.send_service)
+    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint))
+    pinning = Pinning(lambda: registry.up, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
+    shared_service = SharedService(redis, settings.database_url, counters)
+    prober = AdapterProber(registry, kinds, quarantine)
+    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, prober, pinning, fleet)
