@@ -19,6 +19,7 @@ from gateway.app import CONNECTIONS, DRAIN, METRICS, make_app
 from gateway.metrics import Metrics
 from gateway.process.background import running
 from gateway.process.connections import allow_descriptors
+from gateway.process.reads import bound_reads
 from gateway.process.workers import Supervisor
 from gateway.settings import NotUsableNow, Settings
 from wire.http_requests import guard_requests
@@ -146,6 +147,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
     try:
         await runner.setup()
         guard_requests(runner)
+        bound_reads(runner)
         server = runner.server
         assert server is not None
         allow_descriptors(settings.max_connections)

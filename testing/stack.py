@@ -11,6 +11,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,7 +58,7 @@ def children(pid: int) -> list[int]:
 class Stack:
     """A running `loraplex up`. Its output goes to a file, so that it never blocks on a full pipe."""
 
-    def __init__(self, data: Path, *arguments: str) -> None:
+    def __init__(self, data: Path, *arguments: str, environment: Mapping[str, str] | None = None) -> None:
         self.data = data
         self.port = free_port()
         self.output = data / "up.log"
@@ -79,7 +80,7 @@ class Stack:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
-                env=os.environ | {"TMPDIR": str(self.temporary)},
+                env={**os.environ, **(environment or {}), "TMPDIR": str(self.temporary)},
             )
 
     def wait_ready(self) -> "Stack":

@@ -32,7 +32,7 @@ from pathlib import Path
 
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
-from benchmarks.hostile.place import Place, before_doubles, up
+from benchmarks.hostile.place import STACKS, Place, before_doubles, up
 from benchmarks.hostile.run import Limits, Result, run_attack
 
 # Number of attacks between two runs of the control.
@@ -101,7 +101,7 @@ def with_controls(attacks: list[Attack]) -> list[Attack]:
 def open_place(name: str, folder: Path, *, postgres: bool) -> contextlib.AbstractContextManager[Place]:
     home = folder / name
     home.mkdir()
-    return up(home, postgres=postgres) if name == "up" else before_doubles(home, name)
+    return up(home, name, postgres=postgres) if name in STACKS else before_doubles(home, name)
 
 
 def main() -> int:
@@ -117,7 +117,7 @@ def main() -> int:
     flags = parser.parse_args()
     if flags.list:
         for attack in SHOWN:
-            print(f"{attack.name:20} {attack.words}" + (f"   [double: {attack.place}]" if attack.place != "up" else ""))
+            print(f"{attack.name:20} {attack.words}" + (f"   [{attack.place}]" if attack.place != "up" else ""))
         return 0
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     print("attack, the neighbour's p50 and p99 (times quiet) [interval of 90 %], its slowest upload, the gateway's")

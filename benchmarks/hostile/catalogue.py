@@ -1,9 +1,19 @@
 """All attacks, in the order in which they run: family after family."""
 
-from benchmarks.hostile import answers, archives, bodies, connections, doubles_attacks, engine_work, readers, weights
+from benchmarks.hostile import (
+    answers,
+    archives,
+    bodies,
+    catalogue_attacks,
+    connections,
+    doubles_attacks,
+    engine_work,
+    readers,
+    weights,
+)
 from benchmarks.hostile.attack import REGISTER, Attack
 
-MODULES = (archives, weights, connections, bodies, readers, answers, engine_work, doubles_attacks)
+MODULES = (archives, weights, catalogue_attacks, connections, bodies, readers, answers, engine_work, doubles_attacks)
 FAMILIES = [module.__name__ for module in MODULES]
 ATTACKS: dict[str, Attack] = REGISTER
 # sorted() keeps the order within a family.

@@ -22,6 +22,8 @@ from testing.ports import free_port
 from testing.stack import ROOT, Stack, data_dir, http
 
 START_SECONDS = 60.0
+# The kinds of the whole service, and their settings. Without a probe, adapters that it refuses reach the engine.
+STACKS: dict[str, dict[str, str]] = {"up": {}, "unprobed": {"LORAPLEX_ADAPTER_PROBE": "off"}}
 BANK_CONTEXT = 65_536
 
 
@@ -73,8 +75,8 @@ def of_stack(stack: Stack) -> Place:
 
 
 @contextlib.contextmanager
-def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
-    """Start everything with the demo model, on SQLite or on its own PostgreSQL."""
+def up(folder: Path, kind: str, *, postgres: bool) -> Iterator[Place]:
+    """Start a kind of STACKS with the demo model, on SQLite or on its own PostgreSQL."""
     with contextlib.ExitStack() as exits:
         arguments = ["--demo"]
         if postgres:
@@ -83,7 +85,7 @@ def up(folder: Path, *, postgres: bool) -> Iterator[Place]:
 
             server = exits.enter_context(get_server(folder / "postgres"))
             arguments += ["--database-url", server.get_uri().replace("postgresql://", "postgresql+asyncpg://", 1)]
-        stack = Stack(data_dir(folder / "data"), *arguments)
+        stack = Stack(data_dir(folder / "data"), *arguments, environment=STACKS[kind])
         exits.callback(_stop, stack)
         yield of_stack(stack.wait_ready())
 

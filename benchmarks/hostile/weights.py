@@ -134,6 +134,7 @@ async def greedy_answer(attacker: Attacker, words: str = QUESTION) -> str | None
     "adapters of 1.6e38 and NaN beside a victim, whose answer must not change",
     prepare=huge_values,
     honest="mild-values",
+    place="unprobed",
 )
 async def send_huge_values(attacker: Attacker) -> None:
     await use_beside_victim(attacker, huge_values())
@@ -280,14 +281,16 @@ async def push_and_use(attacker: Attacker, step: int) -> None:
 )
 async def send_mutated(attacker: Attacker) -> None:
     pending = mutated(good(), seed=attacker.target.mutations, count=attacker.target.mutations)
+    waits: list[int] = []
 
     async def one() -> None:
         for upload in pending:
             headers = {"Content-Type": upload.content_type}
             answer = await attacker.call("POST", "/v1/adapters", data=upload.body, headers=headers)
-            if answer is not None and answer.code == "too_many_refused_uploads":
+            while answer is not None and answer.code == "too_many_refused_uploads":
                 # Expensive ones came before it. It is sent again, because each one has its own reason of refusal.
-                await asyncio.sleep(int(answer.headers["Retry-After"]))
+                waits.append(int(answer.headers["Retry-After"]))
+                await asyncio.sleep(waits[-1])
                 answer = await attacker.call("POST", "/v1/adapters", data=upload.body, headers=headers)
             if answer is None:
                 attacker.check(False, f"{upload.kind}: no answer")
@@ -298,3 +301,5 @@ async def send_mutated(attacker: Attacker) -> None:
             attacker.check(answer.seconds <= limit, f"{upload.kind}: refused after {answer.seconds:.1f} s")
 
     await asyncio.gather(one(), one())
+    if waits:
+        attacker.note(f"told to wait {len(waits)} times, for up to {max(waits)} s")

@@ -15,10 +15,13 @@ from aiohttp import hdrs, web
 
 from gateway.access.caller import CALLER
 from gateway.access.throttle import client_network
+from gateway.process.reads import Forwarding
 
 # A body of 8 MiB is dropped within half a second. An owner's bodies take some 1 % of a core.
 BYTES_PER_SECOND = 16 * 2**20
 MAX_OWNERS = 1000
+# The bytes of all connections go there; nobody reads them.
+_DROPPED = memoryview(bytearray(2**18))
 
 
 class UnreadBodies:
@@ -41,6 +44,8 @@ class UnreadBodies:
         request.protocol.close()
         transport = request.transport
         if transport is not None:
+            # Paused: a loop chooses how it reads when it starts.
+            transport.pause_reading()
             transport.set_protocol(_Dropping(request.protocol, transport, partial(self._delay, _owner())))
             transport.resume_reading()
 
@@ -60,34 +65,25 @@ def _owner() -> str:
     return "" if caller is None else caller.tenant_name or client_network(caller.address)
 
 
-class _Dropping(asyncio.Protocol):
+class _Dropping(Forwarding):
     """The protocol of a connection whose further bytes are dropped. handler: the one that still sends the answer."""
 
     def __init__(self, handler: asyncio.Protocol, transport: asyncio.Transport, delay: Callable[[int], float]) -> None:
-        self._handler = handler
+        super().__init__(handler, _DROPPED)
         self._transport = transport
         self._delay = delay
         self._resuming: asyncio.TimerHandle | None = None
 
-    def data_received(self, data: bytes) -> None:
+    def buffer_updated(self, nbytes: int) -> None:
         self._transport.pause_reading()
         if self._resuming is None:
-            self._resuming = asyncio.get_running_loop().call_later(self._delay(len(data)), self._resume)
+            self._resuming = asyncio.get_running_loop().call_later(self._delay(nbytes), self._resume)
 
     def _resume(self) -> None:
         self._resuming = None
         self._transport.resume_reading()
 
-    def eof_received(self) -> bool | None:
-        return self._handler.eof_received()
-
     def connection_lost(self, exc: Exception | None) -> None:
         if self._resuming is not None:
             self._resuming.cancel()
-        self._handler.connection_lost(exc)
-
-    def pause_writing(self) -> None:
-        self._handler.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._handler.resume_writing()
+        super().connection_lost(exc)
