@@ -14,7 +14,7 @@ class Attack:
     name: as on the command line. words: one line for the report. place: name of the stack that it needs. prepare: makes
     the payloads once, before the measurement. honest: name of an attack that does the same work for the same tenant
     without malice. The neighbour's latency is compared with a run beside that attack, because legitimate work makes an
-    engine slower for every tenant.
+    engine slower for every tenant. judges_latency: whether the neighbour's latency counts; not with lifted limits.
     """
 
     name: str
@@ -26,6 +26,7 @@ class Attack:
     least_seconds: float = 0.0
     limits: Mapping[str, int | None] = field(default_factory=dict)
     shown: bool = True
+    judges_latency: bool = True
 
 
 REGISTER: dict[str, Attack] = {}

@@ -242,7 +242,7 @@ def judge(
     failures = Counter(measured.failures)
     missed = [f"the neighbour's {words} (x{number})" for words, number in failures.most_common(3)]
     missed += [f"before the attack: {words} (x{number})" for words, number in Counter(quiet.failures).most_common(2)]
-    if limits.latency is not None:
+    if limits.latency is not None and attack.judges_latency:
         missed += [] if measured.whole else ["no chat of the neighbour ended"]
         for name, found in (("p50", result.p50), ("p99", result.p99)):
             if found.value > limits.latency:

@@ -15,6 +15,7 @@ from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import choose
+from gateway.fleet.shared_deaths import Suspect
 from gateway.records.adapter_rows import Reason
 from gateway.records.tenants import Tenant
 from wire.digests import digest_name
@@ -49,7 +50,8 @@ class AdapterProber:
         self._registry = registry
         self._kinds = kinds
         self._quarantine = quarantine
-        self._deaths: Counter[tuple[str, str]] = Counter()
+        # Deaths that this process saw; those of all processes are in the quarantine, for its time.
+        self._deaths: Counter[Suspect] = Counter()
 
     @property
     def can_probe(self) -> bool:
@@ -66,6 +68,7 @@ class AdapterProber:
             self._quarantine.check(tenant.id, [digest], body)
         except Quarantined as error:
             raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
+        self._check_deaths(Suspect("probe", tenant.id, digest))
         left, refused = self._engines(), None
         bases = () if base is None else (base,)
         while (engine := choose([each for each in left if each.serves_bases(bases)] or left, digest)) is not None:
@@ -87,24 +90,25 @@ class AdapterProber:
             raise NotProbed("the engine cannot be reached") from error
         except (ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
             engine.mark_down(f"a probe failed: {network_reason(error)}")
-            self._quarantine.died(engine, tenant.id, [digest], body)
-            self._note_death(tenant.id, digest)
+            suspect = Suspect("probe", tenant.id, digest)
+            self._quarantine.died(engine, tenant.id, [digest], body, suspect)
+            self._deaths[suspect] += 1
+            while len(self._deaths) > MAX_REMEMBERED:
+                del self._deaths[next(iter(self._deaths))]
+            # Another gateway process may report the same death, or an earlier one.
+            await self._quarantine.reported()
+            self._check_deaths(suspect)
             raise NotProbed("the engine died during the probe") from error
         except (ClientError, OSError, TimeoutError) as error:
             raise NotProbed(f"the engine did not answer: {type(error).__name__}") from error
         return _read(engine, status, answer)
 
-    def _note_death(self, tenant_id: str, digest: str) -> None:
-        """Count an engine's death. Raises AdapterRefused at MOST_DEATHS."""
-        key = (tenant_id, digest)
-        self._deaths[key] += 1
-        if self._deaths[key] >= MOST_DEATHS:
-            del self._deaths[key]
-            log.error("adapter %s is refused: engines died during its probes", digest_name(digest))
+    def _check_deaths(self, suspect: Suspect) -> None:
+        """Raise AdapterRefused if MOST_DEATHS engines died during probes of the adapter, at any gateway process."""
+        if max(self._deaths[suspect], self._quarantine.number_of_deaths(suspect)) >= MOST_DEATHS:
+            log.error("adapter %s is refused: engines died during its probes", digest_name(suspect.mark))
             text = f"{MOST_DEATHS} engines died while they probed this adapter"
             raise AdapterRefused([Reason(message=text, code="adapter_probe_crashed")])
-        while len(self._deaths) > MAX_REMEMBERED:
-            del self._deaths[next(iter(self._deaths))]
 
     def _engines(self) -> list[EngineRecord]:
         return [each for each in self._registry.up if each.state.probes and each.available]

@@ -107,12 +107,20 @@ class Quarantine:
             if key in self._candidates and self._is_alone(key):
                 raise Quarantined(key.kind, self._deaths[key][-1].at + self._seconds - now)
 
-    def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
+    def died(
+        self,
+        engine: EngineRecord,
+        tenant_id: str,
+        digests: Sequence[str],
+        body: dict[str, Any],
+        *others: Suspect,
+    ) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.
 
-        digests: the request's adapter, or all adapters of its mixture.
+        digests: the request's adapter, or all adapters of its mixture. others: further suspects, whose deaths are
+        counted by `number_of_deaths` only.
         """
-        suspects = self._suspects(tenant_id, digests, body)
+        suspects = [*self._suspects(tenant_id, digests, body), *others]
         report = Report(engine.url, [*{*engine.requests.by_tenant, tenant_id}], suspects)
         if engine.foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
@@ -121,6 +129,11 @@ class Quarantine:
             self._announce(suspects)
         else:
             self._report(report)
+
+    def number_of_deaths(self, suspect: Suspect) -> int:
+        """Return the number of deaths that any process reported lately, whoever else was on the engines."""
+        recent = self._clock() - self._seconds
+        return sum(death.at > recent for death in self._deaths.get(suspect, ()))
 
     async def reported(self) -> None:
         """Wait, within a deadline, until the last death is reported and all earlier reports are read."""

@@ -36,7 +36,7 @@ return {tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000), found a
 
 
 class Suspect(NamedTuple):
-    """A tenant's request by its HMAC, or a tenant's adapter by its digest. kind: "request" or "adapter"."""
+    """A tenant's request by its HMAC, or a tenant's adapter by its digest. kind: "request", "adapter" or "probe"."""
 
     kind: str
     tenant_id: str

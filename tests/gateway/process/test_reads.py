@@ -8,7 +8,7 @@ import uvloop
 from aiohttp import web
 
 from gateway.api.requests.pieces import READ_BUFFER_BYTES
-from gateway.process.reads import READ_BYTES, bound_reads
+from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, bound_reads, large_reads
 
 SIZE = 8 * 2**20
 
@@ -23,7 +23,13 @@ async def serve_a_large_body() -> tuple[int, str]:
             before = request.content.total_bytes
             await asyncio.sleep(0.1)
         arrived.set_result(before)
-        return web.Response(text=str(len(await request.read())))
+        size, largest = 0, 0
+        with large_reads(request):
+            request.content.set_read_chunk_size(LARGE_READ_BYTES)
+            async for piece in request.content.iter_any():
+                size, largest = size + len(piece), max(largest, len(piece))
+        assert largest > 4 * READ_BYTES
+        return web.Response(text=str(size))
 
     app = web.Application(client_max_size=2 * SIZE)
     app.router.add_post("/", handle)
