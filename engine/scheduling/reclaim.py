@@ -1,10 +1,15 @@
-"""Streams that give way to a waiting request of a tenant that is behind. Knows seats and blocks, no counters."""
+"""Running requests that give way: for a waiting request's seat and blocks, or for the pages of a waiting adapter.
+
+The policy decides which tenants give way; this module chooses as few of their requests as suffice.
+"""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from adapters.tiers.device_pool import AdapterPool
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.policies.policy import Policy
 from engine.scheduling.request import Request
 
 
@@ -62,7 +67,22 @@ def find_victims(
     return None
 
 
-def users_of_adapters(running: Sequence[Request]) -> dict[str, list[Request]]:
+def find_page_victims(running: Sequence[Request], adapters: AdapterPool, policy: Policy) -> list[Request]:
+    """Return the requests whose adapters hold the pages that overdue reservations need, the least served tenant's
+    reservation first. An adapter gives way if the tenants of all its requests give way to the reservation's tenant.
+    """
+    if not adapters.overdue:
+        return []
+    counters = {r.tenant_id: policy.counter(r.tenant_id) for r in running}
+    claims = sorted(adapters.claims(counters.keys()), key=lambda c: policy.counter(c.tenant_id))
+    users = _users_of_adapters(running)
+    chosen = adapters.holders_to_preempt(
+        (c, _order_adapters(users, counters, [t for t in counters if policy.gives_way(t, c.tenant_id)])) for c in claims
+    )
+    return [request for digest in chosen for request in users[digest]]
+
+
+def _users_of_adapters(running: Sequence[Request]) -> dict[str, list[Request]]:
     """Return the running requests of each adapter."""
     users: dict[str, list[Request]] = {}
     for request in running:
@@ -71,7 +91,7 @@ def users_of_adapters(running: Sequence[Request]) -> dict[str, list[Request]]:
     return users
 
 
-def order_adapters(
+def _order_adapters(
     users: Mapping[str, Sequence[Request]], counters: Mapping[str, float], giving_way: Collection[str]
 ) -> list[str]:
     """Return the adapters that only tenants in `giving_way` use. Adapters with the fewest requests come first; among

@@ -23,8 +23,9 @@ from engine.scheduling.pacing import Pacer, PromptBudget, patience
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import TenantState
-from engine.scheduling.reclaim import find_victims, order_adapters, users_of_adapters
+from engine.scheduling.reclaim import find_page_victims, find_victims
 from engine.scheduling.request import FinishReason, Request, Status
+from engine.scheduling.seats import Seats
 
 Plan = dict[Request, int]
 """Each scheduled request and how many of its tokens the step computes."""
@@ -71,7 +72,8 @@ class Scheduler:
         self.cache = cache
         self.adapters = adapters
         self.policy: Policy = FairShare() if policy is None else policy
-        self.running: list[Request] = []
+        self._seats = Seats(limits.max_num_seqs, cache, adapters)
+        self.running = self._seats.running
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.num_in_target = 0
@@ -84,7 +86,6 @@ class Scheduler:
         self._clock = clock
         self._failed: list[Request] = []
         self._by_adapter: dict[str, dict[str, Request]] = {}
-        self._free_seats = list(range(limits.max_num_seqs - 1, -1, -1))
         # The requests that this step preempted, and the number of requests that it admitted by preemption.
         self._gave_way: set[Request] = set()
         self._num_reclaimed = 0
@@ -115,7 +116,8 @@ class Scheduler:
         # The tenant that caused a load pays for it, even if its request left before the load ended.
         for tenant_id, num_bytes in self.adapters.take_loaded_bytes().items():
             self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
-        self._free_reserved_pages(plan)
+        for request in find_page_victims(self.running, self.adapters, self.policy):
+            self._preempt(request, plan)
         most = self._decode(plan, self._limits.max_num_batched_tokens)
         self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most)))
         return plan
@@ -202,7 +204,7 @@ class Scheduler:
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
         logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
-        nearness = Nearness(self.adapters, self.cache) if self._free_seats else None
+        nearness = Nearness(self.adapters, self.cache) if self._seats.num_free else None
         turns = self.policy.turns([r for r in self.running if not r.is_decoding], nearness)
         while not budget.is_spent and (request := turns.next(admits=admits)) is not None:
             if request.status is Status.FINISHED or request in plan:
@@ -215,7 +217,7 @@ class Scheduler:
                 continue
             if is_waiting and not self._adapter_ready(request):
                 passed_over += 1
-                admits = passed_over < (PASSED_OVER if self._free_seats else PREFETCHED)
+                admits = passed_over < (PASSED_OVER if self._seats.num_free else PREFETCHED)
                 continue
             heavier = set() if request.num_output_tokens else self.policy.heavier(request, self.running)
             room = budget.room(is_light=bool(heavier))
@@ -261,7 +263,7 @@ class Scheduler:
         if to_compute > budget and not self._chunked and not is_first:
             return False
         lacking = (
-            0 if self._free_seats else 1,
+            0 if self._seats.num_free else 1,
             max(0, self.cache.num_lacking(request, request.num_tokens, prefix)),
         )
         if (
@@ -269,13 +271,7 @@ class Scheduler:
         ) and not self._reclaim(request, plan, lacking):
             return False
         self.policy.remove(request)
-        self.cache.start(request, prefix)
-        self.cache.grow(request, request.num_tokens)
-        if request.adapter_digest is not None:
-            request.adapter_slot = self.adapters.pin(request.adapter_digest, request.tenant_id)
-            request.num_adapter_pages = self.adapters.num_pages_of(request.adapter_digest)
-        request.seat = self._free_seats.pop()
-        self.running.append(request)
+        self._seats.take(request, prefix)
         return True
 
     def _reclaim(self, request: Request, plan: Plan, lacking: tuple[int, int]) -> bool:
@@ -315,7 +311,7 @@ class Scheduler:
         """See `pacing.patience`."""
         prompts = Counter(r.tenant_id for r in self.running if not r.is_decoding)
         for tenant_id in {r.tenant_id for r in streams}:
-            prompts[tenant_id] += min(self.policy.num_waiting(tenant_id), len(self._free_seats))
+            prompts[tenant_id] += min(self.policy.num_waiting(tenant_id), self._seats.num_free)
         return patience(prompts, Counter(r.tenant_id for r in streams))
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
@@ -326,30 +322,13 @@ class Scheduler:
                 return False
         return True
 
-    def _free_reserved_pages(self, plan: Plan) -> None:
-        """Preempt requests whose adapters hold the pages that overdue reservations need, the least served tenant's
-        reservation first: those of adapters of which all users' tenants give way to the reservation's tenant.
-        """
-        if not self.adapters.overdue:
-            return
-        counters = {r.tenant_id: self.policy.counter(r.tenant_id) for r in self.running}
-        claims = sorted(self.adapters.claims(counters.keys()), key=lambda c: self.policy.counter(c.tenant_id))
-        users = users_of_adapters(self.running)
-        chosen = self.adapters.holders_to_preempt(
-            (c, order_adapters(users, counters, [t for t in counters if self.policy.gives_way(t, c.tenant_id)]))
-            for c in claims
-        )
-        for digest in chosen:
-            for request in users[digest]:
-                self._preempt(request, plan)
-
     def _preempt(self, request: Request, plan: Plan) -> None:
         plan.pop(request, None)
         self._return_charge(request)
         self._gave_way.add(request)
         self.num_preemptions += 1
         self.cache.keep(request)
-        self._leave_running(request)
+        self._seats.release(request)
         request.preempt()
         self.policy.put_back(request, self._clock())
 
@@ -378,7 +357,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         if request in self.running:
-            self._leave_running(request)
+            self._seats.release(request)
         self.cache.forget(request)
         del self.requests[request.request_id]
         self._return_charge(request)
@@ -389,12 +368,3 @@ class Scheduler:
             if not others:
                 del self._by_adapter[request.adapter_digest]
                 self.adapters.no_longer_wanted(request.adapter_digest)
-
-    def _leave_running(self, request: Request) -> None:
-        self.running.remove(request)
-        self._free_seats.append(request.seat)
-        request.seat = -1
-        self.cache.free(request)
-        if request.adapter_digest is not None:
-            self.adapters.unpin(request.adapter_digest)
-            request.adapter_slot = -1

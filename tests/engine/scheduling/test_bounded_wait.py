@@ -234,7 +234,7 @@ def test_no_work_is_lost_or_counted_twice(asked: list[Asked], seats: int, blocks
             assert (request.finish_reason, request.num_output_tokens) == ("length", one.outputs)
     assert +charged == pytest.approx(+world.cost)
     assert world.scheduler.cache.num_free == blocks
-    assert sorted(world.scheduler._free_seats) == list(range(seats))
+    assert sorted(world.scheduler._seats._free) == list(range(seats))
     assert not +world.pool.pins
     assert not world.scheduler.num_waiting
 
