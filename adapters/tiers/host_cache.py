@@ -266,8 +266,8 @@ class HostCache:
             return PartHeader(ranks, checkpoint.manifest.invocation)
 
     def _hold(self, digest: str, size: int, make: Callable[[], HostAdapter]) -> HostAdapter:
-        """Make room for an adapter, make it, add it to the cache and return it; return another thread's if it has added
-        one meanwhile.
+        """Reserve room for an adapter, make it, add it to the cache and return it. If another thread has added the same
+        adapter, return that one.
         """
         self._reserve(size)
         try:

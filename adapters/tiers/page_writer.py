@@ -26,7 +26,7 @@ _NO_SCALES: Cells = np.zeros(0, np.int32)
 
 
 class _Target(NamedTuple):
-    """Device tensor of which rows are written. cells: the same memory for numpy, if it is the host's."""
+    """Device tensor whose rows are written. cells: the same memory as a numpy array, if it is host memory."""
 
     tensor: Tensor
     cells: Cells | None
@@ -100,7 +100,7 @@ class PageWriter:
 
     @contextmanager
     def _row(self, target: _Target, index: int | slice) -> Iterator[Cells]:
-        """Yield memory for a row, all of which must be written, and start its copy to the device at the end.
+        """Yield memory for a row, and start its copy to the device at the end. The caller must write the whole row.
 
         The memory is the row itself if copies are in place, else the next buffer, once its previous copy has ended.
         """

@@ -1,4 +1,4 @@
-"""Loads into host memory ahead of requests: for those that wait at a gateway, and of the operator's pinned adapters."""
+"""Loads of adapters into host memory ahead of use: for requests that wait at a gateway, and for the operator's pins."""
 
 import asyncio
 import logging
@@ -55,11 +55,11 @@ class PinnedAdapters:
         self._room = host_cache.stats().max_bytes * PINNED_SHARE
         # Bytes and end (of the event loop's clock) of each pinned adapter.
         self._pinned: dict[str, tuple[int, float]] = {}
-        # Bytes of the adapters that had no room.
+        # Sizes in bytes of the adapters that had no room.
         self._unfit: dict[str, int] = {}
 
     async def keep(self, digests: Sequence[str]) -> int:
-        """Load the adapters, protect them from eviction as far as there is room, and return the number of those."""
+        """Load the adapters, and protect those that have room from eviction. Return the number of protected ones."""
         # Gateways repeat the request: an adapter that had no room would be loaded, and evict others, each time.
         self._unfit = {digest: self._unfit[digest] for digest in digests if digest in self._unfit}
         kept = 0

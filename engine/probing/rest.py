@@ -1,11 +1,11 @@
-"""Rest between probes: they use at most SHARE of the time while other requests run."""
+"""Pauses between probes, so that probes use at most SHARE of the time while other requests run."""
 
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 
-# Share of the time in probes. A rest is limited, because a probe may be long for reasons of its own, such as a slow
+# Maximum share of the time, and maximum pause: a probe may take long without using the engine, such as with a slow
 # store.
 SHARE, MOST_REST_S = 0.1, 5.0
 

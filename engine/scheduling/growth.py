@@ -37,7 +37,7 @@ class Growth:
         self._mean = outputs if self._mean is None else _MEMORY * self._mean + (1 - _MEMORY) * outputs
 
     def begin_step(self) -> None:
-        """Drop the sizes of the running requests, which the step before has changed."""
+        """Drop the sizes of the running requests, because each step changes them."""
         self._known.clear()
         self._sizes.clear()
 
@@ -60,7 +60,7 @@ class Growth:
         return self.peak(sizes) - max(0, shared) <= cache.num_blocks
 
     def _size(self, request: Request) -> tuple[float, int]:
-        """Return the number of tokens that the request is still expected to generate, negated, and that it has."""
+        """Return (minus the expected number of further tokens, number of tokens so far)."""
         expected = PRIOR if self._mean is None else MARGIN * self._mean
         outputs = request.num_output_tokens
         final = expected if outputs < expected else outputs * (1 + BEYOND) + self._block_size
@@ -72,7 +72,7 @@ class Growth:
         It includes one more block for each request, because its last block may hold a single token. sizes: see `_size`,
         in order.
         """
-        # At the end of the request with the n-th most tokens left, the n - 1 before it still run and grew equally.
+        # Once the request with the n-th most tokens left ends, the n - 1 before it still run and have grown as much.
         held, peak = 0, 0.0
         for n, (left, tokens) in enumerate(sizes, 1):
             held += tokens

@@ -152,7 +152,7 @@ class KVCache:
                 self._by_key[block.key] = index
 
     def forget(self, request: Request) -> None:
-        """Remove the keys that `keep` gave to the request's blocks, so that free blocks of no use are taken first."""
+        """Remove the keys that `keep` gave to the request's blocks. Those that are free are the next to be taken."""
         for i in range(self.blocks_for(request.num_kept)):
             index = self._by_key.pop(_own_key(request, i), None)
             if index is not None:

@@ -1,4 +1,4 @@
-"""Distance of waiting requests to being computed: the place of their adapter and of their prompt's first blocks."""
+"""Nearness of waiting requests: whether their adapter and their prompt's first blocks are on the device."""
 
 from collections.abc import Set
 from dataclasses import dataclass

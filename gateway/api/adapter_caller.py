@@ -14,10 +14,10 @@ from wire.model_names import parse_reference
 
 
 class AdapterCaller(Struct, frozen=True):
-    """The tenant of an adapter, and the client that acts for it.
+    """The tenant that owns an adapter, and the client that acts for it.
 
-    actor: the key's id. owner: the tenant's id or OPERATOR; the owners' work takes turns. principal: None for an
-    operator.
+    actor: id of the client's key. owner: the tenant's id, or OPERATOR; work of different owners takes turns. principal:
+    the tenant's principal, None for an operator.
     """
 
     tenant: Tenant
@@ -38,7 +38,7 @@ class AdapterCaller(Struct, frozen=True):
 
 
 async def find_caller(request: web.Request, tenants: Tenants) -> AdapterCaller:
-    """Return the caller of a route, whose key permits the adapter of the path, if it names one."""
+    """Return the caller of a route. Raises Forbidden if its key does not permit the adapter in the path."""
     if (tenant := request.match_info.get("tenant")) is not None:
         return AdapterCaller(await tenants.get(tenant), request[ACTOR], OPERATOR, None)
     principal = request[PRINCIPAL]
@@ -49,7 +49,7 @@ async def find_caller(request: web.Request, tenants: Tenants) -> AdapterCaller:
 
 
 def version_of(request: web.Request) -> int:
-    """Return the version of the path. Raises RecordNotFound for a text that is no number."""
+    """Return the version number in the path. Raises RecordNotFound for a text that is no number."""
     found = parse_reference(f"a@{request.match_info['version']}")
     if found is None or found.version is None:
         raise unknown_version()

@@ -62,7 +62,7 @@ def _version_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]
         route("GET", f"{name}/aliases", of.list_aliases, "List an adapter's aliases.", query=()),
         route("GET", alias, of.get_alias, "Return an alias and its ETag.", query=()),
         route("PUT", alias, of.move, "Point an alias to versions.", query=(), request=NewTargets),
-        route("POST", f"{alias}/rollback", of.rollback, "Return an alias to its previous versions.", query=()),
+        route("POST", f"{alias}/rollback", of.rollback, "Roll an alias back to its previous versions.", query=()),
         route("DELETE", alias, of.delete_alias, "Delete an alias.", query=()),
     )
 

@@ -123,7 +123,7 @@ class AdapterVersions:
         return _alias_response(moved, 201 if is_new else 200)
 
     async def rollback(self, request: web.Request) -> web.Response:
-        """Return an alias to its previous targets."""
+        """Roll an alias back to its previous targets."""
         caller = await find_caller(request, self._tenants)
         await caller.count_change(request, self._quota)
         name, alias, if_match = _alias_of(request)

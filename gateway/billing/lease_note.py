@@ -15,8 +15,9 @@ from gateway.records.prices import Price
 
 
 class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
-    """Weights in the token rates, and the newer fields. version: of the adapter. parts: versions of a mixture's parts,
-    each with its name.
+    """Weights in the token rates, with the note's newer fields.
+
+    version: version of the adapter. parts: name and version of each part of a mixture.
     """
 
     version: int | None = None

@@ -201,7 +201,7 @@ class Fleet:
         return engine
 
     def _absence(self, bases: Collection[str], tries: _Tries) -> NoEngine:
-        """Return the error of a request that no engine can serve. bases: of its adapters."""
+        """Return the error of a request that no engine can serve. bases: base models of its adapters."""
         if tries.died:
             return EngineDied()
         available = [engine for engine in self._registry.engines if engine.available]
@@ -214,7 +214,7 @@ class Fleet:
         return prefix_key(call.tenant.id, None if is_activated(digest, self._registry.engines) else digest, call.body)
 
     def _hint(self, call: Call) -> None:
-        """Hint at the adapters of a request that waits at the gate to the engine that would get it now."""
+        """Send hints for the adapters of a request that waits at the gate, to the engine that would get it now."""
         try:
             engine = self._choose(call, _Tries(self._prefix(call)))
         except EngineRefused:

@@ -52,9 +52,9 @@ class OwnRequests:
 
 
 class Prefetched:
-    """Adapters that an engine has loaded, or loads, into host memory for this process's hints.
+    """Adapters that an engine loads, or has loaded, into host memory for this process's hints.
 
-    Each counts for a time after which the engine may have evicted it.
+    Each is forgotten after SECONDS, because the engine may have evicted it.
     """
 
     SECONDS = 10.0

@@ -1,8 +1,8 @@
 """Pinned adapters: engines keep the versions that the operator pinned in host memory.
 
-Each gateway process tells an adapter's homes, at least the first engine in its order, every SECONDS. Only engines that
-serve the base model of a pinned version count. Engines forget a pin that no gateway repeats (`KEEP_SECONDS`), so a
-removed pin or engine needs no message.
+Every SECONDS, each gateway process sends the pins of an adapter to its homes, or to the first engine in its order if it
+has no homes. Engines that do not serve the base model of a pinned version get no pin. Engines forget a pin that no
+gateway repeats (`KEEP_SECONDS`), so a removed pin or engine needs no message.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from gateway.fleet.routing import Rates, number_of_homes, rank
 
 log = logging.getLogger(__name__)
 
-# Interval of the pins; below the time for which a prefetched adapter counts, and KEEP_SECONDS.
+# Interval of the pins. It is shorter than `Prefetched.SECONDS` and KEEP_SECONDS, so that no pin ends between two.
 SECONDS = 5.0
 
 
@@ -34,8 +34,8 @@ class Pinning:
     """Pins of one process.
 
     engines: returns the engines that are up. read: returns the pinned digests with the base models of their versions,
-    None for a version without one; raises Unavailable. rates: the adapters' rates, from which their number of homes
-    follows.
+    None for a version without one; raises Unavailable. rates: request rates, which determine the number of an adapter's
+    homes.
     """
 
     def __init__(

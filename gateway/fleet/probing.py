@@ -1,4 +1,4 @@
-"""Probes of adapters in engines, off the path of requests. They count in no breaker, but in the quarantine."""
+"""Probes of adapters in engines, off the path of requests. The quarantine counts their deaths; the breakers do not."""
 
 import logging
 from collections import Counter
@@ -23,14 +23,14 @@ from wire.probes import AdapterProbe
 
 log = logging.getLogger(__name__)
 
-# Engines that died during probes of one adapter until it is refused.
+# Number of engines that must die during probes of an adapter before it is refused.
 MOST_DEATHS = 2
 # Adapters whose deaths are remembered.
 MAX_REMEMBERED = 10_000
 
 
 class AdapterRefused(Exception):
-    """The adapter cannot be served. probe: the result, None without one. is_final: whether no engine is asked again."""
+    """The adapter cannot be served. probe: the result, None without one. is_final: no other engine can accept it."""
 
     def __init__(self, reasons: Sequence[Reason], probe: AdapterProbe | None = None, *, is_final: bool = True) -> None:
         super().__init__("; ".join(reason.message for reason in reasons))

@@ -10,18 +10,18 @@ PAGE = 500
 
 
 class _Record(msgspec.Struct):
-    """The part of a record that is needed here. note: JSON, empty for an upload's lease."""
+    """Note of a lease's record. note: JSON, empty for an upload's lease."""
 
     note: str = ""
 
 
 async def read_notes(execute: Callable[..., Awaitable[Any]], tenant_id: str) -> list[dict[str, Any]]:
-    """Return the notes of the leases that were not ended (`lease` of `Quota.acquire`).
+    """Return the notes of the tenant's open leases (`lease` of `Quota.acquire`).
 
     execute: `QuotaStore.execute`, so that settlements that this process has sent before count.
     """
     tag = f"loraplex:{{{tenant_id}}}:"
-    # The score of a lease that was ended is negative.
+    # An ended lease has a negative score.
     ids = await execute("ZRANGEBYSCORE", tag + "leases", 0, "+inf")
     found = []
     for start in range(0, len(ids), PAGE):

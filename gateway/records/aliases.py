@@ -24,7 +24,7 @@ from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
 from wire.model_names import ALIAS_NAME, LATEST, MAX_ALIAS_CHARS, version_name
 
-# Versions of an alias, its weights, its earlier states on record, and aliases of an adapter beside `latest`.
+# Limits: versions of an alias, weight of each, earlier states on record, aliases of an adapter besides `latest`.
 MOST_TARGETS, MAX_WEIGHT, MOST_STATES, MOST_ALIASES = 8, 10_000, 20, 50
 
 
@@ -125,7 +125,7 @@ class Aliases:
         return after, before is None
 
     async def rollback(self, tenant: Tenant, name: str, alias: str, actor: str, if_match: str | None = None) -> Alias:
-        """Return an alias to its newest earlier state whose versions are all ready. Repeated, it goes further back."""
+        """Roll an alias back to its newest earlier state whose versions are all ready. Each call goes further back."""
         async with self._database.write() as connection:
             own = await lock_known_name(connection, tenant.id, name)
             before = await _find_known(connection, own, alias, if_match)

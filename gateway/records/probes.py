@@ -15,12 +15,12 @@ from gateway.records.tables import adapter_probes, adapter_versions, adapters, t
 from gateway.records.tenants import Tenant
 from wire.probes import AdapterProbe
 
-# Unprobed versions of one tenant that a listing has.
+# Limit of one tenant's unprobed versions in a listing.
 PER_TENANT = 2
 
 
 class Unprobed(msgspec.Struct, frozen=True):
-    """A version whose probe is missing. tenant_name, name, version, digest: of the version."""
+    """A version without a probe."""
 
     tenant_name: str
     name: str

@@ -42,7 +42,7 @@ async def remove_versions(
         table, key = removed_versions, tuple_(removed_versions.c.digest, removed_versions.c.name)
         again = and_(table.c.tenant_id == tenant_id, key.in_([(row.digest, row.name) for row in rows]))
         earlier = (await connection.execute(select(table.c.digest, table.c.name, table.c.version).where(again))).all()
-        # The newest number stays on record, because numbers of a name are never given twice.
+        # The newest number stays on record, because a name's numbers are never reused.
         newest = {(row.digest, row.name): row.version or 0 for row in earlier}
         await connection.execute(delete(table).where(again))
         values = [

@@ -141,7 +141,7 @@ def move(
 @click.argument("alias", type=AliasName())
 @tenant_options()
 def rollback(alias: Reference, tenant: str | None, gateway: Gateway) -> None:
-    """Return an ALIAS to its previous versions; repeated, further back."""
+    """Roll an ALIAS back to its previous versions. Each call goes further back."""
     _show_alias(gateway.run(lambda client: client.rollback_alias(tenant, alias)))
 
 

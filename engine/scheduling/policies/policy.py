@@ -12,18 +12,20 @@ from engine.scheduling.request import Request
 
 
 class Nearness(Protocol):
-    """Distance of waiting requests to being computed."""
+    """Nearness of waiting requests: whether the device has what they need."""
 
     def is_far(self, request: Request) -> bool:
         """Return whether the request's adapter is off the device."""
         ...
 
     def key(self, request: Request) -> tuple[bool, bool]:
-        """Return a key that sorts nearer requests first: whether it is far, and whether its start is uncached."""
+        """Return a key that sorts nearer requests first: whether it is far, whether its first blocks are uncached."""
         ...
 
     def near_among(self, adapters: Set[str | None]) -> Collection[str | None]:
-        """Return the adapters whose requests are not far, in time by the smaller of the sets; None: the base model."""
+        """Return those of the adapters (None: the base model) whose requests are not far. Takes time by the smaller
+        of the two sets.
+        """
         ...
 
 

@@ -35,7 +35,7 @@ UNFIT = {"Cc", "Cs", "Zl", "Zp"}
 
 
 async def read_raw(request: web.Request, owner: str = OPERATOR) -> bytes:
-    """Return the whole body as `read_shared` does. Later calls return the same body. owner: whose memory it takes."""
+    """Return the whole body, like `read_shared`. Later calls return the same one. owner: the user of the memory."""
     if (raw := request.get(_BODY)) is None:
         with request.config_dict[BODY_MEMORY].share(owner) as share:
             raw = request[_BODY] = await read_shared(request, share)
