@@ -11,6 +11,7 @@
 #include "lora.h"
 #include "simd.h"
 #include "team.h"
+#include "tiles.h"
 
 namespace {
 
@@ -91,7 +92,7 @@ template <class T>
 class Product {
   public:
     Product(int64_t rows, const Routing* routing)
-        : routing_(routing), tiles_(cut_rows(rows, routing != nullptr ? routing->adapter_index : nullptr)) {
+        : routing_(routing), tiles_(cut_rows<T>(rows, routing != nullptr ? routing->adapter_index : nullptr)) {
         if (routing == nullptr) return;
         for (const RowTile& tile : tiles_)
             for (int64_t row = tile.first; row < tile.first + tile.rows; row++) {
@@ -130,7 +131,7 @@ class Forward {
           attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads),
           product_(step.tokens, step.routing),
           logits_product_(step.num_logits, step.logits_routing),
-          logits_tiles_(cut_rows(step.num_logits, nullptr)) {}
+          logits_tiles_(cut_rows<T>(step.num_logits, nullptr)) {}
 
     void run() {
         in_parallel(m_.threads, [&](Team& team) { run_thread(team, omp_get_thread_num()); });

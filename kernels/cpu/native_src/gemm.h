@@ -9,6 +9,7 @@
 #include "lora.h"
 #include "simd.h"
 #include "team.h"
+#include "tiles.h"
 
 constexpr int64_t kPanel = 32;
 // Rows of x per pass over a panel. The registers would hold 12, but with more than 9 row pointers the compiler keeps
@@ -51,14 +52,15 @@ struct RowTile {
     int64_t first, rows, slot;
 };
 
-// Tiles for a product's rows. Consecutive rows of an adapter form their own tiles if they fill one. slots: of each row,
-// or null.
-inline std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
+// Tiles for a product's rows. kTileRows consecutive rows of an adapter form their own tiles. slots: of each row, or null.
+template <class T>
+std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
+    const int64_t most = uses_matrix_unit<T>() ? kPanelRows : kTileRows;
     std::vector<RowTile> tiles;
     const auto add = [&](int64_t first, int64_t last, int64_t slot) {
         // In equal shares, so that no pass over the panel has few rows.
         for (int64_t left = last - first, n; left > 0; left -= n) {
-            const int64_t passes = (left + kTileRows - 1) / kTileRows;
+            const int64_t passes = (left + most - 1) / most;
             n = (left + passes - 1) / passes;
             tiles.push_back({last - left, n, slot});
         }
@@ -107,12 +109,10 @@ inline void multiply_add_rows(Float16 (&sums)[ROWS][2], const T* x, int64_t x_st
         for (int v = 0; v < 2; v++) sums[row][v] = acc[row][v];
 }
 
-// ROWS rows of x times one panel. The sums of a row depend on that row alone.
-template <class T, class Out, int ROWS>
-inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T* bias, const PanelDelta<T>& delta, Out* y,
-                          int64_t y_stride, int64_t in_features, int64_t columns) {
+// sums = ROWS rows of x times one panel. The sums of a row depend on that row alone.
+template <class T, int ROWS>
+inline void multiply_rows(Float16 (&sums)[ROWS][2], const T* x, int64_t x_stride, const T* panel, int64_t in_features) {
     typedef Elem<T> E;
-    Float16 sums[ROWS][2] = {};
     const int64_t whole = in_features / E::PAIR;
     multiply_add_rows<T>(sums, x, x_stride, panel, whole);
     if (whole * E::PAIR < in_features) {  // an odd last element has no partner
@@ -122,6 +122,12 @@ inline void multiply_rows(const T* x, int64_t x_stride, const T* panel, const T*
             for (int64_t j = 0; j < kPanel; j++) sums[row][j / 16][j % 16] += element * to_float(w[j * E::PAIR]);
         }
     }
+}
+
+// y = sums + bias (+ LoRA), for ROWS rows and one panel.
+template <class T, class Out, int ROWS>
+inline void finish_rows(Float16 (&sums)[ROWS][2], const T* bias, const PanelDelta<T>& delta, Out* y, int64_t y_stride,
+                        int64_t columns) {
     if (bias != nullptr)
         for (int row = 0; row < ROWS; row++)
             for (int64_t j = 0; j < columns; j++) sums[row][j / 16][j % 16] += to_float(bias[j]);
@@ -162,6 +168,8 @@ void gemm(const T* x, const Packed<T>& w, const Delta<T>* delta, Out* y, const s
     const int thread = omp_get_thread_num();
     const int64_t k_padded = padded<T>(w.in_features), panels = num_panels(w.out_features);
     std::vector<T> b(delta != nullptr ? delta->routing.width * kPanel : 0);
+    MatrixUnit unit;
+    alignas(64) float products[kPanelRows * kPanel];
     for (int64_t p = team.take_near(panels, thread); p < panels; p = team.take_near(panels, thread)) {
         const T* panel = w.data + p * kPanel * k_padded;
         const int64_t first = p * kPanel, columns = std::min(kPanel, w.out_features - first);
@@ -178,10 +186,20 @@ void gemm(const T* x, const Packed<T>& w, const Delta<T>* delta, Out* y, const s
             }
             const T* in = x + tile.first * w.in_features;
             Out* out = y + tile.first * w.out_features + first;
-            dispatch<kTileRows>(tile.rows, [&](auto rows) {
-                constexpr int N = decltype(rows)::value;
-                multiply_rows<T, Out, N>(in, w.in_features, panel, bias, its, out, w.out_features, w.in_features, columns);
-            });
+            if constexpr (std::is_same_v<T, bf16>)
+                if (uses_matrix_unit<T>()) unit.multiply(in, w.in_features, panel, tile.rows, w.in_features, products);
+            for (int64_t row = 0; row < tile.rows; row += kTileRows)
+                dispatch<kTileRows>(std::min<int64_t>(kTileRows, tile.rows - row), [&](auto rows) {
+                    constexpr int N = decltype(rows)::value;
+                    Float16 sums[N][2] = {};
+                    if (uses_matrix_unit<T>())
+                        for (int i = 0; i < N; i++)
+                            for (int v = 0; v < 2; v++) sums[i][v] = load16(products + (row + i) * kPanel + v * 16);
+                    else
+                        multiply_rows<T, N>(sums, in + row * w.in_features, w.in_features, panel, w.in_features);
+                    finish_rows<T, Out, N>(sums, bias, its, out + row * w.out_features, w.out_features, columns);
+                    its.h += N * its.h_stride;
+                });
         }
     }
 }
