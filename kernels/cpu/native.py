@@ -118,12 +118,20 @@ class NativeOps:
             dtype: {name: _declare(library, f"{name}_{suffix}", types) for name, types in _SIGNATURES.items()}
             for dtype, suffix in _SUFFIX.items()
         }
+        self._use_matrix_unit = library.use_matrix_unit
+        self._use_matrix_unit.argtypes, self._use_matrix_unit.restype = [c_int64], c_int64
         self.threads = self._pack_threads = torch.get_num_threads()
         self._empty: Callable[..., Tensor] = HugePages().empty
 
     @staticmethod
     def serves(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
         return dtype in _SUFFIX and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0
+
+    def use_matrix_unit(self, *, is_on: bool) -> bool:
+        """Set whether products of bf16 use the processor's matrix unit, for all `NativeOps` of this process. Return
+        whether they do: False if the processor has none.
+        """
+        return bool(self._use_matrix_unit(is_on))
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         weight = weight.contiguous()

@@ -310,3 +310,9 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
 
 EXPORT(float, f32)
 EXPORT(bf16, bf16)
+
+// Returns whether products of bf16 use the matrix unit from now on.
+extern "C" int64_t use_matrix_unit(int64_t is_on) {
+    matrix_unit_is_on = is_on != 0;
+    return uses_matrix_unit<bf16>();
+}

@@ -1,6 +1,8 @@
 // Products of bf16 through the processor's matrix unit (Intel AMX): 16 rows x 32 inputs times 32 inputs x 16 columns per
 // instruction. A panel of gemm.h already has the order that the unit reads, pairs of inputs beside each other.
 #pragma once
+#include <atomic>
+
 #include "simd.h"
 
 #if defined(__AMX_BF16__) && defined(__linux__)
@@ -17,9 +19,12 @@ constexpr int64_t kPanelRows = 2 * kUnitRows;        // rows that share a pass o
 // Linux saves the tile registers of a process only after it has asked for that, once.
 inline bool has_matrix_unit() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // asm/prctl.h: ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    static const bool allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
-    return allowed;
+    static const bool is_allowed = syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+    return is_allowed;
 }
+
+// GCC does not know which memory the tile instructions read, so it must finish its writes before them.
+inline void finish_writes() { asm volatile("" ::: "memory"); }
 
 // A thread's use of the matrix unit. Registers: 0 to 3 sums (two of rows x two of columns), 4 and 5 rows of x, 6 and 7
 // columns of the panel.
@@ -32,6 +37,7 @@ class MatrixUnit {
     // sums [rows, 32] = x [rows, inputs] times a panel; rows: 1 to 32. The sums of a row depend on that row alone.
     void multiply(const bf16* x, int64_t x_stride, const bf16* panel, int64_t rows, int64_t inputs, float* sums) {
         configure(rows);
+        finish_writes();
         _tile_zero(0);
         _tile_zero(1);
         if (rows > kUnitRows) {
@@ -45,6 +51,7 @@ class MatrixUnit {
             for (int64_t row = 0; row < rows; row++)
                 std::memcpy(last_x + row * kUnitInputs, x + row * x_stride + k, (inputs - k) * sizeof(bf16));
             std::memcpy(last_panel, panel + k * kColumns, (inputs - k + 1) / 2 * 2 * kColumns * sizeof(bf16));
+            finish_writes();
             step(last_x, kUnitInputs, last_panel, rows);
         }
         constexpr int64_t bytes = kColumns * sizeof(float);
@@ -87,6 +94,7 @@ class MatrixUnit {
             config.bytes[i] = 64;
             config.rows[i] = uint8_t(i >= 6 ? kUnitInputs / 2 : i == 2 || i == 3 || i == 5 ? second : first);
         }
+        finish_writes();
         _tile_loadconfig(&config);
     }
 
@@ -103,7 +111,10 @@ class MatrixUnit {
 
 #endif
 
+// Off only in tests, which compare both ways.
+inline std::atomic<bool> matrix_unit_is_on{true};
+
 template <class T>
 bool uses_matrix_unit() {
-    return std::is_same_v<T, bf16> && has_matrix_unit();
+    return std::is_same_v<T, bf16> && has_matrix_unit() && matrix_unit_is_on.load(std::memory_order_relaxed);
 }

@@ -1,6 +1,7 @@
 """The CPU's ops, native and plain torch, against `kernels.reference`."""
 
 import itertools
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import numpy as np
@@ -20,13 +21,19 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
 
 
-@pytest.fixture(params=["native", "torch"])
-def ops(request: pytest.FixtureRequest) -> Ops:
+@pytest.fixture(params=["native", "native, no matrix unit", "torch"])
+def ops(request: pytest.FixtureRequest) -> Iterator[Ops]:
     if request.param == "torch":
-        return TorchOps()
+        yield TorchOps()
+        return
     library = native_build.load()
     assert library is not None, "the tests need a C++ compiler"
-    return native.NativeOps(library)
+    ops = native.NativeOps(library)
+    if not ops.use_matrix_unit(is_on=True) and request.param != "native":
+        pytest.skip("needs a processor with a matrix unit")
+    ops.use_matrix_unit(is_on=request.param == "native")
+    yield ops
+    ops.use_matrix_unit(is_on=True)
 
 
 def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -86,13 +93,15 @@ def test_an_fp32_weight_multiplies_before_rounding(ops: Ops) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (50, 70), (35, 33)])
 @pytest.mark.parametrize("bias", [True, False])
-def test_linear(ops: Ops, dtype: torch.dtype, bias: bool) -> None:
-    weight, b = normal(96, 64, dtype=dtype), normal(96, dtype=dtype) if bias else None
+def test_linear(ops: Ops, dtype: torch.dtype, in_features: int, out_features: int, bias: bool) -> None:
+    weight = normal(out_features, in_features, dtype=dtype)
+    b = normal(out_features, dtype=dtype) if bias else None
     packed = ops.pack_linear(weight, b)
-    assert (packed.in_features, packed.out_features) == (64, 96)
-    for rows in (1, 5, 130):
-        x = normal(rows, 64, dtype=dtype)
+    assert (packed.in_features, packed.out_features) == (in_features, out_features)
+    for rows in (1, 5, 17, 130):
+        x = normal(rows, in_features, dtype=dtype)
         y = ops.linear(x, packed, None, ops.plan(make_batch([rows], [rows], 16), None))
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), **TOLERANCE[dtype])
 
@@ -212,11 +221,9 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offsets", [(0, 64, 96, 128), (0, 40, 80, 120), (0, 20, 50, 61)])
-def test_a_row_is_the_same_alone_and_among_others(dtype: torch.dtype, offsets: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("ops", ["native", "native, no matrix unit"], indirect=True)
+def test_a_row_is_the_same_alone_and_among_others(ops: Ops, dtype: torch.dtype, offsets: tuple[int, ...]) -> None:
     """LoRA in the product or after it, and panels that straddle projections, give the same row alone and in a batch."""
-    library = native_build.load()
-    assert library is not None
-    ops = native.NativeOps(library)
     group, tables = make_lora(offsets, dtype)
     packed = ops.pack_linear(normal(offsets[-1], 96, dtype=dtype), normal(offsets[-1], dtype=dtype))
     counts, adapters = [1, 19, 1, 3, 8, 40, 1], [2, 5, 2, -1, 0, 6, 4]
