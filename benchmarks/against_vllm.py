@@ -104,7 +104,7 @@ def vllm(
         command += ["--enable-lora", "--max-loras", n, "--max-cpu-loras", n, "--max-lora-rank", "16"]
         command += ["--lora-modules", *(f"{path.name}={path}" for path in adapters)]
     offline = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "VLLM_CPU_KVCACHE_SPACE": "2"}
-    # vLLM must not import this project's packages, of which some have the names of others.
+    # vLLM must not import this project's packages, because some have the names of packages that it needs.
     return command, offline | {"PYTHONPATH": ""}
 
 

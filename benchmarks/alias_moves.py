@@ -35,7 +35,7 @@ from testing.ports import free_ports
 VERSIONS, CANARY, USERS = 4, (95, 5), 2_000
 LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "adapter_changes_per_minute")
 RECEIPT = "x-loraplex-adapter-digest"
-# Seconds after the answer to the rollback in which requests go on.
+# Time after the rollback's answer during which requests are sent, in seconds.
 AFTER_ROLLBACK = 1.5
 
 
@@ -119,7 +119,7 @@ class Moves:
             self.states[-2].ended = time.monotonic()
         if etag is not None:
             self.result.moves += 1
-            # The old ETag is worth nothing now.
+            # The old ETag is no longer valid.
             self.result.lost_swaps += (await self.client.call("PUT", path, json=body, headers=headers)).status == 412
         return str(moved.json["etag"])
 

@@ -149,7 +149,7 @@ async def send_parts(attacker: Attacker) -> None:
         return attacker.call("PUT", f"/v1/adapter-uploads/{upload}", params=query, data=part)
 
     async def overlap(index: int) -> None:
-        """Send one part three times at once, then a false one, then complete what is not whole and what is no archive.
+        """Send one part three times at once, then a false one. Complete uploads that lack parts or are no archives.
 
         One of the three may count.
         """

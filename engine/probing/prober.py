@@ -33,7 +33,7 @@ from wire.probes import AdapterProbe, ProbeReason
 # Prompts of a probe, and tokens of each. The ids are spread over the vocabulary.
 NUM_PROMPTS, PROMPT_TOKENS = 3, 8
 _STRIDE = 0.6180339887
-# Probes of one tenant that run or wait, and the time limit of one from its turn on.
+# Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
 MOST_OF_TENANT = 8
 PROBE_S = 60.0
 
@@ -64,7 +64,7 @@ class Prober:
         self._waiting: Counter[str] = Counter()
 
     async def probe(self, digest: str, tenant_id: str) -> AdapterProbe:
-        """Probe an adapter of the store, without `sha256:`.
+        """Probe an adapter of the store. digest: without the prefix `sha256:`.
 
         Raises ModelNotFound, ApiError if it cannot be loaded, QueueFull or TenantQueueFull if there is no room for a
         probe now, EngineUnavailable.

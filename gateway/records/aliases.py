@@ -164,7 +164,7 @@ async def move_latest(connection: AsyncConnection, own: Row[Any], version: int) 
 async def references(
     connection: AsyncConnection, own: Row[Any], *, besides_latest: bool = False
 ) -> dict[int, list[str]]:
-    """Return, by version, the aliases that refer to it, as texts. own: the row of the name."""
+    """Return the aliases that refer to each version, as texts. own: the row of the name."""
     table = adapter_alias_targets
     query = select(table.c.alias, table.c.version, table.c.expires_at).where(table.c.adapter_id == own.id)
     rows = (await connection.execute(query.order_by(table.c.alias))).all()
@@ -192,7 +192,7 @@ async def _find(connection: AsyncConnection, own: Row[Any], alias: str) -> Alias
 
 
 async def _find_known(connection: AsyncConnection, own: Row[Any], alias: str, if_match: str | None) -> Alias:
-    """Return the alias, whose ETag is `if_match` if that is given. Raises RecordNotFound, PreconditionFailed."""
+    """Return the alias. Raises RecordNotFound, and PreconditionFailed if `if_match` is given and not its ETag."""
     before = await _find(connection, own, alias)
     if before is None:
         raise _unknown_alias()
@@ -209,7 +209,7 @@ async def _store(
     before: Alias | None,
     history: Sequence[Targets] | None = None,
 ) -> Alias:
-    """Write a new state. history: the earlier ones, by default with `before` as the newest."""
+    """Write a new state. history: earlier states; by default those of `before`, then `before` itself."""
     if history is None:
         history = () if before is None else (*before.history, before.targets)[-MOST_STATES:]
     tag, stored = secrets.token_hex(8), msgspec.json.encode(history).decode()

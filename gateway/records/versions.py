@@ -1,4 +1,4 @@
-"""Versions of an adapter: immutable content under a number that its name never gets twice.
+"""Versions of an adapter: immutable content under a number, which its name uses only once.
 
     validating ─▶ ready ◀─▶ retired ─▶ deleted
          └──────▶ rejected ─▶ deleted
@@ -44,9 +44,9 @@ from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
 from wire.model_names import version_name
 
-# Refused uploads that a tenant keeps on record, and deleted versions that a listing has.
+# Limits: a tenant's refused uploads on record, and deleted versions in a listing.
 KEPT_REFUSED, SHOWN_DELETED = 100, 100
-# Most reasons of a rejection, and most characters of each.
+# Limits: reasons of a rejection, and characters of each.
 MOST_REASONS, MAX_REASON_CHARS = 20, 500
 # Changes of a version's state.
 _MAY_FOLLOW: dict[State, tuple[State, ...]] = {

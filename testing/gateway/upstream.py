@@ -61,7 +61,7 @@ class Upstream:
         self.followers = 0
         # Request id -> the completion tokens that it may generate.
         self.keeps_allowances = False
-        # The status with which it answers a probe, 0: it closes the connection; None: it cannot probe.
+        # Status of its answer to a probe. 0: it closes the connection; None: it cannot probe.
         self.probe_status: int | None = None
         self.probed = 0
         self.allowances: dict[str, int] = {}

@@ -170,7 +170,7 @@ async def test_versions(tenants: Tenants, catalog: Catalog):
     assert (await catalog.get(acme, "pirate")).digest == "b" * 64
     assert (await add(catalog, acme, "pirate", "a")).version == 3
     await catalog.delete(acme, "pirate", "op")
-    # A number is never given twice.
+    # A number is never reused.
     assert (await add(catalog, acme, "pirate", "c")).version == 4
 
 
