@@ -7,7 +7,7 @@ with LoRA on embed_tokens or lm_head have separate tensors for these, within a s
 
 import math
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -19,13 +19,14 @@ from torch import Tensor
 from adapters.manifest import BaseShape
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_size import device_size, refusal
-from adapters.tiers.eviction import IdleAdapters, Resident
+from adapters.tiers.eviction import Resident
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.outside_layers import outside_layers
 from adapters.tiers.page_writer import PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from adapters.tiers.preemption import Claim, choose_victims
-from adapters.tiers.reservations import PAGE_WAIT_S, Amount, Reservation, Reservations
+from adapters.tiers.reservations import Amount, Reservation, Reservations
+from adapters.tiers.residents import Residents
 from adapters.tiers.tier_state import EvictionReason, TierState
 from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
 from kernels.platform import Fence, Lane, platform_of
@@ -77,24 +78,11 @@ class AdapterPool:
         # The digest of the weights last written to each slot, "" if there are none. The copy thread sets it from the
         # adapter that it wrote, so the receipt is evidence independent of `_residents`.
         self.slot_digests = [""] * self.num_slots
-        # Incremented when the set of resident adapters changes.
-        self.residency_version = 0
         self.num_loads = 0
         self.num_evictions, self._evictions = 0, Counter[EvictionReason]()
-        self._free_pages = list(range(self.num_pages - 1, -1, -1))
-        self._free_slots = list(range(self.num_slots - 1, -1, -1))
         self._total = Amount(self.num_slots, self.num_pages, memory // 4)
-        # A resident is copying, unused, pinned or idle. An unused one, copied but not pinned yet, is not evicted for
-        # `PAGE_WAIT_S`: two adapters that wait for the same pages could evict each other before either is used.
-        self._residents: dict[str, Resident] = {}
-        self._idle = IdleAdapters()
-        self._copying: dict[str, Resident] = {}
-        self._unused: OrderedDict[str, Resident] = OrderedDict()
-        self._pinned_held, self._new_held, self._all_held = Amount(), Amount(), Amount()
-        # Idle adapters that a request of this step asked for. A later request of the step does not evict them.
-        self._asked_held = Amount()
+        self._residents = Residents(self._total, time.monotonic())
         self._reservations = Reservations(self._total)
-        self._step, self._now = 0, time.monotonic()
         self._fetching: dict[str, Future[HostAdapter]] = {}
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._copied: deque[tuple[str, Future[None]]] = deque()  # appended to by the copy thread
@@ -110,16 +98,21 @@ class AdapterPool:
     @property
     def resident(self) -> list[str]:
         """Return the digests whose pages can be read now."""
-        return [digest for digest, r in self._residents.items() if r.ready_at < math.inf]
+        return self._residents.readable()
+
+    @property
+    def residency_version(self) -> int:
+        """Return a number that changes with the set of resident adapters."""
+        return self._residents.version
 
     @property
     def num_free_pages(self) -> int:
-        return len(self._free_pages)
+        return len(self._residents.free_pages)
 
     def tier_state(self) -> TierState:
         """Return the counters of this tier and of the host tier."""
-        in_use, new = self._pinned_held.pages, self._new_held.pages
-        idle = self._all_held.pages - in_use - new
+        in_use, new = self._residents.pinned.pages, self._residents.new.pages
+        idle = self._residents.held.pages - in_use - new
         pages = {"in_use": in_use, "new": new, "idle": idle, "free": self.num_free_pages}
         waits = self._reservations
         return TierState(
@@ -133,16 +126,15 @@ class AdapterPool:
 
     @property
     def is_loading(self) -> bool:
-        return bool(self._fetching or self._copying)
+        return bool(self._fetching or self._residents.copying)
 
     def is_resident(self, digest: str) -> bool:
         """Return whether the adapter's pages can be read now."""
-        return digest in self._residents and digest not in self._copying
+        return digest in self._residents.by_digest and digest not in self._residents.copying
 
     def resident_among(self, digests: Set[str | None]) -> list[str]:
         """Return those of the digests whose pages can be read now. Takes time by the smaller of the two sets."""
-        found = self._residents.keys() & digests
-        return [digest for digest in found if digest is not None and digest not in self._copying]
+        return self._residents.readable_among(digests)
 
     @property
     def num_reservations(self) -> int:
@@ -160,7 +152,8 @@ class AdapterPool:
         self._wanted.setdefault(digest, None)
         if digest in self._errors:
             return Residency.FAILED
-        resident = self._residents.get(digest)
+        residents = self._residents
+        resident = residents.by_digest.get(digest)
         if resident is not None:
             return self._ensure_resident(digest, resident)
         adapter = self._host.get(digest)
@@ -176,12 +169,12 @@ class AdapterPool:
             return Residency.FAILED
         if digest in self._reservations:
             return Residency.NO_ROOM  # `poll` places it
-        if len(self._copying) >= MAX_COPYING:
+        if len(residents.copying) >= MAX_COPYING:
             return Residency.LOADING
-        if size.fits(self._total, self._pinned_held, self._new_held, self._asked_held, self._reservations.reserved):
+        if size.fits(self._total, residents.pinned, residents.new, residents.asked, self._reservations.reserved):
             self._place(digest, adapter, size, tenant_id, weight)
             return Residency.LOADING
-        self._reservations.add(digest, tenant_id, weight, size, self._now)
+        self._reservations.add(digest, tenant_id, weight, size, residents.now)
         return Residency.NO_ROOM
 
     def _may_fetch(self, digest: str, tenant_id: str) -> bool:
@@ -192,41 +185,25 @@ class AdapterPool:
     def _ensure_resident(self, digest: str, resident: Resident) -> Residency:
         if resident.ready_at == math.inf:
             return Residency.LOADING
-        if digest not in self._idle:
+        residents = self._residents
+        if digest not in residents.idle:
             return Residency.READY
-        if not resident.size.fits(self._total, self._pinned_held, self._new_held, self._reservations.reserved_overdue):
+        if not resident.size.fits(self._total, residents.pinned, residents.new, self._reservations.reserved_overdue):
             return Residency.NO_ROOM  # an overdue reservation takes its pages
-        self._idle.touch(digest, self._now)
-        if resident.asked_in != self._step:
-            resident.asked_in = self._step
-            self._asked_held.add(resident.size)
+        residents.ask(digest)
         return Residency.READY
 
     def num_pages_of(self, digest: str) -> int:
         """Return the number of pages of a resident adapter."""
-        return len(self._residents[digest].pages)
+        return len(self._residents.by_digest[digest].pages)
 
     def pin(self, digest: str, tenant_id: str = "") -> int:
         """Pin a READY adapter and return its slot. tenant_id: of the request."""
-        resident = self._residents[digest]
-        if not resident.pins:
-            self._unused_to_idle(digest)
-            self._idle.remove(digest)
-            self._pinned_held.add(resident.size)
-            if resident.asked_in == self._step:
-                self._asked_held.remove(resident.size)
-                resident.asked_in = -1
-        resident.pins += 1
-        self._idle.note_use(digest, resident, tenant_id, self._now)
-        return resident.slot
+        return self._residents.pin(digest, tenant_id)
 
     def unpin(self, digest: str) -> None:
         """Remove one pin. An adapter without pins is idle and can be evicted."""
-        resident = self._residents[digest]
-        resident.pins -= 1
-        if not resident.pins:
-            self._idle.add(digest, resident, self._now)
-            self._pinned_held.remove(resident.size)
+        self._residents.unpin(digest)
 
     def holders_to_preempt(self, claims: Iterable[Claim]) -> list[str]:
         """Return the adapters whose requests the scheduler must preempt now, so that reservations get pages.
@@ -236,15 +213,16 @@ class AdapterPool:
         the reservations that fit then, before all others, and until then `ensure` returns NO_ROOM for the adapters
         whose pages are needed.
         """
+        residents = self._residents
 
         def fits(wanted: Amount, freed: Amount) -> bool:
-            held = replace(self._pinned_held)
+            held = replace(residents.pinned)
             held.remove(freed)
-            return wanted.fits(self._total, held, self._new_held)
+            return wanted.fits(self._total, held, residents.new)
 
-        chosen = choose_victims(claims, self._residents, fits, self._now)
+        chosen = choose_victims(claims, residents.by_digest, fits, residents.now)
         for reservation in chosen.displacing:
-            self._reservations.note_preemption(reservation.tenant_id, self._now)
+            self._reservations.note_preemption(reservation.tenant_id, residents.now)
         self._reservations.move_to_front(chosen.placed)
         return chosen.victims
 
@@ -255,7 +233,7 @@ class AdapterPool:
 
     def claims(self, running: Collection[str]) -> list[Reservation]:
         """Return the reservations for which requests may be preempted. running: the tenants with running requests."""
-        return self._reservations.preempting(running, self._now)
+        return self._reservations.preempting(running, self._residents.now)
 
     def take_loaded_bytes(self) -> dict[str, int]:
         """Return the bytes loaded for each tenant since the last call. A load counts for the tenant whose request
@@ -274,42 +252,31 @@ class AdapterPool:
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
         self._reservations.remove(digest)
-        self._unused_to_idle(digest)
+        self._residents.make_idle(digest)
 
     def evict(self, digest: str, reason: EvictionReason = "unloaded") -> bool:
         """Free the adapter's pages. Returns False while a request uses them. reason: for the metrics."""
-        resident = self._residents.get(digest)
-        if resident is None:
+        if digest not in self._residents.by_digest:
             return True
-        if resident.pins or resident.ready_at == math.inf:
-            return False
-        self._unused_to_idle(digest)
-        self._idle.remove(digest)
-        if resident.asked_in == self._step:
-            self._asked_held.remove(resident.size)
-        self._free(digest, resident, reason)
-        return True
+        resident = self._residents.evict(digest)
+        if resident is not None:
+            self._clear(resident.slot, reason)
+        return resident is not None
 
-    def _free(self, digest: str, resident: Resident, reason: EvictionReason) -> None:
-        del self._residents[digest]
-        self._all_held.remove(resident.size)
-        self._free_pages.extend(reversed(resident.pages))
-        self._free_slots.append(resident.slot)
-        self.slot_digests[resident.slot] = ""
-        self.embeddings.pop(resident.slot, None)
-        self.heads.pop(resident.slot, None)
+    def _clear(self, slot: int, reason: EvictionReason) -> None:
+        """Drop the contents of a slot whose pages are free."""
+        self.slot_digests[slot] = ""
+        self.embeddings.pop(slot, None)
+        self.heads.pop(slot, None)
         self._evictions[reason] += 1
         self.num_evictions += 1
-        self.residency_version += 1
 
     def poll(self) -> None:
         """Start a step: process finished fetches and copies, and place reserved adapters that fit now.
 
         The engine thread calls it before it schedules.
         """
-        self._step += 1
-        self._asked_held = Amount()
-        self._now = time.monotonic()
+        self._residents.begin_step(time.monotonic())
         while self._fetched:
             digest, fetched = self._fetched.popleft()
             if self._fetching.get(digest) is not fetched:
@@ -321,43 +288,32 @@ class AdapterPool:
         while self._copied:
             digest, copied = self._copied.popleft()
             self._end_copy(digest, copied.exception())
-        while self._unused and (first := next(iter(self._unused.items())))[1].ready_at <= self._now - PAGE_WAIT_S:
-            self._unused_to_idle(first[0])
-        self._reservations.mark_overdue(self._now)
+        self._residents.end_unused()
+        self._reservations.mark_overdue(self._residents.now)
         self._place_reserved()
 
     def _end_copy(self, digest: str, error: BaseException | None) -> None:
-        resident = self._copying.pop(digest)
-        self.residency_version += 1
         if error is None:
-            resident.ready_at = self._now
-            self._unused[digest] = resident
+            self._residents.end_copy(digest)
             self.num_loads += 1
             if digest not in self._wanted:
-                self._unused_to_idle(digest)
+                self._residents.make_idle(digest)
             return
-        self._new_held.remove(resident.size)
         if digest in self._wanted:  # otherwise a later request would get another request's error
             self._errors[digest] = RuntimeError(f"copy to the device failed: {error}")
-        self._free(digest, resident, "copy_failed")
-
-    def _unused_to_idle(self, digest: str) -> None:
-        resident = self._unused.pop(digest, None)
-        if resident is not None:
-            self._new_held.remove(resident.size)
-            self._idle.add(digest, resident, self._now)
+        self._clear(self._residents.drop_copy(digest).slot, "copy_failed")
 
     def _place_reserved(self) -> None:
         """Place the reserved adapters that fit, each beside the older reservations."""
-        ahead = Amount()
+        residents, ahead = self._residents, Amount()
         for reservation in self._reservations:
-            if self._pinned_held.pages + self._new_held.pages + ahead.pages >= self.num_pages:
+            if residents.pinned.pages + residents.new.pages + ahead.pages >= self.num_pages:
                 return
             adapter = self._host.get(reservation.digest)
-            if adapter is None or not reservation.size.fits(self._total, self._pinned_held, self._new_held, ahead):
+            if adapter is None or not reservation.size.fits(self._total, residents.pinned, residents.new, ahead):
                 ahead.add(reservation.size)
                 continue
-            self._reservations.end_wait(reservation, self._now)
+            self._reservations.end_wait(reservation, residents.now)
             self._place(reservation.digest, adapter, reservation.size, reservation.tenant_id, reservation.weight)
 
     def close(self) -> None:
@@ -373,21 +329,17 @@ class AdapterPool:
 
     def _place(self, digest: str, adapter: HostAdapter, size: Amount, tenant_id: str, weight: float) -> None:
         """Start the adapter's copy, after evicting idle adapters. It must fit beside the others in use."""
-        while not size.fits(self._total, self._all_held):
-            needs_outside = replace(size, outside_bytes=0).fits(self._total, self._all_held)
-            self.evict(self._idle.victim(self._step, self._now, needs_outside=needs_outside), "room")
-        pages = [self._free_pages.pop() for _ in range(size.pages)]
-        slot = self._free_slots.pop()
+        residents = self._residents
+        while not size.fits(self._total, residents.held):
+            needs_outside = replace(size, outside_bytes=0).fits(self._total, residents.held)
+            self.evict(residents.idle.victim(residents.step, residents.now, needs_outside=needs_outside), "room")
+        resident = residents.add(digest, size, tenant_id)
         # Steps in flight may still read the evicted pages; a step launched from now on does not.
-        copying = self._copier.submit(self._copy, adapter, slot, pages, self._lane.launched())
-        resident = Resident(slot, pages, size, owner=tenant_id)
-        self._residents[digest] = self._copying[digest] = resident
-        self._new_held.add(size)
-        self._all_held.add(size)
+        copying = self._copier.submit(self._copy, adapter, resident.slot, resident.pages, self._lane.launched())
         copying.add_done_callback(lambda done: self._copied.append((digest, done)))
         num_bytes = size.pages * self.page_bytes + size.outside_bytes
         self._loaded_bytes[tenant_id] += num_bytes
-        self._idle.count_load(tenant_id, weight, num_bytes)
+        residents.idle.count_load(tenant_id, weight, num_bytes)
 
     def _copy(self, adapter: HostAdapter, slot: int, pages: list[int], behind: Fence) -> None:
         """Copy an adapter, on the copy thread, which owns its pages and slot until the copy is done."""

@@ -93,7 +93,8 @@ def test_pages_of_another_adapter_are_reported(make_engine: Make) -> None:
     run(engine)
     pool = engine.adapters
     wrong, right = (pool.slot_digests.index(digest) for digest in digests[:2])
-    pool._residents[digests[1]].slot = wrong  # the defect: the pool's entry points at another adapter's weights
+    # The defect: the pool's entry points at another adapter's weights.
+    pool._residents.by_digest[digests[1]].slot = wrong
     ask(engine, "x", digests[1])
     assert run(engine) == {"x": f"sha256:{digests[0]}"}
 

@@ -107,31 +107,31 @@ class Engine:
 
     def check(self) -> None:
         pool = self.pool
-        residents = pool._residents
+        residents = pool._residents.by_digest
         pages = [page for r in residents.values() for page in r.pages]
-        assert sorted(pages + pool._free_pages) == list(range(PAGES)), "each page is free or has one owner"
-        assert sorted([r.slot for r in residents.values()] + pool._free_slots) == list(range(pool.num_slots))
+        assert sorted(pages + pool._residents.free_pages) == list(range(PAGES)), "each page is free or has one owner"
+        assert sorted([r.slot for r in residents.values()] + pool._residents.free_slots) == list(range(pool.num_slots))
         pins = Counter(digest for _, digest in self.running)
         assert {d: r.pins for d, r in residents.items() if r.pins} == pins
         held = {"all": Amount(), "pinned": Amount(), "new": Amount(), "asked": Amount()}
         for digest, resident in residents.items():
-            is_new = digest in pool._copying or digest in pool._unused
+            is_new = digest in pool._residents.copying or digest in pool._residents.unused
             state = "new" if is_new else "pinned" if resident.pins else "idle"
-            assert (digest in pool._idle) == (state == "idle")
+            assert (digest in pool._residents.idle) == (state == "idle")
             held["all"].add(resident.size)
             if state != "idle":
                 held[state].add(resident.size)
-            elif resident.asked_in == pool._step:
+            elif resident.asked_in == pool._residents.step:
                 held["asked"].add(resident.size)
         assert held == {
-            "all": pool._all_held, "pinned": pool._pinned_held, "new": pool._new_held,
-            "asked": pool._asked_held,
+            "all": pool._residents.held, "pinned": pool._residents.pinned, "new": pool._residents.new,
+            "asked": pool._residents.asked,
         }  # fmt: skip
         wanted = {digest for _, digest in self.waiting + self.running}
         reserved = [r.digest for r in pool._reservations]
         assert set(reserved) <= wanted, "reservations end with their requests"
         assert not set(reserved) & set(residents)
-        assert set(pool._unused) <= wanted
+        assert set(pool._residents.unused) <= wanted
         assert len({r.tenant_id for r in pool._reservations}) == len(reserved)
         assert pool._reservations.reserved.pages <= PAGES
         assert set(pool._errors) <= wanted, "an error is never another request's"

@@ -228,14 +228,14 @@ def test_a_copy_that_fails_after_its_last_request_left_is_no_later_requests_erro
         raise OSError("the device is gone")
 
     monkeypatch.setattr(pool._writer, "write", fail)
-    while digest not in pool._residents:
+    while digest not in pool._residents.by_digest:
         pool.ensure(digest)
         pool.poll()
         time.sleep(0.002)
     pool.no_longer_wanted(digest)
     may_fail.set()
     deadline = time.monotonic() + 60
-    while digest in pool._residents:
+    while digest in pool._residents.by_digest:
         assert time.monotonic() < deadline
         pool.poll()
         time.sleep(0.002)

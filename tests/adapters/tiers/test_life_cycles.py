@@ -120,7 +120,7 @@ class LifeCycles(RuleBasedStateMachine):
             self.step()
         held = self.host._resident
         assert self.host._num_bytes == sum(adapter.num_bytes for adapter in held.values())
-        for digest, resident in self.pool._residents.items():
+        for digest, resident in self.pool._residents.by_digest.items():
             assert self.pool.slot_digests[resident.slot] == digest
             if digest in held:
                 self.check_pages(digest, resident.slot)
@@ -128,7 +128,7 @@ class LifeCycles(RuleBasedStateMachine):
     def check_pages(self, digest: str, slot: int) -> None:
         adapter = self.host._resident[digest]
         table = [page for page in self.pool.page_table[slot].tolist() if page >= 0]
-        assert table == self.pool._residents[digest].pages
+        assert table == self.pool._residents.by_digest[digest].pages
         a = self.pool.groups[0]["qkv"].a_pages[table, 0].flatten(0, 1)
         module = adapter.modules[0, "q_proj"]
         assert torch.equal(a[: adapter.rank], module.a)
@@ -184,10 +184,10 @@ class LifeCycles(RuleBasedStateMachine):
         if not hasattr(self, "pool"):
             return
         pool = self.pool
-        residents = pool._residents
+        residents = pool._residents.by_digest
         pages = [page for resident in residents.values() for page in resident.pages]
-        assert sorted(pages + pool._free_pages) == list(range(PAGES)), "each page is free or has one owner"
-        assert sorted([r.slot for r in residents.values()] + pool._free_slots) == list(range(pool.num_slots))
+        assert sorted(pages + pool._residents.free_pages) == list(range(PAGES)), "each page is free or has one owner"
+        assert sorted([r.slot for r in residents.values()] + pool._residents.free_slots) == list(range(pool.num_slots))
         assert {d: r.pins for d, r in residents.items() if r.pins} == Counter(digest for digest, _ in self.running)
         for digest, slot in self.running:
             assert pool.slot_digests[slot] == digest, "a running request reads its adapter's pages"
@@ -203,12 +203,13 @@ class LifeCycles(RuleBasedStateMachine):
                 self.end(0)
             self.settle()
             self.host.remove_mixture(self.mixture.digest)
-            for digest in list(self.pool._residents):
+            for digest in list(self.pool._residents.by_digest):
                 assert self.pool.evict(digest)
             for digest in list(self.host._resident):
                 self.host.drop(digest)
             pool, host = self.pool, self.host
-            assert (pool.num_free_pages, len(pool._free_slots), pool.num_reservations) == (PAGES, pool.num_slots, 0)
+            assert (pool.num_free_pages, pool.num_reservations) == (PAGES, 0)
+            assert len(pool._residents.free_slots) == pool.num_slots
             assert not any(pool.slot_digests)
             assert not pool._wanted
             assert (host.stats().num_adapters, host.stats().num_bytes) == (0, 0)

@@ -71,7 +71,7 @@ async def test_pages_of_another_adapter_show_in_the_receipt(client: Client, serv
 
     def pin_wrongly(digest: str, tenant_id: str) -> int:
         slot = pin(digest, tenant_id)
-        return pool._residents[other].slot if digest == one else slot
+        return pool._residents.by_digest[other].slot if digest == one else slot
 
     pool.pin = pin_wrongly
     try:
