@@ -168,7 +168,7 @@ def open_checkpoint(folder: str | Path, verified: str | None = None) -> Checkpoi
 
 
 def files_version(folder: Path) -> tuple[tuple[int, int, int, int], ...]:
-    """Return what identifies the content of the two files without reading them. Raises OSError."""
+    """Return a stamp of the two files that changes with their content, without reading them. Raises OSError."""
     found = [(folder / name).stat() for name in (CONFIG_NAME, WEIGHTS_NAME)]
     return tuple((stat.st_mtime_ns, stat.st_ctime_ns, stat.st_size, stat.st_ino) for stat in found)
 

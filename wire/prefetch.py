@@ -32,7 +32,7 @@ class PrefetchRequest(Struct):
 
 
 class Prefetched(Struct):
-    """Whether the adapter is in the engine's memory now."""
+    """Response to a hint. is_loaded: whether the adapter is in the engine's memory now."""
 
     is_loaded: bool
 
@@ -58,6 +58,6 @@ class KeepRequest(Struct):
 
 
 class Kept(Struct):
-    """Number of the adapters that are in host memory and are not evicted; the others failed or found no room."""
+    """Response to pins. num_kept: number of adapters that stay in host memory; the others failed or found no room."""
 
     num_kept: int

@@ -210,7 +210,7 @@ class Server:
         logger.info("draining %d requests, up to %g s", num_requests, self._drain_seconds)
 
     def stop_waiting(self) -> None:
-        """Make `stop`, begun or to come, abort the requests in flight at once."""
+        """Make a running or later `stop` abort the requests in flight at once."""
         self._drain_seconds = 0.0
         if self._draining and self._engine_thread is not None:
             self._engine_thread.stop_waiting()

@@ -25,7 +25,7 @@ class Rest:
 
     @contextmanager
     def after(self) -> Iterator[None]:
-        """Measure a probe; its rest begins at its end, however it ends."""
+        """Measure the probe in the block. The rest begins at its end, also after an error."""
         started = time.monotonic()
         try:
             yield

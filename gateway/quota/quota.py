@@ -319,7 +319,7 @@ class Quota:
         return await pipeline.execute(raise_on_error=False)
 
     async def is_first(self, seconds: float) -> bool:
-        """Return whether no other gateway has asked this for so many seconds. Raises Unavailable."""
+        """Return whether this is the first such call of any gateway within `seconds`. Raises Unavailable."""
         return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def keep_leases(self) -> None:

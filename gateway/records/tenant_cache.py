@@ -22,7 +22,9 @@ class TenantCache(Generic[K, V]):
         return None if entries is None else entries.get(key)
 
     def put(self, tenant_id: str, key: K, value: V) -> None:
-        """Add or replace an entry. The oldest of the tenant, or of the longest unchanged one, makes room."""
+        """Add or replace an entry. A full tenant loses its own oldest entry; a full cache loses the oldest entry of the
+        least recently changed tenant.
+        """
         entries = self._tenants.setdefault(tenant_id, OrderedDict())
         self._tenants.move_to_end(tenant_id)
         self._count += key not in entries

@@ -257,7 +257,7 @@ async def _create(connection: AsyncConnection, tenant_id: str, name: str, now: d
 
 
 async def _next_number(connection: AsyncConnection, own: Row[Any], present: Collection[int]) -> int:
-    """Return the number after all that the name ever had, as far as they are on record."""
+    """Return the next version number, above all numbers of the name on record."""
     table = removed_versions
     query = select(func.max(table.c.version)).where(table.c.tenant_id == own.tenant_id, table.c.name == own.name)
     removed = (await connection.execute(query)).scalar() or 0
@@ -295,7 +295,7 @@ async def _remove_empty(connection: AsyncConnection, adapter_id: str) -> None:
 
 
 async def _remove_old(connection: AsyncConnection, own: Row[Any], before: dict[int, Version], now: datetime) -> None:
-    """Remove the versions beyond the name's newest KEPT_VERSIONS. before: those before the newest one was added.
+    """Remove the versions beyond the name's newest KEPT_VERSIONS. before: the versions on record before the newest one.
 
     A pinned version, and one that an alias refers to, stays.
     """

@@ -1,7 +1,7 @@
 """`/v1/adapter-imports`: imports of adapters from a hub, a bucket or a folder below prefixes that the operator allows.
 
-A client chooses a path below an allowed prefix, and neither scheme, host nor redirect target. Without the setting,
-every import is refused.
+A client chooses a path below an allowed prefix; it cannot choose a scheme, a host or a redirect target.
+Without the setting, every import is refused.
 """
 
 import logging
