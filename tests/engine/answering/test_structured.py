@@ -175,6 +175,12 @@ class CountingCompiler:
             raise BadRequest.of(spec.param, "it is bad")
         return Grammar(None, frozenset(), spec.param)  # type: ignore[arg-type]
 
+    async def wait_for(self, text: str) -> None:
+        """Wait until the compilation of `text` has begun."""
+        async with asyncio.timeout(10):
+            while text not in self.compiled:
+                await asyncio.sleep(0.01)
+
 
 @pytest.fixture
 def compiler() -> CountingCompiler:
@@ -195,7 +201,7 @@ def regex(text: str, param: str = "p") -> GrammarSpec:
 
 async def test_one_spec_is_compiled_once_while_it_is_cached(cache: Grammars, compiler: CountingCompiler) -> None:
     waiting = [asyncio.create_task(cache.get(regex("a", param))) for param in ("p", "q")]
-    await asyncio.sleep(0.01)
+    await compiler.wait_for("a")
     compiler.go.set()
     assert [grammar.param for grammar in await asyncio.gather(*waiting)] == ["p", "q"]
     assert (await cache.get(regex("a", "r"))).param == "r"
@@ -208,7 +214,7 @@ async def test_one_spec_is_compiled_once_while_it_is_cached(cache: Grammars, com
 
 async def test_who_leaves_takes_no_ones_grammar_away(cache: Grammars, compiler: CountingCompiler) -> None:
     leaving, staying = (asyncio.create_task(cache.get(regex("a"))) for _ in range(2))
-    await asyncio.sleep(0.01)
+    await compiler.wait_for("a")
     leaving.cancel()
     compiler.go.set()
     assert (await staying).param == "p"
@@ -247,7 +253,7 @@ async def test_slow_grammars_are_refused_and_too_many_turned_away(
 async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, compiler: CountingCompiler) -> None:
     compiler.held = "slow"
     greedy = [asyncio.create_task(cache.get(regex(f"slow{i}"), "greedy")) for i in range(48)]
-    await asyncio.sleep(0.01)
+    await compiler.wait_for("slow0")
     assert (await cache.get(regex("quick"), "neighbour")).param == "p"
     assert len(compiler.compiled) == 2
     for task in greedy:
