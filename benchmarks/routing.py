@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapters.use_counts import UseCounts
-from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.routing import CROWDING, LOADS_PER_LOAD, Rates, choose, level, rank, seconds_in_queue
 
@@ -166,6 +166,7 @@ class Simulation:
                     condition=Condition(Health.UP),
                     slots=SLOTS,
                     load_seconds=load_seconds,
+                    state=EngineState(adapter_pages_total=places),
                 ),
                 load_seconds,
                 places=places,

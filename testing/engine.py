@@ -66,8 +66,10 @@ class RunningServer:
             self._ready.set()
 
     def close(self) -> None:
-        self._event_loop.call_soon_threadsafe(self._stop.set)
-        self._thread.join()
+        """Stop the server; no effect on one that has stopped."""
+        if self._thread.is_alive():
+            self._event_loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
 
 
 class Client:

@@ -118,6 +118,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     model: str | None = None
     adapters_resident: list[str] = []
     adapters_activated: frozenset[str] = frozenset()
+    adapter_pages_total: int = 0
+    adapter_pages_free: int = 0
     running: int = 0
     waiting: int = 0
     max_num_seqs: int = 0
@@ -222,6 +224,22 @@ class EngineRecord:
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.requests.by_digest[digest] > 0
+
+    @property
+    def adapter_room(self) -> int | None:
+        """Return about how many adapters fit on the device at once, by the size of those there; None if unknown."""
+        if self.address.traits.has_own_secret:
+            return self.address.adapters
+        total, number = self.state.adapter_pages_total, len(self.state.adapters_resident)
+        if not total:
+            return None
+        pages_each = max(1.0, (total - self.state.adapter_pages_free) / number) if number else 1.0
+        return max(1, int(total / pages_each))
+
+    def has_room_for(self, digest: str) -> bool:
+        """Return whether the adapter fits on the device beside those of this process's requests."""
+        room = self.adapter_room
+        return room is None or self.holds(digest) or self.requests.num_adapters < room
 
     def observe_resident(self, digests: Iterable[str]) -> None:
         """Apply the list of adapters that the engine holds."""

@@ -25,6 +25,11 @@ class OwnRequests:
     loading: set[str | None] = field(default_factory=set)
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
 
+    @property
+    def num_adapters(self) -> int:
+        """Return the number of adapters with requests."""
+        return len(self.by_digest) - (None in self.by_digest)
+
     @contextmanager
     def count(self, digest: str | None, tenant_id: str = "", *, loads: bool = False) -> Iterator["InFlight"]:
         """Count a request until the block ends. loads: whether the engine must load the adapter for it."""

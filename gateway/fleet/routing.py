@@ -82,6 +82,9 @@ def choose(
             seconds += LOADS_PER_LOAD * load_seconds / (served if engine in homes else 1.0)
             # An engine loads one adapter after another.
             seconds += len(engine.requests.loading) * load_seconds
+        if digest is not None and not engine.has_room_for(digest):
+            # The load waits until all requests of another adapter have ended.
+            seconds += request_seconds
         return engine.fullness, seconds, engine is not cached, rank(affinity, engine.url)
 
     return min(candidates, key=order)
@@ -90,12 +93,14 @@ def choose(
 def homes_of(digest: str, engines: Sequence[EngineRecord], rate: float) -> Sequence[EngineRecord]:
     """Return the engines that should hold the adapter, in its rendezvous order. Empty if one engine is enough.
 
-    rate: the adapter's requests per second in this process.
+    An engine whose device is full of other adapters with requests is no home, so no engine gets more hot adapters than
+    fit on its device. rate: the adapter's requests per second in this process.
     """
     number = number_of_homes(digest, engines, rate)
     if number <= 1:
         return ()
-    return sorted(engines, key=lambda engine: rank(digest.encode(), engine.url))[:number]
+    roomy = (engine for engine in engines if engine.has_room_for(digest))
+    return sorted(roomy, key=lambda engine: rank(digest.encode(), engine.url))[:number]
 
 
 def number_of_homes(digest: str, engines: Sequence[EngineRecord], rate: float) -> int:

@@ -200,6 +200,35 @@ def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue(
     assert chosen(engines, "d", rate=rate) in homes[:3]
 
 
+def test_an_engine_gets_no_more_hot_adapters_than_fit_on_its_device():
+    engines = [engine(url) for url in URLS]
+    rate, homes = 2.0 * SLOTS, sorted(URLS, key=lambda url: rank(b"d", url))
+    first = next(e for e in engines if e.url == homes[0])
+    # Four pages for each of the adapters there: room for two.
+    first.observe_state(pages(8, 0, "xy"), 0)
+    assert first.adapter_room == 2
+    with first.requests.count("x"):
+        assert homes_of("d", engines, rate)[0] is first
+        with first.requests.count("y"):
+            assert [e.url for e in homes_of("d", engines, rate)] == homes[1:]
+            assert chosen(engines, "d") == homes[1]
+            assert homes_of("x", engines, rate), "the adapters there keep their homes"
+            # Its room is no reason to leave it if the others have queues.
+            for other in engines:
+                other.requests.in_flight = SLOTS if other is first else 4 * SLOTS
+            assert chosen(engines, "d") == homes[0]
+    # Without adapters, each takes a page; without pages, the room is unknown.
+    first.observe_state(pages(8, 8, ""), 0)
+    assert first.adapter_room == 8
+    first.observe_state(pages(0, 0, "xy"), 0)
+    assert first.adapter_room is None
+    assert first.has_room_for("d")
+
+
+def pages(total: int, free: int, resident: str) -> EngineState:
+    return EngineState(adapter_pages_total=total, adapter_pages_free=free, adapters_resident=[*resident])
+
+
 def test_requests_at_other_gateways_count_in_the_number_of_homes():
     engines = [engine(url, 2, foreign_load=6) for url in URLS]
     rate = 0.5 * SLOTS
