@@ -28,7 +28,7 @@ from testing.ports import free_port
 from testing.stack import CACHE, ROOT
 
 MODEL = CACHE / "models" / "SmolLM2-135M-Instruct"
-TOKEN = "benchmark"
+TOKEN = "benchmarks-internal-7d1f0c93b8e2465a"
 BASE = "base"
 START_SECONDS = 120.0
 

@@ -117,9 +117,14 @@ async def measure(requests: int, rate: float) -> list[str]:
         save_model(model)
         urls = [start_engine(model, folder / "adapters", free_port(), stack) for _ in range(ENGINES)]
         redis = stack.enter_context(ValkeyServer())
-        of = settings(folder, model, urls, redis.connection_url, lease_seconds=30.0)
+        of = settings(folder, model, urls, redis.connection_url, lease_seconds=30.0, adapter_probe="off")
         async with running(of) as gateway:
-            limits = {"requests_per_minute": 1_000_000, "tokens_per_minute": 100_000_000, "max_concurrent": 1000}
+            limits = {
+                "requests_per_minute": 1_000_000,
+                "tokens_per_minute": 100_000_000,
+                "max_concurrent": 1000,
+                "adapter_changes_per_minute": None,
+            }
             client = await gateway.tenant("one", **limits)
             for i in range(ADAPTERS):
                 save_adapter(folder / f"a{i}", seed=i)

@@ -25,6 +25,7 @@ from tests.gateway.api.test_adapters import files, push, tarred
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ARCHIVE = tarred(files(1) | {"rest": bytes(1 << 20)})
 ABSENT = Target("nobod", "absent", "0" * 64, "0" * 32)
+LIMITS = ("requests_per_minute", "tokens_per_minute", "max_concurrent", "adapter_changes_per_minute")
 # Fields that differ between two adapters of one tenant.
 OWN_FIELDS = re.compile(
     rb'"(?:digest|sha256|id|etag|created_at|expires_at|probed_at|created)":(?:"(?:\\.|[^"\\])*"|[^,}\]]*)'
@@ -66,7 +67,8 @@ class Neighbours:
         self.before: dict[str, Any] = {}
 
     async def prepare(self) -> None:
-        self.globex = await self.gateway.tenant("globex", adapter_changes_per_minute=None)
+        # Without limits no header counts its requests.
+        self.globex = await self.gateway.tenant("globex", **dict.fromkeys(LIMITS))
         assert (await push(self.globex, OWN, files(9))).status == 201
         self.before = await self.shown()
         self.acme = acme = await self.gateway.tenant("acmee")
