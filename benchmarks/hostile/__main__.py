@@ -1,6 +1,7 @@
 """Attacks of a hostile tenant beside a well-behaved one on a live stack, with a report of the effect of each.
 
     python -m benchmarks.hostile                          (all; prints an estimate; --list names them)
+    python -m benchmarks.hostile --seconds 5 --pairs 1    (all, within half an hour)
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
     python -m benchmarks.hostile --only mutated-uploads --mutations 1000
 
@@ -28,6 +29,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from pathlib import Path
 
 from benchmarks.hostile.attack import Attack
@@ -85,9 +87,35 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
             for attack in wanted:
                 if attack.place == name:
                     print(f"\n{attack.name}: {attack.words}", flush=True)
-                    results.append(await run_attack(attack, place, flags.seconds, flags.pairs, limits, flags.mutations))
+                    results.append(await measured(attack, place, flags, limits))
                     print(show(results[-1]), flush=True)
     return results
+
+
+async def measured(attack: Attack, place: Place, flags: argparse.Namespace, limits: Limits) -> Result:
+    """Run an attack. One that cannot be measured is missed, and the others follow."""
+    try:
+        return await run_attack(attack, place, flags.seconds, flags.pairs, limits, flags.mutations)
+    except Exception as error:  # noqa: BLE001 - a part that the attack broke may raise anything
+        traceback.print_exc()
+        return Result(attack.name, missed=[f"not measured: {type(error).__name__}: {str(error)[:200]}"])
+
+
+def table(results: list[Result]) -> str:
+    """Return the results as a table in Markdown."""
+    head = ("attack", "p50", "p99", "upload", "gateway", "stall (quiet)", "statuses", "verdict")
+    rows = [head, ("---",) * len(head)]
+    for each in results:
+        statuses = " ".join(f"{status}:{number}" for status, number in sorted(each.statuses.items()))
+        verdict = "; ".join([*each.missed, *each.undecided])
+        prefix = "**missed**: " if each.missed else "undecided: " if each.undecided else "holds"
+        stall = f"{each.stall * 1000:.0f} ({each.quiet_stall * 1000:.0f}) ms"
+        memory = f"{each.memory / 2**20:+.0f} MiB"
+        cells = (each.name, str(each.p50), str(each.p99), f"{each.upload:.2f} s", memory, stall, statuses)
+        rows.append((*cells, prefix + verdict))
+    return "\n".join(
+        "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows
+    )
 
 
 def with_controls(attacks: list[Attack]) -> list[Attack]:
@@ -129,7 +157,7 @@ def main() -> int:
         results = asyncio.run(run_all(flags, Path(folder)))
     controls = [result for result in results if result.name in CONTROLS]
     missed = [result.name for result in results if result.missed and result not in controls]
-    print(f"\n{len(results) - len(controls)} attacks in {time.monotonic() - began:.0f} s: ", end="")
+    print(f"\n{table(results)}\n\n{len(results) - len(controls)} attacks in {time.monotonic() - began:.0f} s: ", end="")
     print(f"{len(missed)} MISSED: {', '.join(missed)}" if missed else "none missed")
     undecided = [result.name for result in results if result.undecided and not result.missed and result not in controls]
     if undecided:

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from adapters.tiers.eviction import STALE_S, IdleAdapters, Resident
+from adapters.tiers.eviction import LOOK_NEWEST, LOOK_OLDEST, STALE_S, IdleAdapters, Resident
 from adapters.tiers.reservations import Amount
 
 
@@ -29,3 +29,19 @@ def test_the_victims_choice_looks_at_each_owner_once(monkeypatch: pytest.MonkeyP
     idle._order["302"].asked_in = 1
     assert idle.victim(1, now) == "305"
     assert idle.victim(1, now + STALE_S + 1.0) == "0"
+
+
+def test_the_choice_among_very_many_adapters_looks_at_some_of_them():
+    """Tenants without number with one adapter each: every look at an owner took 1.7 us of the step."""
+    idle, now, asked = IdleAdapters(), time.monotonic(), Counter[str]()
+    for number in range(4000):
+        resident = Resident(number, [number], Amount(1, 1, 0), owner=f"tenant-{number if number < 3990 else 'heavy'}")
+        for _ in range(3 if number == 0 else 2):
+            idle.note_use(str(number), resident, resident.owner, now)
+        idle.add(str(number), resident, now)
+    of = idle._loaded.of
+    idle._loaded.of = lambda owner: asked.update([owner]) or of(owner)  # type: ignore[method-assign, assignment]
+    assert idle.victim(1, now) == "1"
+    assert sum(asked.values()) <= LOOK_OLDEST + LOOK_NEWEST
+    idle.count_load("tenant-heavy", 1.0, 1000)
+    assert idle.victim(1, now) == "3990"
