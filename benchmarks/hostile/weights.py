@@ -149,10 +149,13 @@ async def use_beside_victim(attacker: Attacker, values: dict[str, bytes]) -> Non
     """Store adapters of these weights and generate with them, while the neighbour requests the same answer again."""
     expected = await greedy_answer(attacker)
     names = []
-    for name, weights in values.items():
-        answer = await attacker.upload(f"values-{name}", {CONFIG: config(8), WEIGHTS: weights})
+    for number, (value, weights) in enumerate(values.items()):
+        # A value such as 1e+30 is no adapter's name.
+        answer = await attacker.upload(f"values-{number}", {CONFIG: config(8), WEIGHTS: weights})
         if answer is not None and answer.status == 201:
-            names.append(f"values-{name}")
+            names.append(f"values-{number}")
+        elif answer is not None and value != "nan":
+            attacker.check(False, f"the adapter of {value} was to reach the engine: {answer.status} {answer.code}")
 
     async def one(index: int) -> None:
         while attacker.going and names:
