@@ -152,7 +152,9 @@ class Server:
             except ApiError as exc:
                 raise ConfigError("lora_modules", f"{lora_name}: {exc}") from exc
         vocab_size = engine.model_config.vocab_size
-        self._grammars = Grammars(GrammarCompiler(tokenizer.to_json, vocab_size, engine.eos_token_ids))
+        compiler = GrammarCompiler(tokenizer.to_json, vocab_size, engine.eos_token_ids)
+        await asyncio.to_thread(compiler.prepare)
+        self._grammars = Grammars(compiler)
         parser = self._server_config.tool_call_parser
         self._generation = GenerationRoutes(
             tokenizer,

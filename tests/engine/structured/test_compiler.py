@@ -149,3 +149,19 @@ def test_a_model_without_an_end_token_is_said_so(tokenizer: Tokenizer) -> None:
 def test_a_tokenizer_that_the_library_cannot_read_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(BadRequest, match="tokenizer"):
         GrammarCompiler(lambda: "{}", 100, {2}).compile(spec("regex", "a"))
+
+
+def test_a_prepared_compiler_reads_its_vocabulary_no_more(tokenizer: Tokenizer):
+    read: list[str] = []
+
+    def to_json() -> str:
+        read.append("once")
+        return tokenizer.to_json()
+
+    compiler = GrammarCompiler(to_json, tokenizer.vocab_size, tokenizer.eos_token_ids)
+    compiler.prepare()
+    assert read == ["once"]
+    compiler.compile(spec("regex", "a"))
+    assert read == ["once"]
+    # The first request with a form names the fault.
+    GrammarCompiler(lambda: "{}", 100, {2}).prepare()
