@@ -81,7 +81,11 @@ async def churn_aliases(attacker: Attacker) -> None:
     )
 
 
-@attack("expiry-storm", "12 aliases and their targets that end at the same moment, requested until and after it")
+@attack(
+    "expiry-storm",
+    "12 aliases and their targets that end at the same moment, requested until and after it",
+    least_seconds=8.0,
+)
 async def expire(attacker: Attacker) -> None:
     await asyncio.gather(*(push(attacker, "moved", seed) for seed in (1, 2)))
     end = datetime.now(UTC) + timedelta(seconds=max(1.0, 0.6 * attacker.left))
@@ -107,7 +111,11 @@ async def expire(attacker: Attacker) -> None:
     attacker.note(f"{late} requests after the end")
 
 
-@attack("probe-storm", "the same versions probed again and again, on 8 connections, and new ones pushed to be probed")
+@attack(
+    "probe-storm",
+    "the same versions probed again and again, on 8 connections, and new ones pushed to be probed",
+    least_seconds=8.0,
+)
 async def storm(attacker: Attacker) -> None:
     # Each push waits for its probe, which rests while other requests run.
     await asyncio.gather(*(push(attacker, "probed", seed) for seed in range(SEEDS)))
