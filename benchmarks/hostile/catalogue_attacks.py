@@ -31,7 +31,11 @@ async def move(attacker: Attacker, alias: str, targets: list[dict[str, Any]], et
     return await attacker.call("PUT", path, json={"targets": targets}, headers=headers)
 
 
-@attack("alias-churn", "aliases moved from one ETag at once, rolled back and deleted beside canaried requests")
+@attack(
+    "alias-churn",
+    "aliases moved from one ETag at once, rolled back and deleted beside canaried requests",
+    least_seconds=6.0,
+)
 async def churn_aliases(attacker: Attacker) -> None:
     await asyncio.gather(*(push(attacker, "moved", seed) for seed in (1, 2)))
     canary = [{"version": 1, "weight": 95}, {"version": 2, "weight": 5}]
