@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,8 +154,12 @@ class GrammarCompiler:
         """Read the vocabulary before requests run, because the library holds the interpreter lock meanwhile: 0.5 to 1 s
         for 49,152 tokens. `compile` names the fault of a vocabulary that cannot be read.
         """
-        with suppress(BadRequest):
+        try:
             self._read_vocabulary("")
+        except BadRequest as error:
+            logger.info("no grammar can be enforced: %s", error)
+        except BaseException as error:  # noqa: BLE001 - a panic of the library is no Exception
+            logger.warning("the grammars' vocabulary cannot be read: %s", type(error).__name__)
 
     def compile(self, spec: GrammarSpec) -> Grammar:
         """Compile a grammar. Raises BadRequest naming `spec.param` if it does not compile, or if no text fits it."""
