@@ -2,11 +2,11 @@
 
     python -m benchmarks.isolation_timing [--pairs 400] [--uploads 60] [--out docs/perf/FILE.md]
 
-A whole gateway in this process, Valkey and an engine double. Each attempt of `testing/gateway/isolation.py` at each
-route is sent in pairs, foreign and absent in turn, first the one and then the other. Uploads: content that another
-tenant has stored, and new content. AUC is the probability that a foreign one takes longer than an absent one
-(Mann-Whitney); 0.5 means that times tell nothing. With 400 pairs its standard error is 0.02, so chance leaves 0.5 ± 0.1
-in none of a hundred thousand attempts.
+A whole gateway in this process, Valkey and an engine double. The attempts of `testing/gateway/isolation.py` are sent in
+pairs, foreign and absent in turn, first the one and then the other. Uploads: content that another tenant has stored,
+and new content. AUC is the probability that a foreign one takes longer than an absent one (Mann-Whitney); 0.5 means
+that times tell nothing. With 400 pairs its standard error is 0.02, so chance leaves 0.5 ± 0.1 in one of a million
+attempts.
 """
 
 import argparse
@@ -95,20 +95,21 @@ async def prepare(gateway: Gateway, uploads: int) -> tuple[Client, Target]:
 
 
 def chosen(theirs: Target) -> list[tuple[Attempt, Attempt]]:
-    """Return the attempts at a tenant's routes; without streams, which are refused before they begin."""
+    """Return every text for a model at two routes, and the first attempt at each other route of a tenant."""
     found = []
     for route in ROUTES:
         if route.scope in (None, "admin") or ("{" not in route.path and route.method == "GET"):
             continue
         both = list(zip(attempts(route, theirs), attempts(route, ABSENT), strict=True))
         both = [pair for pair in both if not (pair[0].options.get("json") or {}).get("stream")]
-        found += both[:1] if route.path == "/v1/completions" else both
+        found += both if route.path in ("/v1/chat/completions", "/v1/models/{name:.+}") else both[:1]
     return found
 
 
 async def measure(pairs: int, uploads: int) -> tuple[list[str], float]:
-    """Return the table and the largest distance of an AUC from 0.5."""
+    """Return the table, which is also printed line by line, and the largest distance of an AUC from 0.5."""
     lines = ["| request | foreign, p50 | absent, p50 | AUC |", "|---|---|---|---|"]
+    print(*lines, sep="\n", flush=True)
     worst = 0.0
     with tempfile.TemporaryDirectory() as name, ValkeyServer() as redis:
         folder = Path(name)
@@ -127,6 +128,7 @@ async def measure(pairs: int, uploads: int) -> tuple[list[str], float]:
                     both = sending(foreign), sending(absent)
                     line, found = await compare(describe(foreign), lambda _, both=both: both, pairs)
                     lines.append(line)
+                    print(line, flush=True)
                     worst = max(worst, abs(found - 0.5))
 
                 def pushing(number: int) -> tuple[Send, Send]:
@@ -140,6 +142,7 @@ async def measure(pairs: int, uploads: int) -> tuple[list[str], float]:
 
                 line, found = await compare("POST /v1/adapters, stored content and new content", pushing, uploads)
                 lines.append(line)
+                print(line, flush=True)
                 # Few uploads: the bound is as many standard errors away as with `pairs`.
                 worst = max(worst, abs(found - 0.5) * min(1.0, math.sqrt(uploads / pairs)))
     return lines, worst
@@ -154,7 +157,7 @@ def main() -> None:
     table, worst = asyncio.run(measure(flags.pairs, flags.uploads))
     head = f"{date.today()}, {os.cpu_count()} cores ({platform.machine()}), {flags.pairs} pairs of requests, "
     lines = [f"{head}{flags.uploads} of uploads. Largest distance of an AUC from 0.5: {worst:.3f}.", "", *table]
-    print("\n".join(lines))
+    print(lines[0])
     if flags.out:
         with flags.out.open("a") as file:
             file.write("\n".join(["", *lines, ""]))
