@@ -19,6 +19,8 @@ from gateway.api.dashboard import Dashboard
 from gateway.api.delivery import Deliveries, make_deliveries
 from gateway.api.description import Description, describe_routes
 from gateway.api.engines import Engines
+from gateway.api.golden.build import build_golden
+from gateway.api.golden.upgrades import Upgrades
 from gateway.api.health import Health, MetricsPage
 from gateway.api.idempotency import Idempotency
 from gateway.api.models import Models
@@ -56,6 +58,7 @@ class Gateway:
     idempotency: Idempotency
     intake: AdapterIntake
     housekeeping: Housekeeping
+    upgrades: Upgrades
     body_memory: BodyMemory
     connections: Connections
     drain: Drain
@@ -90,8 +93,11 @@ async def build(settings: Settings) -> Gateway:
         degraded_is_ready=settings.readiness == "degraded",
         admin_port=settings.admin_port,
     )
+    admission = _build_admission(resources, records, billing, serving)
+    golden, upgrades = build_golden(resources, records, billing, serving, admission, body_memory)
     handlers = [
-        *_inference_handlers(resources, records, billing, serving, deliveries),
+        *_inference_handlers(resources, records, billing, serving, admission, deliveries),
+        golden,
         *_tenant_handlers(resources, records, billing, intake),
         *_admin_handlers(records, serving, intake, resumable),
         resumable,
@@ -113,6 +119,7 @@ async def build(settings: Settings) -> Gateway:
         idempotency=idempotency,
         intake=intake,
         housekeeping=_build_housekeeping(resources, records, intake, resumable),
+        upgrades=upgrades,
         body_memory=body_memory,
         connections=Connections(settings.max_connections, metrics),
         drain=drain,
@@ -185,9 +192,7 @@ def _build_housekeeping(
     return Housekeeping(resources.redis, resources.settings.redis_timeout, chores)
 
 
-def _inference_handlers(
-    resources: Resources, records: Records, billing: Billing, serving: Serving, deliveries: Deliveries
-) -> list[Any]:
+def _build_admission(resources: Resources, records: Records, billing: Billing, serving: Serving) -> Admission:
     settings = resources.settings
     prompts = PromptReader(
         resources.model.tokenizer,
@@ -197,7 +202,7 @@ def _inference_handlers(
         max_event_bytes=settings.reader_buffer_bytes,
         own_fields=own_fields(settings.engine_addresses),
     )
-    admission = Admission(
+    return Admission(
         catalog=records.catalog,
         prompts=prompts,
         quota=billing.quota,
@@ -206,6 +211,17 @@ def _inference_handlers(
         accounting=billing.accounting,
         metrics=resources.metrics,
     )
+
+
+def _inference_handlers(
+    resources: Resources,
+    records: Records,
+    billing: Billing,
+    serving: Serving,
+    admission: Admission,
+    deliveries: Deliveries,
+) -> list[Any]:
+    settings = resources.settings
     completions = Completions(
         admission=admission,
         auth=records.auth,

@@ -35,6 +35,7 @@ class Lifecycle:
         others = (
             gateway.intake.run,
             gateway.intake.validation.running,
+            gateway.upgrades.running,
             gateway.housekeeping.running,
             gateway.health.watching,
         )

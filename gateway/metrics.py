@@ -85,6 +85,12 @@ class Metrics:
             "Answers for which the engine read an adapter other than the request's.",
             "engine",
         )
+        self._golden = self._counter(
+            "loraplex_gateway_golden_checks",
+            "Golden answers of adapters that were checked again, by result: same or different.",
+            "tenant",
+            "result",
+        )
         self._quarantined = self._counter(
             "loraplex_gateway_quarantined",
             "Requests and adapters put into quarantine because engines died with them.",
@@ -200,6 +206,11 @@ class Metrics:
 
     def adapter_mismatch(self, engine: str) -> None:
         self._mismatches.labels(engine).inc()
+
+    def golden_checked(self, tenant_name: str, num_prompts: int, num_different: int) -> None:
+        """Count a check of golden answers."""
+        self._golden.labels(tenant_name, "same").inc(num_prompts - num_different)
+        self._golden.labels(tenant_name, "different").inc(num_different)
 
     def quarantined(self, kind: str) -> None:
         """Count a quarantine. kind: "request" or "adapter"."""

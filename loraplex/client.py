@@ -188,9 +188,41 @@ class GatewayClient:
         path = uploads_path(tenant).removesuffix("uploads") + "imports"
         return await self.call("POST", path, params={"name": name, "source": source}, timeout=UPLOAD_TIMEOUT)
 
-    async def verify(self, tenant: str | None, version: Reference) -> dict[str, Any]:
-        """Probe a version again."""
-        return await self.call("POST", _version_path(tenant, version) + "/probe")
+    async def probe(self, tenant: str | None, version: Reference) -> dict[str, Any]:
+        """Return the newest probe of a version."""
+        return await self.call("GET", _version_path(tenant, version) + "/probe")
+
+    async def verify(self, tenant: str | None, version: Reference, engine: str | None = None) -> dict[str, Any]:
+        """Probe a version again. engine: URL of the only engine to ask."""
+        return await self.call("POST", _version_path(tenant, version) + "/probe", params=_engine(engine))
+
+    async def golden(self, tenant: str | None, version: Reference) -> dict[str, Any]:
+        """Return the golden answers of a version, with their checks."""
+        return await self.call("GET", _version_path(tenant, version) + "/golden")
+
+    async def set_golden(self, tenant: str | None, version: Reference, prompts: Any) -> dict[str, Any]:
+        """Ask prompts and keep the golden answers of a version."""
+        path = _version_path(tenant, version) + "/golden"
+        return await self.call("PUT", path, json={"prompts": prompts}, timeout=UPLOAD_TIMEOUT)
+
+    async def delete_golden(self, tenant: str | None, version: Reference) -> None:
+        await self.call("DELETE", _version_path(tenant, version) + "/golden")
+
+    async def check_golden(
+        self, tenant: str | None, version: Reference, engine: str | None = None
+    ) -> list[dict[str, Any]]:
+        """Check the golden answers of a version; return the results by engine, none if it has no golden answers."""
+        path = _version_path(tenant, version) + "/golden"
+        try:
+            await self.call("GET", path)
+        except GatewayError as error:
+            if error.status != 404:
+                raise
+            return []
+        return (await self.call("POST", f"{path}/check", params=_engine(engine), timeout=UPLOAD_TIMEOUT))["checks"]
+
+    async def engines(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/engines")
 
     async def bases(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/bases")
@@ -243,6 +275,10 @@ def upload_files(path: Path) -> dict[str, Path]:
 def _force(force: bool) -> dict[str, str]:
     """Return the query of a call that may name models that do not exist."""
     return {"force": "true"} if force else {}
+
+
+def _engine(url: str | None) -> dict[str, str]:
+    return {} if url is None else {"engine": url}
 
 
 def _path(collection: str, name: str) -> str:

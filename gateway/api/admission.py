@@ -19,9 +19,10 @@ from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
-from gateway.records.catalog import Catalog
+from gateway.records.catalog import Catalog, Model
 from gateway.records.mixtures import names_in, resolve_model
 from gateway.records.prices import PriceList
+from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
 
 # Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
@@ -78,7 +79,7 @@ class Admission:
         share: BodyShare,
         arrived: float,
     ) -> tuple[InferenceRequest, Account]:
-        """Check the body and reserve its amounts on the tenant's limits."""
+        """Check the body and reserve its amounts."""
         tenant = principal.tenant
         if (form := await self.forms.read(tenant.id, raw, share)) is not None:
             request[FORM] = form
@@ -89,6 +90,32 @@ class Admission:
         user = user and user[:MAX_USER_CHARS]
         model = await resolve_model(self._catalog, tenant, parsed.model, user)
         asked = await self._prompts.measure(parsed, raw, share)
+        account = await self.reserve(principal, model, asked, endpoint, request[REQUEST_ID], arrived)
+        share.admitted()
+        return asked, account
+
+    async def read(
+        self, tenant: Tenant, raw: bytes, endpoint: Endpoint, share: BodyShare
+    ) -> tuple[Model, InferenceRequest]:
+        """Return the model and the checked form of a request that the gateway itself makes for a tenant."""
+        async with self._turns.turn(tenant.id):
+            parsed = await self._prompts.parse(raw, endpoint, share)
+            model = await resolve_model(self._catalog, tenant, parsed.model)
+            asked = await self._prompts.measure(parsed, raw, share)
+        share.admitted()
+        return model, asked
+
+    async def reserve(
+        self,
+        principal: TenantPrincipal,
+        model: Model,
+        asked: InferenceRequest,
+        endpoint: Endpoint,
+        request_id: str,
+        arrived: float,
+    ) -> Account:
+        """Reserve a request's amounts on the tenant's limits, and limit it to the granted tokens."""
+        tenant = principal.tenant
         self._fleet.check(tenant.id, model.adapters, asked.body)
         self._accounting.check_room()
         price, weights = self._prices.price(tenant.name, model), asked.weights
@@ -96,7 +123,7 @@ class Admission:
             reservation = await self._quota.acquire(
                 principal,
                 model,
-                request[REQUEST_ID],
+                request_id,
                 Need(
                     asked.prompt_tokens * weights.prompt,
                     asked.max_tokens,
@@ -109,7 +136,6 @@ class Admission:
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
             raise
-        share.admitted()
         if reservation.max_tokens < asked.max_tokens:
             asked.shorten(reservation.max_tokens)
-        return asked, Account(principal, reservation, endpoint.name, model, price, asked, arrived)
+        return Account(principal, reservation, endpoint.name, model, price, asked, arrived)

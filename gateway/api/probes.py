@@ -9,6 +9,7 @@ from aiohttp import web
 from gateway.api.adapter_caller import find_caller, version_of
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.validating import Validation
+from gateway.errors import Forbidden
 from gateway.fleet.registry import Registry
 from gateway.quota.quota import Quota
 from gateway.records.probes import Probes
@@ -43,13 +44,16 @@ class ProbeRoutes:
     async def verify(self, request: web.Request) -> web.Response:
         """Probe a version again, and return the result with its changes since the newest probe on record.
 
-        The state stays as it is. A version without a probe gets its first one. Raises Unavailable if no engine can
-        probe it now.
+        The state stays as it is. A version without a probe gets its first one. An operator may name the engine. Raises
+        Unavailable if no engine can probe it now.
         """
         caller = await find_caller(request, self._tenants)
         name, number = request.match_info["name"], version_of(request)
         await caller.count_change(request, self._quota)
-        before, now = await self._validation.verify(caller.tenant, name, number)
+        engine = request.query.get("engine")
+        if engine is not None and caller.principal is not None:
+            raise Forbidden("engine: only an operator names an engine.", param="engine")
+        before, now = await self._validation.verify(caller.tenant, name, number, engine)
         return json_response(_describe(name, number, now) | {"changes": [] if before is None else changes(before, now)})
 
     async def bases(self, _: web.Request) -> web.Response:

@@ -18,6 +18,7 @@ from gateway.api.completions import Completions
 from gateway.api.dashboard import Dashboard
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
+from gateway.api.golden.handlers import GoldenRoutes, NewGolden
 from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
 from gateway.api.probes import ProbeRoutes
@@ -64,6 +65,16 @@ def _version_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]
         route("PUT", alias, of.move, "Point an alias to versions.", query=(), request=NewTargets),
         route("POST", f"{alias}/rollback", of.rollback, "Roll an alias back to its previous versions.", query=()),
         route("DELETE", alias, of.delete_alias, "Delete an alias.", query=()),
+    )
+
+
+def _golden_routes(path: str, route: Callable[..., Route], check_query: tuple[str, ...]) -> tuple[Route, ...]:
+    one, of = f"{path}/{{name}}/versions/{{version}}/golden", GoldenRoutes
+    return (
+        route("GET", one, of.get, "Return a version's golden answers and their checks.", query=()),
+        route("PUT", one, of.put, "Ask prompts and keep the golden answers.", query=(), request=NewGolden),
+        route("DELETE", one, of.delete, "Remove a version's golden answers.", query=()),
+        route("POST", f"{one}/check", of.check, "Check a version's golden answers.", query=check_query),
     )
 
 
@@ -161,9 +172,12 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             f"{TENANT}/adapters/{{name}}/versions/{{version}}/probe",
             ProbeRoutes.verify,
             "Probe a tenant's version again.",
+            query=("engine",),
         ),
         _admin("GET", "/admin/api/bases", ProbeRoutes.bases, "List base models with their engines and adapters."),
     ),
+    GoldenRoutes: _golden_routes("/v1/adapters", partial(Route, scope="adapters"), ())
+    + _golden_routes(f"{TENANT}/adapters", partial(Route, scope="admin"), ("engine",)),
     Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),

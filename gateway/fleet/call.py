@@ -10,6 +10,7 @@ from wire.telemetry.spans import NO_SPAN, Span
 
 if TYPE_CHECKING:
     # Imported for type checking only: settings import the engine kinds, and these modules import settings.
+    from gateway.fleet.engine import EngineRecord
     from gateway.quota.growth import Hold
     from gateway.records.catalog import Model
     from gateway.records.tenants import Tenant
@@ -71,7 +72,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the span.
     hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a whole
-    answer.
+    answer. engine: the only engine that may serve it; None for any.
     """
 
     request_id: str
@@ -84,6 +85,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     trace: dict[str, str] = {}
     hold: "Hold | None" = None
     on_progress: Callable[[int], None] = _ignore
+    engine: "EngineRecord | None" = None
 
     @property
     def is_stream(self) -> bool:

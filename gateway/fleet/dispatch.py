@@ -124,7 +124,7 @@ class Fleet:
         place = Place(
             tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
         )
-        if call.model.digest is not None:
+        if call.model.digest is not None and call.engine is None:
             self.rates.count(call.model.digest)
             place.on_wait = partial(self._hint, call)
         target = call.body.get("ttft_target") or tenant.ttft_target
@@ -178,6 +178,7 @@ class Fleet:
             candidate
             for candidate in self._registry.engines
             if candidate not in tries.engines
+            and call.engine in (None, candidate)
             and candidate.address.traits.name not in tries.unserving
             and candidate.breaker.allows(call.tenant.id)
             and candidate.serves_bases(bases)
@@ -193,7 +194,7 @@ class Fleet:
         )
         if engine is None:
             raise tries.refusal or EngineRefused(self._absence(bases, tries))
-        if digest is not None:
+        if digest is not None and call.engine is None:
             # The homes of a popular adapter load it before requests go there.
             for home in homes_of(digest, [each for each in left if each.available], rate):
                 if home is not engine:

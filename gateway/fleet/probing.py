@@ -58,10 +58,13 @@ class AdapterProber:
         """Return whether an engine that can probe is available."""
         return bool(self._engines())
 
-    async def probe(self, tenant: Tenant, digest: str, base: str | None = None) -> AdapterProbe:
+    async def probe(
+        self, tenant: Tenant, digest: str, base: str | None = None, only: str | None = None
+    ) -> AdapterProbe:
         """Return the result of a usable adapter. Raises AdapterRefused, NotProbed.
 
-        base: digest of the base model whose engines are tried first; None if any may be first.
+        base: digest of the base model whose engines are tried first; None if any may be first. only: URL of the only
+        engine to try.
         """
         body = {"probe": digest}
         try:
@@ -69,7 +72,7 @@ class AdapterProber:
         except Quarantined as error:
             raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
         self._check_deaths(Suspect("probe", tenant.id, digest))
-        left, refused = self._engines(), None
+        left, refused = [each for each in self._engines() if only in (None, each.url)], None
         bases = () if base is None else (base,)
         while (engine := choose([each for each in left if each.serves_bases(bases)] or left, digest)) is not None:
             try:

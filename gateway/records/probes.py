@@ -90,6 +90,22 @@ class Probes:
             raise RecordNotFound("The version has not been probed.", param="version")
         return row.probed_at, msgspec.json.decode(row.result, type=AdapterProbe)
 
+    async def base(self, tenant: Tenant, name: str, version: int) -> tuple[str, ...]:
+        """Return the digest of the base model that a version is bound to; none if it is unknown."""
+        check_possible(name)
+        own, table = adapter_versions, adapter_probes
+        query = (
+            select(table.c.base_digest)
+            .join_from(adapters, own, own.c.adapter_id == adapters.c.id)
+            .outerjoin(table, and_(table.c.adapter_id == adapters.c.id, table.c.version == own.c.version))
+            .where(adapters.c.tenant_id == tenant.id, adapters.c.name == name, own.c.version == version)
+        )
+        async with self._database.read() as connection:
+            row = (await connection.execute(query)).one_or_none()
+        if row is None:
+            raise unknown_version()
+        return () if row.base_digest is None else (row.base_digest,)
+
     async def missing(self) -> Sequence[Unprobed]:
         """Return the versions that are validating: each tenant's PER_TENANT oldest."""
         own = adapter_versions

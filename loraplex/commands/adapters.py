@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
+from loraplex.commands.golden import golden
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.verify import verify
 from loraplex.commands.versions import COMMANDS
@@ -102,7 +103,7 @@ def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None
     click.echo(f"deleted adapter {name}")
 
 
-for command in (*COMMANDS, verify):
+for command in (*COMMANDS, golden, verify):
     adapter.add_command(command)
 
 

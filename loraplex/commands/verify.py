@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loraplex.commands.common import Gateway, examples, tenant_options
+from loraplex.commands.golden import check_row
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.versions import VersionName
 from wire.model_names import Reference, version_name
@@ -19,42 +20,138 @@ if TYPE_CHECKING:
 )
 @click.argument("version", type=VersionName(), required=False)
 @click.option("--all", "all_ready", is_flag=True, help="Verify every ready version of the tenant.")
+@click.option("--engine", help="URL of the only engine to ask; for operators.")
 @json_option
 @tenant_options()
-def verify(version: Reference | None, all_ready: bool, tenant: str | None, as_json: bool, gateway: Gateway) -> None:
-    """Probe VERSION (such as pirate@3) again, and compare the result with the one on record.
+def verify(
+    version: Reference | None,
+    all_ready: bool,
+    engine: str | None,
+    tenant: str | None,
+    as_json: bool,
+    gateway: Gateway,
+) -> None:
+    """Probe VERSION (such as pirate@3) again and check its golden answers; compare both with those on record.
 
-    Use it after an upgrade of engines or of the base model. Exit with 1 if a version changed or is refused.
+    Use it after an upgrade of engines or of the base model. With an operator's key, every engine of the version's base
+    model is asked; with a tenant's own key, an engine of each release. Exit with 1 if a version changed or is refused.
     """
     if all_ready == (version is not None):
         raise click.UsageError("expected a version like pirate@3, or --all")
-    found = gateway.run(lambda client: _verify(client, tenant, version))
+    if engine is not None and gateway.tenants_own:
+        raise click.UsageError("--engine needs an operator's key")
+    found = gateway.run(lambda client: _verify(client, tenant, version, engine))
     if as_json:
         print_json(found)
     else:
-        rows = [
-            {
-                "version": version_name(each["name"], each["version"]),
-                "base": each["base"],
-                "divergence": round(each["divergence"], 4) if each["divergence"] is not None else None,
-                "changed": [change["field"] for change in each["changes"]],
-                "reasons": [reason["message"] for reason in each["reasons"]],
-            }
-            for each in found
-        ]
-        print_table(rows, ("version", "base", "divergence", "changed", "reasons"))
-    if any(each["changes"] or each["reasons"] for each in found):
+        print_table([_row(each) for each in found], ("version", *_COLUMNS))
+    if any(each["changes"] or each["reasons"] or _num_different(each) for each in found):
         raise SystemExit(1)
 
 
-async def _verify(client: "GatewayClient", tenant: str | None, named: Reference | None) -> list[dict[str, Any]]:
-    if named is not None:
-        return [await client.verify(tenant, named)]
+_COLUMNS = ("engine", "base", "divergence", "changed", "reasons", "golden", "differs_at")
+
+
+def _row(found: dict[str, Any]) -> dict[str, Any]:
+    divergence = found.get("divergence")
+    checks = [check_row(check) for check in found["golden"]]
+    return {
+        "version": version_name(found["name"], found["version"]),
+        "engine": found["engine"],
+        "base": found.get("base"),
+        "divergence": None if divergence is None else round(divergence, 4),
+        "changed": [change["field"] for change in found["changes"]],
+        "reasons": [reason["message"] for reason in found["reasons"]],
+        "golden": [f"{check['agreement']:.0%}" for check in checks],
+        "differs_at": [place for check in checks for place in check["differs_at"]],
+    }
+
+
+def _num_different(found: dict[str, Any]) -> int:
+    return sum(len(check["differences"]) for check in found["golden"])
+
+
+async def _verify(
+    client: "GatewayClient", tenant: str | None, named: Reference | None, engine: str | None
+) -> list[dict[str, Any]]:
+    references = [named] if named is not None else await _ready(client, tenant)
+    return [row for reference in references for row in await _verify_one(client, tenant, reference, engine)]
+
+
+async def _ready(client: "GatewayClient", tenant: str | None) -> list[Reference]:
     names = [adapter["name"] for adapter in await client.adapters(tenant)]
-    ready = [
+    return [
         Reference(name, version["version"])
         for name in names
         for version in await client.versions(tenant, name)
         if version["state"] == "ready"
     ]
-    return [await client.verify(tenant, reference) for reference in ready]
+
+
+async def _verify_one(
+    client: "GatewayClient", tenant: str | None, reference: Reference, engine: str | None
+) -> list[dict[str, Any]]:
+    """Return a row for each engine that an operator asks, one row for a tenant."""
+    if tenant is None:
+        golden = await client.check_golden(None, reference)
+        probed = await _probe(client, None, reference, needed=not golden)
+        return [{"engine": None, **probed, "golden": golden}]
+    rows = []
+    engines = await _engines(client, tenant, reference, engine)
+    if engine is None and not any(each["state"].get("probes") for each in engines):
+        # No engine of the version's base model can probe it: this probe may bind the version to another one.
+        probed = await _probe(client, tenant, reference, needed=not engines)
+        if "digest" in probed:
+            rows.append({"engine": None, **probed, "golden": []})
+    for each in engines:
+        probed = _unprobed(reference)
+        if each["state"].get("probes"):
+            probed = await client.verify(tenant, reference, each["url"])
+        golden = await client.check_golden(tenant, reference, each["url"])
+        rows.append({"engine": each["url"], **probed, "golden": golden})
+    return rows
+
+
+async def _probe(client: "GatewayClient", tenant: str | None, reference: Reference, *, needed: bool) -> dict[str, Any]:
+    """Probe a version again on any engine. Unless needed, the result is empty if no engine can probe it."""
+    from loraplex.client import GatewayError
+
+    try:
+        return await client.verify(tenant, reference)
+    except GatewayError as error:
+        if needed or error.status != 503:
+            raise
+        return _unprobed(reference)
+
+
+def _unprobed(reference: Reference) -> dict[str, Any]:
+    return {"name": reference.name, "version": reference.version, "changes": [], "reasons": []}
+
+
+async def _engines(
+    client: "GatewayClient", tenant: str, reference: Reference, only: str | None
+) -> list[dict[str, Any]]:
+    """Return the available engines that serve the version's base model, or the one of the URL `only`."""
+    from loraplex.client import GatewayError
+
+    available = [engine for engine in await client.engines() if engine["reason"] is None]
+    if only is not None:
+        found = [engine for engine in available if engine["url"] == only.rstrip("/")]
+        if not found:
+            raise GatewayError(f"no available engine has the URL {only}")
+        return found
+    base = await _base(client, tenant, reference)
+    return [engine for engine in available if base is None or engine["state"].get("base_digest") in (None, base)]
+
+
+async def _base(client: "GatewayClient", tenant: str, reference: Reference) -> str | None:
+    """Return the digest of the base model that the version was probed on; None if it is unknown."""
+    from loraplex.client import GatewayError
+
+    try:
+        found = (await client.probe(tenant, reference))["base"]
+    except GatewayError as error:
+        if error.status != 404:
+            raise
+        return None
+    return None if found is None else found.removeprefix("sha256:")

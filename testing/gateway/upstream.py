@@ -70,6 +70,9 @@ class Upstream:
         self.model = "base"
         # Digest of its base model; None: it reports none.
         self.base_digest: str | None = None
+        # Its release, and the characters of whole answers, repeated.
+        self.version: str | None = None
+        self.alphabet = "a"
         # Refusal of every request: a status and an error code, or None to cut the connection.
         self.refuses: tuple[int, str] | Literal[False] | None = False
         # The structured outputs compiled so far, and whether further ones are compiled or refused.
@@ -158,6 +161,7 @@ class Upstream:
             running,
             self.draining,
             self.keeps_allowances,
+            self.version,
         )
         if pushed != self._last_push:
             self._last_push = pushed
@@ -175,6 +179,7 @@ class Upstream:
             "keeps_allowances": self.keeps_allowances,
             "probes": self.probe_status is not None,
             "base_digest": self.base_digest,
+            "version": self.version,
         }
 
     async def _finished(self, request: web.Request) -> web.Response:
@@ -236,7 +241,8 @@ class Upstream:
         tokens, ended_by_allowance = mine["completion_tokens"], mine["finish_reason"] == "length"
         choice = {"index": 0, "finish_reason": mine["finish_reason"]}
         chat = request.path.endswith("chat/completions")
-        choice |= {"message": {"role": "assistant", "content": "a" * tokens}} if chat else {"text": "a" * tokens}
+        text = (self.alphabet * tokens)[:tokens]
+        choice |= {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
         answer = {**self._envelope(body), "choices": [choice], "usage": usage(tokens)}
         if ended_by_allowance:
             answer["loraplex"] = {**counts(tokens), "ended_by_allowance": True}

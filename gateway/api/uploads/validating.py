@@ -87,10 +87,14 @@ class Validation:
             raise ProbeRefused(found.reasons)
         return msgspec.structs.replace(adapter, state=found.state)
 
-    async def verify(self, tenant: Tenant, name: str, version: int) -> tuple[AdapterProbe | None, AdapterProbe]:
+    async def verify(
+        self, tenant: Tenant, name: str, version: int, engine: str | None = None
+    ) -> tuple[AdapterProbe | None, AdapterProbe]:
         """Probe a version again and keep the result. Return the previous result, if there is one, and the new one.
 
-        Raises RecordNotFound, BadRequest for a version without content, ProbeRefused without a result, Unavailable.
+        engine: URL of the only engine to ask; its result is kept only if it serves the recorded base model, so that it
+        does not bind the version to another one. Raises RecordNotFound, BadRequest for a version without content,
+        ProbeRefused without a result, Unavailable.
         """
         found = await self.catalog.versions.get(tenant, name, version)
         if not found.digest or found.state == "deleted":
@@ -100,13 +104,16 @@ class Validation:
             _, before = await self._probes.get(tenant, name, version)
         async with self._turns.turn(tenant.id):
             try:
-                now = await self._prober.probe(tenant, found.digest, None if before is None else before.base_digest)
+                base = None if before is None else before.base_digest
+                now = await self._prober.probe(tenant, found.digest, base, engine)
             except NotProbed as error:
                 raise Unavailable("No engine can probe the adapter now; try again shortly.") from error
             except AdapterRefused as refused:
                 if refused.probe is None:
                     raise ProbeRefused(refused.reasons) from refused
                 now = refused.probe
+        if engine is not None and (now.base_digest,) != await self._probes.base(tenant, name, version):
+            return before, now
         if await self._probes.record(tenant, name, version, now):
             await self.catalog.rebound()
         return before, now

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,16 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
     for which in ("pirate@1", "--all"):
         [verified] = await run("adapter", "verify", which, "--tenant", "acme")
         assert (verified["version"], verified["changes"], verified["reasons"]) == (1, [], [])
+    prompts = [{"messages": [{"role": "user", "content": "a b"}], "max_tokens": 8}, {"prompt": "b a"}]
+    asked = await acme.call("PUT", "/v1/adapters/pirate/versions/1/golden", json={"prompts": prompts})
+    assert asked.status == 200, asked.json
+    made = asked.json["prompts"][0]["engine"]
+    assert (made["kind"], made["version"], made["base"]) == ("loraplex", version("loraplex"), found["base"])
+    assert all(each["answer"] for each in asked.json["prompts"])
+    checked = (await acme.post("/v1/adapters/pirate/versions/1/golden/check")).json["checks"]
+    assert [(each["engine"], each["agreement"]) for each in checked] == [(made, 1.0)], "a real engine repeats itself"
+    [verified] = await run("adapter", "verify", "pirate@1", "--tenant", "acme", "--engine", engine)
+    assert (verified["engine"], verified["changes"], len(verified["golden"])) == (engine, [], 1)
     [refused] = await run("adapter", "verify", "pirate@3", "--tenant", "acme", code=1)
     assert refused["reasons"][0]["code"] == "adapter_not_finite"
 

@@ -1,0 +1,216 @@
+"""Requests that the gateway itself makes: golden prompts, asked by the way of every other request.
+
+A tenant pays for the prompts that it asks. Those that the operator or the gateway asks have no account: no quota and no
+price counts them, but the tenant's fair share does, with the lowest priority.
+"""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
+from typing import Any, Protocol
+
+import msgspec
+
+from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.api.admission import Admission
+from gateway.api.requests.memory import BodyMemory
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.billing.account import Account, Accounting
+from gateway.billing.charges import Ending, ending_of
+from gateway.errors import EngineMismatch, OutOfTime, RateLimited, UpstreamFailed
+from gateway.fleet import receipts
+from gateway.fleet.answers import Fields, decode_field, read_answer
+from gateway.fleet.call import Call, EngineRefused
+from gateway.fleet.dispatch import Bill, Fleet
+from gateway.fleet.engine import EngineRecord
+from gateway.metrics import Metrics
+from gateway.records.catalog import Model
+from gateway.records.golden import GoldenAnswer, GoldenPrompt
+from gateway.records.tenants import Tenant
+from wire.deadlines import MOST_PRIORITY
+from wire.model_names import version_name
+
+# Priority of a tenant (0 to 9) and of one of its requests; behind all that clients ask.
+LAST_TENANT, LAST_OWN = 10, MOST_PRIORITY
+MAX_ANSWER_BYTES = 2**18
+
+
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked prompt for a version of the tenant's adapter."""
+
+    tenant: Tenant
+    endpoint: Endpoint
+    model: Model
+    asked: InferenceRequest
+
+
+class _Bill(Bill, Protocol):
+    def observe_receipt(self, receipt: Any) -> None: ...
+    def observe_answer(self, answer: Fields) -> None: ...
+
+
+class Unbilled:
+    """Bill of a request that nobody pays. It checks the receipt, as an `Account` does."""
+
+    def __init__(self, digest: str | None) -> None:
+        self._digest = digest
+        self.completion_tokens = 0
+
+    def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
+        pass
+
+    def unsent(self) -> None:
+        pass
+
+    def lost(self) -> None:
+        pass
+
+    def observe_receipt(self, receipt: Any) -> None:
+        """Raise EngineMismatch for a receipt of another adapter."""
+        if isinstance(receipt, str) and not receipts.matches(receipts.served_digest(receipt), self._digest):
+            raise EngineMismatch
+
+    def observe_answer(self, answer: Fields) -> None:
+        """Read the number of generated tokens, which the fair share counts. Raises EngineMismatch."""
+        progress, usage = decode_field(answer, "loraplex"), decode_field(answer, "usage")
+        if isinstance(progress, dict):
+            self.observe_receipt(progress.get("adapter_digest"))
+        if isinstance(usage, dict) and isinstance(tokens := usage.get("completion_tokens"), int):
+            self.completion_tokens = tokens
+
+
+class Asking:
+    """Sender of golden prompts. Raises the errors of any request."""
+
+    def __init__(
+        self,
+        *,
+        body_memory: BodyMemory,
+        admission: Admission,
+        accounting: Accounting,
+        auth: Authenticator,
+        fleet: Fleet,
+        metrics: Metrics,
+        request_timeout: float,
+    ) -> None:
+        self._body_memory = body_memory
+        self._admission = admission
+        self._accounting = accounting
+        self._auth = auth
+        self._fleet = fleet
+        self._metrics = metrics
+        self._request_timeout = request_timeout
+
+    async def read(self, tenant: Tenant, name: str, version: int, prompt: GoldenPrompt) -> Question:
+        """Return a checked prompt for an adapter's version. Raises the errors of a request's body."""
+        endpoint = COMPLETIONS if prompt.messages is None else CHAT
+        body = {**msgspec.to_builtins(prompt), "model": version_name(name, version), "temperature": 0}
+        raw = msgspec.json.encode(body)
+        with self._body_memory.share(tenant.id) as share:
+            share.take(len(raw))
+            model, asked = await self._admission.read(tenant, raw, endpoint, share)
+        return Question(tenant=tenant, endpoint=endpoint, model=model, asked=asked)
+
+    async def ask(
+        self, question: Question, payer: TenantPrincipal | None = None, engine: EngineRecord | None = None
+    ) -> GoldenAnswer:
+        """Return the greedy answer.
+
+        payer: the tenant's key that pays; None for nobody. engine: the only one to ask; None for any.
+        """
+        arrived, request_id = time.monotonic(), f"golden-{uuid.uuid4().hex}"
+        tenant, model, asked = question.tenant, question.model, question.asked
+        call = Call(
+            request_id=request_id,
+            path=question.endpoint.path,
+            body=asked.body,
+            model=model,
+            tenant=tenant,
+            prompt_tokens=asked.prompt_tokens,
+            engine=engine,
+        )
+        if payer is not None:
+            # A shortened answer could not be compared.
+            whole = msgspec.structs.replace(payer.tenant, on_token_limit="refuse")
+            payer = msgspec.structs.replace(payer, tenant=whole)
+            account = await self._admission.reserve(payer, model, asked, question.endpoint, request_id, arrived)
+            return await self._answer_billed(call, account)
+        last = msgspec.structs.replace(tenant, priority=LAST_TENANT)
+        call = msgspec.structs.replace(call, tenant=last, body={**asked.body, "priority": LAST_OWN})
+        try:
+            async with self._while_allowed(None):
+                return await self._answer(call, Unbilled(model.digest))
+        except EngineRefused as refusal:
+            raise refusal.error from refusal
+
+    async def _answer_billed(self, call: Call, account: Account) -> GoldenAnswer:
+        call = msgspec.structs.replace(call, hold=account.hold, on_progress=account.observe_report)
+        with self._accounting.open(account):
+            try:
+                async with self._while_allowed(account.principal):
+                    answer = await self._answer(call, account)
+                    if account.is_beyond_hold:
+                        assert account.hold is not None
+                        raise account.hold.refused()
+            except RateLimited as refusal:
+                self._metrics.refused(account.principal.tenant.name, refusal.kind)
+                await self._accounting.close_and_wait(account, Ending.LIMITED)
+                raise
+            except EngineRefused as refusal:
+                await self._accounting.close_and_wait(account, ending_of(refusal))
+                raise refusal.error from refusal
+            await self._accounting.close_ahead(account)
+        return answer
+
+    async def _answer(self, call: Call, bill: _Bill) -> GoldenAnswer:
+        async with self._fleet.open(call, bill) as answering:
+            engine = answering.engine
+            software = engine.software
+            try:
+                bill.observe_receipt(answering.response.headers.get(receipts.HEADER))
+                answer = await read_answer(answering.response, MAX_ANSWER_BYTES, _no_reservation)
+                bill.observe_answer(answer)
+            except EngineMismatch:
+                self._metrics.adapter_mismatch(engine.url)
+                engine.mark_mismatched()
+                raise
+        return GoldenAnswer(text=_text(answer), software=software)
+
+    @asynccontextmanager
+    async def _while_allowed(self, payer: TenantPrincipal | None) -> AsyncIterator[None]:
+        """End the block when the payer's key becomes invalid or the request exceeds its time limit.
+
+        Raises InvalidKey, Forbidden, OutOfTime.
+        """
+        valid = nullcontext() if payer is None else self._auth.while_valid(payer)
+        try:
+            async with asyncio.timeout(self._request_timeout) as deadline, valid:
+                yield
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise OutOfTime(f"The request exceeded the time limit of {self._request_timeout:g} s.") from error
+
+
+async def _no_reservation(_: int) -> None:
+    """Reserve no memory: MAX_ANSWER_BYTES bounds the answer."""
+
+
+def _text(answer: Fields) -> str:
+    """Return the text of an answer with one choice. Raises UpstreamFailed."""
+    try:
+        [choice] = msgspec.json.decode(answer["choices"], type=list[_Choice])
+    except (KeyError, ValueError) as error:
+        raise UpstreamFailed("The engine's answer does not have the expected form.") from error
+    return (choice.text if choice.message is None else choice.message.content) or ""
+
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    message: _Message | None = None

@@ -1,0 +1,52 @@
+"""Construction of the parts of golden answers."""
+
+from gateway.api.admission import Admission
+from gateway.api.golden.asking import Asking
+from gateway.api.golden.checking import GoldenChecks
+from gateway.api.golden.handlers import GoldenRoutes
+from gateway.api.golden.upgrades import Upgrades
+from gateway.api.requests.memory import BodyMemory
+from gateway.parts import Billing, Records, Serving
+from gateway.records.golden import Golden
+from gateway.records.probes import Probes
+from gateway.resources import Resources
+
+
+def build_golden(
+    resources: Resources,
+    records: Records,
+    billing: Billing,
+    serving: Serving,
+    admission: Admission,
+    body_memory: BodyMemory,
+) -> tuple[GoldenRoutes, Upgrades]:
+    """Return the routes and the background checks."""
+    golden, metrics = Golden(resources.database), resources.metrics
+    asking = Asking(
+        admission=admission,
+        auth=records.auth,
+        fleet=serving.fleet,
+        accounting=billing.accounting,
+        metrics=metrics,
+        body_memory=body_memory,
+        request_timeout=resources.settings.request_timeout,
+    )
+    checks = GoldenChecks(
+        golden=golden,
+        probes=Probes(resources.database),
+        asking=asking,
+        registry=serving.registry,
+        tokenizer=resources.model.tokenizer,
+        metrics=metrics,
+    )
+    routes = GoldenRoutes(
+        tenants=records.tenants,
+        auth=records.auth,
+        catalog=records.catalog,
+        golden=golden,
+        asking=asking,
+        checks=checks,
+        quota=billing.quota,
+    )
+    upgrades = Upgrades(golden, checks, records.tenants, serving.registry, serving.gate, resources.redis)
+    return routes, upgrades

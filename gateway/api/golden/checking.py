@@ -1,0 +1,106 @@
+"""Checks of golden answers: a version's prompts are asked again on one engine, and the texts compared."""
+
+import logging
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime
+
+from gateway.access.auth import TenantPrincipal
+from gateway.api.golden.asking import Asking
+from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
+from gateway.fleet.engine import EngineRecord, EngineSoftware
+from gateway.fleet.registry import Registry
+from gateway.metrics import Metrics
+from gateway.records.golden import Difference, Golden, GoldenCheck, GoldenSet
+from gateway.records.probes import Probes
+from gateway.records.tenants import Tenant
+from wire.errors import BadRequest as ProtocolError
+from wire.text.tokenizer import ChatTemplateError, Tokenizer
+
+log = logging.getLogger(__name__)
+
+# Deaths of engines during checks of one version under one software; then the check is recorded with this error.
+MOST_DEATHS = 2
+DIED = "Engines died while they answered this prompt."
+# Versions whose deaths are remembered.
+MAX_REMEMBERED = 1000
+
+
+class GoldenChecks:
+    """Checker of golden answers."""
+
+    def __init__(
+        self,
+        *,
+        golden: Golden,
+        probes: Probes,
+        asking: Asking,
+        registry: Registry,
+        tokenizer: Tokenizer,
+        metrics: Metrics,
+    ) -> None:
+        self._golden = golden
+        self._probes = probes
+        self._asking = asking
+        self._registry = registry
+        self._tokenizer = tokenizer
+        self._metrics = metrics
+        self._deaths: Counter[tuple[str, EngineSoftware]] = Counter()
+
+    async def engines(self, tenant: Tenant, name: str, version: int) -> list[EngineRecord]:
+        """Return the available engines that serve the version's base model, by address. Raises RecordNotFound."""
+        base = await self._probes.base(tenant, name, version)
+        found = [each for each in self._registry.engines if each.available and each.serves_bases(base)]
+        return sorted(found, key=lambda each: each.url)
+
+    async def check(
+        self, tenant: Tenant, name: str, version: int, engine: EngineRecord, payer: TenantPrincipal | None = None
+    ) -> tuple[GoldenSet, GoldenCheck]:
+        """Ask a version's prompts on an engine, and record the result. Return the golden set and the result.
+
+        payer: as in `Asking.ask`. Raises RecordNotFound, and the errors of requests that may succeed later.
+        """
+        found, software = await self._golden.get(tenant, name, version), engine.software
+        differences = []
+        for i, (prompt, answer) in enumerate(zip(found.prompts, found.answers, strict=True)):
+            try:
+                question = await self._asking.read(tenant, name, version, prompt)
+                new = await self._asking.ask(question, payer, engine)
+            except (BadRequest, ProtocolError, ChatTemplateError) as error:
+                differences.append(Difference(prompt=i, error=str(error)))
+            except (EngineDied, UpstreamFailed):
+                # A prompt that is the cause must not end engines again and again.
+                if not self._is_last_death(found.tag, software):
+                    raise
+                differences.append(Difference(prompt=i, error=DIED))
+                break
+            else:
+                if new.text != answer.text:
+                    differences.append(self._compare(i, answer.text, new.text))
+        if engine.software != software:
+            raise Unavailable("The engine was replaced during the check; try again shortly.")
+        check = GoldenCheck(software=software, differences=tuple(differences), checked_at=datetime.now(UTC))
+        await self._golden.record(tenant, name, version, found.tag, check)
+        self._metrics.golden_checked(tenant.name, len(found.prompts), len(differences))
+        if differences:
+            shown = f"{software.kind} {software.version or 'of an unknown release'}"
+            log.warning("golden answers of tenant %s: %d differ under %s", tenant.id, len(differences), shown)
+        return found, check
+
+    def _compare(self, prompt: int, golden: str, text: str) -> Difference:
+        """Return the difference of two texts, in tokens of the base model's tokenizer."""
+        old, new = (self._tokenizer.encode(each, add_special_tokens=False) for each in (golden, text))
+        position = num_equal(old, new)
+        return Difference(prompt=prompt, position=position, agreement=position / max(len(old), len(new), 1), text=text)
+
+    def _is_last_death(self, tag: str, software: EngineSoftware) -> bool:
+        self._deaths[tag, software] += 1
+        while len(self._deaths) > MAX_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+        return self._deaths[tag, software] >= MOST_DEATHS
+
+
+def num_equal(one: Sequence[int], other: Sequence[int]) -> int:
+    """Return the number of equal tokens before the first difference."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
