@@ -181,6 +181,10 @@ CASES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/adapter-imports"): _refused_imports,
     ("GET", f"{_VERSION}/probe"): _plain(),
     ("POST", f"{_VERSION}/probe"): _plain(),
+    ("GET", f"{_VERSION}/golden"): _plain(),
+    ("PUT", f"{_VERSION}/golden"): _plain({"prompts": [{"prompt": "Hi"}]}, {"prompts": []}),
+    ("DELETE", f"{_VERSION}/golden"): _plain(),
+    ("POST", f"{_VERSION}/golden/check"): _plain(),
     ("GET", "/v1/usage"): _reports,
 }
 # Conditions under which aliases move; with another tenant's alias they must not change the answer.
