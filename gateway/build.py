@@ -28,6 +28,7 @@ from gateway.api.probes import ProbeRoutes
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
+from gateway.api.saved_mixtures import SavedMixtureRoutes
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
@@ -238,6 +239,7 @@ def _inference_handlers(
 def _tenant_handlers(resources: Resources, records: Records, billing: Billing, intake: AdapterIntake) -> list[Any]:
     return [
         Adapters(auth=records.auth, catalog=records.catalog, intake=intake, quota=billing.quota),
+        SavedMixtureRoutes(tenants=records.tenants, catalog=records.catalog, quota=billing.quota),
         AdapterVersions(
             tenants=records.tenants,
             catalog=records.catalog,

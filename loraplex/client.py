@@ -148,7 +148,26 @@ class GatewayClient:
         self, tenant: str | None, alias: Reference, targets: list[dict[str, int]], etag: str | None = None
     ) -> dict[str, Any]:
         """Point an alias to versions. etag: of the state that is replaced; None takes the present one, if any."""
-        path = _alias_path(tenant, alias)
+        return await self._put_matching(_alias_path(tenant, alias), {"targets": targets}, etag)
+
+    async def rollback_alias(self, tenant: str | None, alias: Reference) -> dict[str, Any]:
+        return await self.call("POST", _alias_path(tenant, alias) + "/rollback")
+
+    async def delete_alias(self, tenant: str | None, alias: Reference) -> None:
+        await self.call("DELETE", _alias_path(tenant, alias))
+
+    async def mixtures(self, tenant: str | None) -> list[dict[str, Any]]:
+        return await self.listed(_mixtures_path(tenant))
+
+    async def save_mixture(self, tenant: str | None, name: str, model: str, etag: str | None = None) -> dict[str, Any]:
+        """Save a mixture under a name. etag: of the mixture that is replaced; None takes the present one, if any."""
+        return await self._put_matching(_path(_mixtures_path(tenant), name), {"model": model}, etag)
+
+    async def delete_mixture(self, tenant: str | None, name: str) -> None:
+        await self.call("DELETE", _path(_mixtures_path(tenant), name))
+
+    async def _put_matching(self, path: str, body: dict[str, Any], etag: str | None) -> dict[str, Any]:
+        """Replace a record of this ETag, by default of its present one, or create it."""
         if etag is None:
             try:
                 etag = (await self.call("GET", path))["etag"]
@@ -156,13 +175,7 @@ class GatewayClient:
                 if error.status != 404:
                     raise
         headers = {} if etag is None else {"If-Match": etag}
-        return await self.call("PUT", path, json={"targets": targets}, headers=headers)
-
-    async def rollback_alias(self, tenant: str | None, alias: Reference) -> dict[str, Any]:
-        return await self.call("POST", _alias_path(tenant, alias) + "/rollback")
-
-    async def delete_alias(self, tenant: str | None, alias: Reference) -> None:
-        await self.call("DELETE", _alias_path(tenant, alias))
+        return await self.call("PUT", path, json=body, headers=headers)
 
     async def collect_adapters(self, *, dry_run: bool = False) -> dict[str, Any]:
         """Remove content from the store that no tenant's adapter name refers to."""
@@ -292,6 +305,10 @@ def uploads_path(tenant: str | None) -> str:
 
 def _adapters_path(tenant: str | None) -> str:
     return "/v1/adapters" if tenant is None else _path("/admin/api/tenants", tenant) + "/adapters"
+
+
+def _mixtures_path(tenant: str | None) -> str:
+    return "/v1/mixtures" if tenant is None else _path("/admin/api/tenants", tenant) + "/mixtures"
 
 
 def _version_path(tenant: str | None, version: Reference) -> str:

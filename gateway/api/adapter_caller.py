@@ -1,16 +1,22 @@
 """Caller of an adapter's route: a tenant itself, or an operator on its behalf under `/admin/api/tenants/{tenant}`."""
 
+from typing import TypeVar
+
 from aiohttp import web
 from msgspec import Struct
 
 from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.requests.fields import read_body, read_raw
 from gateway.api.requests.memory import OPERATOR
-from gateway.errors import REQUEST_ID
+from gateway.errors import REQUEST_ID, TooLarge
 from gateway.quota.quota import Quota
 from gateway.records.adapter_rows import unknown_version
 from gateway.records.tenants import Tenant, Tenants
 from wire.model_names import parse_reference
+
+T = TypeVar("T", bound=Struct)
+MAX_BODY_BYTES = 16_384
 
 
 class AdapterCaller(Struct, frozen=True):
@@ -46,6 +52,14 @@ async def find_caller(request: web.Request, tenants: Tenants) -> AdapterCaller:
     if (name := request.match_info.get("name")) is not None:
         caller.check_name(name)
     return caller
+
+
+async def read_small(request: web.Request, caller: AdapterCaller, kind: type[T]) -> T:
+    """Return the body as `kind`. Raises TooLarge, and what `read_body` raises."""
+    # A tenant's large body would occupy the event loop while it is decoded.
+    if len(await read_raw(request, caller.owner)) > MAX_BODY_BYTES:
+        raise TooLarge(f"Expected a body of at most {MAX_BODY_BYTES} bytes.")
+    return await read_body(request, kind, caller.owner)
 
 
 def version_of(request: web.Request) -> int:

@@ -23,6 +23,7 @@ from gateway.api.health import Health, MetricsPage
 from gateway.api.models import Models
 from gateway.api.probes import ProbeRoutes
 from gateway.api.route import Route, Upload
+from gateway.api.saved_mixtures import NewMixture, SavedMixtureRoutes
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import Usage
@@ -78,6 +79,16 @@ def _golden_routes(path: str, route: Callable[..., Route], check_query: tuple[st
     )
 
 
+def _mixture_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    name, of = f"{path}/{{name}}", SavedMixtureRoutes
+    return (
+        route("GET", path, of.list, "List saved mixtures.", query=()),
+        route("GET", name, of.get, "Return a saved mixture and its ETag.", query=()),
+        route("PUT", name, of.save, "Save a mixture under a name.", query=(), request=NewMixture),
+        route("DELETE", name, of.delete, "Delete a saved mixture.", query=()),
+    )
+
+
 # Routes by the class that has their handlers.
 TABLE: Mapping[type, tuple[Route, ...]] = {
     Completions: (
@@ -107,7 +118,7 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             "GET",
             "/v1/models",
             Models.list,
-            "List the base model and the tenant's adapters.",
+            "List the base model, and the tenant's adapters and saved mixtures.",
             scope="inference",
             response=ModelList,
         ),
@@ -127,6 +138,8 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
     ),
     AdapterVersions: _version_routes("/v1/adapters", partial(Route, scope="adapters"))
     + _version_routes(f"{TENANT}/adapters", partial(Route, scope="admin")),
+    SavedMixtureRoutes: _mixture_routes("/v1/mixtures", partial(Route, scope="adapters"))
+    + _mixture_routes(f"{TENANT}/mixtures", partial(Route, scope="admin")),
     ResumableUploads: _upload_routes("/v1/adapter-uploads", partial(Route, scope="adapters"))
     + _upload_routes(f"{TENANT}/adapter-uploads", partial(Route, scope="admin")),
     Imports: (

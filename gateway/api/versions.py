@@ -1,16 +1,16 @@
 """Routes of an adapter's versions and aliases, for a tenant itself and for operators under `/admin/api/tenants`."""
 
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from gateway.api.adapter_caller import AdapterCaller, find_caller, version_of
-from gateway.api.requests.fields import json_response, read_body, read_flag, read_raw
+from gateway.api.adapter_caller import find_caller, read_small, version_of
+from gateway.api.requests.fields import json_response, read_flag
 from gateway.billing.lease_note import noted_versions
-from gateway.errors import BadRequest, Forbidden, RecordNotFound, TooLarge
+from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.quota.quota import Quota
 from gateway.records.adapter_rows import Version
 from gateway.records.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, Target, Targets
@@ -20,8 +20,6 @@ from gateway.records.uploads import PartialUpload, Uploads
 from wire.digests import digest_name
 from wire.model_names import MAX_VERSION
 
-T = TypeVar("T", bound=Struct)
-MAX_BODY_BYTES = 16_384
 Moment = Annotated[datetime, Meta(tz=True)]
 
 
@@ -79,7 +77,7 @@ class AdapterVersions:
     async def change(self, request: web.Request) -> web.Response:
         """Retire a version or make it ready again, set its end, or pin it."""
         caller = await find_caller(request, self._tenants)
-        given = (await _read(request, caller, VersionChanges)).given()
+        given = (await read_small(request, caller, VersionChanges)).given()
         if not given:
             raise BadRequest("Expected state, expires_at or pinned.", param="state")
         force = read_flag(request, "force")
@@ -115,7 +113,7 @@ class AdapterVersions:
     async def move(self, request: web.Request) -> web.Response:
         """Point an alias to versions by weight. An existing alias needs its ETag in If-Match."""
         caller = await find_caller(request, self._tenants)
-        given = await _read(request, caller, NewTargets)
+        given = await read_small(request, caller, NewTargets)
         await caller.count_change(request, self._quota)
         targets = [Target(each.version, each.weight, each.expires_at) for each in given.targets]
         name, alias, if_match = _alias_of(request)
@@ -142,14 +140,6 @@ class AdapterVersions:
         for note in await self._quota.notes(tenant.id):
             found |= {version for each, version in noted_versions(note) if each == name}
         return found
-
-
-async def _read(request: web.Request, caller: AdapterCaller, kind: type[T]) -> T:
-    """Return the body as `kind`. Raises TooLarge, and what `read_body` raises."""
-    # A tenant's large body would occupy the event loop while it is decoded.
-    if len(await read_raw(request, caller.owner)) > MAX_BODY_BYTES:
-        raise TooLarge(f"Expected a body of at most {MAX_BODY_BYTES} bytes.")
-    return await read_body(request, kind, caller.owner)
 
 
 def _alias_of(request: web.Request) -> tuple[str, str, str | None]:

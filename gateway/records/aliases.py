@@ -14,11 +14,13 @@ import msgspec
 from sqlalchemy import Row, and_, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.errors import BadRequest, NoEarlierState, PreconditionFailed, PreconditionRequired, RecordNotFound
+from gateway.errors import AdapterInUse, BadRequest, NoEarlierState, RecordNotFound
 from gateway.records.adapter_rows import Version, check_possible, is_over, lock_known_name, unknown_name, versions_of
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
+from gateway.records.matching import check_match
+from gateway.records.saved_mixtures import uses_of
 from gateway.records.tables import adapter_alias_targets, adapter_aliases, adapters
 from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
@@ -54,6 +56,11 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
         return f'"{self.tag}"'
 
     @property
+    def state(self) -> tuple[str, str]:
+        """Return the text and the ETag, as `check_match` takes them."""
+        return self.text, self.etag
+
+    @property
     def text(self) -> str:
         total = sum(target.weight for target in self.targets)
         shares = (f"{target.version} ({100 * target.weight / total:.4g} %)" for target in self.targets)
@@ -66,7 +73,7 @@ class Aliases:
 
     if_match: the ETag of the state that a call replaces, "*" for any. Without it `move` only creates an alias.
 
-    Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired, NoEarlierState.
+    Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired, NoEarlierState, AdapterInUse.
     """
 
     def __init__(self, database: Database, reads: Turns, changed: Callable[[bool], Awaitable[None]]) -> None:
@@ -105,7 +112,7 @@ class Aliases:
         async with self._database.write() as connection:
             own = await lock_known_name(connection, tenant.id, name)
             before = await _find(connection, own, alias)
-            _check_match(before, if_match)
+            check_match("alias", None if before is None else before.state, if_match)
             present = await versions_of(connection, tenant.id, name)
             for target in targets:
                 if not _is_served(target, present):
@@ -148,6 +155,11 @@ class Aliases:
         async with self._database.write() as connection:
             own = await lock_known_name(connection, tenant.id, name)
             before = await _find_known(connection, own, alias, if_match)
+            uses = await uses_of(connection, tenant.id, name)
+            if named := [mixture for mixture, part in uses if part.version is None and part.alias == alias]:
+                raise AdapterInUse(
+                    f"{name}:{alias} is in use by the saved mixture '{named[0]}'; change or delete the mixture first."
+                )
             for table in (adapter_alias_targets, adapter_aliases):
                 await connection.execute(delete(table).where(table.c.adapter_id == own.id, table.c.alias == alias))
             target, detail = f"{tenant.name}/{name}:{alias}", {"before": before.targets}
@@ -164,7 +176,10 @@ async def move_latest(connection: AsyncConnection, own: Row[Any], version: int) 
 async def references(
     connection: AsyncConnection, own: Row[Any], *, besides_latest: bool = False
 ) -> dict[int, list[str]]:
-    """Return the aliases that refer to each version, as texts. own: the row of the name."""
+    """Return the aliases and saved mixtures that refer to each version, as texts. own: the row of the name.
+
+    A saved mixture refers to a version by its number only; its other references are those of aliases.
+    """
     table = adapter_alias_targets
     query = select(table.c.alias, table.c.version, table.c.expires_at).where(table.c.adapter_id == own.id)
     rows = (await connection.execute(query.order_by(table.c.alias))).all()
@@ -174,6 +189,9 @@ async def references(
     for row in rows:
         if not is_over(row.expires_at):
             found[row.version].append(f"alias '{row.alias}'")
+    for mixture, part in await uses_of(connection, own.tenant_id, own.name):
+        if part.version is not None:
+            found[part.version].append(f"saved mixture '{mixture}'")
     return found
 
 
@@ -197,7 +215,7 @@ async def _find_known(connection: AsyncConnection, own: Row[Any], alias: str, if
     if before is None:
         raise _unknown_alias()
     if if_match is not None:
-        _check_match(before, if_match)
+        check_match("alias", before.state, if_match)
     return before
 
 
@@ -261,18 +279,6 @@ def _check(alias: str, targets: Targets) -> None:
         raise BadRequest(
             f"targets: '{LATEST}' has one version without expires_at; use another alias for more.", param="targets"
         )
-
-
-def _check_match(before: Alias | None, if_match: str | None) -> None:
-    if before is None:
-        if if_match is not None:
-            raise PreconditionFailed("The alias does not exist; leave out If-Match to create it.")
-        return
-    shown = f"{before.text}, its ETag {before.etag}"
-    if if_match is None:
-        raise PreconditionRequired(f"The alias exists: send If-Match with its ETag. {shown}.", etag=before.etag)
-    if if_match.strip() not in ("*", before.etag):
-        raise PreconditionFailed(f"The alias has been moved: {shown}.", etag=before.etag)
 
 
 def _is_served(target: Target, present: dict[int, Version]) -> bool:

@@ -22,6 +22,7 @@ from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.removed_versions import all_versions, removed_since, settle_removed
+from gateway.records.saved_mixtures import SavedMixtures
 from gateway.records.tables import (
     UtcDateTime,
     adapter_alias_targets,
@@ -158,6 +159,7 @@ class Catalog:
         self._reads = Turns(READS)
         self.versions = Versions(database, self._reads, self._changed)
         self.aliases = Aliases(database, self._reads, self._changed)
+        self.mixtures = SavedMixtures(database, self._changes, self._reads, self._changed)
         # The base model's own name, and the name in it if it has the form of a reference.
         base = parse_reference(base_model.lower())
         self._reserved = {base_model.lower()} | ({base.name} if base is not None else set())

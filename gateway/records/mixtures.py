@@ -1,13 +1,15 @@
-"""Resolution of a request's model: an adapter's reference, or a mixture of a tenant's adapters (wire/mixtures.py)."""
+"""Resolution of a request's model: an adapter's reference, a mixture of a tenant's adapters (wire/mixtures.py), or a
+saved mixture (gateway/records/saved_mixtures.py).
+"""
 
-from gateway.errors import BadRequest
+import msgspec
+
+from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.catalog import Catalog, Model
+from gateway.records.saved_mixtures import MAX_CHARS
 from gateway.records.tenants import Tenant
 from wire.mixtures import Mixture, is_mixture, parse_terms
 from wire.model_names import parse_reference
-
-# Maximum length of a model's name in the usage ledger.
-MAX_CHARS = 256
 
 
 def names_in(model: str, base_model: str) -> list[str]:
@@ -27,8 +29,24 @@ async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str 
 
     user: see `Catalog.resolve`.
     """
-    if model == catalog.base_model or not is_mixture(model):
+    if model == catalog.base_model:
         return await catalog.resolve(tenant, model, user)
+    if is_mixture(model):
+        mixed = await _mix(catalog, tenant, model, user)
+        return mixed if mixed.name == model else msgspec.structs.replace(mixed, requested=model)
+    saved = await catalog.mixtures.cached(tenant, model)
+    if saved is None:
+        try:
+            return await catalog.resolve(tenant, model, user)
+        except ModelNotFound:
+            saved = await catalog.mixtures.find(tenant, model)
+            if saved is None:
+                raise
+    return msgspec.structs.replace(await _mix(catalog, tenant, saved.model, user), requested=model)
+
+
+async def _mix(catalog: Catalog, tenant: Tenant, model: str, user: str | None) -> Model:
+    """Return the mixture of a text. Raises ModelNotFound and BadRequest, which name the term."""
     if len(model) > MAX_CHARS:
         raise BadRequest(f"Expected a mixture of at most {MAX_CHARS} characters.", param="model")
     terms = parse_terms(model)
@@ -43,7 +61,6 @@ async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str 
         name=name,
         digest=mixture.digest,
         names=tuple(dict.fromkeys(name for part in parts for name in part.names)),
-        requested=None if name == model else model,
         parts=tuple(parts),
         mixture=mixture,
     )

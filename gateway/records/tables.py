@@ -242,6 +242,17 @@ adapter_alias_targets = Table(
     Column("expires_at", UtcDateTime, nullable=True),
 )
 
+# Mixtures that a tenant saved under a name (gateway/records/saved_mixtures.py). tag: random, replaced by each change.
+saved_mixtures = Table(
+    "saved_mixtures",
+    metadata,
+    Column("tenant_id", String(32), ForeignKey("tenants.id", ondelete="CASCADE"), primary_key=True),
+    Column("name", String(64), primary_key=True),
+    Column("model", String(256), nullable=False),
+    Column("tag", String(32), nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+)
+
 # Versions that a deletion or a newer version has removed (gateway/records/removed_versions.py). num_bytes: 0 once the
 # content does not count for the tenant any longer.
 removed_versions = Table(

@@ -39,10 +39,11 @@ from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.removed_versions import remove_versions
+from gateway.records.saved_mixtures import check_not_saved, uses_of
 from gateway.records.tables import adapter_versions, adapters, removed_versions
 from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
-from wire.model_names import version_name
+from wire.model_names import Reference, version_name
 
 # Limits: a tenant's refused uploads on record, and deleted versions in a listing.
 KEPT_REFUSED, SHOWN_DELETED = 100, 100
@@ -109,6 +110,8 @@ class Versions:
                 return current, None
             is_new = not any(each.digest for each in present.values())
             await check_room(connection, tenant.id, push.digest, push.num_bytes, new_name=is_new)
+            if is_new:
+                await check_not_saved(connection, tenant.id, name)
             own = own or await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, present)
             row = {"adapter_id": own.id, "version": number, "created_at": now, "state": push.state, **content}
@@ -134,7 +137,10 @@ class Versions:
     async def _refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason]) -> None:
         now = datetime.now(UTC)
         async with self._database.write() as connection:
-            own = await lock_name(connection, tenant.id, name) or await _create(connection, tenant.id, name, now)
+            own = await lock_name(connection, tenant.id, name)
+            if own is None:
+                await check_not_saved(connection, tenant.id, name)
+                own = await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, await versions_of(connection, tenant.id, name))
             row = {"adapter_id": own.id, "version": number, "created_at": now, "reasons": _store_reasons(reasons)}
             empty = {"digest": "", "rank": 0, "num_bytes": 0, "state": "rejected"}
@@ -225,8 +231,8 @@ class Versions:
         """Delete a version, or with None the name with all its versions.
 
         The content stays in the store until it is collected. running: the name's versions that running requests use.
-        Raises AdapterInUse, unless forced, if one of these or an alias is in the way; `latest` does not protect the
-        whole name.
+        Raises AdapterInUse, unless forced, if one of these, an alias or a saved mixture is in the way; `latest` does
+        not protect the whole name.
         """
         async with self._database.write() as connection:
             own = await lock_known_name(connection, tenant.id, name)
@@ -235,6 +241,8 @@ class Versions:
                 raise unknown_version()
             doomed = [version] if version is not None else list(present)
             uses = {} if force else await references(connection, own, besides_latest=version is None)
+            if version is None and not force:
+                _refuse_named(name, await uses_of(connection, tenant.id, name))
             for number in () if force else doomed:
                 is_running = ["running requests"] if number in running else []
                 _refuse_in_use(present[number], [*uses.get(number, ()), *is_running])
@@ -321,8 +329,18 @@ def _check_change(before: Version, values: dict[str, Any]) -> None:
 def _refuse_in_use(version: Version, uses: Sequence[str]) -> None:
     if uses:
         raise AdapterInUse(
-            f"{version_name(version.name, version.version)} is in use by {', '.join(uses)}. Move the aliases or wait "
-            "for the requests, or use --force or ?force=true: then running requests finish, and new ones get a 404.",
+            f"{version_name(version.name, version.version)} is in use by {', '.join(uses)}. Move the aliases, change "
+            "the mixtures or wait for the requests, or use --force or ?force=true: then running requests finish, and "
+            "new ones get a 404.",
+        )
+
+
+def _refuse_named(name: str, uses: Sequence[tuple[str, Reference]]) -> None:
+    if uses:
+        named = ", ".join(dict.fromkeys(f"saved mixture '{mixture}'" for mixture, _ in uses))
+        raise AdapterInUse(
+            f"{name} is in use by {named}. Change or delete the mixtures, or use --force or ?force=true: then requests "
+            "for these mixtures get a 404.",
         )
 
 

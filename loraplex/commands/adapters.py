@@ -7,9 +7,10 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
 from loraplex.commands.golden import golden
+from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.verify import verify
-from loraplex.commands.versions import COMMANDS
+from loraplex.commands.versions import COMMANDS as VERSION_COMMANDS
 from wire.model_names import Reference, parse_reference
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None
     click.echo(f"deleted adapter {name}")
 
 
-for command in (*COMMANDS, golden, verify):
+for command in (*VERSION_COMMANDS, *MIXTURE_COMMANDS, golden, verify):
     adapter.add_command(command)
 
 

@@ -137,7 +137,7 @@ async def test_versions_and_aliases(run: Run, gateway: Gateway, tmp_path: Path):
     lines = (await run("adapter", "aliases", "pirate", *whose)).stdout.splitlines()
     assert [line.split() for line in lines[1:]] == [["latest", "2", "1"], ["prod", "1=95,2=5", "1"]]
     lost = await run("adapter", "alias", "pirate:prod", "2", "--etag", '"x"', *whose, code=1)
-    assert "The alias has been moved: pirate:prod is version 1 (95 %), 2 (5 %), its ETag" in lost.stderr
+    assert "The alias has been changed: pirate:prod is version 1 (95 %), 2 (5 %), its ETag" in lost.stderr
     assert (await run("adapter", "rollback", "pirate:prod", *whose)).stdout == "pirate:prod is pirate@1\n"
     used = await run("adapter", "delete", "pirate@1", *whose, code=1)
     assert "pirate@1 is in use by alias 'prod'" in used.stderr
@@ -146,6 +146,10 @@ async def test_versions_and_aliases(run: Run, gateway: Gateway, tmp_path: Path):
     assert changed.stdout == "pirate@1 is ready\n"
     refused = await run("adapter", "delete", "pirate:prod", "--force", *whose, code=2)
     assert "pirate:prod is an alias" in refused.stderr
+    for text in ("pirate:prod*0.5", "pirate@2*1"):
+        assert (await run("adapter", "mix", "blend", text, *whose)).stdout == f"blend is {text}\n"
+    assert (await run("adapter", "mixtures", *whose)).stdout.split() == ["NAME", "MODEL", "blend", "pirate@2*1"]
+    await run("adapter", "unmix", "blend", *whose)
     await run("adapter", "unalias", "pirate:prod", *whose)
     await run("adapter", "delete", "pirate@1", *whose)
     await run("adapter", "change", "pirate@2", "--state", "retired", "--force", *whose)

@@ -60,7 +60,8 @@ class AdminKeys:
             raise BadRequest(f"Expected some of the scopes {', '.join(sorted(TENANT_SCOPES))}.", param="scopes")
         _check_future(given.expires_at)
         tenant = await self._tenants.get(request.match_info["tenant"])
-        await check_models(request, self._catalog, tenant, given.allowed_models or (), "allowed_models")
+        names = given.allowed_models or ()
+        await check_models(request, self._catalog, tenant, names, "allowed_models", saved_mixtures=True)
         key, clear = self._auth.issue(
             tenant,
             frozenset(given.scopes),

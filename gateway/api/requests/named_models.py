@@ -22,16 +22,20 @@ async def check_models(
     param: str,
     *,
     any_adapter: bool = False,
+    saved_mixtures: bool = False,
 ) -> None:
     """Check that each name is the base model's or a plain name of the tenant's adapters. Raises BadRequest.
 
     With `?force=true` every name is accepted, because an adapter may be pushed later. tenant: None for a new tenant,
-    which has the base model only. any_adapter: whether "*" is accepted as a name.
+    which has the base model only. any_adapter: whether "*" is accepted as a name. saved_mixtures: whether their names
+    are; limits and prices have no effect on these.
     """
     if read_flag(request, "force"):
         return
     for name in names:
         if any_adapter and name == ANY_ADAPTER:
+            continue
+        if saved_mixtures and tenant is not None and await catalog.mixtures.find(tenant, name) is not None:
             continue
         if not await _exists(catalog, tenant, name):
             known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]

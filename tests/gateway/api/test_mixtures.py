@@ -77,3 +77,55 @@ async def test_a_mixture_has_the_permissions_prices_and_limits_of_all_its_parts(
     assert (await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=limits)).status == 200
     statuses = [(await acme.chat(model=model)).status for model in ("a*1+b*0.1", "a*1+b*0.2", "a*1", "a", "b")]
     assert statuses == [200, 429, 200, 429, 429]
+
+
+async def test_a_saved_mixture_by_http(gateway: Gateway, upstream: Upstream):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    for seed, name in enumerate("ab"):
+        assert (await push(acme, name, files(seed))).status == 201
+    path, text = "/v1/mixtures/blend", "a*0.7+b:latest*0.3"
+    saved = await acme.call("PUT", path, json={"model": text})
+    assert (saved.status, saved.json["model"], saved.headers["ETag"]) == (201, text, saved.json["etag"])
+    answer = await acme.chat(model="blend")
+    assert (answer.status, answer.json["model"]) == (200, "blend")
+    assert (await acme.chat(model=text)).headers["x-loraplex-adapter-digest"] == answer.headers[
+        "x-loraplex-adapter-digest"
+    ]
+
+    async def recorded() -> bool:
+        return {row["model"]: row["requests"] for row in await acme.usage()} == {"a*0.7+b*0.3": 2}
+
+    await until(recorded)
+    assert "blend" in [model["id"] for model in (await acme.get("/v1/models")).json["data"]]
+    assert (await acme.get("/v1/models/blend")).json["id"] == "blend"
+    # A key for the name alone uses the mixture, and neither its parts nor another mixture under its name.
+    made = await gateway.admin.post("/admin/api/tenants/acme/keys", {"allowed_models": ["blend"]})
+    scoped = gateway.client(made.json["key"])
+    assert [(await scoped.chat(model=model)).status for model in ("blend", "a", "a*1")] == [200, 403, 403]
+    assert (await scoped.call("PUT", path, json={"model": "a*1"}, headers={"If-Match": "*"})).status == 403
+    # Another tenant's mixture is like an absent one.
+    for method, body in (("GET", None), ("DELETE", None)):
+        foreign, absent = await globex.call(method, path, json=body), await globex.call(method, "/v1/mixtures/none")
+        assert (foreign.status, foreign.error) == (404, absent.error)
+    assert (await globex.chat(model="blend")).status == 404
+    assert (await globex.get("/v1/mixtures")).json["data"] == []
+    assert (await acme.call("PUT", path, json={"model": "a*1"})).status == 428
+    assert (await acme.call("PUT", path, json={"model": "a*1"}, headers={"If-Match": '"x"'})).status == 412
+    for name, body, param in (
+        ("BLEND", {"model": text}, "name"),
+        ("base", {"model": text}, "name"),
+        ("x", {"model": "blend*1"}, "model"),
+        ("x", {"model": "a" * 300}, "model"),
+        ("x", {}, None),
+    ):
+        refused = await acme.call("PUT", f"/v1/mixtures/{name}", json=body)
+        assert refused.status == 400 and (param is None or refused.error["param"] == param), refused.body
+    assert (await push(acme, "blend", files(0))).error["param"] == "name"
+    assert (await acme.call("DELETE", "/v1/adapters/a")).error["code"] == "adapter_in_use"
+    assert (await acme.call("DELETE", "/v1/adapters/a?force=true")).status == 200
+    lost = await acme.chat(model="blend")
+    assert (lost.status, "'a'" in lost.error["message"]) == (404, True)
+    assert "blend" not in [model["id"] for model in (await acme.get("/v1/models")).json["data"]]
+    assert (await acme.call("DELETE", path)).status == 200
+    actions = [row["action"] for row in (await gateway.admin.get("/admin/api/audit?tenant=acme")).json["data"]]
+    assert {"mixture.save", "mixture.delete"} <= set(actions)
