@@ -57,7 +57,7 @@ async def test_a_saved_name_is_its_text(catalog: Catalog, acme: Tenant, database
     with pytest.raises(PreconditionFailed):
         await catalog.mixtures.save(acme, "blend", "a*1", "key", '"x"')
     other, is_new = await catalog.mixtures.save(acme, "blend", "a@1*1", "key", saved.etag)
-    assert not is_new and other.etag != saved.etag
+    assert (is_new, other.etag != saved.etag) == (False, True)
     assert (await resolve_model(catalog, acme, "blend")).versions == (("a", 1),)
     with pytest.raises(PreconditionFailed):
         await catalog.mixtures.delete(acme, "blend", "key", saved.etag)
