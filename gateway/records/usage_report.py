@@ -30,7 +30,9 @@ from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
 # Groups are split by tenant in any case.
-GROUPS = ("tenant", "model", "key", "day")
+GROUPS = ("tenant", "model", "version", "key", "day")
+# Longest period of a report by version, which reads the rows of requests, because sums do not tell versions apart.
+MOST_VERSION_DAYS = 31
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 # The column with the start of a row, an hour or a day.
 TIMES = {usage: usage.c.created_at, usage_hourly: usage_hourly.c["hour"], usage_daily: usage_daily.c["day"]}
@@ -42,12 +44,14 @@ Moment = datetime | None
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sums of one tenant and group. Fields that the report does not group by are absent from JSON.
 
+    version: of the adapter `model`; absent for the base model and for mixtures.
     key: the label of the key `key_id`, if the key still exists. day: the day's start, UTC. cost: micro-units.
     deleted: whether the tenant is deleted.
     """
 
     tenant: str
     model: str | None = None
+    version: int | None = None
     key_id: str | None = None
     key: str | None = None
     day: datetime | None = None
@@ -91,12 +95,12 @@ class UsageReport:
     ) -> UsagePage:
         """Return sums of the requests that arrived in `[since, until)`, grouped and ordered by tenant and `group_by`.
 
-        group_by: of GROUPS. tenant: by name instead of by id, which also finds deleted tenants of that name. models:
-        only these. after: the previous page's `next`. limit: the most groups of a page. Raises BadRequest for a cursor
-        of another report.
+        group_by: of GROUPS; `version` includes `model` and needs `since`. tenant: by name instead of by id, which also
+        finds deleted tenants of that name. models: only these. after: the previous page's `next`. limit: the most
+        groups of a page. Raises BadRequest for a cursor of another report, and for versions in a too long period.
         """
         parts = []
-        for table, start, end in segments(since, until):
+        for table, start, end in _row_segments(since, until) if "version" in group_by else segments(since, until):
             part = _part(table, start, end)
             if tenant is not None:
                 part = part.where(table.c.tenant == tenant)
@@ -144,8 +148,10 @@ def _grouped(every: Subquery, group_by: Sequence[str]) -> tuple[CTE, list[Column
     source: FromClause = every.outerjoin(tenants, tenants.c.id == every.c.tenant_id)
     if "day" in group_by:
         keys.append(every.c.day)
-    if "model" in group_by:
+    if "model" in group_by or "version" in group_by:
         keys.append(every.c.model)
+    if "version" in group_by:
+        keys.append(every.c.version)
     if "key" in group_by:
         keys.append(every.c.key_id)
     # Last in the order: it distinguishes an existing tenant from a deleted one of the same name.
@@ -164,7 +170,8 @@ def _page(rows: Sequence[Any], columns: Sequence[str], order: Sequence[str], lim
     """Read the rows of a page, each of which has the total before its group's own columns."""
     total = {name: int(value or 0) for name, value in zip(SUMMED, rows[0], strict=False)}
     own = len(SUMMED)
-    groups = [UsageSums(**dict(zip(columns, row[own:], strict=True))) for row in rows[:limit] if row[own] is not None]
+    found = [dict(zip(columns, row[own:], strict=True)) for row in rows[:limit] if row[own] is not None]
+    groups = [UsageSums(**values | {"version": values.get("version") or None}) for values in found]
     last = None if limit is None or len(rows) <= limit else rows[limit - 1]
     return UsagePage(groups=groups, total=total, next=None if last is None else _cursor(last, order))
 
@@ -176,7 +183,7 @@ def _cursor(row: Any, order: Sequence[str]) -> str:
 
 def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnElement[Any]]:
     """Read a cursor for these columns. Raises BadRequest."""
-    types = tuple({"day": datetime, "deleted": bool}.get(column.name, str) for column in order)
+    types = tuple({"day": datetime, "deleted": bool, "version": int}.get(column.name, str) for column in order)
     try:
         data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         values: Any = msgspec.json.decode(data, type=tuple.__class_getitem__(types))
@@ -211,6 +218,21 @@ def segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Mome
         yield usage_daily, first_day, last_day
 
 
+def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
+    """Yield `[since, until)` in segments of rows within a day each. Raises BadRequest for a too long period."""
+    # Includes rows that are written while the report is made, or have the time of a clock that is ahead.
+    end = until or datetime.now(UTC) + HOUR
+    if since is None or end - since > timedelta(days=MOST_VERSION_DAYS, hours=1):
+        raise BadRequest(
+            f"since: expected the start of a period of at most {MOST_VERSION_DAYS} days for a report by version.",
+            param="since",
+        )
+    while since < end:
+        next_day = _start(since + timedelta(microseconds=1), DAY, up=True)
+        yield usage, since, min(next_day, end)
+        since = next_day
+
+
 def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
     """Yield a segment of rows or hours unless it is empty. It is empty at an open end, which days cover."""
     if start is not None and end is not None and start < end:
@@ -233,7 +255,10 @@ def _part(table: Table, start: Moment, end: Moment) -> Select[Any]:
     if start is not None and table is not usage_daily:
         day = literal(_start(start, DAY), UtcDateTime)
     requests = literal(1) if table is usage else table.c.requests
+    # 0 stands for NULL, with which positions cannot be compared. Sums have no versions.
+    version = func.coalesce(usage.c.version, 0) if table is usage else literal(0)
     columns = (table.c.tenant_id, table.c.tenant, table.c.model, table.c.key_id, day.label("day"))
+    columns += (version.label("version"),)
     sums = (requests.label("requests"), *(table.c[name] for name in SUMMED[1:]))
     query = select(*columns, *sums)
     if start is not None:

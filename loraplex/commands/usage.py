@@ -13,7 +13,13 @@ from loraplex.commands.values import Moment, Words, given
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 # Columns added by each `--by` group; the tenant is always shown.
-COLUMNS = {"tenant": (), "model": ("model",), "key": ("key_id", "key"), "day": ("day",)}
+COLUMNS = {
+    "tenant": (),
+    "model": ("model",),
+    "version": ("model", "version"),
+    "key": ("key_id", "key"),
+    "day": ("day",),
+}
 
 
 @click.command(
@@ -35,7 +41,8 @@ COLUMNS = {"tenant": (), "model": ("model",), "key": ("key_id", "key"), "day": (
     type=Words(*COLUMNS),
     default="model",
     show_default=True,
-    help="Grouping besides tenants, comma separated: tenant,model,key,day. An adapter is a model.",
+    help="Grouping besides tenants, comma separated: tenant,model,version,key,day. An adapter is a model; "
+    "version needs --since.",
 )
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with exact costs, without a row of totals.")
 @json_option
@@ -58,7 +65,7 @@ def usage(
     query = given({"tenant": tenant, "since": since, "until": until, "group_by": ",".join(by)})
     answer = gateway.run(lambda client: client.own_usage(**query) if gateway.tenants_own else client.usage(**query))
     rows = [_shown(row) for row in answer["data"]]
-    told_apart = [column for group in by for column in COLUMNS[group]]
+    told_apart = list(dict.fromkeys(column for group in by for column in COLUMNS[group]))
     if as_json:
         print_json(answer)
     elif as_csv:

@@ -9,6 +9,7 @@ from sqlalchemy import func, select
 
 from gateway.billing.usage_row import decode, encode
 from gateway.billing.writer import UsageWriter
+from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.records.tenants import Tenants
@@ -196,3 +197,28 @@ async def test_pages_are_the_whole_report(groups: list[str], from_rows: bool, da
                 break
         assert found == whole.groups
     assert (await report.page(groups, models=["m1"], **times)).total["requests"] < whole.total["requests"]
+
+
+async def test_usage_by_version(database: Database):
+    """Group rows by version over days, page by page. The base model and mixtures have none."""
+    given = [("a", 1, 0), ("a", 2, 0), ("a", 2, 30), ("a*0.5", None, 0), ("b", 1, 0), ("base", None, 0)]
+    rows = [
+        row(f"r{number}", model=model, version=version, created_at=NOON + timedelta(hours=hours))
+        for number, (model, version, hours) in enumerate(given)
+    ]
+    await UsageWriter(database).write([*rows, row("late", model="a", version=1, created_at=NOON + timedelta(days=9))])
+    report, period = UsageReport(database), {"since": NOON, "until": NOON + timedelta(days=9)}
+    expected = [("a", 1, 1), ("a", 2, 2), ("a*0.5", None, 1), ("b", 1, 1), ("base", None, 1)]
+    found, after = [], None
+    for _ in range(5):
+        page = await report.page(["version"], **period, limit=1, after=after)
+        assert page.total["requests"] == 6
+        found += [(sums.model, sums.version, sums.requests) for sums in page.groups]
+        after = page.next
+    assert (found, after) == (expected, None)
+    by_day = await report.sums(["version", "day"], **period, models=["a"])
+    start = NOON.replace(hour=0)
+    assert [(sums.day, sums.version) for sums in by_day] == [(start, 1), (start, 2), (start + timedelta(days=1), 2)]
+    for since, until in ((None, NOON), (NOON, NOON + timedelta(days=32)), (NOON, None)):
+        with pytest.raises(BadRequest, match="31 days"):
+            await report.page(["version"], since=since, until=until)
