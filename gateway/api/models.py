@@ -33,7 +33,8 @@ class Models:
             for mixture in await self._catalog.mixtures.list(principal.tenant)
             if names.issuperset(part.name for part in mixture.references)
         ]
-        models = [self._base(), *(self._describe(each, principal.tenant) for each in (*adapters, *saved))]
+        named: list[Adapter | SavedMixture] = [*adapters, *saved]
+        models = [self._base(), *(self._describe(each, principal.tenant) for each in named)]
         usable = [model for model in models if principal.may_use(model["id"])]
         return json_response({"object": "list", "data": usable})
 

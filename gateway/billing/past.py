@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Table, func, literal, or_, select, union_all
+from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_, select, union_all
 
 from gateway.records.database import Database
 from gateway.records.removed_versions import all_versions
@@ -92,10 +92,14 @@ class UsagePast:
             # A gateway of the previous release leaves `family_id` empty for the first key of a family.
             found.append((table.c.key_id == part.family) | table.c.key_id.in_(keys))
         if part.models is not None:
-            # A mixture counts against the limits of the names in its terms.
-            mixed = [literal("+").concat(table.c.model).contains(f"+{name}*", autoescape=True) for name in part.models]
-            own = table.c.model.in_(part.models) | table.c.model.in_(_same_content(tenant_id, part.models))
-            found.append(or_(own, *mixed))
+            same = _same_content(tenant_id, part.models)
+            own = table.c.model.in_(part.models) | table.c.model.in_(same)
+            # A mixture counts against the limits of the names in its terms, and of other names of their content.
+            text = literal("+").concat(table.c.model)
+            mixed = [text.contains(f"+{name}*", autoescape=True) for name in part.models]
+            term = same.subquery().c.name
+            like = literal("%+").concat(func.replace(term, "_", "/_")).concat("*%")
+            found.append(or_(own, *mixed, table.c.model.contains("*") & exists().where(text.like(like, escape="/"))))
         if part.besides is not None:
             names = (self._base_model, *part.besides)
             found.append(table.c.model.not_in(names) & table.c.model.not_in(_same_content(tenant_id, part.besides)))

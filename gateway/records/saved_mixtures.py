@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
 
 import msgspec
-from sqlalchemy import delete, func, insert, select, update
+from sqlalchemy import ColumnElement, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
@@ -191,7 +191,7 @@ async def _all(connection: AsyncConnection, tenant_id: str) -> list[SavedMixture
 _SAVED = select(*(saved_mixtures.c[field] for field in SavedMixture.__struct_fields__))
 
 
-def _this(tenant_id: str, name: str) -> tuple[object, ...]:
+def _this(tenant_id: str, name: str) -> tuple[ColumnElement[bool], ColumnElement[bool]]:
     return saved_mixtures.c.tenant_id == tenant_id, saved_mixtures.c.name == name
 
 

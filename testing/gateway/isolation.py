@@ -147,6 +147,12 @@ def _reports(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"?{query}", {}
 
 
+def _refused_mixtures(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    for reference in (target.name, f"{target.name}@1", f"{target.name}:prod", f"{target.name}:none"):
+        yield "", {"json": {"model": f"{reference}*0.5"}}
+        yield "", {"json": {"model": f"{OWN}*0.5+{reference}*0.5"}, "headers": {"If-Match": "*"}}
+
+
 TARGETS = {"targets": [{"version": 1, "weight": 95}, {"version": 2, "weight": 5}]}
 FORCED = ("", "?force=true")
 _NAME = "/v1/adapters/{name}"
@@ -173,6 +179,10 @@ CASES: dict[tuple[str, str], Case] = {
     ("PUT", _ALIAS): _plain(TARGETS, {"targets": [{"version": 9}]}),
     ("POST", f"{_ALIAS}/rollback"): _plain(),
     ("DELETE", _ALIAS): _plain(),
+    ("GET", "/v1/mixtures"): _plain(),
+    ("GET", "/v1/mixtures/{name}"): _plain(),
+    ("PUT", "/v1/mixtures/{name}"): _refused_mixtures,
+    ("DELETE", "/v1/mixtures/{name}"): _plain(),
     ("POST", "/v1/adapter-uploads"): _refused_uploads,
     ("GET", _UPLOAD): _plain(),
     ("PUT", _UPLOAD): _parts,

@@ -77,6 +77,8 @@ class Neighbours:
         for alias, targets in (("prod", [1]), ("canary", [1, 2])):
             body = {"targets": [{"version": number, "weight": 1} for number in targets]}
             assert (await acme.call("PUT", f"/v1/adapters/theirs/aliases/{alias}", json=body)).status == 201
+        mixture = {"model": "theirs@1*0.5+theirs:prod*0.5"}
+        assert (await acme.call("PUT", "/v1/mixtures/their-blend", json=mixture)).status == 201
         assert (await push(acme, "theirs", files(4) | {"adapter_config.json": b"{}"})).status == 400
         assert (await acme.call("PATCH", f"{versions}/1", json={"expires_at": "2050-01-01T00:00:00Z"})).status == 200
         path = "/admin/api/tenants/acmee/adapters/theirs/versions/2"
@@ -193,7 +195,7 @@ def pairs(route: Route, theirs: Target) -> Iterator[tuple[Attempt, Attempt]]:
 
 async def test_listings_usage_and_metrics_show_nothing_of_anothers_work(neighbours: Neighbours):
     shown = await neighbours.shown()
-    assert {"/v1/models", "/v1/adapters", "/v1/usage", "/metrics", "/openapi.json"} <= set(shown)
+    assert {"/v1/models", "/v1/adapters", "/v1/mixtures", "/v1/usage", "/metrics", "/openapi.json"} <= set(shown)
     for path, answer in shown.items():
         assert answer == neighbours.before[path], path
         assert not [secret for secret in neighbours.secrets if secret.encode() in answer[2]], path

@@ -191,6 +191,15 @@ async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: 
     assert await cost(besides=("pirate", "*")) == 11000
     hours = await past.by_hour(acme.id, since, NOON + timedelta(days=2), Part(besides=("pirate", "*")))
     assert sum(tokens for _, tokens in hours) == 16
+    # A mixture counts for each of its parts' contents, by whatever name. `x_y` is not a pattern.
+    await push(catalog, acme, "x_y", "a")
+    texts = ("json*0.5+alias*0.5", "xzy*0.5", "json*1e-2")
+    mixed = [row(f"m{i}", tenant_id=acme.id, model=text, cost=10**i * 10**5) for i, text in enumerate(texts)]
+    await UsageWriter(database).write(mixed)
+    assert await cost(models=("pirate",)) == 100110
+    assert await cost(models=("json",)) == 10101000
+    await UsageWriter(database).write([row("m3", tenant_id=acme.id, model="json*1+x_y*1", cost=10**8)])
+    assert await cost(models=("pirate",)) == 100100110
 
 
 async def test_an_alias_shares_the_limit_at_a_gateway(gateway: Gateway, records_of: Catalog, tmp_path: Path):
