@@ -256,9 +256,9 @@ def _part(table: Table, start: Moment, end: Moment) -> Select[Any]:
         day = literal(_start(start, DAY), UtcDateTime)
     requests = literal(1) if table is usage else table.c.requests
     # 0 stands for NULL, with which positions cannot be compared. Sums have no versions.
-    version = func.coalesce(usage.c.version, 0) if table is usage else literal(0)
-    columns = (table.c.tenant_id, table.c.tenant, table.c.model, table.c.key_id, day.label("day"))
-    columns += (version.label("version"),)
+    version: ColumnElement[int] = func.coalesce(usage.c.version, 0) if table is usage else literal(0)
+    labels = (day.label("day"), version.label("version"))
+    columns = (table.c.tenant_id, table.c.tenant, table.c.model, table.c.key_id, *labels)
     sums = (requests.label("requests"), *(table.c[name] for name in SUMMED[1:]))
     query = select(*columns, *sums)
     if start is not None:

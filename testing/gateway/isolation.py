@@ -150,7 +150,7 @@ def _reports(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
 def _refused_mixtures(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
     for reference in (target.name, f"{target.name}@1", f"{target.name}:prod", f"{target.name}:none"):
         yield "", {"json": {"model": f"{reference}*0.5"}}
-        yield "", {"json": {"model": f"{OWN}*0.5+{reference}*0.5"}, "headers": {"If-Match": "*"}}
+        yield "", {"json": {"model": f"{reference}*0.5+{reference}*0.25"}, "headers": {"If-Match": "*"}}
 
 
 TARGETS = {"targets": [{"version": 1, "weight": 95}, {"version": 2, "weight": 5}]}
