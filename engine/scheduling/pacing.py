@@ -26,6 +26,9 @@ STEPS_UNTIL_ALONE = 16
 # The room for prompts grows with this power of `patience`: 32 times at patience 2. The total waiting time would be
 # least with no room below patience 1 and all room above it; a power keeps decodes moving near 1.
 STEEPNESS = 5
+# Number of rows, streams and prompt tokens, for which a step may exceed its target, up to LONGEST_S: smaller steps would
+# spend too much of their time on what they cost at any size.
+LEAST_ROWS, LONGEST_S = 112, 0.25
 _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
 # double; above the second it is negligible and the learnt least chunk is dropped.
@@ -116,7 +119,7 @@ class Pacer:
         """Return the budget of a step with `num_decodes` decodes.
 
         target: time in seconds that light tenants' prompts may take, and up to which `patience` may enlarge the chunks
-        of others; None: no such limits.
+        of others; None: no such limits. See also `LEAST_ROWS`.
         """
         paced = self.prompt_budget(num_decodes, most, patience) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
@@ -124,7 +127,7 @@ class Pacer:
             return PromptBudget(0, 0)
         if target is None or not self._rows:
             return PromptBudget(paced, paced)
-        within = max(self._least_chunk, int(target / self._each))
+        within = max(self._least_chunk, int(target / self._each), min(LEAST_ROWS, int(LONGEST_S / self._each)))
         usual = self.prompt_budget(num_decodes, most) if num_decodes else 0
         return PromptBudget(min(paced, max(within - num_decodes, usual)), min(most, max(paced, within)))
 

@@ -38,8 +38,8 @@ STARTED_BLOCKS = 8192
 # Maximum number of waiting requests without a ready adapter that a step passes over: with a free seat, a few ms of
 # look-ups (fair share stops at a quarter of it); without one, enough to load the next requests' adapters in advance.
 PASSED_OVER, PREFETCHED = 256, 8
-# Minimum time that leaving streams out of a step must save. On a GPU a whole step is shorter, so none are left out.
-SAVED_S = 0.05
+# Minimum time that leaving streams out of a step must save. On a GPU all rows together take less, so none are left out.
+SAVED_S = 0.02
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
 

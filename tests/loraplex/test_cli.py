@@ -79,7 +79,7 @@ def test_help_takes_no_second():
         (("tenant", "create", "x", "--model-limits", "{"), "'{' is not JSON"),
         (("tenant", "create", "x", "--model-limits", '{"m": 1}'), "expected an object of objects, like"),
         (("tenant", "create", "x", "--model-limits", '{"m": {"budget_per_month": "x"}}'), "'x' is not an amount"),
-        (("usage", "--by", "adapter"), "'adapter' is none of tenant, model, key, day"),
+        (("usage", "--by", "adapter"), "'adapter' is none of tenant, model, version, key, day"),
         (("usage", "--csv", "--json", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "either --csv or --json"),
         (("key", "create", "x", "--scopes", "inference,admin"), "'admin' is none of inference, adapters, usage"),
         (("tenant", "update", "x", "--gateway", "http://127.0.0.1:9", "--admin-key", "k"), "expected a value"),

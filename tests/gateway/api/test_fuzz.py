@@ -43,6 +43,8 @@ VALID: dict[str, dict[str, Any]] = {
     "/admin/api/tenants/{tenant}": {"priority": 3, "ttft_target": 0.5, "suspended": False, "on_token_limit": "shorten"},
     "/admin/api/tenants/{tenant}/keys": {"label": "k", "scopes": ["usage"], "allowed_models": ["a"]},
     "/admin/api/prices/{model}": {"input": 1, "output": 2},
+    "/v1/adapters/{name}/versions/{version}/golden": {"prompts": [{"prompt": "Hi", "max_tokens": 2}]},
+    "/v1/mixtures/{name}": {"model": "a*0.5+b*0.5"},
 }
 FIELDS = strategies.sampled_from([*sorted({field for body in VALID.values() for field in body}), "unknown"])
 NAMES = strategies.one_of(
@@ -59,7 +61,8 @@ def requests(draw: Any) -> dict[str, Any]:
     parts = [
         quote(draw(NAMES), safe="") or "x" if part.startswith("{") else part for part in route.canonical.split("/")
     ]
-    body = VALID.get(route.canonical, {}) | draw(strategies.dictionaries(FIELDS, values, max_size=3))
+    further = strategies.just({}) | strategies.dictionaries(FIELDS, values, max_size=3)
+    body = VALID.get(route.canonical, {}) | draw(further)
     raw = draw(
         strategies.one_of(
             strategies.just(json.dumps(body).encode()),
