@@ -26,8 +26,8 @@ STEPS_UNTIL_ALONE = 16
 # The room for prompts grows with this power of `patience`: 32 times at patience 2. The total waiting time would be
 # least with no room below patience 1 and all room above it; a power keeps decodes moving near 1.
 STEEPNESS = 5
-# Number of rows, streams and prompt tokens, for which a step may exceed its target, up to LONGEST_S: smaller steps would
-# spend too much of their time on what they cost at any size.
+# Number of rows, streams and prompt tokens, for which a step may exceed its target, up to LONGEST_S: smaller steps
+# would spend too much of their time on what they cost at any size.
 LEAST_ROWS, LONGEST_S = 112, 0.25
 _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks

@@ -35,8 +35,9 @@ LOOKED_AT = 64
 FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
 # Factor by which a tenant's running requests per weight must exceed another tenant's for the other to be light.
 HEAVIER = 2
-# Target of a step's duration in seconds with prompts, because a prompt that arrives waits for the step's end. It applies while
-# several tenants use the engine: for `SHARED_S` seconds after a request whose predecessor was another tenant's.
+# Target of the duration in seconds of a step with prompts, because a prompt that arrives waits for the step's end. It
+# applies while several tenants use the engine: for `SHARED_S` seconds after a request whose predecessor was another
+# tenant's.
 STEP_S, SHARED_S = 0.15, 60.0
 
 
