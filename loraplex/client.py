@@ -167,13 +167,15 @@ class GatewayClient:
         await self.call("DELETE", _path(_mixtures_path(tenant), name))
 
     async def _put_matching(self, path: str, body: dict[str, Any], etag: str | None) -> dict[str, Any]:
-        """Replace a record of this ETag, by default of its present one, or create it."""
+        """Replace a record of this ETag, with or without its quotes, by default of its present one, or create it."""
         if etag is None:
             try:
                 etag = (await self.call("GET", path))["etag"]
             except GatewayError as error:
                 if error.status != 404:
                     raise
+        elif etag != "*" and not etag.endswith('"'):
+            etag = f'"{etag}"'
         headers = {} if etag is None else {"If-Match": etag}
         return await self.call("PUT", path, json=body, headers=headers)
 

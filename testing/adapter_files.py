@@ -6,6 +6,8 @@ import random
 import struct
 from pathlib import Path
 
+import aiohttp
+
 from adapters.manifest import BaseShape
 
 BASE = BaseShape.from_config(
@@ -72,3 +74,13 @@ def write(folder: Path, content: Tensors | bytes | None = None, config: object =
     config = CONFIG if config is None else config
     (folder / "adapter_config.json").write_bytes(config if isinstance(config, bytes) else json.dumps(config).encode())
     return folder
+
+
+def upload_form(folder: Path, name: str = "pirate") -> aiohttp.FormData:
+    """Return an upload of the folder's adapter; a folder without one gets a small one."""
+    if not (folder / "adapter_model.safetensors").exists():
+        write(folder)
+    data = aiohttp.FormData({"name": name})
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        data.add_field(file, (folder / file).read_bytes(), filename=file)
+    return data

@@ -30,6 +30,8 @@ class EveryAdapter:
 
     def refuse_beyond(self, **_: int) -> None: ...
 
+    def keep_reserved(self, _: object) -> None: ...
+
     def get(self, digest: str) -> HostAdapter:
         return HostAdapter(digest, len(self._module.a), {(0, "q_proj"): self._module}, 1024)
 

@@ -4,14 +4,26 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
 from engine.config import EngineConfig, ServerConfig
 from wire.telemetry.spans import Tracing
+
+if TYPE_CHECKING:
+    from engine.engine import Engine
+    from engine.scheduling.request import RequestOutput
+
+
+def outputs_until_idle(engine: "Engine") -> Iterator["RequestOutput"]:
+    """Run steps until the engine has no work and yield their outputs. Sleep while all work waits for adapters."""
+    while engine.has_work():
+        yield from engine.step()
+        if engine.is_waiting_for_adapters:
+            time.sleep(0.001)
 
 
 class RunningServer:

@@ -18,7 +18,7 @@ def repeated(*values: Any) -> Any:
 
 
 def speed_up() -> None:
-    """Halve the time of interpreted kernels. Do nothing if Triton's internals are unexpected."""
+    """Divide the time of interpreted kernels by four. Do nothing if Triton's internals are unexpected."""
     try:
         import triton.language as tl
         from triton.runtime import interpreter
@@ -29,6 +29,12 @@ def speed_up() -> None:
             interpreter.interpreter_builder,
         )
         options = dataclasses.replace(builder.options, sanitize_overflow=False)
+        semantic = type(interpreter.interpreter_semantic)
+        patch_lang, broadcast, unwrap = (
+            interpreter._patch_lang,
+            semantic.broadcast_impl_value,
+            tl.core._unwrap_if_constexpr,
+        )
         signature = patch.__code__.co_varnames[: patch.__code__.co_argcount]
     except (AttributeError, ImportError, TypeError):
         return
@@ -39,15 +45,32 @@ def speed_up() -> None:
     if not options.debug:
         builder.options = options
     interpreter._patch_builtin = _patch_known_builtins(tl, interpreter)
+    interpreter._patch_lang = _patch_once(tl, patch_lang)
     interpreter._get_np_dtype = _with_memory(tl, np_dtype)
     tl.block_type.__init__ = _with_known_shapes(tl, tl.block_type.__init__)
+    tl.dtype.__eq__ = _with_identity(tl.dtype.__eq__)
+    tl.core._unwrap_if_constexpr = _with_plain_values(tl, unwrap)
+    tl.tensor.__init__ = _with_shared_shapes(tl, tl.tensor.__init__)
+    semantic.broadcast_impl_value = _with_equal_shapes(broadcast)
 
 
 def _patch_known_builtins(tl: Any, interpreter: ModuleType) -> Any:
-    """Return `_patch_builtin` with the members found once; each call of a device function searches them again."""
+    """Return `_patch_builtin` with the members found once; each launch searches them again."""
     packages = (tl, tl.core, tl.math, tl.tensor, tl.core.tensor, tl.core.tensor_descriptor_base)
     names = {id(each): [n for n in dir(each) if tl.core.is_builtin(getattr(each, n, None))] for each in packages}
-    search = interpreter._patch_builtin
+    search, semantic = interpreter._patch_builtin, interpreter.interpreter_semantic
+    checked = tl.core.builtin(search).__code__
+
+    @functools.cache
+    def interpreted(member: Any) -> Any:
+        # `builtin` checks in each call that `_semantic` is there.
+        call = member.__wrapped__ if member.__code__ is checked else member
+
+        def with_semantic(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return call(*args, **kwargs)
+
+        return with_semantic
 
     def patch(package: Any, builder: Any, scope: Any) -> None:
         if id(package) not in names:
@@ -56,9 +79,36 @@ def _patch_known_builtins(tl: Any, interpreter: ModuleType) -> Any:
         for name in names[id(package)]:
             member = getattr(package, name)
             if tl.core.is_builtin(member):
-                interpreter._patch_attr(package, name, member, builder, scope)
+                scope.set_attr(package, name, interpreted(member))
 
     return patch
+
+
+def _patch_once(tl: Any, patch: Any) -> Any:
+    """Return `_patch_lang` that patches a package once in a launch; each call of a device function does it again."""
+    active: set[frozenset[int]] = set()
+    packages = functools.cache(
+        lambda fn: frozenset(id(value) for value in fn.__globals__.values() if value is tl or value is tl.core)
+    )
+
+    def patch_lang(fn: Any) -> Any:
+        key = packages(fn)
+        if key in active:
+            return None
+        is_launch = not active
+        scope = patch(fn)
+        active.add(key)
+        if is_launch:
+            restore = scope.restore
+
+            def end() -> None:
+                active.clear()
+                restore()
+
+            scope.restore = end
+        return scope
+
+    return patch_lang
 
 
 def _with_memory(tl: Any, np_dtype: Any) -> Any:
@@ -78,14 +128,70 @@ def _with_memory(tl: Any, np_dtype: Any) -> Any:
 def _with_known_shapes(tl: Any, check: Any) -> Any:
     """Return `block_type.__init__` with a memory for shapes: it checks and prints the shape of every value."""
     known: dict[tuple[int, ...], tuple[Any, int, str]] = {}
+    of_shape: dict[int, tuple[Any, int, str]] = {}  # by the id of a shape in `known`
 
     def __init__(self: Any, element_ty: Any, shape: Any) -> None:
-        key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
-        if key not in known:
-            check(self, element_ty, shape)
-            known[key] = self.shape, self.numel, str(self.shape)
+        found = of_shape.get(id(shape))
+        if found is None:
+            key = tuple(size.value if isinstance(size, tl.constexpr) else size for size in shape)
+            if key not in known:
+                check(self, element_ty, shape)
+                known[key] = self.shape, self.numel, str(self.shape)
+                of_shape[id(self.shape)] = known[key]
+            found = known[key]
         self.element_ty = element_ty
-        self.shape, self.numel, text = known[key]
+        self.shape, self.numel, text = found
         self.name = f"<{text}, {element_ty}>"
 
     return __init__
+
+
+def _with_shared_shapes(tl: Any, make: Any) -> Any:
+    """Return `tensor.__init__` that makes the shape and the number of elements once for each shape."""
+    known: dict[int, tuple[Any, Any, Any]] = {}
+    scalar, no_shape = tl.constexpr(1), tl.core.tuple([])
+
+    def __init__(self: Any, handle: Any, type: Any) -> None:
+        if not type.is_block():
+            self.handle, self.type, self.dtype = handle, type, type.scalar
+            self.numel, self.shape = scalar, no_shape
+            return
+        found = known.get(id(type.shape))
+        if found is None:
+            make(self, handle, type)
+            # Stores the shape too, so that its id is not reused.
+            known[id(type.shape)] = self.shape, self.numel, type.shape
+            return
+        self.handle, self.type, self.dtype = handle, type, type.element_ty
+        self.shape, self.numel, _ = found
+
+    return __init__
+
+
+def _with_equal_shapes(broadcast: Any) -> Any:
+    """Return `broadcast_impl_value` that returns operands of one shape as they are."""
+
+    def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
+        if lhs.type.is_block() and lhs.shape is rhs.shape:
+            return lhs, rhs
+        return broadcast(self, lhs, rhs)
+
+    return broadcast_impl_value
+
+
+def _with_identity(equals: Any) -> Any:
+    """Return `dtype.__eq__` that compares the names of two objects only."""
+    return lambda self, other: self is other or equals(self, other)
+
+
+def _with_plain_values(tl: Any, unwrap: Any) -> Any:
+    """Return `_unwrap_if_constexpr` that does not ask of a common type whether it is a list or a tuple."""
+    plain = frozenset((int, bool, float, str, type(None), tl.tensor, tl.dtype))
+
+    def unwrap_if_constexpr(value: Any) -> Any:
+        kind = type(value)
+        if kind is tl.constexpr:
+            return value.value
+        return value if kind in plain else unwrap(value)
+
+    return unwrap_if_constexpr

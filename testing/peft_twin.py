@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 
 class PeftTwin:
@@ -12,6 +11,7 @@ class PeftTwin:
 
     def __init__(self, model: Path, folder: Path, adapters: dict[str, dict[str, Any]], scale: float = 0.3) -> None:
         """adapters: fields of `LoraConfig` by name. scale: standard deviation of the weights of A and B."""
+        import transformers
         from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
         base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()

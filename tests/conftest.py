@@ -53,6 +53,25 @@ SLOW = (
     "gateway/quota/test_quota_race.py",
     "gateway/fleet/kinds/test_vllm_edge.py",
 )
+# The import of transformers, its models and peft takes 7 s, so one process runs these.
+WITH_TRANSFORMERS = frozenset(
+    f"tests/{name}.py"
+    for name in (
+        "adapters/test_canonical",
+        "adapters/test_manifest",
+        "e2e/test_demo_model_matches_peft",
+        "engine/answering/test_composition",
+        "engine/answering/test_logprobs",
+        "engine/execution/test_embedding_lora",
+        "engine/model/test_config",
+        "engine/model/test_gemma",
+        "engine/model/test_gguf",
+        "engine/test_engine_matches_peft",
+        "gateway/api/requests/test_prompts",
+        "loraplex/test_demo_model",
+        "wire/text/test_tokenizer",
+    )
+)
 
 
 @pytest.fixture(scope="session")
@@ -115,11 +134,13 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of one file in one process, for its fixtures, and all end-to-end tests, for their stack."""
+    """Keep the tests of a file in one process, for its fixtures, and all end-to-end tests, and all with peft."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if nodeid.partition("::")[0] in WITH_TRANSFORMERS:
+                return "with transformers"
             return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
 
     return Scheduling(config, log)

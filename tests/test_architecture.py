@@ -93,6 +93,7 @@ def test_the_gateway_never_loads_torch():
     assert not loaded & {"torch", "transformers", "safetensors", "numpy"}
 
 
+@pytest.mark.usefixtures("takes_a_core")
 def test_traces_are_loaded_only_where_they_are_asked_for():
     """The engine loads no OpenTelemetry, and the gateway no span exporter.
 

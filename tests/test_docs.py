@@ -273,7 +273,7 @@ def test_links_and_commands_in_the_documents_are_real(path):
         assert (path.parent / target).exists(), target
     for line in re.findall(r"^(?:LORAPLEX_\S+=\S+ )?(loraplex [a-z].*)$", text, re.MULTILINE):
         words = line.split()
-        name = next((n for n in (" ".join(words[:3]), " ".join(words[:2])) if n in COMMANDS), None)
+        name = next((n for k in (4, 3, 2) if (n := " ".join(words[:k])) in COMMANDS), None)
         assert name is not None, line
         assert {w.split("=")[0] for w in words if w.startswith("--")} <= options(COMMANDS[name]) | {"--help"}, line
 

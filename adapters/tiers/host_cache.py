@@ -76,6 +76,7 @@ class HostCache:
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
         self._verified = VerifiedFiles()
         self._mixtures = Mixtures(max_bytes)
+        self._has_reservation: Callable[[str], bool] = lambda _: False
         self._threads = FairThreads(
             num_threads, "adapter-load", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
         )
@@ -86,6 +87,14 @@ class HostCache:
         max_outside_bytes: bytes of tensors on embed_tokens and lm_head.
         """
         self._max_rank, self._max_outside_bytes = max_rank, max_outside_bytes
+
+    def keep_reserved(self, has_reservation: Callable[[str], bool]) -> None:
+        """Keep a mixture with a device reservation when its tenant's other mixtures need room.
+
+        Otherwise each of them evicts it, and its reserved pages stay empty while it is made again. A tenant has one
+        reservation. has_reservation: tells this by the digest; called on any thread.
+        """
+        self._has_reservation = has_reservation
 
     def get(self, digest: str) -> HostAdapter | None:
         """Return the adapter if it is in the cache, and mark it as used."""
@@ -254,7 +263,7 @@ class HostCache:
         return mixed
 
     def _evict_mixtures(self, tenant_id: str, size: int) -> None:
-        for digest in self._mixtures.surplus(tenant_id, size):
+        for digest in self._mixtures.surplus(tenant_id, size, self._has_reservation):
             self._evict(digest)
 
     def _header(self, digest: str) -> PartHeader:

@@ -5,7 +5,7 @@ other adapter.
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,13 +38,15 @@ class Mixtures:
     def get(self, digest: str) -> Mixture | None:
         return self._used.get(digest)
 
-    def surplus(self, tenant_id: str, num_bytes: int) -> list[str]:
-        """Return the tenant's mixtures to evict before one of `num_bytes` is added."""
+    def surplus(self, tenant_id: str, num_bytes: int, is_kept: Callable[[str], bool]) -> list[str]:
+        """Return the tenant's mixtures to evict before one of `num_bytes` is added; those that are kept stay."""
         held, found = self._held.get(tenant_id, OrderedDict[str, int]()), list[str]()
         left = sum(held.values()) + num_bytes
         for digest, size in held.items():
             if left <= self.share:
                 break
+            if is_kept(digest):
+                continue
             found.append(digest)
             left -= size
         return found

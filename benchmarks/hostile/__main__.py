@@ -23,7 +23,6 @@ its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing lef
 import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import signal
 import sys
@@ -35,7 +34,7 @@ from pathlib import Path
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import STACKS, Place, before_doubles, up
-from benchmarks.hostile.run import Limits, Result, run_attack
+from benchmarks.hostile.run import Limits, Result, as_json, run_attack
 
 # Number of attacks between two runs of the control.
 CONTROL_EVERY = 10
@@ -165,7 +164,7 @@ def main() -> int:
     if controls:
         print("no attack: " + ", ".join(f"{each.name} p50 {each.p50} p99 {each.p99}" for each in controls))
     if flags.json:
-        flags.json.write_text(json.dumps([result.as_json() for result in results], indent=1) + "\n")
+        flags.json.write_bytes(as_json(results))
     return 1 if missed else 0
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import io
 import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -89,8 +90,18 @@ async def churn_aliases(attacker: Attacker) -> None:
     "expiry-storm",
     "12 aliases and their targets that end at the same moment, requested until and after it",
     least_seconds=8.0,
+    honest="aliases",
 )
 async def expire(attacker: Attacker) -> None:
+    await request_aliases(attacker, is_after_end=True)
+
+
+@attack("aliases", "as expiry-storm, without requests after the end", least_seconds=8.0, shown=False)
+async def aliases(attacker: Attacker) -> None:
+    await request_aliases(attacker, is_after_end=False)
+
+
+async def request_aliases(attacker: Attacker, *, is_after_end: bool) -> None:
     await asyncio.gather(*(push(attacker, "moved", seed) for seed in (1, 2)))
     end = datetime.now(UTC) + timedelta(seconds=max(1.0, 0.6 * attacker.left))
     targets = [{"version": number, "weight": 1, "expires_at": end.isoformat()} for number in (1, 2)]
@@ -101,7 +112,7 @@ async def expire(attacker: Attacker) -> None:
     async def one(index: int) -> None:
         nonlocal late
         turn = index
-        while attacker.going:
+        while attacker.going and (is_after_end or datetime.now(UTC) < end):
             turn += 1
             began = datetime.now(UTC)
             body = {"model": f"moved:{names[turn % len(names)]}", "prompt": "a", "max_tokens": 1}
@@ -137,6 +148,31 @@ async def storm(attacker: Attacker) -> None:
                 await attacker.pause(0.3)
 
     await attacker.side_by_side(8, one)
+
+
+@attack("false-parts", "parts of 64 MiB with a wrong checksum, four at once, again and again")
+async def send_false_parts(attacker: Attacker) -> None:
+    part, size = bytes(64 * MIB), 1 << 30
+    query = {"name": "false", "size": str(size), "sha256": "0" * 64}
+    begun = await attacker.call("POST", "/v1/adapter-uploads", params=query)
+    if begun is None or begun.status != 201:
+        return
+    one, refused = f"/v1/adapter-uploads/{begun.json['id']}", 0
+
+    async def send(_: int) -> None:
+        nonlocal refused
+        while attacker.going:
+            answer = await attacker.call("PUT", one, params={"offset": "0", "sha256": "0" * 64}, data=io.BytesIO(part))
+            if answer is not None and answer.status == 400:
+                refused += len(part)
+            else:
+                await attacker.pause(0.2)
+
+    try:
+        await attacker.side_by_side(4, send)
+    finally:
+        await attacker.call("DELETE", one)
+    attacker.note(f"{refused >> 20} MiB hashed and refused")
 
 
 @attack("partial-uploads", "uploads in parts that overlap, end early, lie about their checksum, or never complete")

@@ -57,12 +57,26 @@ def dear_schema(seed: float) -> dict[str, object]:
     return {"json": {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}}
 
 
+@attack("twelve-completions", "12 plain completions a second, beside a neighbour's small grammar", shown=False)
+async def twelve(attacker: Attacker) -> None:
+    async def one(index: int) -> None:
+        while attacker.going:
+            await attacker.complete("a", max_tokens=2)
+            await attacker.pause(8 / 12)
+
+    await attacker.side_by_side(9, lambda i: neighbours_grammar(attacker) if i == 0 else one(i))
+
+
 @attack("dear-grammars", "48 dear grammars at once, always new ones, beside a neighbour's small one")
 async def grammars(attacker: Attacker) -> None:
     await dear(attacker, 48, lambda seed: (dear_grammar, dear_schema)[int(seed * 1000) % 2](seed))
 
 
-@attack("dear-regexes", "24 dear regular expressions at once, always new ones, beside a neighbour's small one")
+@attack(
+    "dear-regexes",
+    "24 dear regular expressions at once, always new ones, beside a neighbour's small one",
+    honest="twelve-completions",  # the attack gets about as many served
+)
 async def regexes(attacker: Attacker) -> None:
     await dear(attacker, 24, dear_regex)
 

@@ -7,11 +7,11 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 import aiohttp
+import msgspec
 
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.attacker import GRACE_SECONDS, Round, Target
@@ -75,8 +75,9 @@ class Result:
     undecided: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+
+def as_json(results: Sequence[Result]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"
 
 
 class Child:

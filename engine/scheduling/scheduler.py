@@ -38,6 +38,8 @@ STARTED_BLOCKS = 8192
 # Maximum number of waiting requests without a ready adapter that a step passes over: with a free seat, a few ms of
 # look-ups (fair share stops at a quarter of it); without one, enough to load the next requests' adapters in advance.
 PASSED_OVER, PREFETCHED = 256, 8
+# Maximum number of tenants that a step passes over because their prompts have no room in it.
+WITHOUT_ROOM = 16
 # Minimum time that leaving streams out of a step must save. On a GPU all rows together take less, so none are left out.
 SAVED_S = 0.02
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
@@ -199,7 +201,7 @@ class Scheduler:
 
         Return the tenants that give way to the planned prompts.
         """
-        admits, started_blocks, passed_over = True, 0, 0
+        admits, started_blocks, passed_over, without_room = True, 0, 0, 0
         giving_way: set[str] = set()
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
@@ -222,7 +224,11 @@ class Scheduler:
             heavier = set() if request.num_output_tokens else self.policy.heavier(request, self.running)
             room = budget.room(is_light=bool(heavier))
             if room <= 0:
-                admits = admits and not is_waiting
+                if is_waiting:
+                    # The next tenant may be a light one, whose prompts have more room.
+                    turns.pass_over()
+                    without_room += 1
+                    admits = without_room < WITHOUT_ROOM
                 continue
             if is_waiting:
                 admits = self._admit(request, plan, room, is_first=not budget.num_planned)

@@ -22,7 +22,7 @@ class Seats:
         return len(self._free)
 
     def take(self, request: Request, prefix: list[int]) -> None:
-        """Start a request with blocks for all its tokens. They must be free, as must a seat; its adapter must be ready.
+        """Start a request with blocks for all its tokens. Needs free blocks, a free seat and a ready adapter.
 
         prefix: the cached blocks of its beginning.
         """

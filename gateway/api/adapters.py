@@ -15,15 +15,17 @@ from adapters.manifest import AdapterError, BaseShape
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import PRINCIPAL
+from gateway.api.adapter_caller import AdapterCaller, tenants_caller
 from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
 from gateway.api.uploads.validating import Validation
-from gateway.errors import REQUEST_ID, CheckFailed, TooSlow, Unavailable, translate
+from gateway.errors import CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
 from gateway.quota.quota import Quota
+from gateway.quota.uploading import ReceivedBytes
 from gateway.records.adapter_rows import Reason
 from gateway.records.catalog import Adapter, Catalog
 from gateway.records.tenants import Tenant
@@ -61,6 +63,7 @@ class AdapterIntake:
         self.validation = validation
         self._store = store
         self._rules = rules
+        self.max_bytes = rules.max_bytes
         self._idempotency = idempotency
         self._checker = Checker(base, rules.max_bytes, served)
         self.copies = Copies()
@@ -68,27 +71,24 @@ class AdapterIntake:
     async def push(
         self,
         request: web.Request,
-        tenant: Tenant,
-        actor: str,
-        owner: str,
-        check_allowed: Callable[[str], None] = lambda name: None,
+        caller: AdapterCaller,
+        received: ReceivedBytes,
     ) -> web.Response:
         """Add the uploaded version and return 201; requests use the version from this response on. Return 202 for a
         version whose probe takes long; it is ready after the probe.
 
-        check_allowed: raises for a name that the actor may not push. Raises BadRequest and TooLarge for the form, and
-        what `take` raises.
+        received: counts the body's bytes. Raises BadRequest and TooLarge for the form, and what `take` raises.
         """
         refuse_too_large(request, self._rules)
-        await self._catalog.check_declared(tenant, request.content_length or 0)
+        await self._catalog.check_declared(caller.tenant, request.content_length or 0)
 
         async def read_form(place: Workplace) -> str:
-            name = await receive(request, place, self._rules)
+            name = await receive(request, place, self._rules, received)
             self._catalog.check_name(name)
-            check_allowed(name)
+            caller.check_name(name)
             return name
 
-        return await self.take(request, tenant, actor, owner, read_form)
+        return await self.take(request, caller.tenant, caller.actor, caller.owner, read_form)
 
     async def take(
         self,
@@ -104,8 +104,9 @@ class AdapterIntake:
         receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
         the owners' checks take turns. upload_id: of the upload in parts that is completed; else the adapter's name and
         digest identify the request for its Idempotency-Key. Raises TooSlow, Forbidden for a limit, AdapterError for an
-        adapter that cannot be served, Unavailable.
+        adapter that cannot be served, Unavailable, TooManyRefusedUploads before anything is received.
         """
+        self._checker.check_refused(owner)
         with storing(self._rules.seconds):
             async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
                 name = await receive(place)
@@ -215,13 +216,9 @@ class Adapters:
         self._intake = intake
 
     async def push(self, request: web.Request) -> web.Response:
-        principal = request[PRINCIPAL]
-        tenant, limits = principal.tenant, principal.tenant.adapter_limits
-        places = self._quota.upload(
-            tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
-        )
-        async with self._auth.while_valid(principal), places:
-            return await self._intake.push(request, tenant, principal.key_id, tenant.id, principal.check_model)
+        caller, size, most = tenants_caller(request), request.content_length, self._intake.max_bytes
+        async with caller.uploading(request, self._auth, self._quota, size=size, most=most) as received:
+            return await self._intake.push(request, caller, received)
 
     async def list(self, request: web.Request) -> web.Response:
         principal = request[PRINCIPAL]

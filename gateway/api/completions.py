@@ -1,10 +1,8 @@
 """`/v1/chat/completions` and `/v1/completions`: dispatch and delivery of admitted requests."""
 
-import asyncio
 import re
-import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
 from functools import partial
 
 import msgspec
@@ -16,6 +14,7 @@ from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.events import as_json, shortened, visible_event
 from gateway.api.requests.forms import FORM
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.api.time_limit import while_allowed
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_after, ending_of
 from gateway.errors import (
@@ -24,7 +23,6 @@ from gateway.errors import (
     REQUEST_ID,
     EngineMismatch,
     EngineShareUsed,
-    OutOfTime,
     RateLimited,
     error_body,
     translate,
@@ -111,7 +109,7 @@ class Completions:
         delivery = self._deliveries.open(request, account.principal.tenant.id)
         try:
             async with AsyncExitStack() as stack:
-                async with self._while_allowed(account):
+                async with self._time_limit(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
                     stack.enter_context(self._mark_mismatch(answering.engine))
                     self._admission.forms.served(call.tenant.id, request.get(FORM))
@@ -170,7 +168,7 @@ class Completions:
         try:
             await _prepare(response, request)
             try:
-                async with self._while_allowed(account):
+                async with self._time_limit(account):
                     async for event in read_events(answering.response, self._deliveries.reader_bytes):
                         account.observe_event(event)
                         if "error" in event:
@@ -250,20 +248,8 @@ class Completions:
         self._metrics.adapter_mismatch(engine.url)
         engine.mark_mismatched()
 
-    @asynccontextmanager
-    async def _while_allowed(self, account: Account) -> AsyncIterator[None]:
-        """End the block when the key becomes invalid or the request exceeds its time limit.
-
-        Raises InvalidKey, Forbidden, OutOfTime.
-        """
-        left = account.arrived + self._request_timeout - time.monotonic()
-        try:
-            async with asyncio.timeout(left) as deadline, self._auth.while_valid(account.principal):
-                yield
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise OutOfTime(f"The request exceeded the time limit of {self._request_timeout:g} s.") from error
+    def _time_limit(self, account: Account) -> AbstractAsyncContextManager[None]:
+        return while_allowed(self._auth, account.principal, account.arrived, self._request_timeout)
 
 
 def _hold_back(account: Account, answering: Answering) -> None:

@@ -35,11 +35,12 @@ class ProbeRoutes:
         self._registry = registry
 
     async def get(self, request: web.Request) -> web.Response:
-        """Return the newest probe of a version."""
+        """Return the newest probe of a version, and the base model that the version is bound to."""
         caller = await find_caller(request, self._tenants)
         name, number = request.match_info["name"], version_of(request)
-        at, probe = await self._probes.get(caller.tenant, name, number)
-        return json_response(_describe(name, number, probe) | {"probed_at": at})
+        found = await self._probes.get(caller.tenant, name, number)
+        recorded = {"probed_at": found.probed_at, "bound_to": _base(found.base_digest)}
+        return json_response(_describe(name, number, found.probe) | recorded)
 
     async def verify(self, request: web.Request) -> web.Response:
         """Probe a version again, and return the result with its changes since the newest probe on record.

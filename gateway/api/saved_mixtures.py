@@ -9,7 +9,7 @@ from gateway.api.adapter_caller import find_caller, read_small
 from gateway.api.requests.fields import json_response
 from gateway.quota.quota import Quota
 from gateway.records.catalog import Catalog
-from gateway.records.saved_mixtures import MAX_CHARS, SavedMixture, parse_parts
+from gateway.records.saved_mixtures import MAX_CHARS, SavedMixture
 from gateway.records.tenants import Tenants
 
 
@@ -44,7 +44,7 @@ class SavedMixtureRoutes:
         given = await read_small(request, caller, NewMixture)
         name, if_match = request.match_info["name"], request.headers.get("If-Match")
         self._catalog.check_name(name)
-        for part in parse_parts(given.model):
+        for part in self._catalog.mixtures.parse(given.model):
             caller.check_name(part.name)
         await caller.count_change(request, self._quota)
         saved, is_new = await self._catalog.mixtures.save(caller.tenant, name, given.model, caller.actor, if_match)

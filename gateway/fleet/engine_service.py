@@ -26,7 +26,7 @@ SECONDS = 0.25
 
 class Sender(Protocol):
     async def __call__(self, engine: EngineRecord, service: dict[str, float]) -> None:
-        """Report service at other engines. Raises ClientError, OSError, TimeoutError."""
+        """Report service at other engines by tenant id. Raises ClientError, OSError, TimeoutError."""
 
 
 class EngineService:
@@ -41,10 +41,10 @@ class EngineService:
         self._reporting: WeakKeyDictionary[EngineRecord, asyncio.Task[None]] = WeakKeyDictionary()
         self._failing: WeakSet[EngineRecord] = WeakSet()
 
-    def served(self, engine: EngineRecord, tenant: str, cost: float) -> None:
+    def served(self, engine: EngineRecord, tenant_id: str, cost: float) -> None:
         """Add service that the engine has given the tenant."""
         counts = self._served.setdefault(engine.url, defaultdict(float))
-        counts[tenant] += cost
+        counts[tenant_id] += cost
 
     def report(self) -> list[asyncio.Task[None]]:
         """Start a report to each engine of the service at the other engines, and return the reports' tasks.
@@ -56,20 +56,20 @@ class EngineService:
         served, self._served = self._served, {}
         total: dict[str, float] = defaultdict(float)
         for counts in served.values():
-            for tenant, cost in counts.items():
-                total[tenant] += cost
+            for tenant_id, cost in counts.items():
+                total[tenant_id] += cost
         started = []
         for engine in self._engines():
             if not engine.address.traits.orders_tenants:
                 continue
             here, waiting = served.get(engine.url, {}), self._unreported.setdefault(engine, {})
-            for tenant, cost in total.items():
-                if (elsewhere := cost - here.get(tenant, 0.0)) > 0:
-                    waiting[tenant] = waiting.get(tenant, 0.0) + elsewhere
+            for tenant_id, cost in total.items():
+                if (elsewhere := cost - here.get(tenant_id, 0.0)) > 0:
+                    waiting[tenant_id] = waiting.get(tenant_id, 0.0) + elsewhere
             if waiting and engine not in self._reporting:
                 largest = dict(nlargest(MAX_TENANTS, waiting.items(), lambda item: item[1]))
-                for tenant in largest:
-                    del waiting[tenant]
+                for tenant_id in largest:
+                    del waiting[tenant_id]
                 task = self._reporting[engine] = asyncio.create_task(self._report(engine, largest))
                 started.append(task)
         return started

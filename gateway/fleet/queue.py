@@ -29,8 +29,8 @@ LONGEST_RETRY_SECONDS = 60
 class TenantPlaces(NamedTuple):
     """A tenant's requests at the gate.
 
-    service: the tenant's counter. share: number of places that the tenant gets without a wait. waited: longest wait of
-    its waiting requests, in seconds.
+    tenant: its name. service: its counter. share: number of places that the tenant gets without a wait. waited: longest
+    wait of its waiting requests, in seconds.
     """
 
     tenant: str
@@ -69,18 +69,18 @@ class Capacity(NamedTuple):
 class Place:
     """The place of a request, waiting or with an engine.
 
-    tenant: the tenant's id. name: the tenant's name, for operators. priority: the tenant's; lower numbers go first.
-    deadline: orders the tenant's own requests. tokens: number of the prompt's tokens. completion_tokens: returns the
-    number of tokens generated so far. charged: number of generated tokens that the tenant has been charged for.
+    tenant_name: shown to operators. priority: the tenant's; lower numbers go first. tokens: number of the prompt's
+    tokens. completion_tokens: returns the number of tokens generated so far. charged: number of generated tokens that
+    the tenant has been charged for. deadline: orders the tenant's own requests, in seconds of `time.monotonic`.
     count_service: called with each charge for generated tokens. on_wait: called if the request has to wait.
     """
 
-    tenant: str
+    tenant_id: str
     weight: float
     priority: int
     tokens: int
     completion_tokens: Callable[[], int] = _no_tokens
-    name: str = ""
+    tenant_name: str = ""
     charged: int = 0
     count_service: Callable[[float], None] = _ignore
     on_wait: Callable[[], None] = _nothing
@@ -132,7 +132,7 @@ class Gate:
 
         The tenant is charged for the prompt at admission, and for generated tokens by `charge` and at the end.
         """
-        self._counters.enter(place.tenant, place.weight)
+        self._counters.enter(place.tenant_id, place.weight)
         self._arrivals += 1
         place.arrival = self._arrivals
         try:
@@ -146,7 +146,7 @@ class Gate:
                 self._charge(place)
                 self._step_out(place)
         finally:
-            self._counters.leave(place.tenant)
+            self._counters.leave(place.tenant_id)
             self.admit()
 
     def free(self, place: Place) -> None:
@@ -167,9 +167,9 @@ class Gate:
         """
         while (place := self._next()) is not None:
             if self._end_wait(place, True):
-                self._inside[place.tenant] += 1
+                self._inside[place.tenant_id] += 1
                 self._num_inside += 1
-                self._counters.charge(place.tenant, place.tokens * PROMPT_TOKEN)
+                self._counters.charge(place.tenant_id, place.tokens * PROMPT_TOKEN)
 
     @property
     def longest_wait(self) -> float:
@@ -181,20 +181,20 @@ class Gate:
         places = capacity.places if (capacity := self._capacity()) is not None else 0
         waiting: dict[str, list[Place]] = {}
         for place in self._waiting:
-            waiting.setdefault(place.tenant, []).append(place)
+            waiting.setdefault(place.tenant_id, []).append(place)
         now = time.monotonic()
-        found = {place.tenant: place for place in (*self._admitted, *self._waiting)}
+        found = {place.tenant_id: place for place in (*self._admitted, *self._waiting)}
         rows = [
             TenantPlaces(
-                tenant=place.name,
+                tenant=place.tenant_name,
                 weight=place.weight,
-                service=self._counters.counter(tenant),
-                share=self._share(tenant, places),
-                inside=self._inside[tenant],
-                waiting=len(waiting.get(tenant, ())),
-                waited=now - min((other.arrived for other in waiting.get(tenant, ())), default=now),
+                service=self._counters.counter(tenant_id),
+                share=self._share(tenant_id, places),
+                inside=self._inside[tenant_id],
+                waiting=len(waiting.get(tenant_id, ())),
+                waited=now - min((other.arrived for other in waiting.get(tenant_id, ())), default=now),
             )
-            for tenant, place in found.items()
+            for tenant_id, place in found.items()
         ]
         return sorted(rows, key=lambda row: row.service)
 
@@ -206,33 +206,33 @@ class Gate:
         # Every share is at least one request, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
             return None
-        below = [p for p in self._waiting if self._inside[p.tenant] < self._share(p.tenant, capacity.places)]
+        below = [p for p in self._waiting if self._inside[p.tenant_id] < self._share(p.tenant_id, capacity.places)]
         return self._first(below)
 
-    def _share(self, tenant: str, places: int) -> int:
+    def _share(self, tenant_id: str, places: int) -> int:
         """Return the number of places that the tenant gets without a wait: at least one."""
-        return max(1, int(places * self._counters.share(tenant)))
+        return max(1, int(places * self._counters.share(tenant_id)))
 
     def _charge(self, place: Place) -> None:
         tokens = place.completion_tokens()
         if tokens > place.charged:
             cost = (tokens - place.charged) * OUTPUT_TOKEN
-            self._counters.charge(place.tenant, cost)
+            self._counters.charge(place.tenant_id, cost)
             place.count_service(cost)
             place.charged = tokens
 
     def _step_out(self, place: Place) -> None:
         """Stop counting the place. Only the first call has an effect."""
         if place.entered is not None:
-            self._leave(place.tenant)
+            self._leave(place.tenant_id)
             self._seconds_inside += 0.1 * (time.monotonic() - place.entered - self._seconds_inside)
             place.entered = None
 
-    def _leave(self, tenant: str) -> None:
+    def _leave(self, tenant_id: str) -> None:
         self._num_inside -= 1
-        self._inside[tenant] -= 1
-        if not self._inside[tenant]:
-            del self._inside[tenant]
+        self._inside[tenant_id] -= 1
+        if not self._inside[tenant_id]:
+            del self._inside[tenant_id]
 
     async def _wait(self, place: Place) -> None:
         place.turn = asyncio.get_running_loop().create_future()
@@ -250,8 +250,8 @@ class Gate:
                 self._waiting.remove(place)
             elif place.turn.done() and not place.turn.cancelled() and place.turn.result():
                 # The request was admitted in the same iteration in which its wait ended.
-                self._leave(place.tenant)
-                self._counters.charge(place.tenant, -place.tokens * PROMPT_TOKEN)
+                self._leave(place.tenant_id)
+                self._counters.charge(place.tenant_id, -place.tokens * PROMPT_TOKEN)
             if isinstance(error, TimeoutError):
                 raise self._refusal(f"this request waited {self._max_seconds:g} s for one") from None
             raise
@@ -269,16 +269,16 @@ class Gate:
     def _first(self, places: Sequence[Place]) -> Place | None:
         """Return the request to admit next: the request of the next tenant that has the earliest deadline."""
         turn = min(places, key=self._order, default=None)
-        own = (place for place in places if turn is not None and place.tenant == turn.tenant)
+        own = (place for place in places if turn is not None and place.tenant_id == turn.tenant_id)
         return min(own, key=_own_order, default=None)
 
     def _last(self) -> Place:
         """Return the waiting request that would be admitted last."""
         turn = max(self._waiting, key=self._order)
-        return max((place for place in self._waiting if place.tenant == turn.tenant), key=_own_order)
+        return max((place for place in self._waiting if place.tenant_id == turn.tenant_id), key=_own_order)
 
     def _order(self, place: Place) -> tuple[int, float, int]:
-        return (place.priority, self._counters.counter(place.tenant), place.arrival)
+        return (place.priority, self._counters.counter(place.tenant_id), place.arrival)
 
     def _refusal(self, reason: str) -> Overloaded:
         """Build the refusal. Its Retry-After is the estimated time until the present requests have ended."""

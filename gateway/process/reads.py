@@ -1,7 +1,8 @@
 """Reads of bounded size from each connection.
 
-An event loop reads up to 256 KB at once, and aiohttp pauses a connection only after it got more than it wants. So each
-connection with an unread body held all that its socket's buffer had: 64 MiB for 500 connections.
+An event loop reads up to 256 KiB at once, and aiohttp pauses a connection only after its buffer is over the limit.
+Without a bound, each connection with an unread body held the whole content of its socket's buffer: 64 MiB for 500
+connections.
 """
 
 import asyncio
@@ -11,16 +12,16 @@ from typing import Any
 
 from aiohttp import web
 
-# Most bytes of one read. aiohttp pauses a connection whose body nobody reads after three of them.
+# Limit of a read in bytes. aiohttp pauses a connection with an unread body after three such reads.
 READ_BYTES = 2**14
-# Most bytes of one read while an upload waits for them. Small reads would cost it 4 ms of the event loop for each MiB.
+# Limit of a read of an upload in bytes. Smaller reads would take 4 to 12 ms of the event loop per MiB.
 LARGE_READ_BYTES = 2**18
 
 
 class Forwarding(asyncio.BufferedProtocol):
-    """A connection's protocol that forwards all events but the data. handler: the one that gets them.
+    """A connection's protocol that forwards all events except the data to `handler`.
 
-    buffer: where data arrives. All connections share one, because each read is handled before the next.
+    buffer: receives the data. All connections share one, because the event loop handles each read before the next.
     """
 
     def __init__(self, handler: asyncio.Protocol, buffer: memoryview) -> None:
@@ -68,7 +69,7 @@ def bound_reads(runner: web.BaseRunner) -> None:
 
     def connection_made(handler: Any, transport: asyncio.Transport) -> None:
         made(handler, transport)
-        # The loop starts to read only after this.
+        # The event loop starts to read only after this call, so no data bypasses the bound.
         transport.set_protocol(BoundedReads(handler, buffer, large_buffer))
 
     server.connection_made = connection_made  # type: ignore[method-assign]
@@ -76,7 +77,7 @@ def bound_reads(runner: web.BaseRunner) -> None:
 
 @contextmanager
 def large_reads(request: web.BaseRequest) -> Iterator[None]:
-    """Allow large reads of the request's connection during the block, which waits for its body."""
+    """Allow large reads of the request's connection during the block, which reads its body."""
     reads = None if request.transport is None else request.transport.get_protocol()
     if not isinstance(reads, BoundedReads):
         yield

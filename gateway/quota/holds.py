@@ -36,7 +36,10 @@ class Holds:
     def attach(
         self, reservation: Reservation, demand: Demand, model: Model | str, limits: Sequence[Limit]
     ) -> Reservation:
-        """Return the reservation with a hold, or unchanged if no token rate applies to it or its hold does not grow."""
+        """Return the reservation with a hold, or unchanged if no token rate applies to it or its hold does not grow.
+
+        model: empty for an upload, from whose length nothing is learnt.
+        """
         rates = {limit.field: limit for limit in limits if limit.kind in TOKEN_RATE}
         if demand.expected is None or not rates:
             return reservation
@@ -57,7 +60,7 @@ class Holds:
 
         def ended(tokens: int) -> None:
             completion = (tokens - demand.prompt_tokens) / demand.choices
-            if completion > 0:
+            if completion > 0 and model:
                 self._expectations.learn(tenant_id, _key(model), completion, time.monotonic() - hold.started)
 
         pace = Pace(demand.prompt_tokens, demand.first_completion, reservation.tokens, demand.choices)

@@ -16,16 +16,16 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     """Kind of limit.
 
     name: in the API, the database and the command line. letter: the last letter of its field in Redis; a letter is
-    never reused for another kind. takes: the amount of each use: one, or the request's tokens or cost. period: of a
-    rate or budget; None for a gauge, which limits what exists at once. charged: the event that uses it; "store" kinds
-    are checked by `gateway/records/adapter_limits.py` alone. unit: the words after the value in messages; "{s}" is the
-    plural ending. largest: the highest value that the API accepts. default: for a new tenant. heading: on the
-    dashboard.
+    never reused for another kind. takes: the amount of each use: one, the request's tokens or cost, or an upload's
+    bytes. period: of a rate or budget; None for a gauge, which limits what exists at once. charged: the event that uses
+    it; "store" kinds are checked by `gateway/records/adapter_limits.py` alone. unit: the words after the value in
+    messages; "{s}" is the plural ending. largest: the highest value that the API accepts. default: for a new tenant.
+    heading: on the dashboard.
     """
 
     name: str
     letter: str = ""
-    takes: Literal["one", "tokens", "cost"] = "one"
+    takes: Literal["one", "tokens", "cost", "bytes"] = "one"
     period: Literal["minute", "day", "month"] | None = None
     charged: Literal["request", "upload", "store"] = "request"
     unit: str
@@ -46,8 +46,11 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_token_rate(self) -> bool:
-        """Return whether the kind is a token rate: running requests hold tokens, and used tokens become debt."""
-        return self.takes == "tokens" and self.window is not None
+        """Return whether the kind is a token rate: running requests hold tokens, and used tokens become debt.
+
+        The bytes of an upload are held and charged like the tokens of a request.
+        """
+        return self.takes in ("tokens", "bytes") and self.window is not None
 
     @property
     def is_recalled(self) -> bool:
@@ -59,7 +62,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         """Return the class of the kind: the `type` of its refusals, and its name in `LORAPLEX_QUOTA_FALLBACK`."""
         if self.is_gauge:
             return "concurrency"
-        return {"one": "requests", "tokens": "tokens", "cost": "budget"}[self.takes]
+        return {"one": "requests", "tokens": "tokens", "cost": "budget", "bytes": "requests"}[self.takes]
 
 
 KINDS = (
@@ -140,6 +143,18 @@ KINDS = (
         help="Uploads and deletions of adapters per minute",
         largest=10_000_000,
         default=60,
+    ),
+    Kind(
+        name="upload_bytes_per_minute",
+        letter="y",
+        takes="bytes",
+        period="minute",
+        charged="upload",
+        unit="uploaded byte{s} per minute",
+        help="Bytes of adapter uploads per minute",
+        largest=10**13,
+        # The largest adapter that a gateway accepts by default, in parts: each byte arrives and is joined.
+        default=4 << 30,
     ),
     Kind(
         name="max_concurrent_uploads",

@@ -64,9 +64,15 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
     return tuple(found)
 
 
-def adapter_limits(per_minute: int | None, at_once: int | None) -> tuple[Limit, ...]:
+def adapter_limits(
+    per_minute: int | None, at_once: int | None, bytes_per_minute: int | None = None
+) -> tuple[Limit, ...]:
     """Return a tenant's limits on uploads and deletes of adapters. None means unlimited."""
-    values = {"adapter_changes_per_minute": per_minute, "max_concurrent_uploads": at_once}
+    values = {
+        "adapter_changes_per_minute": per_minute,
+        "upload_bytes_per_minute": bytes_per_minute,
+        "max_concurrent_uploads": at_once,
+    }
     letters = {kind.letter: values[kind.name] for kind in KINDS if kind.name in values}
     return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in letters.items() if value is not None)
 

@@ -377,6 +377,7 @@ local function sweep()
     else
       count_slots(record, -1)
       if record.note == '' then
+        change_held(record, -held_of(record))
         redis.call('HDEL', RECORDS, id, id .. PROGRESS)
         redis.call('ZREM', LEASES, id)
       else

@@ -9,7 +9,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from datetime import datetime, timedelta
 from functools import partial
 from typing import Any
 
@@ -26,8 +25,9 @@ from gateway.quota.limits import Limit, adapter_limits, limits_of
 from gateway.quota.presence import Presence
 from gateway.quota.recall import Past, Recall
 from gateway.quota.refusals import check_possible, rate_headers, refusal
-from gateway.quota.reservation import EPOCH, ExpiredLease, Progress, Reservation
+from gateway.quota.reservation import ExpiredLease, Progress, Reservation, moment, read_expired
 from gateway.quota.running import read_notes
+from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.catalog import Model
 from gateway.redis.client import Client, QuotaStore, unavailable
@@ -142,23 +142,29 @@ class Quota:
 
     @asynccontextmanager
     async def upload(
-        self, tenant_id: str, request_id: str, per_minute: int | None, at_once: int | None
-    ) -> AsyncIterator[None]:
-        """Count a change of the tenant's adapters, and hold a slot for an upload during the block.
+        self,
+        tenant_id: str,
+        request_id: str,
+        per_minute: int | None,
+        at_once: int | None,
+        size: UploadSize = NO_BYTES,
+    ) -> AsyncIterator[ReceivedBytes]:
+        """Count a change of the tenant's adapters, and hold a slot and room for an upload's bytes during the block.
 
-        per_minute, at_once: 1 or more; None is unlimited. If the gateway dies, the slot is released when the lease
-        ends. Raises RateLimited, Unavailable.
+        per_minute, at_once: 1 or more; None is unlimited. The block adds the bytes that arrive; only these count. If
+        the gateway dies, the slot is released when the lease ends. Raises RateLimited, Unavailable.
         """
-        limits = adapter_limits(per_minute, at_once)
+        limits = adapter_limits(per_minute, at_once, size.bytes_per_minute)
         if not limits:
-            yield
+            yield ReceivedBytes(tenant_id)
             return
-        taken = await self._take(limits, Demand(tenant_id=tenant_id, request_id=request_id), EMPTY_NOTE)
+        taken = await self._take(limits, size.demand(tenant_id, request_id), EMPTY_NOTE)
+        received = ReceivedBytes(tenant_id, taken.hold)
         try:
-            yield
+            yield received
         finally:
             # Release the slot before the client reads its answer, even if this task is cancelled.
-            ending = asyncio.create_task(self._end(taken))
+            ending = asyncio.create_task(self._end(taken, received.total))
             self._ending.add(ending)
             ending.add_done_callback(self._ending.discard)
             await asyncio.shield(ending)
@@ -168,9 +174,9 @@ class Quota:
         async with self.upload(tenant_id, request_id, per_minute, None):
             pass
 
-    async def _end(self, taken: Reservation) -> None:
+    async def _end(self, taken: Reservation, num_bytes: int) -> None:
         try:
-            await self.settle(taken, tokens=0, cost=0, event=b"")
+            await self.settle(taken, tokens=num_bytes, cost=0, event=b"")
         except Unavailable:
             log.debug("the upload slot of request %s is released when redis is reachable again", taken.request_id)
 
@@ -208,7 +214,7 @@ class Quota:
         headers = rate_headers(limits, states)
         if not allowed:
             raise refusal(limits, states, demand, headers)
-        taken = self._holds.attach(reservation(demand, granted, headers, _moment(now)), demand, model, limits)
+        taken = self._holds.attach(reservation(demand, granted, headers, moment(now)), demand, model, limits)
         self._leases.add(taken, limits, note)
         return taken
 
@@ -276,26 +282,8 @@ class Quota:
 
     async def expired(self, tenant_id: str) -> list[ExpiredLease]:
         """Return up to PAGE leases that have ended and are not settled. Raises Unavailable."""
-        found = []
-        for request_id, tokens, note, progress, at, ended_ms in await self._store.script(tenant_id, "expired", PAGE):
-            ended = _moment(ended_ms * 1000)
-            found.append(
-                ExpiredLease(
-                    reservation=Reservation(
-                        request_id=request_id.decode(),
-                        tenant_id=tenant_id,
-                        tokens=tokens,
-                        max_tokens=0,
-                        headers={},
-                        admitted_at=_moment(at),
-                    ),
-                    lease=msgspec.json.decode(note),
-                    progress=msgspec.json.decode(progress, type=Progress) if progress else None,
-                    last_extended=ended - timedelta(milliseconds=self._lease_ms),
-                    ended=ended,
-                )
-            )
-        return found
+        reply = await self._store.script(tenant_id, "expired", PAGE)
+        return [read_expired(tenant_id, self._lease_ms, *each) for each in reply]
 
     async def notes(self, tenant_id: str) -> list[dict[str, Any]]:
         """Return `lease` of each of the tenant's running requests, of all gateways. Raises Unavailable."""
@@ -390,7 +378,3 @@ class Quota:
             except Unavailable:
                 log.debug("redis is unreachable; the last known number of gateways is %d", self._presence.count)
             await asyncio.sleep(PRESENCE_SECONDS)
-
-
-def _moment(microseconds: int) -> datetime:
-    return EPOCH + timedelta(microseconds=microseconds)

@@ -14,7 +14,8 @@ from gateway.records.prices import format_money
 States = Sequence[tuple[int, int, int]]
 
 # Suffix of the headers -> the kinds of limits that they report.
-HEADERS = {"requests": TAKES_ONE & WINDOW.keys() & {kind.letter for kind in REQUEST_KINDS}, "tokens": TOKEN_RATE}
+_OF_REQUESTS = {kind.letter for kind in REQUEST_KINDS}
+HEADERS = {"requests": TAKES_ONE & WINDOW.keys() & _OF_REQUESTS, "tokens": TOKEN_RATE & _OF_REQUESTS}
 WHOLE_ANSWER = (
     " Behind an engine without allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
     "stream it, and its hold grows with it."
@@ -73,11 +74,13 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
 
 
 def cut_off(limit: Limit, wait: int) -> RateLimited:
-    """Build the error that ends an answer when a limit has no more room. wait: ms until it has some."""
+    """Build the error that ends an answer or an upload when a limit has no more room. wait: ms until it has some."""
     seconds = math.ceil(wait / 1000)
+    end = "The answer ends here; the generated tokens are charged."
+    if BY_LETTER[limit.kind].charged == "upload":
+        end = "The upload ends here; the received bytes count."
     return RateLimited(
-        f"Rate limit reached for this {limit.owner}: {_value(limit)}. The answer ends here; the "
-        f"generated tokens are charged. Try again in {describe_wait(seconds)}.",
+        f"Rate limit reached for this {limit.owner}: {_value(limit)}. {end} Try again in {describe_wait(seconds)}.",
         limit=CLASSES[limit.kind],
         headers={"Retry-After": str(seconds), "retry-after-ms": str(wait)},
     )

@@ -1,6 +1,6 @@
 """Reservation of a running request: the amounts it holds, and the data with which another gateway settles it."""
 
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
@@ -62,3 +62,29 @@ class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
     progress: Progress | None
     last_extended: datetime
     ended: datetime
+
+
+def read_expired(
+    tenant_id: str, lease_ms: int, request_id: bytes, tokens: int, note: bytes, progress: bytes, at: int, ended_ms: int
+) -> ExpiredLease:
+    """Return a lease from the script's reply."""
+    ended = moment(ended_ms * 1000)
+    return ExpiredLease(
+        reservation=Reservation(
+            request_id=request_id.decode(),
+            tenant_id=tenant_id,
+            tokens=tokens,
+            max_tokens=0,
+            headers={},
+            admitted_at=moment(at),
+        ),
+        lease=msgspec.json.decode(note),
+        progress=msgspec.json.decode(progress, type=Progress) if progress else None,
+        last_extended=ended - timedelta(milliseconds=lease_ms),
+        ended=ended,
+    )
+
+
+def moment(microseconds: int) -> datetime:
+    """Return the time that is so many microseconds after 1970."""
+    return EPOCH + timedelta(microseconds=microseconds)

@@ -116,14 +116,7 @@ class Aliases:
             present = await versions_of(connection, tenant.id, name)
             for target in targets:
                 if not _is_served(target, present):
-                    version = present.get(target.version)
-                    state = "unknown" if version is None else version.state
-                    raise BadRequest(
-                        f"targets: {version_name(name, target.version)} is {state}; expected a ready version and a "
-                        "time in the future as expires_at.",
-                        param="targets",
-                        code="version_not_ready",
-                    )
+                    raise _not_served(name, target, present)
             if before is None:
                 await _check_room(connection, own)
             after = await _store(connection, own, alias, targets, before)
@@ -284,6 +277,15 @@ def _check(alias: str, targets: Targets) -> None:
 def _is_served(target: Target, present: dict[int, Version]) -> bool:
     version = present.get(target.version)
     return version is not None and version.is_served and not is_over(target.expires_at)
+
+
+def _not_served(name: str, target: Target, present: dict[int, Version]) -> BadRequest:
+    version, shown = present.get(target.version), version_name(name, target.version)
+    if version is not None and version.is_served:
+        why = f"expires_at of {shown} is over; expected a time in the future"
+    else:
+        why = f"{shown} is {'unknown' if version is None else version.state}; expected a ready version"
+    return BadRequest(f"targets: {why}.", param="targets", code="version_not_ready")
 
 
 def _latest(own: Row[Any]) -> Alias:

@@ -159,7 +159,7 @@ class Catalog:
         self._reads = Turns(READS)
         self.versions = Versions(database, self._reads, self._changed)
         self.aliases = Aliases(database, self._reads, self._changed)
-        self.mixtures = SavedMixtures(database, self._changes, self._reads, self._changed)
+        self.mixtures = SavedMixtures(database, base_model, self._changes, self._reads, self._changed)
         # The base model's own name, and the name in it if it has the form of a reference.
         base = parse_reference(base_model.lower())
         self._reserved = {base_model.lower()} | ({base.name} if base is not None else set())

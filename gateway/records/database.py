@@ -7,9 +7,11 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -59,7 +61,7 @@ class Database:
         # Parameters hold hashes and names; errors are logged without them.
         options: dict[str, Any] = {"pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
         if self.dialect == "sqlite":
-            options["connect_args"] = {"timeout": STATEMENT_SECONDS}
+            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "async_creator_fn": _connect_sqlite}
             options["pool_size"] = 5
         else:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": STATEMENT_SECONDS}
@@ -220,6 +222,28 @@ async def upgrade(url: str) -> None:
 def migrate(url: str) -> None:
     """Run `upgrade` for callers without an event loop (`loraplex migrate`)."""
     asyncio.run(upgrade(url))
+
+
+class _SqliteConnection(aiosqlite.Connection):
+    """A connection whose thread is stopped once.
+
+    SQLAlchemy stops the thread when a task is cancelled again while its connection is closed. The close then stopped it
+    a second time and waited for ever, which kept the process from ending.
+    """
+
+    _stopped: asyncio.Future[Any] | None = None
+
+    def stop(self) -> asyncio.Future[Any] | None:
+        if self._running:
+            self._stopped = super().stop()
+        return self._stopped
+
+
+def _connect_sqlite(database: str, **options: Any) -> _SqliteConnection:
+    connection = _SqliteConnection(partial(sqlite3.connect, database, **options), iter_chunk_size=64)
+    # An open connection does not keep a process from ending.
+    connection._thread.daemon = True
+    return connection
 
 
 def async_url(url: str) -> URL:

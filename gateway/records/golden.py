@@ -1,6 +1,6 @@
-"""Golden answers of adapters' versions: the tenant's evaluation prompts, their answers, and the checks since then.
+"""Golden answers of adapters' versions: a tenant's evaluation prompts, their answers, and the checks since then.
 
-They are removed with their version.
+The deletion of a version removes them.
 """
 
 import uuid
@@ -28,9 +28,9 @@ from gateway.records.tables import (
 from gateway.records.tenants import Tenant
 from wire.model_names import version_name
 
-# Versions of a tenant with golden answers. This bounds the work of background checks, which no quota pays.
+# Limit of a tenant's versions with golden answers. It bounds the background checks, for which no quota pays.
 MOST_SETS = 32
-# Checks of a version that are kept, each of another engine software.
+# Limit of a version's checks on record, each under another engine software.
 KEPT_CHECKS = 16
 
 
@@ -53,7 +53,7 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
     """A prompt whose answer differs from the golden one.
 
     prompt: its index. position: index of the first differing token of the text. agreement: number of equal tokens
-    before it, as a share of the longer answer's tokens. text: the new answer. error: why there is none.
+    before it, as a share of the longer answer's tokens. text: the new answer. error: the reason if there is no answer.
     """
 
     prompt: int
@@ -72,7 +72,7 @@ class GoldenCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GoldenSet(msgspec.Struct, frozen=True, kw_only=True):
-    """Prompts and golden answers of a version. tag: of this set; a new set has another. checks: the newest first."""
+    """Prompts and golden answers of a version. tag: changes with each replacement. checks: the newest first."""
 
     tag: str
     prompts: tuple[GoldenPrompt, ...]
@@ -82,8 +82,9 @@ class GoldenSet(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Unchecked(msgspec.Struct, frozen=True, kw_only=True):
-    """A version whose golden answers have no check under some software. place: orders the versions."""
+    """A version whose golden answers have no check under a software. place: orders the versions."""
 
+    tenant_id: str
     tenant_name: str
     name: str
     version: int
@@ -110,7 +111,7 @@ class Golden:
         answers: Sequence[GoldenAnswer],
         actor: str,
     ) -> GoldenSet:
-        """Replace the golden answers of a version. The engine software that made all of them counts as checked."""
+        """Replace the golden answers of a version. If one engine software made all of them, it counts as checked."""
         now = datetime.now(UTC)
         softwares = {answer.software for answer in answers}
         checks = [GoldenCheck(software=each, differences=(), checked_at=now) for each in softwares]
@@ -175,7 +176,9 @@ class Golden:
         table = golden_checks
         async with self._database.write() as connection:
             try:
-                row = await _find(connection, tenant, name, version, lock=True)
+                # The row is read under the name's lock, because `put` may be replacing the set.
+                await lock_known_name(connection, tenant.id, name)
+                row = await _find(connection, tenant, name, version)
             except RecordNotFound:
                 return
             if row.tag != tag:
@@ -191,9 +194,9 @@ class Golden:
                 await connection.execute(delete(table).where(this, table.c.checked_at <= old))
 
     async def unchecked(self, software: EngineSoftware, after: tuple[str, int]) -> Unchecked | None:
-        """Return the first served version behind the place `after` that has no check under the software.
+        """Return the first ready version behind the place `after` that has no check under the software.
 
-        Versions that are bound to another base model than the software's are left out.
+        Versions that are bound to another base model are left out.
         """
         answers, checks, own, probes = golden_answers, golden_checks, adapter_versions, adapter_probes
         is_checked = exists().where(
@@ -205,7 +208,8 @@ class Golden:
         )
         place = tuple_(answers.c.adapter_id, answers.c.version)
         query = (
-            select(tenants.c.name.label("tenant_name"), adapters.c.name, own.c.version, answers.c.adapter_id)
+            select(tenants.c.id.label("tenant_id"), tenants.c.name.label("tenant_name"))
+            .add_columns(adapters.c.name, own.c.version, answers.c.adapter_id)
             .join_from(answers, own, _same_version(answers, own))
             .join(adapters, adapters.c.id == own.c.adapter_id)
             .join(tenants, tenants.c.id == adapters.c.tenant_id)
@@ -222,8 +226,13 @@ class Golden:
             row = (await connection.execute(query)).one_or_none()
         if row is None:
             return None
-        place_found = (row.adapter_id, row.version)
-        return Unchecked(tenant_name=row.tenant_name, name=row.name, version=row.version, place=place_found)
+        return Unchecked(
+            tenant_id=row.tenant_id,
+            tenant_name=row.tenant_name,
+            name=row.name,
+            version=row.version,
+            place=(row.adapter_id, row.version),
+        )
 
 
 async def _check_room(connection: AsyncConnection, tenant: Tenant, name: str, version: int) -> None:
@@ -243,9 +252,7 @@ async def _check_room(connection: AsyncConnection, tenant: Tenant, name: str, ve
         )
 
 
-async def _find(
-    connection: AsyncConnection, tenant: Tenant, name: str, version: int, *, lock: bool = False
-) -> Row[Any]:
+async def _find(connection: AsyncConnection, tenant: Tenant, name: str, version: int) -> Row[Any]:
     """Return the row of a version's golden answers. Raises RecordNotFound."""
     check_possible(name)
     table, own = golden_answers, adapter_versions
@@ -255,8 +262,6 @@ async def _find(
         .select_from(joined)
         .where(adapters.c.tenant_id == tenant.id, adapters.c.name == name, own.c.version == version)
     )
-    if lock:
-        query = query.with_for_update(of=adapters)
     row = (await connection.execute(query)).one_or_none()
     if row is None:
         raise unknown_version()

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import and_, delete, func, insert, select
@@ -19,6 +19,14 @@ from wire.probes import AdapterProbe
 PER_TENANT = 2
 
 
+class Recorded(NamedTuple):
+    """The newest probe of a version, its time, and the base model that the version is bound to."""
+
+    probed_at: datetime
+    probe: AdapterProbe
+    base_digest: str | None
+
+
 class Unprobed(msgspec.Struct, frozen=True):
     """A version without a probe."""
 
@@ -29,7 +37,7 @@ class Unprobed(msgspec.Struct, frozen=True):
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A version and the base model that it was probed on."""
+    """A version and the base model that it is bound to. tenant: its name."""
 
     base_digest: str
     tenant: str
@@ -70,15 +78,15 @@ class Probes:
             await connection.execute(insert(table).values(**row, result=result, probed_at=datetime.now(UTC)))
         return has_moved
 
-    async def get(self, tenant: Tenant, name: str, version: int) -> tuple[datetime, AdapterProbe]:
-        """Return the time and the result of a version's newest probe. Raises RecordNotFound."""
+    async def get(self, tenant: Tenant, name: str, version: int) -> Recorded:
+        """Return a version's newest probe. Raises RecordNotFound."""
         check_possible(name)
         table = adapter_probes
         joined = adapter_versions.join(adapters, adapter_versions.c.adapter_id == adapters.c.id).outerjoin(
             table, and_(table.c.adapter_id == adapters.c.id, table.c.version == adapter_versions.c.version)
         )
         query = (
-            select(table.c.probed_at, table.c.result)
+            select(table.c.probed_at, table.c.result, table.c.base_digest)
             .select_from(joined)
             .where(adapters.c.tenant_id == tenant.id, adapters.c.name == name, adapter_versions.c.version == version)
         )
@@ -88,7 +96,7 @@ class Probes:
             raise unknown_version()
         if row.result is None:
             raise RecordNotFound("The version has not been probed.", param="version")
-        return row.probed_at, msgspec.json.decode(row.result, type=AdapterProbe)
+        return Recorded(row.probed_at, msgspec.json.decode(row.result, type=AdapterProbe), row.base_digest)
 
     async def base(self, tenant: Tenant, name: str, version: int) -> tuple[str, ...]:
         """Return the digest of the base model that a version is bound to; none if it is unknown."""

@@ -1,4 +1,4 @@
-"""Saved mixtures: names in a tenant's namespace of adapters that mean a mixture such as `a*0.7+b:prod*0.3`.
+"""Saved mixtures: names for mixtures such as `a*0.7+b:prod*0.3`, in the namespace of a tenant's adapters.
 
 A request for the name is a request for the mixture's text (gateway/records/mixtures.py). The parts are adapters, never
 saved mixtures. A name is either an adapter's or a saved mixture's: both are created under the lock of the tenant's row.
@@ -19,14 +19,14 @@ from gateway.records.changes import Changes, count_change
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.matching import check_match
-from gateway.records.tables import adapter_aliases, adapters, saved_mixtures, tenants
+from gateway.records.tables import adapter_aliases, adapter_versions, adapters, saved_mixtures, tenants
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
 from wire.mixtures import is_mixture, parse_terms
 from wire.model_names import ADAPTER_NAME, LATEST, Reference, parse_reference
 
-# Saved mixtures of a tenant, and characters of a mixture, as in requests and in the usage ledger.
+# Limits: a tenant's saved mixtures, and characters of a mixture, as in requests and in the usage ledger.
 MOST_SAVED, MAX_CHARS = 200, 256
 CACHE_ENTRIES, TENANTS_ENTRIES = 10_000, MOST_SAVED
 
@@ -44,9 +44,14 @@ class SavedMixture(msgspec.Struct, frozen=True, kw_only=True):
         return f'"{self.tag}"'
 
     @property
+    def state(self) -> tuple[str, str]:
+        """Return a text and the ETag, as `check_match` takes them."""
+        return f"{self.name} is {self.model}", self.etag
+
+    @property
     def references(self) -> list[Reference]:
         """Return the adapters of the parts."""
-        return parse_parts(self.model)
+        return _references(self.model)
 
 
 class _Known(msgspec.Struct, frozen=True):
@@ -57,16 +62,22 @@ class _Known(msgspec.Struct, frozen=True):
 class SavedMixtures:
     """Changes, listings and look-ups of saved mixtures.
 
-    reads: turns of the tenants' listings. changed: called after each change, with whether the name had a meaning
-    before. if_match: as in `check_match`.
+    base_model: its name. reads: turns of the tenants' listings. changed: called after each change, with whether the
+    name had a meaning before. if_match: see `check_match`.
 
     Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired.
     """
 
     def __init__(
-        self, database: Database, changes: Changes, reads: Turns, changed: Callable[[bool], Awaitable[None]]
+        self,
+        database: Database,
+        base_model: str,
+        changes: Changes,
+        reads: Turns,
+        changed: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._database = database
+        self._base_model = base_model
         self._changes = changes
         self._reads = reads
         self._changed = changed
@@ -92,6 +103,19 @@ class SavedMixtures:
             self._known.put(*asked, _Known(mark, found))
         return found
 
+    def parse(self, model: str) -> list[Reference]:
+        """Return the adapters of the parts of a text. Raises BadRequest for a text that cannot be saved."""
+        if len(model) > MAX_CHARS or not is_mixture(model):
+            raise BadRequest(
+                f"model: expected a mixture such as a*0.7+b*0.3 of at most {MAX_CHARS} characters.", param="model"
+            )
+        # The base model's name may have the form of a reference.
+        if any(term.name == self._base_model for term in parse_terms(model)):
+            raise BadRequest(
+                f"model: expected an adapter in each term, got the base model '{self._base_model}'.", param="model"
+            )
+        return _references(model)
+
     async def list(self, tenant: Tenant) -> list[SavedMixture]:
         """Return the tenant's saved mixtures by name."""
         async with self._reads.turn(tenant.id), self._database.read() as connection:
@@ -108,13 +132,13 @@ class SavedMixtures:
         self, tenant: Tenant, name: str, model: str, actor: str, if_match: str | None = None
     ) -> tuple[SavedMixture, bool]:
         """Save a mixture under a name that no adapter has. Returns it, and whether the name is new."""
-        references = parse_parts(model)
+        references = self.parse(model)
         async with self._database.write() as connection:
             for part in sorted({reference.name for reference in references}):
                 await _check_part(connection, tenant.id, part, [each for each in references if each.name == part])
             await _lock_tenant(connection, tenant.id)
             before = await _find(connection, tenant.id, name)
-            check_match("saved mixture", None if before is None else (before.model, before.etag), if_match)
+            check_match("saved mixture", None if before is None else before.state, if_match)
             tag = secrets.token_hex(8)
             if before is None:
                 await _check_free(connection, tenant.id, name)
@@ -138,7 +162,7 @@ class SavedMixtures:
             if before is None:
                 raise _unknown_mixture()
             if if_match is not None:
-                check_match("saved mixture", (before.model, before.etag), if_match)
+                check_match("saved mixture", before.state, if_match)
             await connection.execute(delete(saved_mixtures).where(*_this(tenant.id, name)))
             target, detail = f"{tenant.name}/{name}", {"before": before.model}
             await record_change(connection, actor, "mixture.delete", target, detail, tenant=tenant.name)
@@ -146,12 +170,8 @@ class SavedMixtures:
         await self._changed(True)
 
 
-def parse_parts(model: str) -> list[Reference]:
-    """Return the adapters of a mixture's terms. Raises BadRequest for a text that cannot be saved."""
-    if len(model) > MAX_CHARS or not is_mixture(model):
-        raise BadRequest(
-            f"model: expected a mixture such as a*0.7+b*0.3 of at most {MAX_CHARS} characters.", param="model"
-        )
+def _references(model: str) -> list[Reference]:
+    """Return the adapters of a mixture's terms. Raises BadRequest for a term that is no reference."""
     found = []
     for term in parse_terms(model):
         reference = parse_reference(term.name)
@@ -223,9 +243,17 @@ async def _check_part(connection: AsyncConnection, tenant_id: str, name: str, pa
 
 
 async def _check_free(connection: AsyncConnection, tenant_id: str, name: str) -> None:
-    """Check that no adapter has the name, and that the tenant may save another mixture. Raises BadRequest."""
-    taken = select(adapters.c.id).where(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
-    if (await connection.execute(taken)).first() is not None:
+    """Check that no adapter has the name, and that the tenant may save another mixture. Raises BadRequest.
+
+    A name with nothing but refused uploads is free.
+    """
+    versions = adapter_versions
+    taken = (
+        select(versions.c.version)
+        .join_from(adapters, versions, versions.c.adapter_id == adapters.c.id)
+        .where(adapters.c.tenant_id == tenant_id, adapters.c.name == name, versions.c.digest != "")
+    )
+    if (await connection.execute(taken.limit(1))).first() is not None:
         raise BadRequest(f"name: '{name}' is an adapter; choose another name for the mixture.", param="name")
     count = select(func.count()).select_from(saved_mixtures).where(saved_mixtures.c.tenant_id == tenant_id)
     if (await connection.execute(count)).scalar_one() >= MOST_SAVED:

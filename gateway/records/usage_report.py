@@ -3,7 +3,7 @@
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from sqlalchemy import (
@@ -27,18 +27,22 @@ from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_daily, usage_hourly
+from wire.model_names import MAX_VERSION
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
-# Groups are split by tenant in any case.
+# Fields by which a report can group. Each report also groups by tenant.
 GROUPS = ("tenant", "model", "version", "key", "day")
-# Longest period of a report by version, which reads the rows of requests, because sums do not tell versions apart.
+# Limit of a report by version in days. It reads the rows of requests, because the sums do not contain the version.
 MOST_VERSION_DAYS = 31
+# Limit of a tenant's requests in its own report by version. The database takes a few microseconds per row.
+MOST_VERSION_ROWS = 500_000
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 # The column with the start of a row, an hour or a day.
 TIMES = {usage: usage.c.created_at, usage_hourly: usage_hourly.c["hour"], usage_daily: usage_daily.c["day"]}
 
 Moment = datetime | None
-"""An end of a time; None is open."""
+"""Start or end of a period; None: the period has no such bound."""
+_AnyVersion = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -97,8 +101,11 @@ class UsageReport:
 
         group_by: of GROUPS; `version` includes `model` and needs `since`. tenant: by name instead of by id, which also
         finds deleted tenants of that name. models: only these. after: the previous page's `next`. limit: the most
-        groups of a page. Raises BadRequest for a cursor of another report, and for versions in a too long period.
+        groups of a page. Raises BadRequest for a cursor of another report, and for versions in a period that is too
+        long or, with `tenant_id`, has too many requests.
         """
+        if "version" in group_by and tenant_id is not None and since is not None:
+            await self._check_rows(tenant_id, since, until)
         parts = []
         for table, start, end in _row_segments(since, until) if "version" in group_by else segments(since, until):
             part = _part(table, start, end)
@@ -125,6 +132,16 @@ class UsageReport:
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
         return _page(rows, [column.name for column in grouped.c], [column.name for column in order], limit)
+
+    async def _check_rows(self, tenant_id: str, since: Moment, until: Moment) -> None:
+        """Raise BadRequest if a tenant has too many requests in the period. The sums count them."""
+        count = (await self.page((), tenant_id=tenant_id, since=since, until=until)).total["requests"]
+        if count > MOST_VERSION_ROWS:
+            raise BadRequest(
+                f"since: expected a period of at most {MOST_VERSION_ROWS} requests for a report by version, "
+                f"got {count}.",
+                param="since",
+            )
 
     async def knows(self, tenant: str) -> bool:
         """Return whether a tenant of this name, deleted or not, has any usage."""
@@ -183,7 +200,7 @@ def _cursor(row: Any, order: Sequence[str]) -> str:
 
 def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnElement[Any]]:
     """Read a cursor for these columns. Raises BadRequest."""
-    types = tuple({"day": datetime, "deleted": bool, "version": int}.get(column.name, str) for column in order)
+    types = tuple({"day": datetime, "deleted": bool, "version": _AnyVersion}.get(column.name, str) for column in order)
     try:
         data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         values: Any = msgspec.json.decode(data, type=tuple.__class_getitem__(types))

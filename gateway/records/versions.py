@@ -141,7 +141,8 @@ class Versions:
             if own is None:
                 await check_not_saved(connection, tenant.id, name)
                 own = await _create(connection, tenant.id, name, now)
-            number = await _next_number(connection, own, await versions_of(connection, tenant.id, name))
+            query = select(func.max(adapter_versions.c.version)).where(adapter_versions.c.adapter_id == own.id)
+            number = await _next_number(connection, own, [(await connection.execute(query)).scalar() or 0])
             row = {"adapter_id": own.id, "version": number, "created_at": now, "reasons": _store_reasons(reasons)}
             empty = {"digest": "", "rank": 0, "num_bytes": 0, "state": "rejected"}
             await connection.execute(insert(adapter_versions).values(**row, **empty))
@@ -326,12 +327,20 @@ def _check_change(before: Version, values: dict[str, Any]) -> None:
         raise BadRequest("expires_at: expected a time in the future, or null.", param="expires_at")
 
 
+_REMEDIES = {
+    "alias": "move or delete the alias",
+    "saved mixture": "change or delete the mixture",
+    "running": "wait until the requests end",
+}
+
+
 def _refuse_in_use(version: Version, uses: Sequence[str]) -> None:
     if uses:
+        remedies = [advice for kind, advice in _REMEDIES.items() if any(use.startswith(kind) for use in uses)]
         raise AdapterInUse(
-            f"{version_name(version.name, version.version)} is in use by {', '.join(uses)}. Move the aliases, change "
-            "the mixtures or wait for the requests, or use --force or ?force=true: then running requests finish, and "
-            "new ones get a 404.",
+            f"{version_name(version.name, version.version)} is in use by {', '.join(uses)}. First "
+            f"{' and '.join(remedies)}, or use --force or ?force=true: then running requests finish, and new ones get "
+            "a 404.",
         )
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @click.group()
 def adapter() -> None:
-    """Upload, list and delete LoRA adapters."""
+    """Manage LoRA adapters: their versions, aliases, mixtures and golden answers."""
 
 
 @adapter.command(
@@ -36,7 +36,8 @@ def push(name: str, path: Path, tenant: str | None, gateway: Gateway) -> None:
     """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once, unless its probe in an
     engine takes long.
 
-    A large upload is sent in parts. If it breaks, the same command goes on where it was.
+    The content of the version that NAME refers to adds no version. A large upload is sent in parts. If it breaks, the
+    same command goes on where it was.
     """
     made = gateway.run(lambda client: _push(client, tenant, name, path))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
@@ -88,13 +89,13 @@ def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
     "delete", epilog=examples("loraplex adapter delete pirate --tenant acme", "loraplex adapter delete pirate@3")
 )
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Delete it although aliases or running requests use it.")
+@click.option("--force", is_flag=True, help="Delete it although aliases, saved mixtures or running requests use it.")
 @tenant_options()
 def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None:
     """Delete the adapter NAME with its versions, or one version such as pirate@3.
 
-    One that an alias or a running request uses is refused without --force. With it, running requests finish, and new
-    ones get a 404.
+    One that an alias, a saved mixture or a running request uses is refused without --force. With it, running requests
+    finish, and new ones get a 404.
     """
     if ":" in name:
         raise click.UsageError(f"{name} is an alias: `loraplex adapter unalias` deletes it and keeps its versions")

@@ -31,7 +31,7 @@ class PromptsFile(click.ParamType):
 
 @click.group()
 def golden() -> None:
-    """Keep answers to evaluation prompts, which are checked again when engines change."""
+    """Keep answers to evaluation prompts. They are checked again when engines change."""
 
 
 @golden.command("set", epilog=examples("loraplex adapter golden set pirate@3 prompts.json --tenant acme"))
@@ -58,7 +58,8 @@ def show(version: Reference, tenant: str | None, as_json: bool, gateway: Gateway
     if as_json:
         print_json(found)
         return
-    print_table([{"prompt": i, **each} for i, each in enumerate(found["prompts"])], ("prompt", "answer"))
+    rows = [{"prompt": i, "text": _text(each), "answer": each["answer"]} for i, each in enumerate(found["prompts"])]
+    print_table(rows, ("prompt", "text", "answer"))
     click.echo()
     print_table([check_row(check) for check in found["checks"]], CHECK_COLUMNS)
 
@@ -72,6 +73,12 @@ def remove(version: Reference, tenant: str | None, gateway: Gateway) -> None:
     click.echo(f"removed the golden answers of {version}")
 
 
+def _text(prompt: dict[str, Any]) -> str:
+    """Return the prompt, or the newest message, as one line of at most 60 characters."""
+    text = " ".join(str(prompt.get("prompt") or prompt["messages"][-1].get("content")).split())
+    return text if len(text) <= 60 else text[:59] + "…"
+
+
 CHECK_COLUMNS = ("engine", "release", "base", "agreement", "differs_at", "checked_at")
 
 
@@ -83,7 +90,7 @@ def check_row(check: dict[str, Any]) -> dict[str, Any]:
         "engine": check.get("url") or engine["kind"],
         "release": engine["version"],
         "base": engine["base"] and engine["base"][:19],
-        "agreement": round(check["agreement"], 4),
+        "agreement": f"{check['agreement']:.0%}",
         "differs_at": places,
         "checked_at": check["checked_at"],
     }

@@ -15,13 +15,13 @@ def mixtures(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(rows)
     else:
-        print_table(rows, ("name", "model"))
+        print_table([row | {"etag": row["etag"].strip('"')} for row in rows], ("name", "model", "etag"))
 
 
 @click.command("mix", epilog=examples("loraplex adapter mix blend 'pirate*0.7+json:prod*0.3' --tenant acme"))
 @click.argument("name")
 @click.argument("mixture")
-@click.option("--etag", help="Replace it only if this is its ETag; default: its present one.")
+@click.option("--etag", help="Replace it only if this is its ETag (see `mixtures`); default: its present one.")
 @tenant_options()
 def mix(name: str, mixture: str, etag: str | None, tenant: str | None, gateway: Gateway) -> None:
     """Save a MIXTURE of adapters, such as pirate*0.7+json:prod*0.3, under a NAME."""

@@ -10,6 +10,9 @@ import click
 
 from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
 from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
+from wire.errors import BadRequest
+from wire.mixtures import is_mixture, parse_terms
+from wire.model_names import parse_reference
 
 
 @click.command(
@@ -76,7 +79,8 @@ def chat(
 
 
 async def _who_has(url: str, keys: list[str], model: str | None) -> tuple[str, str]:
-    """Return the first key whose tenant has the model, and the model's name; None selects the base model.
+    """Return the first key whose tenant has the model, or the adapters of the version, alias or mixture that it names,
+    and the model's name; None selects the base model.
 
     Raises click.UsageError if no tenant has it, GatewayError if the gateway refuses.
     """
@@ -85,12 +89,25 @@ async def _who_has(url: str, keys: list[str], model: str | None) -> tuple[str, s
     for key in keys:
         async with GatewayClient(url, key) as client:
             models = await client.listed("/v1/models")
-        for listed in models:
-            if model == listed["id"] or (model is None and listed.get("parent") is None):
-                return key, listed["id"]
+        if model is None:
+            bases = [listed["id"] for listed in models if listed.get("parent") is None]
+            if bases:
+                return key, bases[0]
+        elif (names := {listed["id"] for listed in models}) and (model in names or _adapters(model) <= names):
+            return key, model
     if model is None:
         raise click.UsageError(f"{url} lists no base model; pass --model")
     raise click.UsageError(f"no tenant in demo.json has a model {model!r}; pass --api-key")
+
+
+def _adapters(model: str) -> set[str]:
+    """Return the plain names in `name@3`, `name:prod` or a mixture; the text itself if it is none of these."""
+    try:
+        texts = [term.name for term in parse_terms(model)] if is_mixture(model) else [model]
+    except BadRequest:
+        return {model}
+    references = [parse_reference(text) for text in texts]
+    return {text if found is None else found.name for text, found in zip(texts, references, strict=True)}
 
 
 async def _converse(gateway: str, api_key: str, settings: dict[str, Any], message: str | None) -> None:

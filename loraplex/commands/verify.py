@@ -8,6 +8,7 @@ from loraplex.commands.common import Gateway, examples, tenant_options
 from loraplex.commands.golden import check_row
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.versions import VersionName
+from wire.digests import bare_digest
 from wire.model_names import Reference, version_name
 
 if TYPE_CHECKING:
@@ -60,11 +61,19 @@ def _row(found: dict[str, Any]) -> dict[str, Any]:
         "engine": found["engine"],
         "base": found.get("base"),
         "divergence": None if divergence is None else round(divergence, 4),
-        "changed": [change["field"] for change in found["changes"]],
+        "changed": [change_text(change) for change in found["changes"]],
         "reasons": [reason["message"] for reason in found["reasons"]],
-        "golden": [f"{check['agreement']:.0%}" for check in checks],
+        "golden": [check["agreement"] for check in checks],
         "differs_at": [place for check in checks for place in check["differs_at"]],
     }
+
+
+def change_text(change: dict[str, Any]) -> str:
+    """Return `divergence 0.4 -> 0.5`. The reasons have a column of their own."""
+    if change["field"] == "reasons":
+        return "reasons"
+    before, now = (round(each, 4) if isinstance(each, float) else each for each in (change["before"], change["now"]))
+    return f"{change['field']} {before} -> {now}"
 
 
 def _num_different(found: dict[str, Any]) -> int:
@@ -145,13 +154,13 @@ async def _engines(
 
 
 async def _base(client: "GatewayClient", tenant: str, reference: Reference) -> str | None:
-    """Return the digest of the base model that the version was probed on; None if it is unknown."""
+    """Return the digest of the base model that the version is bound to; None if it is unknown."""
     from loraplex.client import GatewayError
 
     try:
-        found = (await client.probe(tenant, reference))["base"]
+        found = (await client.probe(tenant, reference))["bound_to"]
     except GatewayError as error:
         if error.status != 404:
             raise
         return None
-    return None if found is None else found.removeprefix("sha256:")
+    return None if found is None else bare_digest(found)

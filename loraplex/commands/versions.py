@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from loraplex.commands.common import Gateway, examples, tenant_options
-from loraplex.commands.output import json_option, print_json, print_table
+from loraplex.commands.output import json_option, moment, print_json, print_table
 from loraplex.commands.values import Moment
 from wire.model_names import LATEST, Reference, parse_reference, version_name
 
@@ -88,7 +88,12 @@ def versions(name: str, tenant: str | None, as_json: bool, gateway: Gateway) -> 
     type=End(ahead=True),
     help="End of its service: 2027-01-31 (UTC), 2027-01-31T12:00+01:00, 30d, 12h, ... from now, or never.",
 )
-@click.option("--pin/--no-pin", "pinned", default=None, help="Keep it loaded and on record; for operators.")
+@click.option(
+    "--pin/--no-pin",
+    "pinned",
+    default=None,
+    help="Keep it in engines' host memory, and on record beyond the newest 20; for operators.",
+)
 @click.option("--force", is_flag=True, help="Retire it although an alias refers to it.")
 @tenant_options()
 def change(version: Reference, tenant: str | None, force: bool, gateway: Gateway, **fields: Any) -> None:
@@ -99,7 +104,9 @@ def change(version: Reference, tenant: str | None, force: bool, gateway: Gateway
     if given.get("expires_at") == NEVER:
         given["expires_at"] = None
     row = gateway.run(lambda client: client.change_version(tenant, version, given, force=force))
-    click.echo(f"{version} is {row['state']}")
+    details = [f"until {moment(row['expires_at'])}"] if row.get("expires_at") else []
+    details += ["pinned"] if row.get("pinned") else []
+    click.echo(", ".join([f"{version} is {row['state']}", *details]))
 
 
 @click.command("aliases", epilog=examples("loraplex adapter aliases pirate --tenant acme"))
@@ -114,8 +121,11 @@ def aliases(name: str, tenant: str | None, as_json: bool, gateway: Gateway) -> N
         return
     shown = [{"alias": row["alias"], "targets": _targets_text(row["targets"])} for row in rows]
     earlier = [row["history"][-1] if row["history"] else [] for row in rows]
-    table = [row | {"before": _targets_text(before)} for row, before in zip(shown, earlier, strict=True)]
-    print_table(table, ("alias", "targets", "before"))
+    table = [
+        shown_row | {"before": _targets_text(before), "etag": row["etag"].strip('"')}
+        for shown_row, before, row in zip(shown, earlier, rows, strict=True)
+    ]
+    print_table(table, ("alias", "targets", "before", "etag"))
 
 
 @click.command(
@@ -127,12 +137,14 @@ def aliases(name: str, tenant: str | None, as_json: bool, gateway: Gateway) -> N
 )
 @click.argument("alias", type=AliasName())
 @click.argument("targets", type=TargetOption(), nargs=-1, required=True)
-@click.option("--etag", help="Move it only if this is its ETag; default: its present one.")
+@click.option("--etag", help="Move it only if this is its ETag (see `aliases`); default: its present one.")
 @tenant_options()
 def move(
     alias: Reference, targets: tuple[dict[str, int], ...], etag: str | None, tenant: str | None, gateway: Gateway
 ) -> None:
     """Point an ALIAS, such as pirate:prod, to a version, or to several with weights."""
+    if len({"weight" in target for target in targets}) > 1:
+        raise click.UsageError("expected a weight for each version, such as 3=95 4=5, or for none")
     row = gateway.run(lambda client: client.move_alias(tenant, alias, list(targets), etag))
     _show_alias(row)
 

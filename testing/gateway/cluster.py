@@ -82,6 +82,7 @@ def _node(folder: Path, patience_ms: int) -> Iterator[Node]:
         "cluster-enabled": "yes",
         "cluster-port": bus_port,
         "cluster-node-timeout": patience_ms,
+        "repl-diskless-sync-delay": 0,
         "cluster-replica-validity-factor": 0,
         "dir": folder,
         "save": "",

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from adapters.canonical import write_canonical
 from adapters.checkpoint import open_checkpoint
@@ -77,6 +76,8 @@ def test_it_is_read_without_a_regular_expression(tmp_path: Path, monkeypatch: py
 
 
 def tiny() -> Any:
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         vocab_size=64,

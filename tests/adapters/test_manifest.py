@@ -8,7 +8,6 @@ from types import ModuleType
 
 import pytest
 import torch
-import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -157,6 +156,8 @@ def test_base_shape_of_a_config(tmp_path):
 
 @pytest.fixture(scope="module")
 def llama():
+    import transformers
+
     torch.manual_seed(0)
     config = transformers.LlamaConfig(
         hidden_size=32,

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
@@ -16,6 +15,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from loraplex.models import ensure_demo_model
+from testing.engine import outputs_until_idle
 from testing.stack import CACHE
 from wire.text.tokenizer import Tokenizer
 
@@ -50,6 +50,7 @@ def model() -> Path:
 @pytest.fixture(scope="module")
 def peft_model(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, dict[str, Path]]:
     """Return the dense twin with every adapter loaded, and the adapters' folders."""
+    import transformers
     from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
     base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
@@ -99,10 +100,9 @@ def test_a_mixed_batch_on_the_demo_model_equals_peft(model: Path, peft_model: tu
             engine.add_request(NewRequest(str(name), prompt, params, adapter_digest=adapter, tenant_id=str(name)))
         answers: dict[str, list[int]] = {str(name): [] for name in prompts}
         logprobs: dict[str, list[float]] = {str(name): [] for name in prompts}
-        while engine.has_work():
-            for output in engine.step():
-                answers[output.request_id] += output.token_ids
-                logprobs[output.request_id] += [entry.logprob for entry in output.logprobs or []]
+        for output in outputs_until_idle(engine):
+            answers[output.request_id] += output.token_ids
+            logprobs[output.request_id] += [entry.logprob for entry in output.logprobs or []]
         for name, prompt in prompts.items():
             mine = answers[str(name)]
             # The twin scores each position of our own answer in one pass: equality there means equal token for token.

@@ -4,6 +4,7 @@ behind.
 Latencies are not judged, because tests share their machine; the limit on stalls is generous.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import Place, before_doubles, of_stack
-from benchmarks.hostile.run import Limits, Result, run_attack
+from benchmarks.hostile.run import Limits, Result, as_json, run_attack
 from testing.stack import Stack
 
 SECONDS = 2.0
@@ -34,6 +35,8 @@ async def attacked(name: str, place: Place) -> Result:
     result = await run_attack(ATTACKS[name], place, SECONDS, 1, LIMITS)
     assert not result.missed, result
     assert result.samples
+    [written] = json.loads(as_json([result]))
+    assert written["statuses"] == result.statuses
     return result
 
 

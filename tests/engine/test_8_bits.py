@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.gpu.ops import TritonOps
+from testing.engine import outputs_until_idle
 from testing.tiny import save_adapter, save_model
 from wire.errors import ConfigError
 
@@ -40,10 +41,9 @@ def run(model: Path, kv_cache_dtype: str, n: int = 8, lora_dtype: str | None = N
         adapter = host.add_path(model / "adapter") if lora_dtype else None
         engine.add_request(NewRequest("x", [3 + 5 * i % 350 for i in range(40)], params, adapter_digest=adapter))
         found: list[float] = []
-        while engine.has_work():
-            for output in engine.step():
-                assert output.error is None
-                found += [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
+        for output in outputs_until_idle(engine):
+            assert output.error is None
+            found += [entry.logprob for entry in output.prompt_logprobs or [] if entry is not None]
         state = engine.state()
         return found, state.num_adapter_pages if lora_dtype else state.num_blocks
     finally:

@@ -14,6 +14,7 @@ from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
+from testing.engine import outputs_until_idle
 from testing.tiny import save_adapter, save_model
 from wire.errors import BadRequest
 from wire.structured import GrammarSpec
@@ -96,10 +97,9 @@ def run(engine: Engine, digests: list[str], n: int = 2 * len(PARAMS), **more: An
     said: dict[str, list[RequestOutput]] = {}
     for i in range(n):
         add(engine, digests, i, **more)
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None
-            said.setdefault(output.request_id, []).append(output)
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        said.setdefault(output.request_id, []).append(output)
     assert all_is_free(engine)
     return dict(sorted(join(said).items()))
 
@@ -164,11 +164,10 @@ def test_an_abort_takes_effect_between_two_steps_and_touches_nobody_else(
     aborted = {"1": 1, "4": 5, "8": 2, "12": 30}
     for i in range(2 * len(PARAMS)):
         add(engine, digests, i)
-    while engine.has_work():
-        for output in engine.step():
-            said.setdefault(output.request_id, []).append(output)
-            if output.num_output_tokens == aborted.get(output.request_id):
-                engine.abort(output.request_id)
+    for output in outputs_until_idle(engine):
+        said.setdefault(output.request_id, []).append(output)
+        if output.num_output_tokens == aborted.get(output.request_id):
+            engine.abort(output.request_id)
     assert all_is_free(engine)
     whole, cut = twin(expected, make_engine), join(said)
     for request_id, answer in cut.items():
@@ -188,14 +187,10 @@ def test_an_id_may_be_used_again_while_its_last_token_is_in_flight(make_engine: 
         add(engine, digests, 0)
     engine.abort("0")
     add(engine, digests, 0)
-    tokens: list[int] = []
-    while engine.has_work():
-        tokens += [token for output in engine.step() for token in output.token_ids]
+    tokens = [token for output in outputs_until_idle(engine) for token in output.token_ids]
     plain, digests = make_engine(async_scheduling=False)
     add(plain, digests, 0)
-    again: list[int] = []
-    while plain.has_work():
-        again += [token for output in plain.step() for token in output.token_ids]
+    again = [token for output in outputs_until_idle(plain) for token in output.token_ids]
     assert tokens == again
 
 

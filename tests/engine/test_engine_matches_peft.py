@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
@@ -16,6 +17,8 @@ from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.platform import pick_ops
+from testing.engine import outputs_until_idle
+from testing.tiny import TEMPLATE, save_model
 
 pytestmark = pytest.mark.heavy
 SIZES: dict[str, Any] = {
@@ -107,6 +110,7 @@ class Twin:
 
 
 def make_twin(folder: Path, family: str) -> Twin:
+    import transformers
     from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
     options = {**SIZES, **FAMILIES[family]}
@@ -187,10 +191,9 @@ def run(engine: Engine, digests: dict[str, str], n: int, **params: Any) -> list[
             adapter_digest=digests[name] if name else None, tenant_id=f"tenant-{i % 3}",
         ))  # fmt: skip
     tokens: dict[str, list[int]] = {str(i): [] for i in range(len(work))}
-    while engine.has_work():
-        for output in engine.step():
-            tokens[output.request_id] += output.token_ids
-            assert output.error is None
+    for output in outputs_until_idle(engine):
+        tokens[output.request_id] += output.token_ids
+        assert output.error is None
     return list(tokens.values())
 
 
@@ -227,8 +230,7 @@ def test_logits_of_a_mixed_batch_are_within_1e_4_of_peft(twin: Twin, make_engine
     for i, (name, prompt) in enumerate(work):
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=0)
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[name] if name else None))
-    while engine.has_work():
-        engine.step()
+    list(outputs_until_idle(engine))
     assert len(seen) == 1, "the whole batch should have run in one step"
     expected = torch.cat([twin.logits(name, prompt) for name, prompt in work])
     torch.testing.assert_close(seen[0], expected, atol=1e-4, rtol=0)
@@ -239,8 +241,7 @@ def load_all(engine: Engine, digests: dict[str, str]) -> None:
         engine.add_request(
             NewRequest(f"warm {name}", [2], SamplingParams(max_tokens=1, ignore_eos=True), adapter_digest=digest)
         )
-    while engine.has_work():
-        engine.step()
+    list(outputs_until_idle(engine))
 
 
 def test_base_rows_are_bit_identical_with_and_without_lora_in_the_batch(llama: Twin, make_engine: Make) -> None:
@@ -301,10 +302,9 @@ def test_the_same_prompt_twice_prefills_only_its_tail(llama: Twin, make_engine: 
         engine.add_request(NewRequest("x", prompt, params, adapter_digest=adapter, tenant_id=tenant_id))
         tokens: list[int] = []
         cached = -1
-        while engine.has_work():
-            for output in engine.step():
-                tokens += output.token_ids
-                cached = output.num_cached_tokens
+        for output in outputs_until_idle(engine):
+            tokens += output.token_ids
+            cached = output.num_cached_tokens
         return tokens, cached
 
     first, cached = ask(None, "a")
@@ -343,7 +343,25 @@ def test_in_bf16_an_answer_does_not_depend_on_what_else_is_in_the_batch(llama: T
         params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
         engine.add_request(NewRequest("alone", prompt, params, adapter_digest=digests[name] if name else None))
         tokens: list[int] = []
-        while engine.has_work():
-            for output in engine.step():
-                tokens += output.token_ids
+        for output in outputs_until_idle(engine):
+            tokens += output.token_ids
         assert tokens == together[i]
+
+
+def test_the_tiny_model_is_the_one_that_transformers_makes(tmp_path: Path) -> None:
+    import transformers
+
+    save_model(tmp_path)
+    torch.manual_seed(0)
+    theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(tmp_path))
+    ours = load_file(tmp_path / "model.safetensors")
+    assert ours.keys() == theirs.state_dict().keys()
+    assert [name for name, tensor in theirs.state_dict().items() if not torch.equal(tensor, ours[name])] == []
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer.from_file(str(tmp_path / "tokenizer.json")),
+        unk_token="<unk>", bos_token="<|start|>", eos_token="<|end|>",
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(tmp_path / "theirs")
+    for file in (tmp_path / "theirs").iterdir():
+        assert file.read_bytes() == (tmp_path / file.name).read_bytes(), file.name

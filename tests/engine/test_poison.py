@@ -16,6 +16,7 @@ from engine.engine import Engine
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
+from testing.engine import outputs_until_idle
 from testing.interpreter import repeated
 from testing.tiny import save_adapter, save_model
 
@@ -102,6 +103,11 @@ def step(engine: Engine, said: dict[str, list[RequestOutput]]) -> None:
         said.setdefault(output.request_id, []).append(output)
 
 
+def run(engine: Engine, said: dict[str, list[RequestOutput]]) -> None:
+    for output in outputs_until_idle(engine):
+        said.setdefault(output.request_id, []).append(output)
+
+
 def tokens(outputs: list[RequestOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
@@ -133,8 +139,7 @@ def test_a_victims_tokens_beside_an_overflowing_adapter(
     for name, adapter in victims.items():
         alone: dict[str, list[RequestOutput]] = {}
         ask(engine, name, adapter, prompt, "victim", max_tokens)
-        while engine.has_work():
-            step(engine, alone)
+        run(engine, alone)
         expected[name] = tokens(alone[name])
     said: dict[str, list[RequestOutput]] = {}
     ask(engine, "base", None, prompt, "v1", max_tokens)
@@ -145,8 +150,7 @@ def test_a_victims_tokens_beside_an_overflowing_adapter(
     step(engine, said)
     ask(engine, "adapter", digests["victim"], prompt, "v2", max_tokens)
     ask(engine, "base-again", None, prompt, "v3", max_tokens)
-    while engine.has_work():
-        step(engine, said)
+    run(engine, said)
     assert tokens(said["base"]) == tokens(said["base-again"]) == expected["base"]
     assert tokens(said["adapter"]) == expected["adapter"]
     for i in range(len(attacks)):
@@ -162,8 +166,7 @@ def test_the_base_models_own_overflow_is_not_the_requests_fault(make_engine: Mak
     engine.runner.decoder.weights.norm.fill_(torch.nan)
     said: dict[str, list[RequestOutput]] = {}
     ask(engine, "x", None, 5, "a", logprobs=1)
-    while engine.has_work():
-        step(engine, said)
+    run(engine, said)
     assert said["x"][-1].finish_reason == "error"
     assert said["x"][-1].error_param is None
     assert not tokens(said["x"])

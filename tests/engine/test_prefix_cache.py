@@ -13,6 +13,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
+from testing.engine import outputs_until_idle
 from testing.tiny import save_adapter, save_model
 
 BLOCK = 16
@@ -51,12 +52,11 @@ def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
 def answers(engine: Engine, aborts: dict[str, int] | None = None) -> dict[str, list[RequestOutput]]:
     """Run until no work is left. aborts: output tokens after which a request's client disconnects."""
     said: dict[str, list[RequestOutput]] = {}
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None
-            said.setdefault(output.request_id, []).append(output)
-            if aborts is not None and output.num_output_tokens == aborts.get(output.request_id):
-                engine.abort(output.request_id)
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        said.setdefault(output.request_id, []).append(output)
+        if aborts is not None and output.num_output_tokens == aborts.get(output.request_id):
+            engine.abort(output.request_id)
     assert engine.state().num_free_blocks == engine.state().num_blocks
     return said
 

@@ -12,6 +12,7 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
+from testing.engine import outputs_until_idle
 from testing.tiny import save_adapter, save_model
 
 NUM_ADAPTERS = 3
@@ -52,11 +53,10 @@ def ask(engine: Engine, name: str, adapter: str | None, max_tokens: int = 3) -> 
 def run(engine: Engine) -> dict[str, str | None]:
     """Return the receipt in each request's last output. Every output with a token has one."""
     receipts: dict[str, str | None] = {}
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None
-            assert output.served_digest is not None
-            receipts[output.request_id] = output.served_digest
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        assert output.served_digest is not None
+        receipts[output.request_id] = output.served_digest
     return receipts
 
 

@@ -5,6 +5,7 @@ import csv
 import io
 import json
 import os
+import re
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
@@ -135,20 +136,31 @@ async def test_versions_and_aliases(run: Run, gateway: Gateway, tmp_path: Path):
     moved = await run("adapter", "alias", "pirate:prod", "1=95", "2=5", *whose)
     assert moved.stdout == "pirate:prod is pirate@1=95,pirate@2=5\n"
     lines = (await run("adapter", "aliases", "pirate", *whose)).stdout.splitlines()
-    assert [line.split() for line in lines[1:]] == [["latest", "2", "1"], ["prod", "1=95,2=5", "1"]]
+    assert [line.split()[:3] for line in lines[1:]] == [["latest", "2", "1"], ["prod", "1=95,2=5", "1"]]
+    etag = lines[2].split()[3]
+    await run("adapter", "alias", "pirate:prod", "1=95", "2=5", "--etag", etag, *whose)
+    await run("adapter", "rollback", "pirate:prod", *whose)
+    await run("adapter", "alias", "pirate:prod", "1=95", "2=5", *whose)
+    some = await run("adapter", "alias", "pirate:prod", "1=95", "2", *whose, code=2)
+    assert "expected a weight for each version" in some.stderr
+    unknown = await run("adapter", "alias", "pirate:prod", "9", *whose, code=1)
+    assert unknown.stderr == "Error: targets: pirate@9 is unknown; expected a ready version.\n"
     lost = await run("adapter", "alias", "pirate:prod", "2", "--etag", '"x"', *whose, code=1)
     assert "The alias has been changed: pirate:prod is version 1 (95 %), 2 (5 %), its ETag" in lost.stderr
     assert (await run("adapter", "rollback", "pirate:prod", *whose)).stdout == "pirate:prod is pirate@1\n"
     used = await run("adapter", "delete", "pirate@1", *whose, code=1)
-    assert "pirate@1 is in use by alias 'prod'" in used.stderr
-    assert (await run("adapter", "change", "pirate@1", "--expires", "1d", *whose)).stdout == "pirate@1 is ready\n"
+    assert "pirate@1 is in use by alias 'prod'. First move or delete the alias, or use --force" in used.stderr
+    expiring = await run("adapter", "change", "pirate@1", "--expires", "1d", *whose)
+    assert re.fullmatch(r"pirate@1 is ready, until 20\d\d-.*Z\n", expiring.stdout)
     changed = await run("adapter", "change", "pirate@1", "--expires", "never", *whose)
     assert changed.stdout == "pirate@1 is ready\n"
     refused = await run("adapter", "delete", "pirate:prod", "--force", *whose, code=2)
     assert "pirate:prod is an alias" in refused.stderr
     for text in ("pirate:prod*0.5", "pirate@2*1"):
         assert (await run("adapter", "mix", "blend", text, *whose)).stdout == f"blend is {text}\n"
-    assert (await run("adapter", "mixtures", *whose)).stdout.split() == ["NAME", "MODEL", "blend", "pirate@2*1"]
+    listed = (await run("adapter", "mixtures", *whose)).stdout.split()
+    assert listed[:5] == ["NAME", "MODEL", "ETAG", "blend", "pirate@2*1"]
+    assert (await run("adapter", "mix", "blend", "pirate@2*2", "--etag", listed[5], *whose)).stdout
     await run("adapter", "unmix", "blend", *whose)
     await run("adapter", "unalias", "pirate:prod", *whose)
     await run("adapter", "delete", "pirate@1", *whose)

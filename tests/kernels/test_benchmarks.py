@@ -12,7 +12,7 @@ from benchmarks.gpu.__main__ import SECTIONS
 from benchmarks.kernels import run
 
 
-@pytest.mark.heavy
+@pytest.mark.gpu  # elsewhere, the report's dry run below does the same
 @pytest.mark.parametrize("name", run.BENCHMARKS)
 def test_dry_run(name, device):
     module = importlib.import_module(f"benchmarks.kernels.bench_{name}")

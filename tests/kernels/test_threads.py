@@ -54,7 +54,9 @@ torch.testing.assert_close(y, x @ weight.T, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("limit", [{"OMP_DYNAMIC": "true"}, {"OMP_THREAD_LIMIT": "1"}])
+@pytest.mark.parametrize(
+    "limit", [{"OMP_THREAD_LIMIT": "1"}, pytest.param({"OMP_DYNAMIC": "true"}, marks=pytest.mark.slow)]
+)
 def test_fewer_threads_than_asked_for_end_the_step_all_the_same(limit: dict[str, str]) -> None:
     """The step ends with fewer threads than requested; a barrier of 4 would never release without the missing ones."""
     subprocess.run([sys.executable, "-c", SMALLER_TEAM], env=os.environ | limit, check=True, timeout=100)

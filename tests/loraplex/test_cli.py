@@ -318,9 +318,13 @@ def test_chat_asks_the_demos_tenants_who_has_the_model(tmp_path, stranger):
     data = stored(tmp_path, url)
     assert run("chat", "Hi", "--model", "mine", *data).stdout == "Hi.\n"
     assert seen == ["Bearer acme's"] * 2
-    line = refused(run("chat", "Hi", "--model", "nobodys", *data), 2)
-    assert line == "Error: no tenant in demo.json has a model 'nobodys'; pass --api-key"
-    assert seen[2:] == ["Bearer acme's", "Bearer globex's"]
+    for part in ("mine@2", "mine:prod", "mine:prod*0.7+mine@1*0.3"):
+        assert run("chat", "Hi", "--model", part, *data).stdout == "Hi.\n"
+    seen.clear()
+    for unknown in ("nobodys", "nobodys@2", "mine*0.7+nobodys*0.3", "mine*x"):
+        line = refused(run("chat", "Hi", "--model", unknown, *data), 2)
+        assert line == f"Error: no tenant in demo.json has a model {unknown!r}; pass --api-key"
+    assert seen == ["Bearer acme's", "Bearer globex's"] * 4
 
 
 @pytest.mark.usefixtures("starts_servers")

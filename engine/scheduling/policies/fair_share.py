@@ -176,6 +176,9 @@ class FairTurns:
                 self._drop_far_tenants(self._nearness)
         return request
 
+    def pass_over(self) -> None:
+        self._last = None
+
     def _drop_far_tenants(self, nearness: Nearness) -> None:
         """Remove the tenants from the heap that wait only for adapters off the device."""
         tenants_of = self._tenants.waiting_for

@@ -63,3 +63,6 @@ class ArrivalTurns:
             queues = (account.queue for account in self._tenants.waiting.values())
             self._waiting = list(islice(merge(*queues, key=_arrival), LOOKED_AT))[::-1]
         return self._waiting.pop() if self._waiting else None
+
+    def pass_over(self) -> None:
+        self._waiting = []  # no request overtakes another

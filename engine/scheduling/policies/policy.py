@@ -39,6 +39,10 @@ class Turns(Protocol):
         """
         ...
 
+    def pass_over(self) -> None:
+        """Return no further waiting request of the last one's tenant, because the step has no room for it."""
+        ...
+
 
 class Policy(Protocol):
     """Queue of waiting requests, and the accounts of their tenants."""

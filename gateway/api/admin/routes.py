@@ -7,16 +7,16 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.access.scopes import ACTOR
+from gateway.api.adapter_caller import find_caller
 from gateway.api.adapters import AdapterIntake
 from gateway.api.requests.fields import json_response, read_flag
-from gateway.api.uploads.checking import OPERATOR
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
+from gateway.quota.uploading import ReceivedBytes
 from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
 from gateway.records.usage_report import UsageReport
 
@@ -42,8 +42,7 @@ class Admin:
         self._gate = gate
 
     async def push_adapter(self, request: web.Request) -> web.Response:
-        actor = request[ACTOR]
-        return await self._intake.push(request, await self._tenant(request), actor, OPERATOR)
+        return await self._intake.push(request, await find_caller(request, self._tenants), ReceivedBytes())
 
     async def list_adapters(self, request: web.Request) -> web.Response:
         return await self._intake.list(await self._tenant(request))

@@ -1,14 +1,11 @@
-"""Requests that the gateway itself makes: golden prompts, asked by the way of every other request.
+"""Requests of the gateway itself: golden prompts, with the same checks, queue and engines as clients' requests.
 
-A tenant pays for the prompts that it asks. Those that the operator or the gateway asks have no account: no quota and no
-price counts them, but the tenant's fair share does, with the lowest priority.
+A tenant pays for the prompts that its key asks. Requests of the operator and of background checks have no account: they
+count for the tenant's fair share, at the lowest priority, but for no quota and no price.
 """
 
-import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
 from typing import Any, Protocol
 
 import msgspec
@@ -17,9 +14,10 @@ from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.api.admission import Admission
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.api.time_limit import while_allowed
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_of
-from gateway.errors import EngineMismatch, OutOfTime, RateLimited, UpstreamFailed
+from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
 from gateway.fleet import receipts
 from gateway.fleet.answers import Fields, decode_field, read_answer
 from gateway.fleet.call import Call, EngineRefused
@@ -32,7 +30,7 @@ from gateway.records.tenants import Tenant
 from wire.deadlines import MOST_PRIORITY
 from wire.model_names import version_name
 
-# Priority of a tenant (0 to 9) and of one of its requests; behind all that clients ask.
+# Priorities of free requests: as a tenant's (clients' tenants have 0 to 9), and among the tenant's own requests.
 LAST_TENANT, LAST_OWN = 10, MOST_PRIORITY
 MAX_ANSWER_BYTES = 2**18
 
@@ -52,7 +50,7 @@ class _Bill(Bill, Protocol):
 
 
 class Unbilled:
-    """Bill of a request that nobody pays. It checks the receipt, as an `Account` does."""
+    """Bill of a free request. It checks the receipt, as an `Account` does. digest: the adapter's, without prefix."""
 
     def __init__(self, digest: str | None) -> None:
         self._digest = digest
@@ -82,7 +80,7 @@ class Unbilled:
 
 
 class Asking:
-    """Sender of golden prompts. Raises the errors of any request."""
+    """Sender of golden prompts. request_timeout: limit of a request in seconds."""
 
     def __init__(
         self,
@@ -118,7 +116,8 @@ class Asking:
     ) -> GoldenAnswer:
         """Return the greedy answer.
 
-        payer: the tenant's key that pays; None for nobody. engine: the only one to ask; None for any.
+        payer: the tenant's key that pays; None for a free request. engine: the only engine to ask; None: any engine.
+        Raises EngineMismatch, RateLimited, UpstreamFailed and other errors of a request.
         """
         arrived, request_id = time.monotonic(), f"golden-{uuid.uuid4().hex}"
         tenant, model, asked = question.tenant, question.model, question.asked
@@ -140,7 +139,7 @@ class Asking:
         last = msgspec.structs.replace(tenant, priority=LAST_TENANT)
         call = msgspec.structs.replace(call, tenant=last, body={**asked.body, "priority": LAST_OWN})
         try:
-            async with self._while_allowed(None):
+            async with while_allowed(self._auth, None, arrived, self._request_timeout):
                 return await self._answer(call, Unbilled(model.digest))
         except EngineRefused as refusal:
             raise refusal.error from refusal
@@ -149,7 +148,7 @@ class Asking:
         call = msgspec.structs.replace(call, hold=account.hold, on_progress=account.observe_report)
         with self._accounting.open(account):
             try:
-                async with self._while_allowed(account.principal):
+                async with while_allowed(self._auth, account.principal, account.arrived, self._request_timeout):
                     answer = await self._answer(call, account)
                     if account.is_beyond_hold:
                         assert account.hold is not None
@@ -177,21 +176,6 @@ class Asking:
                 engine.mark_mismatched()
                 raise
         return GoldenAnswer(text=_text(answer), software=software)
-
-    @asynccontextmanager
-    async def _while_allowed(self, payer: TenantPrincipal | None) -> AsyncIterator[None]:
-        """End the block when the payer's key becomes invalid or the request exceeds its time limit.
-
-        Raises InvalidKey, Forbidden, OutOfTime.
-        """
-        valid = nullcontext() if payer is None else self._auth.while_valid(payer)
-        try:
-            async with asyncio.timeout(self._request_timeout) as deadline, valid:
-                yield
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise
-            raise OutOfTime(f"The request exceeded the time limit of {self._request_timeout:g} s.") from error
 
 
 async def _no_reservation(_: int) -> None:

@@ -1,4 +1,4 @@
-"""Checks of golden answers: a version's prompts are asked again on one engine, and the texts compared."""
+"""Checks of golden answers: one engine gets a version's prompts again, and the texts are compared."""
 
 import logging
 from collections import Counter
@@ -19,10 +19,12 @@ from wire.text.tokenizer import ChatTemplateError, Tokenizer
 
 log = logging.getLogger(__name__)
 
-# Deaths of engines during checks of one version under one software; then the check is recorded with this error.
+# Deaths and failures of engines during checks of one golden set under one software, after which the check is recorded
+# with these errors.
 MOST_DEATHS = 2
-DIED = "Engines died while they answered this prompt."
-# Versions whose deaths are remembered.
+DIED = "Engines died or failed while they answered this prompt."
+NOT_ASKED = "Engines died or failed while they answered an earlier prompt."
+# Limit of the golden sets whose deaths are remembered.
 MAX_REMEMBERED = 1000
 
 
@@ -58,7 +60,7 @@ class GoldenChecks:
     ) -> tuple[GoldenSet, GoldenCheck]:
         """Ask a version's prompts on an engine, and record the result. Return the golden set and the result.
 
-        payer: as in `Asking.ask`. Raises RecordNotFound, and the errors of requests that may succeed later.
+        payer: see `Asking.ask`. Raises RecordNotFound, and errors of requests that may succeed later.
         """
         found, software = await self._golden.get(tenant, name, version), engine.software
         differences = []
@@ -69,10 +71,11 @@ class GoldenChecks:
             except (BadRequest, ProtocolError, ChatTemplateError) as error:
                 differences.append(Difference(prompt=i, error=str(error)))
             except (EngineDied, UpstreamFailed):
-                # A prompt that is the cause must not end engines again and again.
+                # The prompt may be the cause. After MOST_DEATHS the check is recorded, so that it is not repeated.
                 if not self._is_last_death(found.tag, software):
                     raise
                 differences.append(Difference(prompt=i, error=DIED))
+                differences += [Difference(prompt=j, error=NOT_ASKED) for j in range(i + 1, len(found.prompts))]
                 break
             else:
                 if new.text != answer.text:
@@ -81,6 +84,7 @@ class GoldenChecks:
             raise Unavailable("The engine was replaced during the check; try again shortly.")
         check = GoldenCheck(software=software, differences=tuple(differences), checked_at=datetime.now(UTC))
         await self._golden.record(tenant, name, version, found.tag, check)
+        self._deaths.pop((found.tag, software), None)
         self._metrics.golden_checked(tenant.name, len(found.prompts), len(differences))
         if differences:
             shown = f"{software.kind} {software.version or 'of an unknown release'}"
@@ -94,6 +98,7 @@ class GoldenChecks:
         return Difference(prompt=prompt, position=position, agreement=position / max(len(old), len(new), 1), text=text)
 
     def _is_last_death(self, tag: str, software: EngineSoftware) -> bool:
+        """Count a death or failure. Return whether it is the last before the check is recorded."""
         self._deaths[tag, software] += 1
         while len(self._deaths) > MAX_REMEMBERED:
             del self._deaths[next(iter(self._deaths))]

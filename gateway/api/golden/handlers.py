@@ -46,7 +46,7 @@ class NewGolden(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class GoldenRoutes:
     """Routes of golden answers. An absent version and another tenant's get the same answer.
 
-    A tenant's key pays for the prompts that it asks, and needs the scope `inference`. An operator's are free.
+    A tenant's key pays for its prompts, and needs the scope `inference` for them. An operator's prompts are free.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class GoldenRoutes:
         return json_response({"object": "adapter.golden_check", "name": name, "version": number, "checks": results})
 
     async def _payer(self, request: web.Request, caller: AdapterCaller) -> TenantPrincipal | None:
-        """Return the key that pays for prompts, None for an operator. Raises Forbidden without its scope."""
+        """Return the key that pays for prompts; None for an operator. Raises Forbidden if it lacks the scope."""
         if caller.principal is None:
             return None
         return await self._auth.tenant(request.headers.get("Authorization"), "inference")

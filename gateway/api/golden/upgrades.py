@@ -1,7 +1,9 @@
-"""Checks of golden answers in the background, after an engine's release or base model has changed.
+"""Background checks of golden answers, after an engine's release or base model has changed.
 
-One gateway at a time asks the prompts of one version, one after another, while no request waits and the engine runs at
-most half of what it can. Then all gateways rest, so that checks use at most a quarter of one place of one engine.
+One gateway at a time searches for a version without a check and asks its prompts, one after another, while no request
+waits and the engine uses less than half of its places. Then all gateways rest for three times as long, so checks use at
+most a quarter of one place of one engine. The version's tenant rests longer, so tenants with slow checks do not delay
+the others' checks.
 """
 
 import asyncio
@@ -23,19 +25,21 @@ from gateway.records.tenants import Tenants
 
 log = logging.getLogger(__name__)
 
-# Pause between searches, and the time limit of one version's check.
+# Pause between searches, and the time limit of one version's check, in seconds.
 SEARCH_SECONDS, CHECK_SECONDS = 2.0, 300.0
-# Rest after a check, as a multiple of its time.
-REST = 3.0
-# A turn outlasts its check, so that a gateway never ends another's.
-TURN_SECONDS = CHECK_SECONDS + 60.0
-# Key of the gateway that checks.
+# Rests after a search or a check, as multiples of its time: of all gateways, and of the version's tenant. A tenant's
+# checks, with the rests after them, take at most a quarter of the time.
+REST, TENANT_REST = 3.0, 16.0
+# Lifetimes of a turn whose gateway has died, in seconds: during its search, and during a check. The second exceeds a
+# check and its record, so checks never overlap.
+SEARCH_TURN_SECONDS, TURN_SECONDS = 5.0, CHECK_SECONDS + 60.0
+# Redis key of the present turn. With `:` and a tenant's id appended, it is the key of that tenant's rest.
 TURN = "loraplex:golden"
 START = ("", 0)
 
 
 class Upgrades:
-    """Search for golden answers that have no check under an available engine's software."""
+    """Search for golden answers without a check under an available engine's software."""
 
     def __init__(
         self, golden: Golden, checks: GoldenChecks, tenants: Tenants, registry: Registry, gate: Gate, redis: Client
@@ -46,7 +50,7 @@ class Upgrades:
         self._registry = registry
         self._gate = gate
         self._redis = redis
-        # The last version tried under each software, so that one that cannot be checked now delays no other.
+        # The last version found under each software; the next search goes on behind it.
         self._places: dict[EngineSoftware, tuple[str, int]] = {}
 
     async def running(self, _: object) -> AsyncIterator[None]:
@@ -59,29 +63,38 @@ class Upgrades:
         while True:
             await asyncio.sleep(SEARCH_SECONDS)
             try:
-                if not self._gate.waiting:
-                    await self._check_next()
+                if not self._gate.waiting and await is_first(self._redis, TURN, SEARCH_TURN_SECONDS):
+                    await self._take_turn()
             except (Unavailable, RedisError, OSError, TimeoutError) as error:
                 log.debug("golden answers are checked later: %s", type(error).__name__)
             except Exception:
                 # The next search does not depend on this one.
                 log.exception("golden answers could not be checked")
 
+    async def _take_turn(self) -> None:
+        """Check at most one version, then set the end of the turn."""
+        began = time.monotonic()
+        try:
+            await self._check_next()
+        finally:
+            rest = max(SEARCH_SECONDS, REST * (time.monotonic() - began))
+            await self._redis.pexpire(TURN, _milliseconds(rest))
+
     async def _check_next(self) -> None:
-        """Check one version, if it is this process's turn."""
-        engines = {each.software: each for each in self._registry.up if _has_room(each)}
+        engines = {each.software: each for each in self._registry.up if has_room(each)}
         for software, engine in engines.items():
-            place = self._places.get(software, START)
-            found = await self._golden.unchecked(software, place)
+            found = await self._golden.unchecked(software, self._places.get(software, START))
             if found is None:
                 self._places.pop(software, None)
-            elif await is_first(self._redis, TURN, TURN_SECONDS):
-                self._places[software] = found.place
-                await self._check(found, engine)
+                continue
+            self._places[software] = found.place
+            if not await self._redis.exists(_rest_key(found)):
+                # A search that took longer than its turn is dropped: another gateway may have found the same version.
+                if await self._redis.pexpire(TURN, _milliseconds(TURN_SECONDS)):
+                    await self._check(found, engine)
                 return
 
     async def _check(self, found: Unchecked, engine: EngineRecord) -> None:
-        """Check a version, then set the end of the turn."""
         began = time.monotonic()
         try:
             tenant = await self._tenants.get(found.tenant_name)
@@ -90,10 +103,18 @@ class Upgrades:
         except (GatewayError, TimeoutError) as error:
             log.debug("golden answers of tenant %s are checked later: %s", found.tenant_name, type(error).__name__)
         finally:
-            rest = REST * (time.monotonic() - began)
-            await self._redis.pexpire(TURN, max(1, int(rest * 1000)))
+            rest = TENANT_REST * (time.monotonic() - began)
+            await self._redis.set(_rest_key(found), b"", px=_milliseconds(rest))
 
 
-def _has_room(engine: EngineRecord) -> bool:
-    """Return whether the engine can take a request of the lowest priority: it runs at most half of its places."""
+def has_room(engine: EngineRecord) -> bool:
+    """Return whether the engine can take a request of the lowest priority: less than half of its places are used."""
     return engine.available and 2 * engine.load < max(2, engine.slots)
+
+
+def _rest_key(found: Unchecked) -> str:
+    return f"{TURN}:{found.tenant_id}"
+
+
+def _milliseconds(seconds: float) -> int:
+    return max(1, int(seconds * 1000))

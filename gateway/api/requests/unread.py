@@ -1,13 +1,11 @@
 """Refused bodies: the gateway answers before it has received the whole body, drops the rest and closes the connection.
 
-A client may read its answer only after it has sent everything, so the rest is received for some seconds. Receiving
-256 KiB takes 0.2 ms of the event loop. At full speed, 500 refused bodies of 8 MiB stalled the loop for 0.4 s, so each
-tenant's or address's bodies are dropped at a limited rate.
+A client may read its answer only after it has sent everything, so the rest is received for some seconds, until none
+arrives for a second. Receiving 256 KiB takes 0.2 ms of the event loop. At full speed, 500 refused bodies of 8 MiB
+stalled the loop for 0.4 s, so each tenant's or address's bodies are dropped at a limited rate.
 """
 
 import asyncio
-import time
-from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
@@ -16,10 +14,13 @@ from aiohttp import hdrs, web
 from gateway.access.caller import CALLER
 from gateway.access.throttle import client_network
 from gateway.process.reads import Forwarding
+from gateway.sharing.pace import Pace
 
 # A body of 8 MiB is dropped within half a second. An owner's bodies take some 1 % of a core.
 BYTES_PER_SECOND = 16 * 2**20
-MAX_OWNERS = 1000
+# Pause of the client after which its connection is closed. Without it, a client that sends nothing kept its connection
+# for aiohttp's `lingering_time` of 10 s.
+QUIET_SECONDS = 1.0
 # The bytes of all connections go there; nobody reads them.
 _DROPPED = memoryview(bytearray(2**18))
 
@@ -28,9 +29,7 @@ class UnreadBodies:
     """The unread rests of refused bodies, by owner: a tenant, or the network of a client without a key."""
 
     def __init__(self, bytes_per_second: float = BYTES_PER_SECOND) -> None:
-        self._seconds_each = 1 / bytes_per_second
-        # Owner -> time (monotonic) at which its next piece may be received, least recently used first.
-        self._next: OrderedDict[str, float] = OrderedDict()
+        self._pace = Pace(bytes_per_second)
 
     async def close(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Close the connection of a request that is answered before its whole body was received.
@@ -46,17 +45,9 @@ class UnreadBodies:
         if transport is not None:
             # Paused: a loop chooses how it reads when it starts.
             transport.pause_reading()
-            transport.set_protocol(_Dropping(request.protocol, transport, partial(self._delay, _owner())))
+            delay = partial(self._pace.delay, _owner())
+            transport.set_protocol(_Dropping(request.protocol, transport, delay, request.content.feed_eof))
             transport.resume_reading()
-
-    def _delay(self, owner: str, size: int) -> float:
-        """Count a received piece. Return the seconds until the next piece of its connection may be received."""
-        now = time.monotonic()
-        self._next[owner] = max(now, self._next.get(owner, 0.0)) + size * self._seconds_each
-        self._next.move_to_end(owner)
-        if len(self._next) > MAX_OWNERS:
-            self._next.popitem(last=False)
-        return self._next[owner] - now
 
 
 def _owner() -> str:
@@ -66,24 +57,39 @@ def _owner() -> str:
 
 
 class _Dropping(Forwarding):
-    """The protocol of a connection whose further bytes are dropped. handler: the one that still sends the answer."""
+    """The protocol of a connection whose further bytes are dropped.
 
-    def __init__(self, handler: asyncio.Protocol, transport: asyncio.Transport, delay: Callable[[int], float]) -> None:
+    handler: the one that still sends the answer, and then waits for the end of the body. delay: returns the seconds
+    until the next piece may be received. end: ends the body.
+    """
+
+    def __init__(
+        self,
+        handler: asyncio.Protocol,
+        transport: asyncio.Transport,
+        delay: Callable[[int], float],
+        end: Callable[[], None],
+    ) -> None:
         super().__init__(handler, _DROPPED)
         self._transport = transport
         self._delay = delay
-        self._resuming: asyncio.TimerHandle | None = None
+        self._end = end
+        self._loop = asyncio.get_running_loop()
+        self._is_paused = False
+        self._timer = self._loop.call_later(QUIET_SECONDS, end)
 
     def buffer_updated(self, nbytes: int) -> None:
         self._transport.pause_reading()
-        if self._resuming is None:
-            self._resuming = asyncio.get_running_loop().call_later(self._delay(nbytes), self._resume)
+        if not self._is_paused:
+            self._is_paused = True
+            self._timer.cancel()
+            self._timer = self._loop.call_later(self._delay(nbytes), self._resume)
 
     def _resume(self) -> None:
-        self._resuming = None
+        self._is_paused = False
+        self._timer = self._loop.call_later(QUIET_SECONDS, self._end)
         self._transport.resume_reading()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._resuming is not None:
-            self._resuming.cancel()
+        self._timer.cancel()
         super().connection_lost(exc)

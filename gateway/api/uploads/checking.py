@@ -86,7 +86,7 @@ class Checker:
 
         Raises TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time.
         """
-        self._check_refused(owner)
+        self.check_refused(owner)
         turns = self._turns
         if owner == OPERATOR:
             turns = self._operators
@@ -94,10 +94,11 @@ class Checker:
             turns = self._busy
         async with turns.turn(owner):
             # Other uploads may have been refused while this one waited.
-            self._check_refused(owner)
+            self.check_refused(owner)
             return await place.run(self._run(place.folder, owner))
 
-    def _check_refused(self, owner: str) -> None:
+    def check_refused(self, owner: str) -> None:
+        """Raise TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time."""
         used = self._refused.of(owner)
         if used >= REFUSED_SECONDS and owner != OPERATOR:
             raise TooManyRefusedUploads(max(1, math.ceil(HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))

@@ -25,8 +25,9 @@ from gateway.api.adapter_caller import find_caller
 from gateway.api.adapters import AdapterIntake
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import UploadRules, Workplace, too_large
-from gateway.errors import REQUEST_ID, BadRequest, Forbidden, Unavailable
+from gateway.errors import BadRequest, Forbidden, Unavailable
 from gateway.quota.quota import Quota
+from gateway.quota.uploading import ReceivedBytes
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenants
 
@@ -70,17 +71,10 @@ class Imports:
         """Import an adapter and return 201."""
         caller = await find_caller(request, self._tenants)
         caller.check_name(request.query.get("name", ""))
-        tenant, limits = caller.tenant, caller.tenant.adapter_limits
-        take = partial(
-            self._intake.take, request, tenant, caller.actor, caller.owner, self._receive(request, caller.owner)
-        )
-        if caller.principal is None:
-            return await take()
-        slot = self._quota.upload(
-            tenant.id, request[REQUEST_ID], limits.adapter_changes_per_minute, limits.max_concurrent_uploads
-        )
-        async with self._auth.while_valid(caller.principal), slot:
-            return await take()
+        copy, most = self._receive(request, caller.owner), self._rules.max_bytes
+        async with caller.uploading(request, self._auth, self._quota, size=None, most=most) as received:
+            receive = partial(copy, received)
+            return await self._intake.take(request, caller.tenant, caller.actor, caller.owner, receive)
 
     def _receive(self, request: web.Request, owner: str) -> Any:
         """Return the function that copies the adapter. Raises BadRequest, and Forbidden for any other source.
@@ -91,7 +85,12 @@ class Imports:
         self._catalog.check_name(name)
         prefix = max((each for each in self._sources if source.startswith(each)), key=len, default=None)
         if prefix is None:
-            raise Forbidden("No adapters may be imported from there.", param="source", code="import_not_allowed")
+            raise Forbidden(
+                "source: expected a path below a prefix of LORAPLEX_IMPORT_SOURCES, which the operator sets, such as "
+                "hf://org/repository, s3://bucket/key or file:///folder/adapter.",
+                param="source",
+                code="import_not_allowed",
+            )
         rest = source.removeprefix(prefix)
         if not _REST.fullmatch(rest) or ("@" in rest and not prefix.startswith("hf://")):
             raise BadRequest(
@@ -100,29 +99,31 @@ class Imports:
                 param="source",
             )
 
-        async def receive(place: Workplace) -> str:
+        async def receive(received: ReceivedBytes, place: Workplace) -> str:
             if prefix.startswith("hf://"):
-                await self._from_hub(place, prefix.removeprefix("hf://") + rest)
+                await self._from_hub(place, prefix.removeprefix("hf://") + rest, received)
             else:
                 bucket = self._sources[prefix]
                 read = _objects(bucket, rest) if bucket else _folder(prefix, rest)
-                await self._intake.copies.run(place, owner, partial(_copy, place.folder, read, self._rules.max_bytes))
+                copy = partial(_copy, place.folder, read, self._rules.max_bytes, received)
+                await self._intake.copies.run(place, owner, copy)
             return name
 
         return receive
 
-    async def _from_hub(self, place: Workplace, repository: str) -> None:
+    async def _from_hub(self, place: Workplace, repository: str, received: ReceivedBytes) -> None:
         repository, _, revision = repository.partition("@")
-        left = self._rules.max_bytes
         async with aiohttp.ClientSession(timeout=_TIMEOUT, cookie_jar=aiohttp.DummyCookieJar()) as session:
             for name in FILES:
                 url = f"{self._hub}/{repository}/resolve/{revision or 'main'}/{name}"
                 try:
-                    left -= await self._download(session, url, place, name, left)
+                    await self._download(session, url, place, name, received)
                 except aiohttp.ClientError as error:
                     raise Unavailable("The hub does not answer.", code="import_unavailable") from error
 
-    async def _download(self, session: aiohttp.ClientSession, url: str, place: Workplace, name: str, left: int) -> int:
+    async def _download(
+        self, session: aiohttp.ClientSession, url: str, place: Workplace, name: str, received: ReceivedBytes
+    ) -> None:
         for _ in range(MAX_REDIRECTS):
             async with session.get(url, allow_redirects=False) as response:
                 if response.status in (301, 302, 303, 307, 308):
@@ -132,14 +133,14 @@ class Imports:
                     raise Unavailable("The hub does not answer.", code="import_unavailable")
                 if response.status != 200:
                     raise _missing(name)
-                size, file = 0, await place.in_thread(place.create, name)
+                file = await place.in_thread(place.create, name)
                 async for piece in response.content.iter_chunked(PIECE_BYTES):
-                    size += len(piece)
-                    if size > left:
+                    await received.add(len(piece))
+                    if received.total > self._rules.max_bytes:
                         raise too_large(self._rules.max_bytes)
                     await place.in_thread(file.write, piece)
                 await place.in_thread(file.close)
-                return size
+                return
         raise Unavailable("The hub redirects too often.", code="import_unavailable")
 
     def _redirected(self, url: str, location: str) -> str:
@@ -190,16 +191,21 @@ def _objects(bucket: Bucket, rest: str) -> Callable[[str], Iterator[bytes]]:
     return lambda name: bucket.read(f"{rest}/{name}")
 
 
-def _copy(folder: Path, read: Callable[[str], Iterator[bytes]], max_bytes: int, stop: threading.Event) -> None:
+def _copy(
+    folder: Path,
+    read: Callable[[str], Iterator[bytes]],
+    max_bytes: int,
+    received: ReceivedBytes,
+    stop: threading.Event,
+) -> None:
     """Copy the two files until `stop` is set. Raises TooLarge, BadRequest or Unavailable for the source, OSError for
     the folder.
     """
-    size = 0
     for name in FILES:
         with (folder / name).open("xb") as file:
             for piece in until_stopped(_checked(read(name), name), stop):
-                size += len(piece)
-                if size > max_bytes:
+                received.count(len(piece))
+                if received.total > max_bytes:
                     raise too_large(max_bytes)
                 file.write(piece)
 

@@ -23,8 +23,10 @@ from gateway.api.adapters import AdapterIntake, storing
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
-from gateway.errors import REQUEST_ID, BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
+from gateway.errors import BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
+from gateway.process.reads import large_reads
 from gateway.quota.quota import Quota
+from gateway.quota.uploading import ReceivedBytes
 from gateway.records.catalog import Catalog
 from gateway.records.tenants import Tenant, Tenants
 from gateway.records.uploads import PartialUpload, Uploads
@@ -84,8 +86,10 @@ class ResumableUploads:
         if start != upload.received:
             raise WrongOffset(upload.received)
         left = upload.num_bytes - start
-        async with self._place(request, caller) as place:
-            size = await self._receive(request, place, min(left, MOST_PART_BYTES), sha256)
+        most = min(left, MOST_PART_BYTES)
+        uploading = partial(caller.uploading, request, self._auth, self._quota, most=most, is_change=False)
+        async with uploading(size=request.content_length) as received, self._place() as place:
+            size = await self._receive(request, place, most, sha256, received)
             if size < min(left, LEAST_PART_BYTES):
                 raise BadRequest(f"Expected a part of at least {LEAST_PART_BYTES} bytes, or the rest of the upload.")
             # Runs to its end even if the client disconnects, so that a saved part is either recorded or removed.
@@ -109,13 +113,15 @@ class ResumableUploads:
 
         async def receive(place: Workplace) -> str:
             join = partial(self._assemble, place, upload.id, parts)
+            # The joined bytes count too: an upload that cannot be stored now may be completed again and again.
+            await received.add(upload.num_bytes)
             found = await self._intake.copies.run(place, caller.owner, join)
             if found != upload.sha256:
                 raise BadRequest("The upload's content has another SHA-256 than declared.", param="sha256")
             return upload.name
 
-        take = self._intake.take
-        async with self._slot(request, caller, caller.tenant.adapter_limits.adapter_changes_per_minute):
+        take, size = self._intake.take, upload.num_bytes
+        async with caller.uploading(request, self._auth, self._quota, size=size, most=size) as received:
             await self._catalog.check_declared(caller.tenant, upload.num_bytes, upload.id)
             try:
                 answer = await take(request, caller.tenant, caller.actor, caller.owner, receive, upload.id)
@@ -149,28 +155,11 @@ class ResumableUploads:
         return caller, upload
 
     @asynccontextmanager
-    async def _slot(
-        self, request: web.Request, caller: AdapterCaller, changes_per_minute: int | None = None
-    ) -> AsyncIterator[None]:
-        """Hold one of the tenant's upload slots while its key is valid. Operators need none.
-
-        changes_per_minute: counts a change against this limit.
-        """
-        if caller.principal is None:
-            yield
-            return
-        at_once = caller.tenant.adapter_limits.max_concurrent_uploads
-        slot = self._quota.upload(caller.tenant.id, request[REQUEST_ID], changes_per_minute, at_once)
-        async with self._auth.while_valid(caller.principal), slot:
-            yield
-
-    @asynccontextmanager
-    async def _place(self, request: web.Request, caller: AdapterCaller) -> AsyncIterator[Workplace]:
-        """Hold a slot and a folder for a part. Raises TooSlow, Unavailable."""
-        async with self._slot(request, caller):
-            with storing(self._rules.seconds):
-                async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
-                    yield place
+    async def _place(self) -> AsyncIterator[Workplace]:
+        """Open a folder for a part. Raises TooSlow, Unavailable."""
+        with storing(self._rules.seconds):
+            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
+                yield place
 
     async def _add_part(self, tenant: Tenant, upload_id: str, start: int, size: int, place: Workplace) -> PartialUpload:
         part_id = uuid.uuid4().hex
@@ -182,24 +171,31 @@ class ResumableUploads:
             await asyncio.to_thread(self._store.parts.remove, upload_id, part_id)
             raise
 
-    async def _receive(self, request: web.Request, place: Workplace, max_bytes: int, sha256: str) -> int:
-        """Write the body into the file `part` and return its size. Raises TooLarge, BadRequest, TooSlow."""
+    async def _receive(
+        self, request: web.Request, place: Workplace, max_bytes: int, sha256: str, received: ReceivedBytes
+    ) -> int:
+        """Write the body into the file `part` and return its size.
+
+        Raises TooLarge, BadRequest, TooSlow, RateLimited.
+        """
         if request.content_length is not None and request.content_length > max_bytes:
             raise TooLarge(f"Expected a part of at most {max_bytes} bytes.")
         rules = msgspec.structs.replace(self._rules, max_bytes=max_bytes)
-        body, file, found = BodyReader(request, rules), await place.in_thread(place.create, "part"), hashlib.sha256()
+        body, found = BodyReader(request, rules, received), hashlib.sha256()
+        file = await place.in_thread(place.create, "part")
         pending, size = bytearray(), 0
 
         def write(content: bytes) -> None:
             found.update(content)
             file.write(content)
 
-        while piece := await body.read():
-            pending += piece
-            size += len(piece)
-            if len(pending) >= WRITE_BYTES:
-                await body.write(place, write, bytes(pending))
-                pending.clear()
+        with large_reads(request):
+            while piece := await body.read():
+                pending += piece
+                size += len(piece)
+                if len(pending) >= WRITE_BYTES:
+                    await body.write(place, write, bytes(pending))
+                    pending.clear()
         await body.write(place, write, bytes(pending))
         await place.in_thread(file.close)
         if found.hexdigest() != sha256:

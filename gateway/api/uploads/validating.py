@@ -99,12 +99,11 @@ class Validation:
         found = await self.catalog.versions.get(tenant, name, version)
         if not found.digest or found.state == "deleted":
             raise BadRequest("version: the version has no content.", param="version")
-        before = None
+        before, base = None, None
         with suppress(RecordNotFound):
-            _, before = await self._probes.get(tenant, name, version)
+            _, before, base = await self._probes.get(tenant, name, version)
         async with self._turns.turn(tenant.id):
             try:
-                base = None if before is None else before.base_digest
                 now = await self._prober.probe(tenant, found.digest, base, engine)
             except NotProbed as error:
                 raise Unavailable("No engine can probe the adapter now; try again shortly.") from error

@@ -32,6 +32,8 @@ class Disk:
 
     def refuse_beyond(self, **_: int) -> None: ...
 
+    def keep_reserved(self, _: object) -> None: ...
+
     def get(self, digest: str) -> HostAdapter | None:
         return self.held.get(digest)
 

@@ -86,6 +86,7 @@ def test_a_mixture_larger_than_its_tenants_share_is_refused(tmp_path, digests: l
         cache.close()
 
 
+@pytest.mark.usefixtures("takes_a_core")
 def test_thousands_of_weights_take_no_other_tenants_host_memory(cache: HostCache, digests: list[str]):
     """The tenant's requests keep all its mixtures in use, as many long answers would."""
     others = [cache.fetch(digest, "quiet").result(TIMEOUT) for digest in digests[2:]]
@@ -102,6 +103,50 @@ def test_thousands_of_weights_take_no_other_tenants_host_memory(cache: HostCache
     # The quiet tenant's ten adapters, the two parts, and an eighth of the memory.
     assert cache.stats().num_bytes <= (len(others) + 2 + 32 // 8) * SIZE
     assert cache.stats().max_bytes == 32 * SIZE
+
+
+def test_a_mixture_that_waits_for_pages_is_not_made_again(cache: HostCache, digests: list[str]):
+    """The tenant's share of host memory has room for two mixtures."""
+    options = {"max_rank": 8, "dtype": torch.float32, "device": torch.device("cpu")}
+    pool = AdapterPool(BASE, cache, memory=1 << 24, **options)
+
+    def load(digest: str, tenant_id: str, wanted: Residency) -> None:
+        while (state := pool.ensure(digest, tenant_id)) is not wanted:
+            assert state is Residency.LOADING
+            time.sleep(0.001)
+            pool.poll()
+
+    try:
+        full = mixture(digests, 1.0, 1.0)
+        cache.add_mixture(full)
+        cache.fetch(full.digest, "quiet").result(TIMEOUT)
+        load(full.digest, "quiet", Residency.READY)
+        memory = pool.num_pages_of(full.digest) * pool.page_bytes
+        pool.close()
+        # A device with room for one mixture.
+        pool = AdapterPool(BASE, cache, memory=memory, **options)
+        load(full.digest, "quiet", Residency.READY)
+        pool.pin(full.digest, "quiet")
+        waiting, *others = (mixture(digests, i / 10, 1.0) for i in range(1, 7))
+        for mixed in (waiting, *others):
+            cache.add_mixture(mixed)
+            found = cache.fetch(mixed.digest, "loud").result(TIMEOUT)
+            if mixed is waiting:
+                first = found
+                load(mixed.digest, "loud", Residency.NO_ROOM)
+        assert cache.get(waiting.digest) is first
+        assert cache.stats().num_bytes <= (2 + 2 + 4) * SIZE, "the parts, the quiet tenant's mixture, the share"
+        pool.unpin(full.digest)
+        pool.no_longer_wanted(full.digest)
+        pool.poll()
+        assert cache.get(waiting.digest) is first
+        load(waiting.digest, "loud", Residency.READY)
+        for mixed in others:
+            pool.no_longer_wanted(waiting.digest)
+            load(mixed.digest, "loud", Residency.READY)
+            pool.no_longer_wanted(mixed.digest)
+    finally:
+        pool.close()
 
 
 def test_many_mixtures_on_the_device_evict_their_own_tenants(cache: HostCache, digests: list[str]):

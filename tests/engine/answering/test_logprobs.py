@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from engine.execution.sampler import token_logprobs
 from testing.engine import Client, RunningServer
@@ -21,6 +20,8 @@ CLOSE = {"abs": 2e-3}
 @pytest.fixture(scope="module")
 def reference(model):
     """Return log-probabilities `[len(ids), vocab]` for ids: row i is of the token after ids[i]."""
+    import transformers
+
     theirs = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
 
     @torch.inference_mode()

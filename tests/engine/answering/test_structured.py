@@ -267,6 +267,7 @@ async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, c
     assert sorted(compiler.compiled) == ["another", "quick", "slow0"]
 
 
+@pytest.mark.usefixtures("takes_a_core")
 async def test_a_neighbours_grammar_is_ready_within_2_s_beside_48_of_the_dearest(tmp_path: Path) -> None:
     save_byte_level_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_dir(tmp_path)

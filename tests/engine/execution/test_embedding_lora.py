@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from adapters.checkpoint import open_checkpoint
@@ -21,6 +20,7 @@ from engine.model.families import read_model_config
 from engine.model.weights import base_tensor
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
+from testing.engine import outputs_until_idle
 
 # peft warns that tied weights complicate merging and that it saves the base's embedding; both are intended here.
 pytestmark = [
@@ -65,6 +65,7 @@ class Twin:
     """A base model, its adapters, and peft's answers."""
 
     def __init__(self, folder: Path, base: str) -> None:
+        import transformers
         from peft import LoraConfig, get_peft_model  # takes 5 s, so it is not imported at collection
 
         options = {**SIZES, **BASES[base]}
@@ -88,6 +89,8 @@ class Twin:
 
     def logits(self, adapter: str | None, token_ids: list[int]) -> torch.Tensor:
         """Return logits `[len(token_ids), vocab]` of the adapter as peft loads it."""
+        import transformers
+
         if adapter not in self._models:
             from peft import PeftModel
 
@@ -141,18 +144,16 @@ def run(engine: Engine, digests: dict[str, str], n: int) -> list[list[int]]:
         params = SamplingParams(max_tokens=n, temperature=0, ignore_eos=True)
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[name] if name else None))
         tokens[str(i)] = []
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None
-            tokens[output.request_id] += output.token_ids
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        tokens[output.request_id] += output.token_ids
     return list(tokens.values())
 
 
 def load_all(engine: Engine, digests: dict[str, str]) -> None:
     for digest in digests.values():
         engine.add_request(NewRequest(digest, [2], SamplingParams(max_tokens=1), adapter_digest=digest))
-    while engine.has_work():
-        engine.step()
+    list(outputs_until_idle(engine))
 
 
 def seen_logits(engine: Engine) -> Iterator[torch.Tensor]:
@@ -178,8 +179,7 @@ def test_logits_of_a_mixed_batch_are_within_1e_4_of_peft(twin: Twin, make_engine
     for i, (name, prompt) in enumerate(work()):
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=0)
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[name] if name else None))
-    while engine.has_work():
-        engine.step()
+    list(outputs_until_idle(engine))
     logits = list(seen)
     assert len(logits) == 1, "the whole batch should have run in one step"
     expected = torch.cat([twin.logits(name, prompt) for name, prompt in work()])
@@ -228,9 +228,7 @@ def test_adapters_too_large_beside_the_pages_are_refused(twin: Twin, make_engine
     engine, digests = make_engine(twin)
     engine.adapters._limits["max_outside_bytes"] = 1000
     engine.add_request(NewRequest("a", [3, 4], SamplingParams(max_tokens=2), adapter_digest=digests["all"]))
-    outputs = []
-    while engine.has_work():
-        outputs += engine.step()
+    outputs = list(outputs_until_idle(engine))
     assert outputs[-1].finish_reason == "error"
     assert "--adapter-memory" in str(outputs[-1].error)
 
@@ -265,6 +263,7 @@ def test_copies_of_the_base_s_embedding_must_be_the_base_s(twin: Twin, make_engi
 
 
 def test_fan_in_fan_out_means_nothing_to_peft_either(twin: Twin, tmp_path: Path) -> None:
+    import transformers
     from peft import PeftModel
 
     marked = changed(twin.adapters["layers"], tmp_path / "marked", {"fan_in_fan_out": True})

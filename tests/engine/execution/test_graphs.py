@@ -17,6 +17,7 @@ from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from kernels.ops import Ops
+from testing.engine import outputs_until_idle
 from testing.tiny import save_adapter, save_model
 from wire.errors import ConfigError
 
@@ -65,10 +66,9 @@ def run(engine: Engine, digests: list[str], tokens: int = 6, requests: int = 6) 
         adapter = None if i % 4 == 3 else digests[i % 4]
         params = SamplingParams(max_tokens=tokens + i % 3, temperature=i % 2, seed=i, ignore_eos=True)
         engine.add_request(NewRequest(str(i), [5 + i, 9, 30 + i][: 1 + i % 3], params, adapter_digest=adapter))
-    while engine.has_work():
-        for output in engine.step():
-            assert output.error is None
-            said.setdefault(output.request_id, []).extend(output.token_ids)
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        said.setdefault(output.request_id, []).extend(output.token_ids)
     return [said[str(i)] for i in range(requests)]
 
 
@@ -76,8 +76,7 @@ def load(engine: Engine, digests: list[str]) -> None:
     """Load the adapters to the device, so that the content of a step does not depend on their arrival."""
     for digest in digests:
         engine.add_request(NewRequest(digest, [2], SamplingParams(max_tokens=1), adapter_digest=digest))
-    while engine.has_work():
-        engine.step()
+    list(outputs_until_idle(engine))
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """Any body gets an answer, never a 500; nothing hangs, and everything is free at the end.
 
-A few hundred bodies by default; `LORAPLEX_FUZZ_BODIES=10000` in the environment runs more.
+200 bodies by default; `LORAPLEX_FUZZ_BODIES=10000` in the environment runs more.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tests.engine.answering.tools import save_tool_model
 from tests.engine.http.bodies import bodies
 
 AT_ONCE = 4
-BODIES = int(os.environ.get("LORAPLEX_FUZZ_BODIES", "400"))
+BODIES = int(os.environ.get("LORAPLEX_FUZZ_BODIES", "200"))
 STUCK_S = 30.0
 
 

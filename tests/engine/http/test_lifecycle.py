@@ -15,7 +15,9 @@ import aiohttp
 import pytest
 
 from adapters.tiers.tier_state import EVICTION_REASONS
+from engine.config import EngineConfig, ServerConfig
 from engine.http.app import Server
+from engine.program import run
 from testing.engine import Client, RunningServer
 from testing.ports import free_port
 from wire.errors import ConfigError
@@ -237,8 +239,7 @@ def program(model: object, port: int, drain_s: float = 30.0) -> subprocess.Popen
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_stops_the_program_cleanly(session, model, signum):
+async def test_a_signal_stops_the_program_cleanly(session, model):
     process = program(model, 0)
     assert process.stdout is not None
     port = int((await asyncio.to_thread(process.stdout.readline)).split()[1])
@@ -246,7 +247,7 @@ async def test_a_signal_stops_the_program_cleanly(session, model, signum):
         "/v1/completions", {"model": model.name, "prompt": "hi"}
     )
     assert answer["usage"]["completion_tokens"] > 0
-    process.send_signal(signum)
+    process.send_signal(signal.SIGTERM)
     _, stderr = await asyncio.to_thread(process.communicate, timeout=100)
     assert process.returncode == 0
     assert " draining 0 requests, up to 30 s" in stderr
@@ -263,12 +264,12 @@ async def test_a_second_signal_ends_the_drain(session, model):
     try:
         async with session.post(client.url + "/v1/completions", json=asked) as stream:
             await stream.content.readline()
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(signal.SIGINT)
             line = "?"
             while line and " draining " not in line:
                 line = await asyncio.to_thread(process.stderr.readline)
             assert " requests, up to 100000 s" in line
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)
             await stream.read()
         _, stderr = await asyncio.to_thread(process.communicate, timeout=100)
         assert process.returncode == 0
@@ -277,27 +278,29 @@ async def test_a_second_signal_ends_the_drain(session, model):
         process.kill()
 
 
-def test_a_port_in_use_is_one_line(model):
+def run_to_its_end(model: object, port: int, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run the program in this process until it ends with 1, and return the line that it prints."""
+    config = EngineConfig(
+        model=str(model), device="cpu", kv_cache_memory=8 << 20, adapter_memory=4 << 20, max_num_seqs=8
+    )
+    assert run(config, ServerConfig(port=port)) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line
+
+
+def test_a_port_in_use_is_one_line(model, capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        process = program(model, taken.getsockname()[1])
-        _, stderr = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert len(stderr.splitlines()) == 1
-    assert "address already in use" in stderr
+        assert "address already in use" in run_to_its_end(model, taken.getsockname()[1], capsys)
 
 
-@pytest.mark.heavy
 @pytest.mark.parametrize(("name", "says"), [("nowhere", "no such folder"), ("cut.gguf", "is damaged or cut off: ")])
-def test_a_model_that_is_none_is_one_line(tmp_path, name, says):
+def test_a_model_that_is_none_is_one_line(tmp_path, capsys, starts_servers, name, says):
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    process = program(tmp_path / name, 0)
-    _, stderr = process.communicate(timeout=100)
-    assert process.returncode == 1
-    assert len(stderr.splitlines()) == 1
-    assert name in stderr
-    assert says in stderr
+    line = run_to_its_end(tmp_path / name, 0, capsys)
+    assert name in line
+    assert says in line
 
 
 async def test_a_named_adapter_that_cannot_be_served_ends_the_start(model, tmp_path):

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import transformers
 
 from engine.model.families import parse_model_config
 from wire.errors import ConfigError
@@ -114,6 +113,8 @@ def test_a_null_original_length_is_the_models_own(kind: str) -> None:
 def test_windows_are_those_of_transformers_also_where_config_json_says_nothing(
     family: dict[str, Any], fields: dict[str, Any]
 ) -> None:
+    import transformers
+
     raw = QWEN | family | fields
     if "layer_types" in raw:
         raw["num_hidden_layers"] = len(raw["layer_types"])

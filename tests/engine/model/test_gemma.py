@@ -13,7 +13,6 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from engine.model.config import read_config
@@ -54,6 +53,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def save(folder: Path, family: str, **changes: Any) -> Any:
+    import transformers
+
     torch.manual_seed(0)
     fields = SIZES | FAMILIES[family] | changes
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -140,6 +141,8 @@ def test_every_backend_equals_transformers(model: tuple[Path, Tensor], make: Cal
 
 def test_bf16_is_as_close_to_fp32_as_transformers_is(model: tuple[Path, Tensor]) -> None:
     """The embedding factor, the norms and the caps are rounded where transformers rounds them, or later."""
+    import transformers
+
     folder, expected = model
     in_bf16 = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
     their_error = (theirs(in_bf16) - expected).abs().mean()
@@ -210,6 +213,8 @@ GEMMA2_2B: dict[str, Any] = {
     ids=["3", "3-linear", "3-capped", "3-defaults", "2", "2-uncapped"],
 )
 def test_a_published_config_means_what_transformers_reads_in_it(raw: dict[str, Any]) -> None:
+    import transformers
+
     found = parse_model_config(raw)
     assert isinstance(found, GemmaConfig)
     known = {k: v for k, v in raw.items() if v is not None or "softcapping" in k}
@@ -286,6 +291,8 @@ CHAT = [
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_a_chat_over_http_equals_transformers(family: str, tmp_path: Path, starts_servers: None) -> None:
+    import transformers
+
     tiny.save_gemma_tokenizer(tmp_path, TEMPLATE)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     model = save(tmp_path, family, vocab_size=len(tokenizer), eos_token_id=2)

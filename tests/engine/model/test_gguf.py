@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from gguf import GGMLQuantizationType as Kind
 
 from engine.model.config import read_config
@@ -51,6 +50,8 @@ KEYS = [
 
 
 def make(folder: Path, family: str) -> Path:
+    import transformers
+
     options = {**SIZES, **FAMILIES[family][1]}
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(
@@ -90,6 +91,8 @@ def test_a_file_gives_the_folder_s_tensors_and_config(family: str, tmp_path: Pat
 def test_quantised_weights_are_what_transformers_makes_of_the_same_file(
     kind: Kind, llama: Path, tmp_path: Path
 ) -> None:
+    import transformers
+
     file = gguf_files.write(llama, tmp_path / "model.gguf", kind)
     dense = transformers.GgufConfig(gguf_file=file.name, dequantize=True)
     model = transformers.AutoModelForCausalLM.from_pretrained(

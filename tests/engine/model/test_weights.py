@@ -125,6 +125,7 @@ with open_weights(Path(sys.argv[1]), torch.bfloat16, torch.device("cpu")) as sou
 """
 
 
+@pytest.mark.usefixtures("takes_a_core")
 def test_peak_memory_of_reading_is_that_of_the_tensors(tmp_path: Path) -> None:
     """Peak memory is that of the tensors: fp32 on disk, bf16 in memory, 384 MiB are read into 192 MiB."""
     save_file({str(i): torch.full((1 << 12, 1 << 12), float(i)) for i in range(6)}, tmp_path / "model.safetensors")

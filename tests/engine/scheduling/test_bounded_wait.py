@@ -247,6 +247,7 @@ def bound(tenants: int, weights: list[float], prompt: int) -> float:
     return PREEMPT_AFTER_S / STEP_S + work / 2
 
 
+@pytest.mark.usefixtures("takes_a_core")
 @settings(max_examples=30, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 @given(st.lists(requests, min_size=5, max_size=40, unique=True), st.integers(1, 4), st.sampled_from([1, 4, 16]))
 def test_a_wait_is_bounded_whatever_the_others_max_tokens(asked: list[Asked], seats: int, times: int) -> None:

@@ -147,6 +147,23 @@ def test_a_quiet_tenants_first_token_beside_a_flood(row_s: float) -> None:
     assert max(beside.gaps["flood"]) <= 2 * longest
 
 
+def test_a_light_tenants_prompt_does_not_wait_behind_prompts_without_room() -> None:
+    """The flood's requests are older, and free seats let the slack choose them first. They use up their room."""
+    machine = Machine(row_s=0.001)
+    for i in range(90):
+        machine.ask(i * 0.003, "flood", 64, 64, again=True)
+    machine.run(10)
+    for second in range(11, 31):
+        machine.run(second)
+        for request in [r for r in machine.engine.running if r.tenant_id == "flood"][:3]:
+            machine.engine.abort(request.request_id)
+            machine.ask(machine.now + 1, "flood", 64, 64, again=True)
+        machine.ask(machine.now, "quiet", 64, 4)
+        machine.run(machine.now + 1e-6)
+        [quiet] = [r for r in machine.arrived if r.tenant_id == "quiet" and r.status is not Status.FINISHED]
+        assert quiet.num_computed, machine.steps[-1]
+
+
 def test_a_late_tenants_first_token_behind_a_crowd() -> None:
     """Before, it came after 1.0 s, because the tenant's second request waited until its first had ended."""
     fair, fcfs = late(), late("fcfs")

@@ -194,6 +194,14 @@ def test_steps_of_other_prompts_and_as_many_rows_are_taken():
     assert pacer.prompt_budget(8, 512) >= 1
 
 
+def test_decodes_that_have_ended_shorten_the_expected_decode_step_to_half_at_most() -> None:
+    """The time of a row from prompt tokens may exceed that of a decode, so the correction is bounded."""
+    pacer = Pacer(3.0)
+    pacer.observe(0.010, 16, 0)
+    pacer.observe(0.010 + 20 * 0.001, 16, 20)
+    assert pacer.prompt_budget(1, 4096) == pytest.approx(10, abs=1)
+
+
 def test_prompts_of_light_tenants_have_a_budget_of_their_own() -> None:
     """They get as many tokens as fit into the target, whatever the decodes; the pacer's own chunk stays."""
     pacer = Pacer(1.8)

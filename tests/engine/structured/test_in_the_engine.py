@@ -12,6 +12,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from engine.structured.compiler import GrammarCompiler
+from testing.engine import outputs_until_idle
 from testing.tiny import save_model
 from tests.engine.structured.schemas import fits
 from wire.structured import GrammarSpec
@@ -46,10 +47,9 @@ def run(model: Path, num_blocks: int) -> tuple[list[str], int]:
             params = SamplingParams(max_tokens=140, seed=i, grammar=grammar if i < 6 else None, ignore_eos=i >= 6)
             engine.add_request(NewRequest(str(i), [5, 6, 7, 8 + i], params))
         tokens: dict[str, list[int]] = {str(i): [] for i in range(8)}
-        while engine.has_work():
-            for output in engine.step():
-                tokens[output.request_id] += output.token_ids
-                assert output.error is None
+        for output in outputs_until_idle(engine):
+            tokens[output.request_id] += output.token_ids
+            assert output.error is None
         assert engine.state().num_free_blocks == num_blocks
         return [tokenizer.decode(ids) for ids in tokens.values()], engine.state().num_preemptions
     finally:

@@ -88,6 +88,8 @@ async def test_a_saved_mixture_by_http(gateway: Gateway, upstream: Upstream):
     assert (saved.status, saved.json["model"], saved.headers["ETag"]) == (201, text, saved.json["etag"])
     answer = await acme.chat(model="blend")
     assert (answer.status, answer.json["model"]) == (200, "blend")
+    nested = await acme.chat(model="blend*0.5+a*0.5")
+    assert (nested.status, "'blend' is a saved mixture" in nested.error["message"]) == (400, True)
     assert (await acme.chat(model=text)).headers["x-loraplex-adapter-digest"] == answer.headers[
         "x-loraplex-adapter-digest"
     ]
@@ -103,6 +105,12 @@ async def test_a_saved_mixture_by_http(gateway: Gateway, upstream: Upstream):
     scoped = gateway.client(made.json["key"])
     assert [(await scoped.chat(model=model)).status for model in ("blend", "a", "a*1")] == [200, 403, 403]
     assert (await scoped.call("PUT", path, json={"model": "a*1"}, headers={"If-Match": "*"})).status == 403
+    # A key for one part does not save another part under the name.
+    made = await gateway.admin.post("/admin/api/tenants/acme/keys", {"allowed_models": ["blend", "a"]})
+    partly, replaces = gateway.client(made.json["key"]), {"headers": {"If-Match": "*"}}
+    saves = [(await partly.call("PUT", path, json={"model": model}, **replaces)).status for model in (text, "a*1")]
+    assert saves == [403, 200]
+    assert (await acme.call("PUT", path, json={"model": text}, **replaces)).status == 200
     # Another tenant's mixture is like an absent one.
     for method, body in (("GET", None), ("DELETE", None)):
         foreign, absent = await globex.call(method, path, json=body), await globex.call(method, "/v1/mixtures/none")

@@ -1,6 +1,8 @@
 """Usage rows in SQL: each once, with its sums, on both databases, from several concurrent writers."""
 
 import asyncio
+import json
+from base64 import urlsafe_b64encode
 from datetime import timedelta
 from typing import Any
 
@@ -10,6 +12,7 @@ from sqlalchemy import func, select
 from gateway.billing.usage_row import decode, encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
+from gateway.records import usage_report
 from gateway.records.database import Database
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.records.tenants import Tenants
@@ -199,7 +202,7 @@ async def test_pages_are_the_whole_report(groups: list[str], from_rows: bool, da
     assert (await report.page(groups, models=["m1"], **times)).total["requests"] < whole.total["requests"]
 
 
-async def test_usage_by_version(database: Database):
+async def test_usage_by_version(database: Database, monkeypatch: pytest.MonkeyPatch):
     """Group rows by version over days, page by page. The base model and mixtures have none."""
     given = [("a", 1, 0), ("a", 2, 0), ("a", 2, 30), ("a*0.5", None, 0), ("b", 1, 0), ("base", None, 0)]
     rows = [
@@ -222,3 +225,14 @@ async def test_usage_by_version(database: Database):
     for since, until in ((None, NOON), (NOON, NOON + timedelta(days=32)), (NOON, None)):
         with pytest.raises(BadRequest, match="31 days"):
             await report.page(["version"], since=since, until=until)
+    # A version in a cursor may not exceed the database's integers.
+    huge = urlsafe_b64encode(json.dumps(["acme", "a", 2**70, False]).encode()).decode().rstrip("=")
+    with pytest.raises(BadRequest, match="after"):
+        await report.page(["version"], **period, after=huge)
+    # A tenant's own report does not read any number of rows.
+    own = {"tenant_id": rows[0].tenant_id, **period}
+    monkeypatch.setattr(usage_report, "MOST_VERSION_ROWS", 6)
+    assert (await report.page(["version"], **own)).total["requests"] == 6
+    monkeypatch.setattr(usage_report, "MOST_VERSION_ROWS", 5)
+    with pytest.raises(BadRequest, match="at most 5 requests"):
+        await report.page(["version"], **own)

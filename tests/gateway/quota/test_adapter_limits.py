@@ -1,12 +1,14 @@
 """Limits on a tenant's uploads and deletions of adapters, on a real Valkey and on a cluster."""
 
 import asyncio
+from contextlib import suppress
 
 import pytest
 
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
+from gateway.quota.uploading import ReceivedBytes, UploadSize
 from gateway.redis.client import Client, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, take
@@ -78,17 +80,74 @@ async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota
     await until(free)
 
 
+async def test_bytes_count_whatever_becomes_of_the_upload_and_their_size_is_held(quota: Quota, redis: Client):
+    who = principal()
+    size = UploadSize(60, bytes_per_minute=100)
+    with suppress(ValueError):
+        async with quota.upload(who.tenant.id, "a", None, None, size) as received:
+            await received.add(60)
+            with pytest.raises(RateLimited, match="100 uploaded bytes per minute; needed 60, remaining 40") as refused:
+                async with quota.upload(who.tenant.id, "b", None, None, size):
+                    pass
+            assert refused.value.kind == "requests"
+            assert not {"x-ratelimit-limit-tokens", "x-ratelimit-limit-requests"} & refused.value.headers.keys()
+            raise ValueError("the upload is refused")
+    with pytest.raises(RateLimited, match="needed 60, remaining 4") as refused:
+        async with quota.upload(who.tenant.id, "c", None, None, size):
+            pass
+    assert 1 <= int(refused.value.headers["Retry-After"]) <= 12
+    # An upload that breaks off counts with the bytes that arrived.
+    async with quota.upload(who.tenant.id, "d", None, None, UploadSize(40, bytes_per_minute=100)) as received:
+        await received.add(5)
+    async with quota.upload(who.tenant.id, "e", None, None, UploadSize(35, bytes_per_minute=100)):
+        pass
+
+
+async def _add_all(received: ReceivedBytes, num_bytes: int) -> None:
+    for _ in range(0, num_bytes, 1000):
+        await received.add(1000)
+
+
+async def test_an_upload_of_unknown_size_is_cut_off_where_the_limit_ends(quota: Quota, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.quota.uploading.FIRST_BYTES", 1000)
+    tenant, size = principal().tenant.id, UploadSize(10**6, bytes_per_minute=20_000, is_known=False)
+    async with quota.upload(tenant, "a", None, None, size) as first:
+        for _ in range(10):
+            await first.add(1000)
+        async with quota.upload(tenant, "b", None, None, size) as second:
+            with pytest.raises(RateLimited, match="20000 uploaded bytes per minute") as refused:
+                await _add_all(second, 11_000)
+            assert "The upload ends here; the received bytes count." in str(refused.value)
+        assert second.total >= 5000
+    with pytest.raises(RateLimited):
+        async with quota.upload(tenant, "c", None, None, UploadSize(10_000, bytes_per_minute=20_000)):
+            pass
+
+
+async def test_an_upload_above_the_whole_limit_takes_all_of_it_and_is_paid_off(quota: Quota):
+    tenant = principal().tenant.id
+    for is_known in (True, False):
+        other = f"{tenant}-{is_known}"
+        large = UploadSize(300, bytes_per_minute=100, is_known=is_known)
+        async with quota.upload(other, "a", None, None, large) as received:
+            await received.add(300)
+        with pytest.raises(RateLimited) as refused:
+            async with quota.upload(other, "b", None, None, UploadSize(1, bytes_per_minute=100)):
+                pass
+        assert 110 <= int(refused.value.headers["Retry-After"]) <= 121
+
+
 async def test_the_place_of_a_gateway_that_died_is_free_after_its_lease(redis: Client):
     """The slot of a dead gateway's upload is free after its lease; without usage, nothing is listed for settlement."""
     dying = Quota(redis, timeout=30.0, lease_seconds=0.2)
     other = Quota(redis, timeout=30.0, lease_seconds=30)
     who = principal()
-    upload = dying.upload(who.tenant.id, "a", 10, 1)
+    upload = dying.upload(who.tenant.id, "a", 10, 1, UploadSize(100, bytes_per_minute=100))
     await upload.__aenter__()
 
     async def free() -> bool:
         try:
-            async with other.upload(who.tenant.id, "b", 10, 1):
+            async with other.upload(who.tenant.id, "b", 10, 1, UploadSize(100, bytes_per_minute=100)):
                 return True
         except RateLimited:
             return False

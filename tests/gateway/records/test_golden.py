@@ -1,19 +1,21 @@
 """Golden answers of versions in SQL, on SQLite and PostgreSQL."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import func, select, update
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.fleet.engine import EngineSoftware
 from gateway.records import golden
+from gateway.records.adapter_rows import lock_known_name
 from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt
 from gateway.records.probes import Probes
-from gateway.records.tables import golden_answers, golden_checks
+from gateway.records.tables import adapter_versions, golden_answers, golden_checks
 from gateway.records.tenants import Tenants
 from wire.probes import AdapterProbe
 
@@ -85,6 +87,21 @@ async def test_golden_answers_live_as_long_as_their_version(database: Database, 
             assert (await connection.execute(select(func.count()).select_from(table))).scalar_one() == 0
 
 
+async def test_a_check_of_a_set_that_is_replaced_meanwhile_is_not_recorded(database: Database):
+    own, catalog = Golden(database), Catalog(database, "base")
+    acme = await Tenants(database).create("acme", {}, "op")
+    await catalog.add_version(acme, "pirate", digest=DIGEST, rank=8, num_bytes=1, actor="key")
+    made = await own.put(acme, "pirate", 1, PROMPTS, answers(software()), "key")
+    async with database.write() as connection:
+        await lock_known_name(connection, acme.id, "pirate")
+        late = asyncio.create_task(own.record(acme, "pirate", 1, made.tag, check(software("1.1"), 1)))
+        # The check waits for the lock of the name.
+        await asyncio.sleep(0.3)
+        await connection.execute(update(golden_answers).values(tag="another"))
+    await late
+    assert (await own.get(acme, "pirate", 1)).checks == made.checks
+
+
 async def test_versions_without_a_check_under_a_software(database: Database):
     own, catalog, tenants = Golden(database), Catalog(database, "base"), Tenants(database)
     acme = await tenants.create("acme", {}, "op")
@@ -113,3 +130,6 @@ async def test_versions_without_a_check_under_a_software(database: Database):
     await tenants.update("globex", {"suspended": True}, "op")
     await catalog.versions.change(acme, "poet", 1, {"state": "retired"}, "key", force=True)
     assert await found(software("1.2", "")) == {("acme", "pirate")}
+    async with database.write() as connection:
+        await connection.execute(update(adapter_versions).values(expires_at=datetime.now(UTC) - timedelta(seconds=1)))
+    assert await found(software("1.2", "")) == set(), "an expired version is not served"

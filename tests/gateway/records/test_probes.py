@@ -44,6 +44,8 @@ async def test_probes_live_as_long_as_their_version(database: Database):
     )
     assert not await probes.record(acme, "pirate", 1, faulty)
     assert [each.base_digest for each in await probes.bound()] == ["d" * 64], "faults do not bind"
+    found = await probes.get(acme, "pirate", 1)
+    assert (found.probe.base_digest, found.base_digest) == ("e" * 64, "d" * 64)
     assert await probes.record(acme, "pirate", 1, probe())
     assert (await probes.get(acme, "pirate", 1))[1].rank == 8
     for tenant, name, version in ((globex, "pirate", 1), (acme, "pirate", 99), (acme, "../x", 1)):

@@ -28,11 +28,6 @@ def tenants(database: Database) -> Tenants:
     return Tenants(database)
 
 
-@pytest.fixture
-def catalog(database: Database) -> Catalog:
-    return Catalog(database, "base")
-
-
 async def add(catalog: Catalog, tenant: Tenant, name: str, digest: str) -> Any:
     return await catalog.add_version(tenant, name, digest=digest * 64, rank=8, num_bytes=10, actor="a")
 

@@ -19,21 +19,7 @@ from gateway.records.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.mixtures import resolve_model
 from gateway.records.tenants import Tenant, Tenants
-
-
-@pytest.fixture
-def catalog(database: Database) -> Catalog:
-    return Catalog(database, "base")
-
-
-@pytest.fixture
-async def acme(database: Database) -> Tenant:
-    return await Tenants(database).create("acme", {}, "op")
-
-
-async def add(catalog: Catalog, tenant: Tenant, name: str, *numbers: int) -> None:
-    for number in numbers:
-        await catalog.add_version(tenant, name, digest=f"{number:064x}", rank=8, num_bytes=10, actor="key")
+from testing.gateway.versions import add
 
 
 async def test_a_saved_name_is_its_text(catalog: Catalog, acme: Tenant, database: Database):
@@ -52,7 +38,7 @@ async def test_a_saved_name_is_its_text(catalog: Catalog, acme: Tenant, database
     assert len({(await resolve_model(catalog, acme, "blend", f"u{number}")).digest for number in range(30)}) == 2
     assert await catalog.mixtures.list(acme) == [saved] == [await catalog.mixtures.get(acme, "blend")]
     # A replacement counts at once, in a gateway that has the name cached.
-    with pytest.raises(PreconditionRequired):
+    with pytest.raises(PreconditionRequired, match="blend is a:prod"):
         await catalog.mixtures.save(acme, "blend", "a*1", "key")
     with pytest.raises(PreconditionFailed):
         await catalog.mixtures.save(acme, "blend", "a*1", "key", '"x"')
@@ -85,16 +71,29 @@ async def test_names_and_parts_that_are_refused(
         with pytest.raises(Exception, match="model") as refused:
             await catalog.mixtures.save(acme, "other", text, "key")
         assert not isinstance(refused.value, ModelNotFound), text
+    with pytest.raises(BadRequest, match="expected an adapter in each term, got the base model 'base'"):
+        await catalog.mixtures.save(acme, "other", "a*1+base*1", "key")
+    with pytest.raises(BadRequest, match="at most 256 characters"):
+        catalog.mixtures.parse("+".join(f"{'a' * 60}@{number}*0.1" for number in range(1, 6)))
     with pytest.raises(BadRequest, match="is an adapter"):
         await catalog.mixtures.save(acme, "a", "a*1", "key")
     with pytest.raises(BadRequest, match="is a saved mixture"):
         await add(catalog, acme, "blend", 1)
     with pytest.raises(BadRequest, match="is a saved mixture"):
         await catalog.versions.refuse(acme, "blend", [Reason(message="bad")])
+    # A refused upload does not take a name.
+    await catalog.versions.refuse(acme, "late", [Reason(message="bad")])
+    await catalog.mixtures.save(acme, "late", "a*1", "key")
+    assert (await resolve_model(catalog, acme, "late")).shown == "late"
+    with pytest.raises(BadRequest, match="is a saved mixture"):
+        await add(catalog, acme, "late", 1)
+    await catalog.mixtures.delete(acme, "late", "key")
     with pytest.raises(ModelNotFound):
         await resolve_model(catalog, globex, "blend")
-    with pytest.raises(ModelNotFound):
+    with pytest.raises(BadRequest, match="is a saved mixture"):
         await resolve_model(catalog, acme, "blend*1")
+    with pytest.raises(ModelNotFound):
+        await resolve_model(catalog, globex, "blend*1")
     monkeypatch.setattr(saved_mixtures, "MOST_SAVED", 2)
     await catalog.mixtures.save(acme, "second", "a*1", "key")
     with pytest.raises(BadRequest, match="at most 2"):

@@ -36,26 +36,7 @@ from gateway.records.tables import audit
 from gateway.records.tenants import Tenant, Tenants
 from gateway.records.versions import KEPT_REFUSED
 from testing.gateway.rows import NOON, row
-
-
-@pytest.fixture
-def catalog(database: Database) -> Catalog:
-    return Catalog(database, "base")
-
-
-@pytest.fixture
-async def acme(database: Database) -> Tenant:
-    return await Tenants(database).create("acme", {}, "op")
-
-
-def digest(number: int) -> str:
-    return f"{number:064x}"
-
-
-async def add(catalog: Catalog, tenant: Tenant, name: str, *numbers: int, **options: Any) -> None:
-    for number in numbers:
-        content = {"digest": digest(number), "rank": 8, "num_bytes": 10}
-        await catalog.add_version(tenant, name, **content, actor="key", **options)
+from testing.gateway.versions import add, digest
 
 
 async def meaning(catalog: Catalog, tenant: Tenant, text: str, user: str | None = None) -> int | None:

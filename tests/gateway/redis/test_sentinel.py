@@ -23,6 +23,8 @@ from testing.ports import free_port
 
 SENTINELS = 3
 PATIENCE_MS = 2000
+# Sentinels ask for roles every 10 s and tell each other of themselves every 2 s; the test does not wait for that.
+PERIODS_MS = {"info-period": 300, "publish-period": 200, "ask-period": 200, "ping-period": 200}
 
 
 class Servers:
@@ -77,6 +79,9 @@ def servers(starts_servers: None, tmp_path: Path) -> Iterator[Servers]:
         ]
         for number, port in enumerate(ports[2:]):
             stack.enter_context(started(tmp_path / f"sentinel{number}", port, watch, "--sentinel"))
+            with redis.Redis(port=port) as client:
+                for name, period in PERIODS_MS.items():
+                    client.execute_command("SENTINEL", "DEBUG", name, period)
         for port in ports[2:]:
             with redis.Redis(port=port) as client:
                 wait_until(lambda client=client: knows_all(client))

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import tokenizers
-import transformers
 from tokenizers.processors import TemplateProcessing
 
 from testing.tiny import TEMPLATE, save_byte_fallback_tokenizer, save_byte_level_tokenizer, save_gemma_tokenizer
@@ -62,6 +61,8 @@ def ours(folder: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> Any:
+    import transformers
+
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -83,6 +84,8 @@ def test_chat_equals_transformers(ours, theirs, messages, add_generation_prompt)
 @pytest.mark.parametrize("trim", [" | trim", ""])
 @pytest.mark.parametrize("words", ["Well, ", "Well,", " Well, <|end|> é", "a\n\n"])
 def test_a_continued_message_ends_as_transformers_ends_it(tmp_path, words, trim):
+    import transformers
+
     save_byte_level_tokenizer(tmp_path, TEMPLATE.replace(" | trim", trim))
     messages = [{"role": "user", "content": "Well, well"}, {"role": "assistant", "content": words}]
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -109,6 +112,8 @@ def test_variables_of_the_template(tmp_path):
 @pytest.mark.parametrize("post_processor", [True, False])
 def test_bos_and_eos_are_added_as_transformers_adds_them(tmp_path, added, post_processor):
     """BOS and EOS follow tokenizer.json's post-processor; transformers 5 ignores the flags beside a tokenizer.json."""
+    import transformers
+
     save_byte_level_tokenizer(tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | added))
@@ -131,6 +136,8 @@ def test_bos_and_eos_are_added_as_transformers_adds_them(tmp_path, added, post_p
     ],
 )
 def test_template_features_render_as_in_transformers(tmp_path, template):
+    import transformers
+
     save_byte_level_tokenizer(tmp_path, template)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
     messages = [{"role": "user", "content": "<b>é</b>"}, {"role": "user", "content": "2"}]

@@ -7,16 +7,18 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 from click.testing import CliRunner
 
 from gateway.api.golden import upgrades
-from gateway.api.golden.checking import DIED, num_equal
+from gateway.api.golden.checking import DIED, NOT_ASKED, num_equal
+from gateway.billing.sweeps import is_first
+from gateway.fleet.engine import Address, Condition, EngineRecord, Health
 from gateway.records import golden
+from gateway.redis.client import connect
 from loraplex.cli import main
-from testing.adapter_files import write
-from testing.gateway.running import ADMIN_KEY, Client, Gateway, until
+from testing.adapter_files import upload_form
+from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 
 PATH = "/v1/adapters/pirate/versions/1/golden"
@@ -28,17 +30,9 @@ PROMPTS: list[dict[str, Any]] = [
 ]
 
 
-def form(folder: Path) -> aiohttp.FormData:
-    place = write(folder / "small")
-    data = aiohttp.FormData({"name": "pirate"})
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        data.add_field(file, (place / file).read_bytes(), filename=file)
-    return data
-
-
 async def with_adapter(gateway: Gateway, folder: Path) -> Client:
     acme = await gateway.tenant("acme")
-    assert (await acme.call("POST", "/v1/adapters", data=form(folder))).status == 201
+    assert (await acme.call("POST", "/v1/adapters", data=upload_form(folder / "small"))).status == 201
     return acme
 
 
@@ -134,7 +128,9 @@ async def run(gateway: Gateway, folder: Path) -> None:
     assert "2 golden answers" in await command("adapter", "golden", "set", "pirate@1", str(prompts))
     shown = json.loads(await command("adapter", "golden", "show", "pirate@1", "--json"))
     assert [each["answer"] for each in shown["prompts"]] == ["aa", "aa"]
-    assert "1.0" in await command("adapter", "golden", "show", "pirate@1")
+    shown = await command("adapter", "golden", "show", "pirate@1")
+    assert "100%" in shown
+    assert " ".join(SECRET.split()) in shown, "the prompt's text is shown beside its answer"
     [verified] = json.loads(await command("adapter", "verify", "pirate@1", "--json"))
     assert [check["agreement"] for check in verified["golden"]] == [1.0]
     await command("adapter", "golden", "rm", "pirate@1")
@@ -206,10 +202,116 @@ async def test_an_upgrade_is_checked_in_the_background(
         # A prompt with which engines die is not asked again and again.
         upstream.refuses, upstream.version = None, "1.2"
         await until(checked_under("1.2"))
-        [difference] = (await acme.get(PATH)).json["checks"][0]["differences"]
-        assert (difference["error"], difference["text"]) == (DIED, None)
+        check = (await acme.get(PATH)).json["checks"][0]
+        assert [(each["error"], each["text"]) for each in check["differences"]] == [(DIED, None), (NOT_ASKED, None)]
+        assert check["agreement"] == 0.0, "a prompt that was not asked does not agree"
         assert len(upstream.requests) == 7
     assert "launch code" not in caplog.text
+
+
+async def test_gateways_take_turns_and_a_tenant_rests_after_its_check(
+    upstream: Upstream, tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(upgrades, "SEARCH_SECONDS", 0.02)
+    # Longer than the test.
+    monkeypatch.setattr(upgrades, "TENANT_REST", 1e6)
+    upstream.version = "1.0"
+    of = [settings(tmp_path, model_dir, [upstream.url], redis_url, journal_dir=tmp_path / f"{i}") for i in range(2)]
+    redis = connect(redis_url, timeout=10.0)
+    async with running(of[0]) as gateway, running(of[1]):
+        clients = {name: await gateway.tenant(name) for name in ("acme", "globex")}
+        for client in clients.values():
+            assert (await client.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"))).status == 201
+            assert (await client.call("PUT", PATH, json={"prompts": PROMPTS})).status == 200
+
+        def checked(number: int, under: str) -> Callable[[], Awaitable[bool]]:
+            async def condition() -> bool:
+                found = [(await client.get(PATH)).json["checks"][0] for client in clients.values()]
+                return sum(check["engine"]["version"] == under for check in found) == number
+
+            return condition
+
+        async def has_begun() -> bool:
+            return len(upstream.requests) > 4
+
+        upstream.holds, upstream.version = True, "1.1"
+        await until(has_begun)
+        # Both gateways search some ten times.
+        await asyncio.sleep(0.3)
+        assert len(upstream.requests) == 5, "one gateway asks one prompt at a time"
+        assert await redis.pttl(upgrades.TURN) > 1000 * upgrades.CHECK_SECONDS, "a turn outlasts its check"
+        upstream.holds = False
+        await until(checked(2, "1.1"))
+        assert len(upstream.requests) == 8, "no prompt is asked twice"
+
+        rests = [key async for key in redis.scan_iter(match=f"{upgrades.TURN}:*")]
+        assert len(rests) == 2
+        await redis.delete(rests[0])
+        upstream.version = "1.2"
+        await until(checked(1, "1.2"))
+        await asyncio.sleep(0.3)
+        assert await checked(1, "1.2")()
+        await redis.delete(rests[1])
+        await until(checked(2, "1.2"))
+
+        # A gateway takes the turn and dies in the middle. Nobody checks until its turn's lifetime is over.
+        await until(lambda: is_first(redis, upgrades.TURN, 4.0))
+        await redis.delete(*rests)
+        upstream.version = "1.3"
+        await asyncio.sleep(0.3)
+        assert await checked(0, "1.3")()
+        await until(checked(2, "1.3"))
+    await redis.delete(*rests)
+    await redis.aclose()
+
+
+async def test_answers_that_cannot_be_compared_are_not_recorded(
+    upstream: Upstream, tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    # No background check during the test.
+    monkeypatch.setattr(upgrades, "SEARCH_SECONDS", 1e3)
+    upstream.version = "1.0"
+    async with Upstream().serving() as other:
+        other.version = "1.0"
+        async with running(settings(tmp_path, model_dir, [upstream.url, other.url], redis_url)) as gateway:
+            acme = await with_adapter(gateway, tmp_path)
+            limits = {"max_concurrent_tokens": 40, "on_token_limit": "shorten"}
+            assert (await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=limits)).status == 200
+            refused = await acme.call("PUT", PATH, json={"prompts": PROMPTS[1:]})
+            assert refused.status == 400, "an answer that the limit would shorten is not asked"
+            small = [{**PROMPTS[1], "max_tokens": 4}]
+            assert (await acme.call("PUT", PATH, json={"prompts": small})).status == 200
+            assert len((await acme.post(PATH + "/check")).json["checks"]) == 1, "one engine of each software"
+            assert len((await gateway.admin.post(ADMIN_PATH + "/check")).json["checks"]) == 2, "every engine"
+            checks, count = (await acme.get(PATH)).json["checks"], len(upstream.requests)
+
+            async def has_begun() -> bool:
+                return len(upstream.requests) > count
+
+            async def has_new_release() -> bool:
+                engines = (await gateway.admin.get("/admin/api/engines")).json["data"]
+                return any(engine["state"]["version"] == "1.1" for engine in engines)
+
+            only = {"engine": upstream.url}
+            upstream.holds = True
+            late = asyncio.create_task(gateway.admin.post(ADMIN_PATH + "/check", params=only))
+            await until(has_begun)
+            upstream.version = "1.1"
+            await until(has_new_release)
+            upstream.holds = False
+            assert (await late).status == 503, "the answers are not of one release"
+            upstream.receipt = "sha256:" + "0" * 64
+            mismatched = await gateway.admin.post(ADMIN_PATH + "/check", params=only)
+            assert (mismatched.status, mismatched.error["code"]) == (500, "adapter_mismatch")
+            assert (await acme.get(PATH)).json["checks"] == checks
+
+
+def test_a_background_check_needs_an_engine_that_uses_less_than_half_of_its_places():
+    found = []
+    for load in range(4):
+        engine = EngineRecord(Address("http://one"), Condition(Health.UP), foreign_load=load, slots=4)
+        found.append(upgrades.has_room(engine))
+    assert found == [True, True, False, False]
 
 
 def test_the_first_different_token():

@@ -53,6 +53,15 @@ async def test_a_tenants_refused_bodies_are_dropped_at_a_limited_rate(serve: Any
         assert sent < max(seconds for _, seconds in slow) / 2
 
 
+async def test_a_refused_client_that_sends_nothing_keeps_its_connection_for_a_second(serve: Any):
+    async with serve() as gateway, connected(gateway) as (reader, writer):
+        began = time.monotonic()
+        writer.write(head(gateway.client("lpx_wrong"), "/v1/completions", "Content-Length: 9") + b"{")
+        assert (await asyncio.wait_for(reader.read(), 9.0)).startswith(b"HTTP/1.1 401 ")
+        # aiohttp alone would wait for 10 s.
+        assert time.monotonic() - began < 6.0
+
+
 def test_all_addresses_of_an_ipv6_network_share_a_rate():
     owners = set()
     for address in ("2001:db8::1", "2001:db8::2", "2001:db8:1::1"):

@@ -17,6 +17,7 @@ from gateway.api.probes import changes
 from gateway.api.uploads import validating
 from gateway.records.adapter_rows import READY
 from loraplex.cli import main
+from testing.adapter_files import upload_form
 from testing.engine import RunningServer
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
@@ -60,10 +61,7 @@ def form(folder: Path, name: str = "pirate", seed: int = 1, b_factor: float = 1.
         save_adapter(place, seed=seed)
         weights = place / "adapter_model.safetensors"
         save_file({key: w * b_factor if "lora_B" in key else w for key, w in load_file(weights).items()}, weights)
-    data = aiohttp.FormData({"name": name})
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        data.add_field(file, (place / file).read_bytes(), filename=file)
-    return data
+    return upload_form(place, name)
 
 
 async def versions(client: Client) -> list[dict[str, Any]]:
@@ -81,13 +79,14 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
     assert found["largest_difference"] > 0.01
     assert found["device_bytes"] > 0
     assert found["base"].startswith("sha256:")
+    assert found["bound_to"] == found["base"]
     assert (await probing.admin.get(TENANT + "/adapters/pirate/versions/1/probe")).json == found
     for path in ("/v1/adapters/pirate/versions/1/probe", "/v1/adapters/none/versions/1/probe"):
         assert (await globex.get(path)).status == 404
 
     again = (await acme.post("/v1/adapters/pirate/versions/1/probe")).json
     assert again.pop("changes") == []
-    assert again == {name: value for name, value in found.items() if name != "probed_at"}
+    assert again == {name: value for name, value in found.items() if name not in ("probed_at", "bound_to")}
     assert (await globex.post("/v1/adapters/pirate/versions/1/probe")).status == 404
 
     untrained = await acme.call("POST", "/v1/adapters", data=form(tmp_path, seed=2, b_factor=0.0))
@@ -180,12 +179,12 @@ async def test_a_waiting_version_is_ready_once_the_probe_is_off(
 async def test_engines_that_cannot_probe_leave_a_version_ready(serve: Any, upstream: Upstream, tmp_path: Path):
     async with serve() as gateway:
         acme = await gateway.tenant("acme")
-        pushed = await acme.call("POST", "/v1/adapters", data=_small(tmp_path))
+        pushed = await acme.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"))
         assert (pushed.status, pushed.json["state"]) == (201, READY)
         assert (await acme.complete(model="pirate")).status == 200
     async with serve(adapter_probe="required") as gateway:
         acme = await gateway.tenant("umbrella")
-        assert (await acme.call("POST", "/v1/adapters", data=_small(tmp_path))).status == 202
+        assert (await acme.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"))).status == 202
 
 
 async def test_an_adapter_that_kills_engines_is_refused(
@@ -197,7 +196,7 @@ async def test_an_adapter_that_kills_engines_is_refused(
     async with serve() as gateway:
         acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
         await until(lambda: _probes(gateway))
-        pushed = await acme.call("POST", "/v1/adapters", data=_small(tmp_path))
+        pushed = await acme.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"))
         assert pushed.status in (202, 400)
 
         async def is_rejected() -> bool:
@@ -211,7 +210,9 @@ async def test_an_adapter_that_kills_engines_is_refused(
         assert (await globex.complete(model=BASE_MODEL)).status == 200, "no breaker is open"
         # Another tenant's equal content is probed for itself.
         upstream.probe_status = 503
-        assert (await globex.call("POST", "/v1/adapters", data=_small(tmp_path), timeout=60)).status == 202
+        assert (
+            await globex.call("POST", "/v1/adapters", data=upload_form(tmp_path / "small"), timeout=60)
+        ).status == 202
         assert upstream.probed >= 3
 
 
@@ -231,14 +232,3 @@ async def _probes(gateway: Gateway) -> bool:
 
 async def _is_up(gateway: Gateway) -> bool:
     return not await gateway.engine_faults()
-
-
-def _small(folder: Path) -> aiohttp.FormData:
-    """Return an upload that fits the model of the gateway's other tests."""
-    from testing.adapter_files import write
-
-    place = write(folder / "small")
-    data = aiohttp.FormData({"name": "pirate"})
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        data.add_field(file, (place / file).read_bytes(), filename=file)
-    return data

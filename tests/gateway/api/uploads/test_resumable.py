@@ -1,8 +1,10 @@
 """Uploads in parts: they go on at another gateway, count against their tenant, and leave nothing behind."""
 
+import asyncio
 import hashlib
 import io
 import random
+import time
 import uuid
 from datetime import timedelta
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 import pytest
 
 import gateway.records.uploads
-from gateway.api.uploads import resumable
+from gateway.api.uploads import receiving, resumable
+from gateway.sharing.pace import Pace
 from loraplex import resumable_push
 from loraplex.client import GatewayClient
 from testing.gateway.running import Answer, Client
-from tests.gateway.api.test_adapters import files, tarred
+from tests.gateway.api.test_adapters import files, push, tarred
 from tests.gateway.api.uploads.conftest import Start
 
 PATH = "/v1/adapter-uploads"
@@ -36,6 +39,44 @@ async def begin(client: Client, content: bytes = ARCHIVE, name: str = "a", path:
 async def put(client: Client, upload: str, start: int, part: bytes, path: str = PATH, **changed: Any) -> Answer:
     query = {"offset": start, "sha256": sha(part)} | changed
     return await client.call("PUT", f"{path}/{upload}", params=query, data=io.BytesIO(part))
+
+
+async def test_a_tenants_uploads_share_a_rate(start: Start, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(receiving, "_PACE", Pace(4 * MIB))
+    async with start(upload_min_rate=100 * MIB) as gateway_:
+        acme, other = await gateway_.tenant("acme"), await gateway_.tenant("other")
+        begun = [await begin(each) for each in (acme, other)]
+        uploads = [each.json["id"] for each in begun]
+
+        async def timed(client: Client, upload: str) -> float:
+            began = time.monotonic()
+            assert (await put(client, upload, 0, ARCHIVE[: 2 * MIB], sha256="0" * 64)).status == 400
+            return time.monotonic() - began
+
+        many = [asyncio.create_task(timed(acme, uploads[0])) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        free = await timed(other, uploads[1])
+        # Six MiB of one tenant take 1.5 s; another tenant's two do not wait for them.
+        slowest = max(await asyncio.gather(*many))
+        assert slowest > 1.2
+        assert free < slowest
+
+
+async def test_bytes_of_refused_parts_count(start: Start):
+    async with start() as gateway_:
+        acme = await gateway_.tenant("acme", upload_bytes_per_minute=5 * MIB)
+        upload = (await begin(acme)).json["id"]
+        for _ in range(2):
+            wrong = await put(acme, upload, 0, ARCHIVE[: 2 * MIB], sha256="0" * 64)
+            assert (wrong.status, wrong.error["param"]) == (400, "sha256")
+        late = await put(acme, upload, 0, ARCHIVE[: 2 * MIB])
+        assert (late.status, late.error["type"]) == (429, "requests"), late.body
+        assert "5242880 uploaded bytes per minute; needed 2097152, remaining" in late.error["message"]
+        assert int(late.headers["Retry-After"]) >= 1
+        whole = await push(acme, "small", {"file": ARCHIVE})
+        assert whole.status == 429, whole.body
+        path = "/admin/api/tenants/acme/adapter-uploads"
+        assert (await put(gateway_.admin, upload, 0, ARCHIVE[: 2 * MIB], path)).json["received"] == 2 * MIB
 
 
 def stored(folder: Path) -> list[Path]:

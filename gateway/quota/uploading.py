@@ -1,0 +1,62 @@
+"""Bytes of uploads, held and charged like the tokens of requests."""
+
+import msgspec
+
+from gateway.quota.demand import Demand
+from gateway.quota.growth import Hold
+
+# Bytes that an upload of unknown size holds at first. Its hold grows by half of the bytes received.
+FIRST_BYTES = 8 << 20
+
+
+class UploadSize(msgspec.Struct, frozen=True, gc=False):
+    """Size of an upload and the limit of its tenant's bytes, None for no limit.
+
+    num_bytes: the size, or the largest possible one if the upload's size is unknown.
+    """
+
+    num_bytes: int = 0
+    bytes_per_minute: int | None = None
+    is_known: bool = True
+
+    def demand(self, tenant_id: str, request_id: str) -> Demand:
+        """Return the demand of the upload's bytes.
+
+        An upload that is larger than the whole limit holds all of it. Its other bytes are charged at its end.
+        """
+        most = self.num_bytes if self.bytes_per_minute is None else min(self.num_bytes, self.bytes_per_minute)
+        return Demand(
+            tenant_id=tenant_id,
+            request_id=request_id,
+            max_tokens=most,
+            step=max(1, most),
+            expected=None if self.is_known else FIRST_BYTES,
+        )
+
+
+# Size of a change of adapters without an upload.
+NO_BYTES = UploadSize()
+
+
+class ReceivedBytes:
+    """Counter of an upload's bytes. Bytes count when they arrive, whatever becomes of the upload."""
+
+    def __init__(self, owner: str | None = None, hold: Hold | None = None) -> None:
+        """owner: the tenant's id; None for an operator's upload. hold: grows with the bytes; None if their size was
+        known and is held, or is not limited.
+        """
+        self.owner = owner
+        self.total = 0
+        self._hold = hold
+
+    def count(self, more: int) -> None:
+        """Count bytes of a copy on a thread. They are charged at the upload's end."""
+        self.total += more
+
+    async def add(self, more: int) -> None:
+        """Count bytes. Raises RateLimited if the limit has no more room."""
+        self.count(more)
+        if self._hold is not None:
+            self._hold.use(self.total)
+            if self._hold.pace.is_used_up:
+                await self._hold.cover()

@@ -1,0 +1,17 @@
+"""Fixtures of the tests of the records."""
+
+import pytest
+
+from gateway.records.catalog import Catalog
+from gateway.records.database import Database
+from gateway.records.tenants import Tenant, Tenants
+
+
+@pytest.fixture
+def catalog(database: Database) -> Catalog:
+    return Catalog(database, "base")
+
+
+@pytest.fixture
+async def acme(database: Database) -> Tenant:
+    return await Tenants(database).create("acme", {}, "op")
