@@ -118,7 +118,7 @@ class Versions:
             await connection.execute(insert(adapter_versions).values(**row))
             if push.state == READY:
                 await move_latest(connection, own, number)
-            await _remove_old(connection, own, present, now)
+            await _remove_old(connection, own, present, now, latest_moved=push.state == READY)
             target, detail = f"{tenant.name}/{name}", {"version": number, "digest": push.digest}
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
             await push.publish()
@@ -303,14 +303,17 @@ async def _remove_empty(connection: AsyncConnection, adapter_id: str) -> None:
     await connection.execute(delete(adapters).where(adapters.c.id == adapter_id, ~some))
 
 
-async def _remove_old(connection: AsyncConnection, own: Row[Any], before: dict[int, Version], now: datetime) -> None:
+async def _remove_old(
+    connection: AsyncConnection, own: Row[Any], before: dict[int, Version], now: datetime, *, latest_moved: bool
+) -> None:
     """Remove the versions beyond the name's newest KEPT_VERSIONS. before: the versions on record before the newest one.
 
-    A pinned version, and one that an alias refers to, stays.
+    A pinned version, and one that an alias refers to, stays. latest_moved: whether `latest` refers to the newest one;
+    while that is validated, `latest` still refers to the version in `own`.
     """
     numbers = sorted((each.version for each in before.values() if each.digest), reverse=True)
     old = [number for number in numbers[KEPT_VERSIONS - 1 :] if not before[number].pinned]
-    uses = await references(connection, own, besides_latest=True) if old else {}
+    uses = await references(connection, own, besides_latest=latest_moved) if old else {}
     if doomed := [number for number in old if number not in uses]:
         which = and_(adapters.c.id == own.id, adapter_versions.c.version.in_(doomed))
         await remove_versions(connection, own.tenant_id, which, now)

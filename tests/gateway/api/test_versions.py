@@ -187,6 +187,13 @@ async def test_states_by_http(gateway: Gateway):
     ready = await acme.call("PATCH", f"{path}/2", json={"state": "ready", "expires_at": "2050-01-01T00:00:00Z"})
     assert (ready.json["state"], ready.json["expires_at"]) == ("ready", "2050-01-01T00:00:00Z")
     assert (await acme.chat(model="pirate")).status == 200
+    # In UTC these are beyond the calendar's end.
+    last = "9999-12-31T23:59:59-14:00"
+    beyond = await acme.call("PATCH", f"{path}/2", json={"expires_at": last})
+    assert (beyond.status, beyond.error["param"]) == (400, "expires_at")
+    targets = {"targets": [{"version": 2, "expires_at": last}]}
+    beyond = await acme.call("PUT", "/v1/adapters/pirate/aliases/prod", json=targets)
+    assert (beyond.status, beyond.error["param"]) == (400, "targets[0].expires_at")
     pinned = await acme.call("PATCH", f"{path}/2", json={"pinned": True})
     assert (pinned.status, pinned.error["param"]) == (403, "pinned")
     pinned = await gateway.admin.call(

@@ -283,6 +283,21 @@ async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catal
     assert sum("FROM adapter_alias_targets" in text for text in statements) <= 11
 
 
+async def test_latest_outlives_newer_versions_that_are_not_ready(catalog: Catalog, acme: Tenant):
+    """`latest` keeps its version when it was rolled back, and while many newer uploads are validated or rejected."""
+    await add(catalog, acme, "pirate", *range(1, KEPT_VERSIONS + 1))
+    await catalog.aliases.move(acme, "pirate", "latest", [Target(1)], "key", "*")
+    for number in range(KEPT_VERSIONS + 1, 2 * KEPT_VERSIONS + 2):
+        await add(catalog, acme, "pirate", number, state="validating")
+        assert await meaning(catalog, acme, "pirate") == 1, number
+        await catalog.versions.set_state(acme, "pirate", number, "rejected", "probe")
+    kept = [each.version for each in await catalog.versions.list(acme, "pirate") if each.state != "deleted"]
+    assert kept == [1, *range(KEPT_VERSIONS + 2, 2 * KEPT_VERSIONS + 2)]
+    # A newer version that is ready replaces it.
+    await add(catalog, acme, "pirate", 99)
+    assert [await meaning(catalog, acme, text) for text in ("pirate", "pirate@1")] == [99, None]
+
+
 async def test_recalled_usage_counts_names_with_any_version_of_the_content(
     catalog: Catalog, acme: Tenant, database: Database
 ):
