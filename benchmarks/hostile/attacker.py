@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 ADDRESS = "127.0.0.2"
-NICE = 19
+LOWEST_PRIORITY = 19
 # Time limit for an attack to close its connections after its round.
 GRACE_SECONDS = 90.0
 BOUNDARY = b"hostile-boundary"
@@ -35,7 +35,7 @@ class Target:
     """The gateway under attack, as its attacker sees it.
 
     control: the URL at which engine doubles report their observations. max_upload_seconds: time limit of a refusal.
-    mutations: uploads that `mutated-uploads` sends in a round.
+    mutations: uploads that `mutated-uploads` sends in a round. nice: niceness of the attacker's process.
     """
 
     url: str
@@ -46,6 +46,7 @@ class Target:
     max_error_bytes: int = 2048
     control: str = ""
     mutations: int = 200
+    nice: int = LOWEST_PRIORITY
 
 
 @dataclass
@@ -225,9 +226,9 @@ async def run_round(name: str, target: Target, seconds: float) -> Round:
 def main() -> None:
     from benchmarks.hostile.catalogue import ATTACKS
 
-    os.nice(NICE)
     name = sys.argv[1]
     target = Target(**json.loads(sys.stdin.readline()))
+    os.nice(target.nice)
     prepare = ATTACKS[name].prepare
     if prepare is not None:
         prepare()

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.attacker import GRACE_SECONDS, Round, Target
+from benchmarks.hostile.attacker import GRACE_SECONDS, LOWEST_PRIORITY, Round, Target
 from benchmarks.hostile.catalogue import ATTACKS
 from benchmarks.hostile.neighbour import Measurements, Neighbour
 from benchmarks.hostile.place import Place
@@ -139,6 +139,8 @@ async def run_attack(
                 *(place.url, key, neighbour_key, place.base_model, limits.refusal),
                 control=place.control,
                 mutations=mutations,
+                # Where latency is not judged, a busy machine must leave the attacker some time.
+                nice=0 if limits.latency is None else LOWEST_PRIORITY,
             )
             return await exits.enter_async_context(child(of, target))
 

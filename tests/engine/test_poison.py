@@ -26,8 +26,6 @@ ALL = {
     "self_attn.o_proj": (64, 64), "mlp.gate_proj": (128, 64), "mlp.up_proj": (128, 64), "mlp.down_proj": (64, 128),
 }  # fmt: skip
 
-# These tests cause overflows on purpose; numpy warns about them in the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 Make = Callable[..., tuple[Engine, dict[str, str]]]
 

@@ -26,9 +26,6 @@ POISON = [torch.nan, torch.inf, -torch.inf, 1.7e38]
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
 WIDTH = (HEADS + 2 * KV_HEADS) * DIM
 
-# Overflows are intended here; numpy warns about them in the interpreter.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 
 def native_ops() -> Ops:
     library = native_build.load()

@@ -23,9 +23,6 @@ from wire.errors import ConfigError
 
 SIZES = (1, 2, 4)
 
-# The interpreter computes in numpy, which warns that the draws' integers wrap around; that is intended.
-pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
