@@ -53,6 +53,11 @@ def guard_requests(runner: web.BaseRunner) -> None:
     server.request_factory = make_request
 
 
+def has_bad_head(request: web.BaseRequest) -> bool:
+    """Return whether `check_head` raises."""
+    return request.get(_HAS_BAD_URL, False) or request.get(_HAS_UNKNOWN_EXPECT, False)
+
+
 def check_head(request: web.BaseRequest) -> None:
     """Raise BadHead for an invalid host or an unknown `Expect`."""
     if request.get(_HAS_BAD_URL, False):

@@ -15,8 +15,9 @@ from benchmarks.hostile.archives import good
 from benchmarks.hostile.attacker import BOUNDARY, form
 from benchmarks.hostile.ratios import percentile
 
-# Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds.
-CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.05
+# Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds. With the minimum the
+# neighbour stays below the default limit of 600 requests a minute: it got 429s itself in attacks of 40 s.
+CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.12
 LONE_CHATS = 8
 UPLOAD_SECONDS = 3.0
 # Short answers give more chats a second, so that p99 depends on more than one of them: a first token and a decode step.

@@ -22,6 +22,7 @@ from gateway.api.requests.pieces import COST
 from gateway.errors import Handler
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds
+from wire.http_requests import has_bad_head
 
 # Size of a bucket in seconds of the rate.
 BURST_SECONDS = 5.0
@@ -30,8 +31,6 @@ KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
 # Each piece of this size that was read or decompressed of a refused body counts as one more request.
 PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
-# Routes of load balancers and Prometheus, which never wait.
-EXEMPT = (*PROBES, "/metrics")
 
 
 class UnservedRate:
@@ -57,7 +56,7 @@ class UnservedRate:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             caller = CALLER.get()
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
-            if request.path in EXEMPT:
+            if _is_probe(request):
                 return await handler(request)
             if time.monotonic() < self._calm:
                 await self._wait(request, caller)
@@ -102,3 +101,8 @@ class UnservedRate:
         if presented is not None and self._is_proved(presented):
             return presented[:20], KEY_SECONDS
         return client_network(caller.address), ADDRESS_SECONDS
+
+
+def _is_probe(request: web.Request) -> bool:
+    """Return whether a request is a load balancer's probe, which never waits. Refused ones wait like others."""
+    return request.path in PROBES and request.method in ("GET", "HEAD") and not has_bad_head(request)

@@ -110,8 +110,23 @@ class PromptReader:
 
     async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
         """Return a parsed body with its token counts, which are checked against the model's context."""
+        self._check_max_tokens(request)
         work = partial(self._measure, request, raw)
         return share.run_here(work) if is_quick(raw) else await share.run(work)
+
+    def _check_max_tokens(self, request: AnyRequest) -> None:
+        """Refuse an answer that is longer than the context before the prompt's tokens are counted, which takes 10 ms.
+
+        Raises BadRequest.
+        """
+        if (request.max_new_tokens or 0) > self._max_model_len:
+            field = request.max_new_tokens_field
+            raise BadRequest(
+                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"{request.max_new_tokens} tokens in the completion. Please reduce {field}.",
+                param=field,
+                code="context_length_exceeded",
+            )
 
     def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
         is_chat = isinstance(request, ChatCompletionRequest)

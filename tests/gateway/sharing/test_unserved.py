@@ -4,6 +4,9 @@ import asyncio
 import gzip
 import time
 from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
 
 from testing.gateway.running import Client, Gateway
 from testing.gateway.upstream import Upstream
@@ -83,3 +86,34 @@ async def test_requests_whose_client_leaves_count(serve: Any, upstream: Upstream
 
         await asyncio.gather(*(leave() for _ in range(BURST + 12)))
         assert await seconds_of(mallory.get("/v1/models")) > 1.5
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        b"GET /healthz HTTP/1.1\r\nHost: x\r\nConnection: close\r\nExpect: 1\r\n\r\n",
+        b"DELETE /readyz HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n",
+    ],
+    ids=["bad-head", "method", "metrics"],
+)
+async def test_refused_requests_at_the_routes_of_probes_wait_and_probes_do_not(refused: bytes, serve: Any):
+    async with serve(unserved_per_second=RATE) as gateway:
+        for _ in range(BURST):
+            await raw_answer(gateway, refused)
+        assert (await gateway.nobody.get("/healthz")).status == 200
+        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") == 0
+        await asyncio.gather(*(raw_answer(gateway, refused) for _ in range(8)))
+        assert (await gateway.nobody.get("/healthz")).status == 200
+        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") > 0
+
+
+async def raw_answer(gateway: Gateway, request: bytes) -> None:
+    """Send a request that has to be refused, and read its answer."""
+    url = urlsplit(gateway.url)
+    reader, writer = await asyncio.open_connection(url.hostname, url.port)
+    try:
+        writer.write(request)
+        assert (await reader.read()).split()[1] in (b"401", b"405", b"417")
+    finally:
+        writer.close()

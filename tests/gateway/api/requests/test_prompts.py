@@ -2,11 +2,13 @@
 
 import copy
 import json
+from typing import Any
 
 import pytest
 
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, PromptReader
+from gateway.errors import BadRequest as Refused
 from gateway.fleet.kinds.vllm import VllmFields
 from testing.tiny import save_byte_level_tokenizer
 from tests.engine.answering.tools import HISTORY, TEMPLATES, TOOLS
@@ -70,3 +72,23 @@ async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
         with pytest.raises(BadRequest) as refused:
             await reader.parse(raw, CHAT, share)
         assert refused.value.code == "unsupported_parameter"
+
+
+@pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
+async def test_an_answer_longer_than_the_context_is_refused_before_the_prompt_is_counted(
+    tmp_path, field: str, monkeypatch: pytest.MonkeyPatch
+):
+    save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer, counted = Tokenizer.from_dir(tmp_path), []
+
+    def encode(*arguments: Any, **options: Any) -> list[int]:
+        counted.append(arguments)
+        return [1]
+
+    monkeypatch.setattr(tokenizer, "encode_chat", encode)
+    with pytest.raises(Refused) as refused:
+        await count(tokenizer, **{"max_tokens": None, field: 4097})
+    assert (refused.value.param, refused.value.code) == (field, "context_length_exceeded")
+    assert not counted
+    await count(tokenizer, **{"max_tokens": None, field: 4095})
+    assert counted
