@@ -139,7 +139,7 @@ async def run_attack(
                 *(place.url, key, neighbour_key, place.base_model, limits.refusal),
                 control=place.control,
                 mutations=mutations,
-                # Where latency is not judged, a busy machine must leave the attacker some time.
+                # A busy machine must leave the attacker some time; only judged latencies need it at low priority.
                 nice=0 if limits.latency is None else LOWEST_PRIORITY,
             )
             return await exits.enter_async_context(child(of, target))
