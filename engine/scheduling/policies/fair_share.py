@@ -209,14 +209,14 @@ class FairTurns:
                     heappush(waiting, compared.pop())
 
     def _take_nearest(self) -> str:
-        """Take the tenant whose first request is nearest, among those within the slack of the least served."""
+        """Take the tenant whose first request is nearest, among those within the slack of the least served; among
+        equally near ones, the least served.
+        """
         compared, nearness = self._compared, self._nearness
         if nearness is None or len(compared) == 1:
             return compared.pop(0)[2]
         most = bisect_right(compared, compared[0][0] + self._slack, key=_counter)
-        keys = [
-            (*self._key(nearness, self._queues[tenant_id][-1]), arrival) for _, arrival, tenant_id in compared[:most]
-        ]
+        keys = [self._key(nearness, self._queues[tenant_id][-1]) for _, _, tenant_id in compared[:most]]
         return compared.pop(keys.index(min(keys)))[2]
 
     def _key(self, nearness: Nearness, request: Request) -> tuple[bool, bool]:

@@ -192,6 +192,18 @@ def test_within_the_slack_the_nearest_request_is_first_and_beyond_it_the_least_s
         assert found.tenant_id == expected
 
 
+@pytest.mark.parametrize("resident", [set[str](), {"older", "least"}])
+def test_among_equally_near_requests_the_least_served_is_first_also_within_the_slack(resident: set[str]) -> None:
+    """Before, the oldest request was first, which is always that of the tenant with the longest queue."""
+    share = FairShare(slack=100)
+    enter(share, request("older", 0, adapter="older"))
+    enter(share, request("least", 1, adapter="least"))
+    share.charge(request("older"), 90)
+    found = share.turns([], Near(resident)).next(admits=True)
+    assert found is not None
+    assert found.tenant_id == "least"
+
+
 def test_every_admission_goes_to_the_tenant_that_is_least_served_by_then() -> None:
     share = FairShare()
     for i in range(64):

@@ -194,6 +194,20 @@ def test_weights_hold_without_a_loss_of_throughput() -> None:
         assert fair[tenant_id] == pytest.approx(fair.total() * weight / 7, rel=0.05)
 
 
+def test_the_slack_puts_no_tenant_ahead_if_all_requests_are_equally_near() -> None:
+    """Before, the tenant with the oldest requests took each free seat within the slack of 256 and was ahead by 273."""
+    machine, leads = Machine(), []
+    for tenant_id, weight in WEIGHTS.items():
+        for _ in range(64):
+            machine.ask(0.004 * machine.asked, tenant_id, 64, 64, weight, again=True)
+    machine.run(20)
+    while machine.now < 60:
+        machine.run(machine.now + 1e-6)
+        counters = [state.counter for state in machine.engine.tenants(3)]
+        leads.append(max(counters) - min(counters))
+    assert max(leads) <= 128, "two prompts"
+
+
 def test_a_light_tenant_gets_no_more_than_its_share() -> None:
     """Prompts without end, one at a time, are light beside 32 streams; the streams still get their half."""
     machine = Machine()
