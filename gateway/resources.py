@@ -3,7 +3,9 @@
 import asyncio
 import json
 from dataclasses import dataclass
+from pathlib import Path, PurePath
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import aiohttp
 
@@ -101,10 +103,29 @@ def _open_store(settings: Settings) -> AdapterStore:
 
 def _open_import_sources(settings: Settings) -> dict[str, Bucket | None]:
     """Return the prefixes of imports, each with its bucket if it is in an S3 service. Connects to none."""
+    for source in settings.import_sources:
+        if any(_overlap(source, place) for place in (settings.adapter_store, str(settings.adapter_cache))):
+            # A tenant could test whether the store has a content of another tenant, and copy it.
+            raise SettingsError(
+                "LORAPLEX_IMPORT_SOURCES", f"{source} holds adapters of tenants; expected another place"
+            )
     try:
         return {each: Bucket(each) if each.startswith("s3://") else None for each in settings.import_sources}
     except ValueError as error:
         raise SettingsError("LORAPLEX_IMPORT_SOURCES", str(error).removeprefix("adapter store: ")) from error
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Return whether one of two places, URLs or paths, lies within the other."""
+    a, b = _place(first), _place(second)
+    return a.is_relative_to(b) or b.is_relative_to(a)
+
+
+def _place(url_or_path: str) -> PurePath:
+    url = urlsplit(url_or_path)
+    if url.scheme in ("", "file"):
+        return Path(unquote(url.path) if url.scheme else url_or_path).expanduser().resolve()
+    return PurePath(f"{url.scheme}:", url.netloc, url.path.strip("/"))
 
 
 def _start_tracing() -> Tracing | None:

@@ -68,7 +68,7 @@ def _check_import_sources(sources: Sequence[str]) -> None:
     for source in sources:
         parts = urlsplit(source)
         is_place = len(parts.path) > 1 and not parts.netloc if parts.scheme == "file" else bool(parts.netloc)
-        if parts.scheme not in ("hf", "s3", "file") or not is_place or parts.query:
+        if parts.scheme not in ("hf", "s3", "file") or not is_place or parts.query or parts.fragment:
             raise ValueError("expected prefixes like hf://org, s3://bucket/prefix or file:///folder")
 
 

@@ -77,6 +77,8 @@ def test_what_is_missing_is_named(missing: str, environ: dict[str, str]):
         ("DATABASE_WAIT", "nan"),
         ("MAX_MODEL_LEN", "-5"),
         ("MIGRATE_ON_START", "perhaps"),
+        ("IMPORT_SOURCES", "ftp://host/folder"),
+        ("IMPORT_SOURCES", "file:///adapters#1"),
         ("REDIS_ULR", "redis://x"),
         ("ENGINE", "http://x"),
     ],

@@ -171,12 +171,12 @@ def _folder(prefix: str, rest: str) -> Callable[[str], Iterator[bytes]]:
     root = Path(unquote(urlsplit(prefix).path)).resolve()
 
     def read(name: str) -> Iterator[bytes]:
-        path = (root / rest / name).resolve()
-        if not path.is_relative_to(root):
-            raise _missing(name)
         try:
+            path = (root / rest / name).resolve()
+            if not path.is_relative_to(root):
+                raise _missing(name)
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: links in a circle
             raise _missing(name) from error
         with open(descriptor, "rb") as file:
             if not stat.S_ISREG(os.fstat(descriptor).st_mode):

@@ -82,6 +82,7 @@ async def test_only_what_is_allowed_is_read(
     save(tmp_path / "open" / "good", 1)
     outside = save(tmp_path / "outside" / "secret", 2)
     (tmp_path / "open" / "link").symlink_to(outside)
+    (tmp_path / "open" / "circle").symlink_to(tmp_path / "open" / "circle")
     (tmp_path / "open" / "pipe").mkdir()
     for name in (CONFIG, WEIGHTS):
         s3.client("shared/x").put(name, files(3)[name])
@@ -100,7 +101,8 @@ async def test_only_what_is_allowed_is_read(
         for rest in NO_PATHS:
             refused = await import_(acme, f"file://{tmp_path}/open/{rest}")
             assert (refused.status, refused.error["param"]) == (400, "source"), rest
-        for missing in (f"file://{tmp_path}/open/link", f"file://{tmp_path}/open/none", f"s3://{BUCKET}/shared/none"):
+        absent = [f"file://{tmp_path}/open/{name}" for name in ("link", "circle", "none")]
+        for missing in (*absent, f"s3://{BUCKET}/shared/none"):
             refused = await import_(acme, missing)
             assert (refused.status, refused.error["code"]) == (400, "import_not_found"), missing
             assert str(tmp_path) not in refused.error["message"]
@@ -115,6 +117,23 @@ async def test_only_what_is_allowed_is_read(
         ]
         assert (first.status, again.status, again.json) == (201, 201, first.json), first.body
         assert [path for path in (tmp_path / "adapters").iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize("place", ["adapters", "adapters/below", "", "link", "copies", "%61dapters"])
+async def test_no_prefix_holds_or_lies_in_the_store(place: str, start: Start, tmp_path: Path):
+    (tmp_path / "link").symlink_to(tmp_path / "adapters")
+    with pytest.raises(SettingsError, match=r"LORAPLEX_IMPORT_SOURCES: file://.* holds adapters of tenants"):
+        async with start(import_sources=(f"file://{tmp_path}/{place}",), adapter_cache=tmp_path / "copies"):
+            pass
+    async with start(import_sources=(f"file://{tmp_path}/adapters-of-the-house", "hf://adapters")):
+        pass
+
+
+async def test_no_bucket_prefix_holds_or_lies_in_the_store(start: Start):
+    for source in ("s3://bucket", "s3://bucket/store/below", "s3://bucket/store/"):
+        with pytest.raises(SettingsError, match=r"LORAPLEX_IMPORT_SOURCES: s3://bucket.* holds adapters of tenants"):
+            async with start(import_sources=("s3://bucket/other", source), adapter_store="s3://bucket/store"):
+                pass
 
 
 async def test_nothing_is_allowed_by_default(start: Start, tmp_path: Path):
