@@ -35,7 +35,7 @@ CASES = {
     "max_tokens 0": ("chat/completions", CHAT | {"max_tokens": 0}, 400, "max_tokens"),
     "max_tokens negative": ("completions", COMPLETION | {"max_tokens": -1}, 400, "max_tokens"),
     "max_tokens of a wrong type": ("completions", COMPLETION | {"max_tokens": "many"}, 400, "max_tokens"),
-    "max_tokens over the context": ("completions", COMPLETION | {"max_tokens": 1_000_000}, 400, "prompt"),
+    "max_tokens over the context": ("completions", COMPLETION | {"max_tokens": 1_000_000}, 400, "max_tokens"),
     "temperature out of range": ("completions", COMPLETION | {"temperature": -1}, 400, "temperature"),
     "top_p out of range": ("completions", COMPLETION | {"top_p": 1.5}, 400, "top_p"),
     "stop of a wrong type": ("completions", COMPLETION | {"stop": 5}, 400, "stop"),

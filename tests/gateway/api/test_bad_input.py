@@ -47,7 +47,7 @@ CASES: list[tuple[str, dict[str, Any], int, str]] = [
     ("chat", {"max_tokens": -3}, 400, "max_tokens"),
     ("chat", {"max_tokens": "many"}, 400, "max_tokens"),
     ("chat", {"max_completion_tokens": 0}, 400, "max_completion_tokens"),
-    ("chat", {"max_tokens": 10**9}, 400, "messages"),
+    ("chat", {"max_tokens": 10**9}, 400, "max_tokens"),
     ("chat", {"temperature": "hot"}, 400, "temperature"),
     ("chat", {"stream": "yes"}, 400, "stream"),
     ("chat", {"n": 0}, 400, "n"),
