@@ -17,7 +17,8 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(STAMP)
 	$(BIN)/loraplex up --demo --port $(PORT) --data-dir .loraplex
 
-test: lint types unit
+test: lint
+	$(MAKE) -j 2 types unit
 
 unit: $(STAMP)
 	$(PYTEST)
