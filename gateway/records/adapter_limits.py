@@ -8,9 +8,10 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.quota.kinds import ADAPTER_KINDS
+from gateway.records.adapter_rows import lock_tenant
 from gateway.records.limits import limit_fields
 from gateway.records.removed_versions import uncollected
-from gateway.records.tables import adapter_versions, adapters, tenants
+from gateway.records.tables import adapter_versions, adapters
 
 # Versions of a name that stay on record and count; older ones are removed.
 KEPT_VERSIONS = 20
@@ -44,12 +45,8 @@ def write_limits(limits: AdapterLimits) -> str:
 async def check_room(
     connection: AsyncConnection, tenant_id: str, digest: str, new_bytes: int, *, new_name: bool
 ) -> None:
-    """Lock the tenant's row and check that another version fits. Raises AdapterLimitExceeded, RecordNotFound.
-
-    On PostgreSQL the row's lock orders concurrent uploads of a tenant; on SQLite the database's own lock does.
-    """
-    query = select(tenants.c.adapter_limits).where(tenants.c.id == tenant_id).with_for_update()
-    row = (await connection.execute(query)).one_or_none()
+    """Lock the tenant's row and check that another version fits. Raises AdapterLimitExceeded, RecordNotFound."""
+    row = await lock_tenant(connection, tenant_id)
     if row is None:
         raise RecordNotFound("There is no tenant of this name any more.", param="tenant")
     limits = read_limits(row.adapter_limits)

@@ -8,7 +8,7 @@ from sqlalchemy import Row, Select, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import RecordNotFound
-from gateway.records.tables import adapter_versions, adapters
+from gateway.records.tables import adapter_versions, adapters, tenants
 from wire.model_names import ADAPTER_NAME
 
 # `uploading` is the state of unfinished uploads (gateway/records/uploads.py), `deleted` that of removed versions.
@@ -58,6 +58,15 @@ async def lock_name(connection: AsyncConnection, tenant_id: str, name: str) -> R
     check_possible(name)
     owned = and_(adapters.c.tenant_id == tenant_id, adapters.c.name == name)
     return (await connection.execute(select(adapters).where(owned).with_for_update())).one_or_none()
+
+
+async def lock_tenant(connection: AsyncConnection, tenant_id: str) -> Row[Any] | None:
+    """Return the tenant's row, locked until the transaction ends; None if there is none.
+
+    It orders changes of a tenant on PostgreSQL. Names are locked before it and new names are inserted after it, so that
+    no two changes wait for each other.
+    """
+    return (await connection.execute(select(tenants).where(tenants.c.id == tenant_id).with_for_update())).one_or_none()
 
 
 async def lock_known_name(connection: AsyncConnection, tenant_id: str, name: str) -> Row[Any]:

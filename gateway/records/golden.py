@@ -14,7 +14,14 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.fleet.engine import EngineSoftware
-from gateway.records.adapter_rows import READY, check_possible, lock_known_name, unknown_version, versions_of
+from gateway.records.adapter_rows import (
+    READY,
+    check_possible,
+    lock_known_name,
+    lock_tenant,
+    unknown_version,
+    versions_of,
+)
 from gateway.records.audit import record_change
 from gateway.records.database import Database
 from gateway.records.tables import (
@@ -127,8 +134,7 @@ class Golden:
             own = await lock_known_name(connection, tenant.id, name)
             if version not in await versions_of(connection, tenant.id, name):
                 raise unknown_version()
-            # The row's lock orders concurrent changes of a tenant on PostgreSQL; SQLite's own lock does so too.
-            await connection.execute(select(tenants.c.id).where(tenants.c.id == tenant.id).with_for_update())
+            await lock_tenant(connection, tenant.id)
             await _check_room(connection, tenant, name, version)
             key = {"adapter_id": own.id, "version": version}
             await connection.execute(delete(table).where(table.c.adapter_id == own.id, table.c.version == version))

@@ -13,13 +13,13 @@ from sqlalchemy import ColumnElement, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
-from gateway.records.adapter_rows import lock_name, versions_of
+from gateway.records.adapter_rows import lock_name, lock_tenant, versions_of
 from gateway.records.audit import record_change
 from gateway.records.changes import Changes, count_change
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 from gateway.records.matching import check_match
-from gateway.records.tables import adapter_aliases, adapter_versions, adapters, saved_mixtures, tenants
+from gateway.records.tables import adapter_aliases, adapter_versions, adapters, saved_mixtures
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants import Tenant
 from gateway.sharing.turns import Turns
@@ -216,9 +216,7 @@ def _this(tenant_id: str, name: str) -> tuple[ColumnElement[bool], ColumnElement
 
 
 async def _lock_tenant(connection: AsyncConnection, tenant_id: str) -> None:
-    """Lock the tenant's row, which orders changes of names on PostgreSQL; names of adapters are locked before it."""
-    query = select(tenants.c.id).where(tenants.c.id == tenant_id).with_for_update()
-    if (await connection.execute(query)).one_or_none() is None:
+    if await lock_tenant(connection, tenant_id) is None:
         raise RecordNotFound("There is no tenant of this name any more.", param="tenant")
 
 

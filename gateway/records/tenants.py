@@ -17,7 +17,7 @@ from gateway.records.audit import record_change
 from gateway.records.changes import PRICES, count_change
 from gateway.records.database import Database
 from gateway.records.limits import DEFAULT_LIMITS, Limits, change_limits, read_limits, write_limits
-from gateway.records.tables import prices, tenants
+from gateway.records.tables import adapters, prices, tenants
 
 TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_TENANT = "There is no tenant of this name."
@@ -128,6 +128,10 @@ class Tenants:
         """
         _check_possible(name)
         async with self._database.write() as connection:
+            # Changes of adapters lock names before the tenant; deleting the tenant first would lock them after it.
+            owned = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
+            of_names = select(adapters.c.id).select_from(owned).where(tenants.c.name == name)
+            await connection.execute(of_names.order_by(adapters.c.name).with_for_update(of=adapters))
             deleted = await connection.execute(delete(tenants).where(tenants.c.name == name).returning(tenants.c.id))
             tenant_id = deleted.scalar_one_or_none()
             if tenant_id is None:

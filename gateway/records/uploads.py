@@ -15,8 +15,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound, WrongOffset
 from gateway.records.adapter_limits import check_bytes
+from gateway.records.adapter_rows import lock_tenant
 from gateway.records.database import Database
-from gateway.records.tables import adapter_upload_parts, adapter_uploads, tenants
+from gateway.records.tables import adapter_upload_parts, adapter_uploads
 from gateway.records.tenants import Tenant
 from wire.model_names import ADAPTER_NAME
 
@@ -55,8 +56,7 @@ class Uploads:
         table, now = adapter_uploads, datetime.now(UTC)
         own = and_(table.c.tenant_id == tenant.id, table.c.updated_at > now - KEPT)
         async with self._database.write() as connection:
-            # The row's lock orders concurrent uploads of a tenant on PostgreSQL; SQLite's own lock does so too.
-            await connection.execute(select(tenants.c.id).where(tenants.c.id == tenant.id).with_for_update())
+            await lock_tenant(connection, tenant.id)
             same = and_(own, table.c.name == name, table.c.sha256 == sha256, table.c.num_bytes == num_bytes)
             row = (await connection.execute(select(table).where(same).limit(1))).one_or_none()
             if row is not None:

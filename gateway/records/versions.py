@@ -28,6 +28,7 @@ from gateway.records.adapter_rows import (
     is_over,
     lock_known_name,
     lock_name,
+    lock_tenant,
     read_version,
     select_versions,
     unknown_name,
@@ -139,6 +140,7 @@ class Versions:
         async with self._database.write() as connection:
             own = await lock_name(connection, tenant.id, name)
             if own is None:
+                await lock_tenant(connection, tenant.id)
                 await check_not_saved(connection, tenant.id, name)
                 own = await _create(connection, tenant.id, name, now)
             query = select(func.max(adapter_versions.c.version)).where(adapter_versions.c.adapter_id == own.id)

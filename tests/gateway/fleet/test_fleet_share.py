@@ -19,8 +19,8 @@ from testing.tiny import save_model
 
 NUM_ENGINES = 3
 SEATS = 4
-# Requests of each tenant at an engine at all times. A share is for a tenant that always has requests waiting there; those
-# of the spread tenant spend time in gateways too, more on a busy machine.
+# Requests of each tenant at an engine at all times. A share is for a tenant that always has requests waiting there;
+# those of the spread tenant spend time in gateways too, more on a busy machine.
 AT_ONCE, SPREAD_AT_ONCE = 8, 16
 WARM_SECONDS, SECONDS = 3.0, 8.0
 # Time in which the service since the start of the measurement has to reach the share: a busy machine takes longer.
@@ -92,7 +92,7 @@ async def test_a_tenant_spread_over_all_engines_has_one_share(
     of = settings(tmp_path, tiny, engines, redis_url, base_model="tiny", database_url=migrated_postgres_url)
     loops = Loops()
     async with program(of, free_ports(2)) as (_, one), program(of, free_ports(2)) as (_, other):
-        spread = await one.tenant("spread")
+        spread = await one.tenant("spread", max_concurrent=2 * SPREAD_AT_ONCE * NUM_ENGINES)
         try:
             for gateway in (one, other):
                 loops.start("spread", gateway.url, spread.headers, SPREAD_AT_ONCE * NUM_ENGINES // 2)

@@ -48,6 +48,25 @@ async def meaning(catalog: Catalog, tenant: Tenant, text: str, user: str | None 
     return None if found is None else int(found, 16)
 
 
+async def test_changes_of_one_tenant_at_once_never_wait_for_each_other(
+    catalog: Catalog, acme: Tenant, database: Database
+):
+    """PostgreSQL ends transactions that wait for each other with an error."""
+    tenants = Tenants(database)
+    for number in range(30):
+        doomed = await tenants.create(f"doomed-{number}", {}, "op")
+        await add(catalog, doomed, "old", 1)
+        made, refused, pushed, deleted = await asyncio.gather(
+            add(catalog, acme, f"new-{number}", 1),
+            catalog.versions.refuse(acme, f"new-{number}", [Reason(message="expected tensors")]),
+            add(catalog, doomed, "old", 2),
+            tenants.delete(doomed.name, "op", "base"),
+            return_exceptions=True,
+        )
+        assert (made, refused, deleted) == (None, None, None)
+        assert pushed is None or isinstance(pushed, RecordNotFound), "the push came after the deletion"
+
+
 async def test_references_mean_versions_and_aliases(catalog: Catalog, acme: Tenant, database: Database):
     other = await Tenants(database).create("other", {}, "op")
     await add(catalog, acme, "pirate", 1, 2, 3)
