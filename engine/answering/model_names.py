@@ -17,6 +17,7 @@ from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.pages import PAGE_RANK
 from engine.answering.engine_thread import EngineThread
+from engine.answering.rest import Rest
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.engine import Engine
 from engine.http.errors import ApiError, ModelNotFound
@@ -29,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 # Weight of the newest load in the moving average of load times.
 LOAD_SHARE = 0.3
+# Maximum share of the time that loads by name use while requests run: each takes a part of a core, and a step waits for
+# the slower core.
+NAMED_SHARE = 0.1
 # Maximum number of adapters whose invocation tokens are cached; a device holds fewer.
 MAX_INVOCATIONS = 1 << 14
 
@@ -71,6 +75,7 @@ class ModelRegistry:
         self._invocations: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
+        self._rest = Rest(NAMED_SHARE, engine_thread.wait_idle)
         self._created = int(time.time())
         # Moving average of the time to load an adapter.
         self.load_seconds = 0.0
@@ -180,14 +185,17 @@ class ModelRegistry:
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Register an adapter folder under a name, load it and return its digest. Repeating the call changes nothing.
 
+        Loads one after the other rest between them while requests run.
         replace: allow a name that another adapter has. Requests in flight end with the adapter that they began with.
         Raises ApiError.
         """
         if name == self.base_name or named_digest(name) is not None:
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
+        await self._rest.wait()
         started = time.monotonic()
         try:
             async with AsyncExitStack() as stack:
+                stack.enter_context(self._rest.after())
                 async with self._folders:
                     digest = await self._add_path(path)
                     await stack.enter_async_context(self._kept(digest))

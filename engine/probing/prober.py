@@ -2,7 +2,8 @@
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler charges the tenant, and the device pool evicts by its usual rules. One probe runs at a time, with
-a rest after it (`rest.py`), so many probes delay streams little; the tenants' probes take turns. Knows no HTTP.
+a rest after it (`answering/rest.py`), so many probes delay streams little; the tenants' probes take turns. Knows no
+HTTP.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from adapters.tiers.device_size import device_size
 from engine.answering.activation import adapter_start
 from engine.answering.engine_thread import EngineThread
 from engine.answering.model_names import ModelRegistry, Served
+from engine.answering.rest import Rest
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.engine import Engine
-from engine.probing.rest import Rest
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from wire.deadlines import MOST_PRIORITY
 from wire.digests import digest_name
@@ -36,6 +37,8 @@ _STRIDE = 0.6180339887
 # Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
 MOST_OF_TENANT = 8
 PROBE_S = 60.0
+# Maximum share of the time that probes use while requests run.
+SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class Prober:
         self._prompts = fixed_prompts(engine.model_config.vocab_size)
         # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
         self._turn = asyncio.Lock()
-        self._rest = Rest(engine_thread.wait_idle)
+        self._rest = Rest(SHARE, engine_thread.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import aiohttp
+import pytest
 
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter
@@ -13,8 +14,10 @@ FIELDS = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
 
 
 async def test_swaps_of_other_adapters_change_no_running_stream(
-    session: aiohttp.ClientSession, model: Path, tmp_path: Path
+    session: aiohttp.ClientSession, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Without rests between the loads, so that all of them take place while the streams run.
+    monkeypatch.setattr("engine.answering.model_names.NAMED_SHARE", 1.0)
     # Device memory for four adapters of rank 8, so that each one in use makes others leave.
     running = RunningServer(model, config={"adapter_memory": 4 * 8 * 2 * 3000 * 4, "enable_prefix_caching": False})
     client = Client(session, running.url)

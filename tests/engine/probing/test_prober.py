@@ -17,7 +17,6 @@ from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import MOST_OF_TENANT, compare, fixed_prompts
-from engine.probing.rest import SHARE, Rest
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
@@ -145,39 +144,6 @@ async def test_probes_beside_a_running_request_rest_between_them(client: Client,
     await asyncio.gather(*running)
     # Ten times its own time, which is no shorter beside others.
     assert beside > 4 * alone
-
-
-async def test_a_rest_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: pytest.MonkeyPatch):
-    idle = asyncio.Event()
-
-    async def wait_idle() -> None:
-        await idle.wait()
-
-    rest = Rest(wait_idle)
-
-    async def fail() -> None:
-        with rest.after():
-            await asyncio.sleep(0.02)
-            raise ValueError("broken")
-
-    with pytest.raises(ValueError, match="broken"):
-        await fail()
-    started = time.monotonic()
-    await rest.wait()
-    assert time.monotonic() - started >= 0.02 * (1 / SHARE - 1) - 0.01, "a probe that fails counts too"
-    monkeypatch.setattr("engine.probing.rest.MOST_REST_S", 0.1)
-    with rest.after():
-        await asyncio.sleep(0.1)
-    started = time.monotonic()
-    await rest.wait()
-    assert time.monotonic() - started < 0.1 * (1 / SHARE - 1), "not nine times its time"
-    monkeypatch.setattr("engine.probing.rest.MOST_REST_S", 3600.0)
-    with rest.after():
-        await asyncio.sleep(0.5)
-    idle.set()
-    started = time.monotonic()
-    await rest.wait()
-    assert time.monotonic() - started < 3
 
 
 def test_prompts_are_valid_for_any_vocabulary():

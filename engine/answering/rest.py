@@ -1,0 +1,36 @@
+"""Pauses between jobs without urgency, such as probes, so that they use a share of the time while requests run."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+# Maximum pause: a job may take long without using the engine, such as with a slow store.
+MOST_REST_S = 5.0
+
+
+class Rest:
+    """Rest after each job, in proportion to its duration.
+
+    share: maximum share of the time that jobs use. wait_idle: waits until the engine has no request.
+    """
+
+    def __init__(self, share: float, wait_idle: Callable[[], Awaitable[None]]) -> None:
+        self._share, self._wait_idle = share, wait_idle
+        self._ends_at = 0.0
+
+    async def wait(self) -> None:
+        """Wait until the rest ends or the engine is idle, because then a job delays no request."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, self._ends_at - time.monotonic())):
+                await self._wait_idle()
+
+    @contextmanager
+    def after(self) -> Iterator[None]:
+        """Measure the job in the block. The rest begins at its end, also after an error."""
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            ended = time.monotonic()
+            self._ends_at = ended + min(MOST_REST_S, (ended - started) * (1 / self._share - 1))
