@@ -185,7 +185,7 @@ class ModelRegistry:
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Register an adapter folder under a name, load it and return its digest. Repeating the call changes nothing.
 
-        Loads one after the other rest between them while requests run.
+        While requests run, a load soon after another one waits, see `NAMED_SHARE`.
         replace: allow a name that another adapter has. Requests in flight end with the adapter that they began with.
         Raises ApiError.
         """

@@ -128,7 +128,7 @@ class Tenants:
         """
         _check_possible(name)
         async with self._database.write() as connection:
-            # Changes of adapters lock names before the tenant; deleting the tenant first would lock them after it.
+            # The names are locked before the tenant, as by changes of adapters; otherwise the two wait for each other.
             owned = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
             of_names = select(adapters.c.id).select_from(owned).where(tenants.c.name == name)
             await connection.execute(of_names.order_by(adapters.c.name).with_for_update(of=adapters))
