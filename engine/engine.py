@@ -23,6 +23,7 @@ from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.preemption_counts import PreemptionCount
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler, StepLimits
 from kernels.platform import platform_of
@@ -72,6 +73,7 @@ class EngineState:
     num_in_target: int
     num_over_target: int
     tenants: tuple[TenantState, ...]
+    preempted: tuple[PreemptionCount, ...]
     tiers: TierState
 
 
@@ -236,6 +238,7 @@ class Engine:
             num_in_target=scheduler.num_in_target,
             num_over_target=scheduler.num_over_target,
             tenants=scheduler.tenants(REPORTED_TENANTS),
+            preempted=scheduler.preempted.largest(REPORTED_TENANTS),
             tiers=pool.tier_state(),
         )
 

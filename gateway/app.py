@@ -3,8 +3,10 @@
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.access.throttle import FailedLogins
+from gateway.access.page_guard import PageGuard
+from gateway.access.scopes import Guards
 from gateway.api.access_log import add_request_id, hide_server, observe
+from gateway.api.cors import allow_origins, answer_preflights
 from gateway.api.requests.fields import BODY_TIMEOUT
 from gateway.api.requests.memory import BODY_MEMORY
 from gateway.api.requests.query import known_parameters
@@ -16,6 +18,7 @@ from gateway.errors import error_boundary
 from gateway.fleet.registry import Registry
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
+from gateway.pages.errors import error_pages
 from gateway.process.admin_port import keep_off_public_port
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain
@@ -41,13 +44,15 @@ async def make_app(settings: Settings) -> web.Application:
     resources, billing = gateway.resources, gateway.billing
     app = web.Application(middlewares=_middlewares(gateway), client_max_size=settings.max_body_bytes)
     app.on_response_prepare.extend([add_request_id, hide_server, gateway.drain.close_connection, UnreadBodies().close])
+    if settings.cors_origins:
+        app.on_response_prepare.append(allow_origins(settings.cors_origins))
     app.cleanup_ctx.extend(Lifecycle(gateway).contexts())
     app[BODY_TIMEOUT], app[BODY_MEMORY] = settings.body_timeout, gateway.body_memory
     app[METRICS], app[DATABASE], app[REGISTRY] = resources.metrics, resources.database, gateway.serving.registry
     app[QUOTA], app[LEDGER] = billing.quota, billing.ledger
     app[DRAIN], app[CONNECTIONS] = gateway.drain, gateway.connections
     app[TRUST_TRACEPARENT] = settings.trust_traceparent
-    add_routes(app, gateway.handlers, gateway.records.auth)
+    add_routes(app, gateway.handlers, Guards(gateway.records.auth, PageGuard(gateway.records.sessions)))
     return app
 
 
@@ -55,19 +60,20 @@ def _middlewares(gateway: Gateway) -> list[Middleware]:
     """Return the middlewares, the outermost first."""
     resources, records = gateway.resources, gateway.records
     settings, metrics = resources.settings, resources.metrics
-    wrong_keys = FailedLogins(
-        metrics, records.is_proved, resources.redis, settings.database_url, settings.admin_port
-    ).middleware()
+    wrong_keys = records.wrong_keys.middleware()
     unserved = UnservedRate(settings.unserved_per_second, records.is_proved, metrics).middleware()
     order = [
-        observe(metrics, settings.proxy_networks),
+        observe(metrics, settings.proxy_networks, records.refusals),
         gateway.connections.middleware(),
         unserved,
         error_boundary,
+        error_pages(gateway.frame),
         wrong_keys,
         known_parameters(PARAMETERS),
         gateway.idempotency.for_admin_calls(records.auth),
     ]
+    if settings.cors_origins:
+        order.insert(order.index(wrong_keys), answer_preflights(settings.cors_origins))
     if settings.admin_port is not None:
         order.insert(order.index(wrong_keys), keep_off_public_port(settings.admin_port))
     if resources.tracing is not None:

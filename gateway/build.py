@@ -4,27 +4,39 @@
 """
 
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from gateway.alerts.build import Alerts, build_alerts
+from gateway.api.adapter_use import AdapterUseRoutes
 from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
+from gateway.api.admin.adapters import AdminAdapters
+from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
-from gateway.api.admin.keys import AdminKeys
+from gateway.api.admin.keys import KeyRoutes
+from gateway.api.admin.plans import AdminPlans
 from gateway.api.admin.prices import AdminPrices
 from gateway.api.admin.routes import Admin
+from gateway.api.admin.sessions import AdminSessions
+from gateway.api.admin.tenant_bulk import AdminTenantBulk
+from gateway.api.admin.tenant_chats import TenantChats
 from gateway.api.admin.tenants import AdminTenants
 from gateway.api.admission import Admission
 from gateway.api.completions import Completions
-from gateway.api.dashboard import Dashboard
 from gateway.api.delivery import Deliveries, make_deliveries
 from gateway.api.description import Description, describe_routes
 from gateway.api.engines import Engines
 from gateway.api.golden.build import build_golden
+from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.golden.upgrades import Upgrades
 from gateway.api.health import Health, MetricsPage
+from gateway.api.home import Home
 from gateway.api.idempotency import Idempotency
+from gateway.api.key import OwnKey
+from gateway.api.key_desk import KeyDesk
 from gateway.api.models import Models
 from gateway.api.probes import ProbeRoutes
+from gateway.api.request_log import ActivityRoutes, RequestLogRoutes
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
@@ -34,13 +46,22 @@ from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
 from gateway.api.usage import Usage
 from gateway.api.versions import AdapterVersions
+from gateway.api.webhook_desk import WebhookDesk
 from gateway.billing.recovery import Abandoned
 from gateway.fleet.addresses import own_fields
+from gateway.metrics import Metrics
+from gateway.pages.adapter_pages import AdapterParts, build_adapter_page
+from gateway.pages.build import build_pages
+from gateway.pages.frame import Frame
+from gateway.pages.setting_pages import build_setting_pages
 from gateway.parts import Billing, Records, Serving, build_billing, build_records, build_serving
 from gateway.process.connections import Connections
+from gateway.process.disks import Disks
 from gateway.process.drain import Drain
 from gateway.records.housekeeping import Chore, Housekeeping
+from gateway.records.priced_names import AdapterPrices
 from gateway.records.probes import Probes
+from gateway.records.retention import Retention
 from gateway.records.uploads import Uploads
 from gateway.resources import Resources, open_resources
 from gateway.settings import Settings
@@ -64,6 +85,9 @@ class Gateway:
     connections: Connections
     drain: Drain
     health: Health
+    alerts: Alerts
+    disks: Disks
+    frame: Frame
     handlers: dict[type, Any]
 
 
@@ -73,43 +97,38 @@ async def build(settings: Settings) -> Gateway:
     records = build_records(resources)
     billing = build_billing(resources)
     serving = build_serving(resources)
-    metrics = resources.metrics
-    metrics.watch(serving.registry, billing.ledger, serving.gate)
-    metrics.watch_quota(lambda: not billing.quota.away)
-    drain, body_memory = Drain(), BodyMemory(settings.body_memory_bytes)
-    metrics.watch_bodies(lambda: body_memory.held)
+    metrics, drain, body_memory = resources.metrics, Drain(), BodyMemory(settings.body_memory_bytes)
+    _watch(metrics, billing, serving, body_memory)
     idempotency = Idempotency(resources.redis, settings.redis_timeout)
     probes, mode = Probes(resources.database), settings.adapter_probe
     validation = Validation(records.catalog, records.tenants, probes, serving.prober, resources.redis, mode)
     intake = _build_intake(resources, serving, idempotency, validation)
     resumable = _build_resumable(resources, records, billing, intake)
     deliveries = make_deliveries(settings, metrics)
-    health = Health(
-        database=resources.database,
-        quota=billing.quota,
-        ledger=billing.ledger,
-        registry=serving.registry,
-        drain=drain,
-        metrics=metrics,
-        degraded_is_ready=settings.readiness == "degraded",
-        admin_port=settings.admin_port,
-    )
+    health = _build_health(resources, billing, serving, drain)
+    pages = build_pages(resources, records, billing, serving, health, drain)
     admission = _build_admission(resources, records, billing, serving)
+    alerts = build_alerts(resources, records, serving)
+    desk = _build_webhook_desk(settings, records, alerts)
     golden, upgrades = build_golden(resources, records, billing, serving, admission, body_memory)
     handlers = [
+        resumable,
         *_inference_handlers(resources, records, billing, serving, admission, deliveries),
         golden,
         *_tenant_handlers(resources, records, billing, intake),
-        *_admin_handlers(records, serving, intake, resumable),
-        resumable,
+        *_admin_handlers(records, billing, serving, intake, resumable),
         _build_imports(resources, records, billing, intake),
+        AdminWebhooks(desk=desk, events=alerts.events),
         ProbeRoutes(records.tenants, probes, serving.registry, validation, billing.quota),
+        *_adapter_handlers(pages.frame, resources, records, billing, serving, intake, golden),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
+        *pages.handlers,
+        *build_setting_pages(pages.frame, resources, records, billing, alerts, desk),
+        *([MetricsPage(metrics)] if settings.metrics_port is None else []),
+        Home(lambda: {route.path for route in ROUTES}, settings.admin_port),
         health,
     ]
-    if settings.metrics_port is None:
-        handlers.append(MetricsPage(metrics))
     return Gateway(
         resources,
         records,
@@ -119,14 +138,23 @@ async def build(settings: Settings) -> Gateway:
         deliveries=deliveries,
         idempotency=idempotency,
         intake=intake,
-        housekeeping=_build_housekeeping(resources, records, intake, resumable),
+        housekeeping=_build_housekeeping(resources, records, intake, resumable, alerts),
         upgrades=upgrades,
         body_memory=body_memory,
         connections=Connections(settings.max_connections, metrics),
         drain=drain,
         health=health,
+        alerts=alerts,
+        disks=Disks(settings.disk_folders, metrics.disk),
+        frame=pages.frame,
         handlers={type(handler): handler for handler in handlers},
     )
+
+
+def _watch(metrics: Metrics, billing: Billing, serving: Serving, body_memory: BodyMemory) -> None:
+    metrics.watch(serving.registry, billing.ledger, serving.gate)
+    metrics.watch_quota(lambda: not billing.quota.away)
+    metrics.watch_bodies(lambda: body_memory.held)
 
 
 def _build_intake(
@@ -181,16 +209,79 @@ def _build_imports(resources: Resources, records: Records, billing: Billing, int
     )
 
 
+def _adapter_handlers(
+    frame: Frame,
+    resources: Resources,
+    records: Records,
+    billing: Billing,
+    serving: Serving,
+    intake: AdapterIntake,
+    golden: GoldenRoutes,
+) -> list[Any]:
+    """Return the routes of an adapter's versions and use, and its page, which calls them."""
+    versions = AdapterVersions(
+        tenants=records.tenants,
+        catalog=records.catalog,
+        uploads=Uploads(resources.database),
+        quota=billing.quota,
+    )
+    uses = AdapterUseRoutes(
+        tenants=records.tenants,
+        catalog=records.catalog,
+        uses=records.adapter_uses,
+        probes=Probes(resources.database),
+        warming=serving.warming,
+        currency=records.price_list.currency,
+    )
+    parts = AdapterParts(intake, golden.checks, uses, versions)
+    return [versions, uses, *build_adapter_page(frame, resources, records, billing, serving, parts)]
+
+
 def _build_housekeeping(
-    resources: Resources, records: Records, intake: AdapterIntake, resumable: ResumableUploads
+    resources: Resources, records: Records, intake: AdapterIntake, resumable: ResumableUploads, alerts: Alerts
 ) -> Housekeeping:
-    kept = timedelta(days=resources.settings.tenant_audit_days)
+    settings = resources.settings
+    retention, days = Retention(resources.database), settings.usage_days
+    kept, refused_kept = timedelta(days=settings.tenant_audit_days), timedelta(days=settings.refused_days)
+    minutes_kept, usage_kept = (
+        timedelta(hours=settings.minute_sums_hours),
+        None if days is None else timedelta(days=days),
+    )
     chores: dict[str, Chore] = {
         "adapters and bytes collected": intake.collect,
         "unfinished uploads removed": resumable.sweep,
+        "events removed": alerts.events.sweep,
         "audit entries removed": lambda: records.audit.sweep(kept),
+        "sums by minute removed": lambda: retention.prune_minutes(minutes_kept),
+        "usage rows removed": lambda: retention.prune_usage(usage_kept),
+        "refused requests removed": lambda: records.refusals.prune(refused_kept, datetime.now(UTC)),
+        "sessions removed": records.sessions.sweep,
     }
-    return Housekeeping(resources.redis, resources.settings.redis_timeout, chores)
+    return Housekeeping(resources.redis, settings.redis_timeout, chores)
+
+
+def _build_webhook_desk(settings: Settings, records: Records, alerts: Alerts) -> WebhookDesk:
+    return WebhookDesk(
+        webhooks=alerts.webhooks,
+        tenants=records.tenants,
+        sender=alerts.sender,
+        pepper=settings.key_pepper,
+        http_hosts=settings.webhook_http_hosts,
+        has_mail=settings.smtp_url is not None,
+    )
+
+
+def _build_health(resources: Resources, billing: Billing, serving: Serving, drain: Drain) -> Health:
+    return Health(
+        database=resources.database,
+        quota=billing.quota,
+        ledger=billing.ledger,
+        registry=serving.registry,
+        drain=drain,
+        metrics=resources.metrics,
+        degraded_is_ready=resources.settings.readiness == "degraded",
+        admin_port=resources.settings.admin_port,
+    )
 
 
 def _build_admission(resources: Resources, records: Records, billing: Billing, serving: Serving) -> Admission:
@@ -233,25 +324,35 @@ def _inference_handlers(
         max_answer_bytes=settings.max_answer_bytes,
         request_timeout=settings.request_timeout,
     )
-    return [completions, Models(catalog=records.catalog, base_model=settings.base_model)]
+    models = Models(
+        catalog=records.catalog,
+        base_model=settings.base_model,
+        max_length=resources.model.max_length,
+        prices=AdapterPrices(resources.database, records.price_list),
+    )
+    chats = TenantChats(
+        tenants=records.tenants,
+        adapters=records.adapter_list,
+        base_model=settings.base_model,
+        completions=completions,
+        audit=records.audit,
+    )
+    return [completions, models, chats]
 
 
 def _tenant_handlers(resources: Resources, records: Records, billing: Billing, intake: AdapterIntake) -> list[Any]:
     return [
         Adapters(auth=records.auth, catalog=records.catalog, intake=intake, quota=billing.quota),
         SavedMixtureRoutes(tenants=records.tenants, catalog=records.catalog, quota=billing.quota),
-        AdapterVersions(
-            tenants=records.tenants,
-            catalog=records.catalog,
-            uploads=Uploads(resources.database),
-            quota=billing.quota,
-        ),
-        Usage(report=records.report),
+        Usage(report=records.report, currency=resources.settings.currency),
+        RequestLogRoutes(log=records.request_log, currency=resources.settings.currency),
+        ActivityRoutes(activity=records.activity, currency=resources.settings.currency),
+        OwnKey(quota=billing.quota, currency=resources.settings.currency),
     ]
 
 
 def _admin_handlers(
-    records: Records, serving: Serving, intake: AdapterIntake, resumable: ResumableUploads
+    records: Records, billing: Billing, serving: Serving, intake: AdapterIntake, resumable: ResumableUploads
 ) -> list[Any]:
     auth, tenants, catalog, report = records.auth, records.tenants, records.catalog, records.report
     return [
@@ -262,10 +363,19 @@ def _admin_handlers(
             report=report,
             registry=serving.registry,
             gate=serving.gate,
+            currency=records.price_list.currency,
         ),
+        AdminAdapters(adapters=records.adapter_list, registry=serving.registry),
         AdminAudit(audit=records.audit),
+        AdminPlans(auth=auth, plans=records.plans, known=records.price_list, base_model=catalog.base_model),
         AdminPrices(auth=auth, prices=records.prices, known=records.price_list, tenants=tenants, catalog=catalog),
-        AdminTenants(auth=auth, tenants=tenants, catalog=catalog),
-        AdminKeys(auth=auth, tenants=tenants, keys=records.keys, catalog=catalog),
-        Dashboard(auth=auth, tenants=tenants, catalog=catalog, report=report, registry=serving.registry),
+        AdminTenants(auth=auth, tenants=tenants, lists=records.tenant_lists, plans=records.plans, catalog=catalog),
+        AdminTenantBulk(auth=auth, bulk=records.tenant_bulk),
+        KeyRoutes(
+            desk=KeyDesk(auth=auth, keys=records.keys, catalog=catalog),
+            tenants=tenants,
+            quota=billing.quota,
+            lists=records.key_lists,
+        ),
+        AdminSessions(sessions=records.sessions, records=records.session_records, tenants=tenants),
     ]

@@ -11,6 +11,7 @@ import msgspec
 from aiohttp import web
 
 from adapters.manifest import AdapterError
+from gateway.unknown_urls import unknown_route, unsupported_api
 from wire.errors import BadRequest as ProtocolError
 from wire.http_requests import BadHead, check_head
 from wire.text.tokenizer import ChatTemplateError
@@ -20,6 +21,10 @@ log = logging.getLogger(__name__)
 REQUEST_ID = web.RequestKey("request_id", str)
 # Code of the error in a request's answer or stream, for the access log.
 ERROR_CODE = web.RequestKey("error_code", str)
+# Whether an inference request has a usage row: it was admitted, and an engine was available.
+HAS_USAGE = web.RequestKey("has_usage", bool)
+# Error that was sent as the whole answer, for the request log.
+FAILURE = web.RequestKey("failure", Exception)
 # Ending of an inference request that was admitted but not completed, for the access log.
 ENDING = web.RequestKey("ending", str)
 
@@ -124,6 +129,12 @@ class AdapterInUse(GatewayError):
     status, kind, code = 409, "invalid_request_error", "adapter_in_use"
 
 
+class Conflict(GatewayError):
+    """The present records do not allow a change."""
+
+    status, kind, code = 409, "invalid_request_error", "conflict"
+
+
 class NoEarlierState(GatewayError):
     """An alias has no earlier state to return to."""
 
@@ -161,14 +172,40 @@ class TooLarge(GatewayError):
     status, kind, code = 413, "invalid_request_error", "request_too_large"
 
 
+class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
+    """Limit that refused a request.
+
+    name: such as "tokens_per_minute". owner: "tenant", "key" or "model". value: the limit itself. needed: the amount
+    that the request needed; remaining: the amount that was left. Money is in micro-units.
+    """
+
+    name: str
+    owner: str
+    value: int
+    needed: int
+    remaining: int
+
+
 class RateLimited(GatewayError):
-    """Exceeded limit. `kind` is its class: "requests", "tokens", "concurrency" or "budget"."""
+    """Exceeded limit. `kind` is its class: "requests", "tokens", "concurrency" or "budget".
+
+    exceeded: the limit and its amounts; None if it ended an answer or an upload that had begun.
+    """
 
     status, code = 429, "rate_limit_exceeded"
 
-    def __init__(self, message: str, *, limit: str, code: str | None = None, headers: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        limit: str,
+        code: str | None = None,
+        headers: Mapping[str, str],
+        exceeded: Exceeded | None = None,
+    ) -> None:
         super().__init__(message, code=code, headers=headers)
         self.kind = limit
+        self.exceeded = exceeded
 
 
 class TooManyBodies(GatewayError):
@@ -326,14 +363,18 @@ def translate(error: Exception, request_id: str) -> GatewayError:
         return BadRequest(str(error), param=error.param)
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         return TooLarge("The request body exceeds the limit of this gateway.")
-    if isinstance(error, web.HTTPNotFound):
-        return RecordNotFound("There is nothing at this URL.", code="unknown_url")
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"Method {error.method} is not allowed here; use {allowed}."
         return MethodNotAllowed(message, headers={"Allow": allowed})
     log.error("request %s failed", request_id, exc_info=error)
     return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")
+
+
+def _unknown_url(request: web.Request) -> RecordNotFound:
+    if (message := unsupported_api(request)) is not None:
+        return RecordNotFound(message, code="unsupported_endpoint")
+    return RecordNotFound(unknown_route(request), code="unknown_url")
 
 
 def to_response(error: GatewayError) -> web.Response:
@@ -351,6 +392,7 @@ async def error_boundary(request: web.Request, handler: Handler) -> web.StreamRe
     except web.HTTPRedirection:
         raise
     except Exception as error:  # noqa: BLE001  (the boundary: every exception ends here, logged once)
-        failure = translate(error, request[REQUEST_ID])
-        request[ERROR_CODE] = failure.code or failure.kind
+        is_unknown = isinstance(error, web.HTTPNotFound)
+        failure = _unknown_url(request) if is_unknown else translate(error, request[REQUEST_ID])
+        request[ERROR_CODE], request[FAILURE] = failure.code or failure.kind, failure
         return to_response(failure)

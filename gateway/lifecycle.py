@@ -38,6 +38,9 @@ class Lifecycle:
             gateway.upgrades.running,
             gateway.housekeeping.running,
             gateway.health.watching,
+            gateway.alerts.outbox.running,
+            gateway.alerts.watch.running,
+            self._disks,
         )
         return (*parts, self._engines, self._usage, self._accounts, *others)
 
@@ -63,9 +66,17 @@ class Lifecycle:
 
     async def _access(self, _: web.Application) -> AsyncIterator[None]:
         records = self._gateway.records
-        async with running(self._resources.lag.watch()), running(records.auth.watch()):
+        async with (
+            running(self._resources.lag.watch()),
+            running(records.auth.watch()),
+            running(records.sessions.watch()),
+        ):
             yield
         await records.changes.close()
+
+    async def _disks(self, _: web.Application) -> AsyncIterator[None]:
+        async with running(self._gateway.disks.watch()):
+            yield
 
     async def _prices(self, _: web.Application) -> AsyncIterator[None]:
         records = self._gateway.records
@@ -81,11 +92,15 @@ class Lifecycle:
 
     async def _engines(self, _: web.Application) -> AsyncIterator[None]:
         serving, deliveries = self._gateway.serving, self._gateway.deliveries
+        await serving.drains.read()
         await serving.registry.poll()
         watching = serving.registry.watch(serving.gate.admit)
         sharing = serving.shared_service.watch(serving.gate.charge, serving.gate.admit)
         async with (
             running(watching),
+            running(serving.drains.watch()),
+            running(serving.history.watch()),
+            running(serving.fairness.watch()),
             running(sharing),
             running(serving.engine_service.watch(serving.gate.charge)),
             running(deliveries.watch()),
@@ -96,12 +111,13 @@ class Lifecycle:
         await serving.fleet.prefetch.close()
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:
-        ledger = self._gateway.billing.ledger
-        async with running(ledger.run()), running(self._gateway.abandoned.run()):
+        ledger, refusals = self._gateway.billing.ledger, self._gateway.records.refusals
+        async with running(ledger.run()), running(self._gateway.abandoned.run()), running(refusals.run()):
             yield
         try:
             async with asyncio.timeout(FLUSH_SECONDS):
                 await ledger.close()
+                await refusals.flush()
         except TimeoutError:
             log.warning("the last usage rows wait in Redis or in the journal for the next gateway")
 

@@ -1,9 +1,10 @@
 """Prometheus metrics of the gateway, in a registry of each application, without global state."""
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Callable, Mapping
 from functools import cache
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.billing.ledger import Ledger
@@ -11,17 +12,27 @@ from gateway.billing.usage_row import UsageRow
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
+from gateway.metric_labels import TenantLabels, method_label
 from gateway.process.loop_lag import LoopLag
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+# Units of `UsageRow.cost` in one of the currency.
+MICRO = 1_000_000
+# Tenants in the metric of used budgets.
+MAX_BUDGETS = 100
+# Fewer buckets where a tenant has series of its own.
+TENANT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class Metrics:
-    """Metrics with bounded labels: routes are patterns, tenants are names that an operator chose."""
+    """Metrics with bounded labels: routes are patterns, and `gateway/metric_labels.py` caps tenants and models."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        # CPU, memory, open files and start time of the process.
+        ProcessCollector(registry=self.registry)
+        self._labels = TenantLabels()
         self._engines: Registry | None = None
         self._make_http()
         self._make_inference()
@@ -34,6 +45,8 @@ class Metrics:
         self._latency_of = cache(self._latency.labels)
         self._finished_of = cache(self._finished.labels)
         self._tokens_of = cache(self._tokens.labels)
+        self._model_requests_of = cache(self._model_requests.labels)
+        self._cost_of = cache(self._cost.labels)
 
     def _make_http(self) -> None:
         self._requests = self._counter(
@@ -80,6 +93,18 @@ class Metrics:
             "Time from a request's arrival to its first token.",
             "endpoint",
         )
+        self._tenant_ttft = self._histogram(
+            "loraplex_gateway_tenant_time_to_first_token_seconds",
+            "Time from a request's arrival to its first token, by tenant.",
+            "tenant",
+            buckets=TENANT_SECONDS,
+        )
+        self._model_requests = self._counter(
+            "loraplex_gateway_model_requests", "Admitted inference requests, by tenant and model.", "tenant", "model"
+        )
+        self._cost = self._counter(
+            "loraplex_gateway_cost", "Cost of requests in the currency of the deployment.", "tenant"
+        )
         self._mismatches = self._counter(
             "loraplex_gateway_adapter_mismatches",
             "Answers for which the engine read an adapter other than the request's.",
@@ -103,6 +128,17 @@ class Metrics:
             "Requests refused because of a limit: requests, tokens, concurrency or budget.",
             "tenant",
             "limit",
+        )
+        self._only_counted = self._counter(
+            "loraplex_gateway_refusals_only_counted",
+            "Refused requests without a row in the request log, because of its limits.",
+        )
+        self._over_budget: set[str] = set()
+        self._num_wrong_keys = 0
+        self._budget_used = self._gauge(
+            "loraplex_gateway_budget_used_ratio",
+            "Share of its fullest budget that a tenant has spent: the 100 largest, from one gateway at a time.",
+            "tenant",
         )
         self._without_redis = self._counter(
             "loraplex_gateway_quota_fallbacks",
@@ -129,6 +165,11 @@ class Metrics:
             "1 if the engine runs and gets no requests because of its model, its version or its secret.",
             "engine",
         )
+        self._engine_drained = self._gauge(
+            "loraplex_gateway_engine_drained",
+            "1 if an operator drained the engine: it gets no new requests until it is resumed.",
+            "engine",
+        )
         self._engine_in_flight = self._gauge(
             "loraplex_gateway_engine_in_flight", "Requests of this gateway that the engine works on.", "engine"
         )
@@ -140,6 +181,9 @@ class Metrics:
         self._queue_waiting = self._gauge("loraplex_gateway_queue_waiting", "Requests that wait for room on an engine.")
         self._queue_wait = self._gauge(
             "loraplex_gateway_queue_wait_seconds", "Longest wait of the requests that still wait for room on an engine."
+        )
+        self._queue_time = self._histogram(
+            "loraplex_gateway_queue_time_seconds", "Wait of admitted requests for room on an engine."
         )
 
     def _make_process(self) -> None:
@@ -161,6 +205,12 @@ class Metrics:
         self._ledger_rejected = self._gauge(
             "loraplex_gateway_ledger_rejected_events", "Usage events that this process moved to usage_rejected."
         )
+        self._disk_free = self._gauge(
+            "loraplex_gateway_disk_free_bytes", "Free bytes of a disk: adapter_store or journal.", "disk"
+        )
+        self._disk_size = self._gauge(
+            "loraplex_gateway_disk_size_bytes", "Size of a disk: adapter_store or journal.", "disk"
+        )
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
@@ -168,33 +218,61 @@ class Metrics:
     def _gauge(self, name: str, text: str, *labels: str) -> Gauge:
         return Gauge(name, text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, *labels: str) -> Histogram:
-        return Histogram(name, text, labels, buckets=SECONDS, registry=self.registry)
+    def _histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
+        return Histogram(name, text, labels, buckets=buckets, registry=self.registry)
 
     def arrived(self) -> None:
         self._in_flight.inc()
 
     def answered(self, method: str, route: str, status: int, seconds: float) -> None:
         self._in_flight.dec()
-        self._requests_of(method, route, status).inc()
+        self._requests_of(method_label(method), route, status).inc()
         self._latency_of(route).observe(seconds)
 
     def finished(self, row: UsageRow) -> None:
-        self._finished_of(row.tenant, row.endpoint, row.status).inc()
-        self._tokens_of(row.tenant, "prompt").inc(row.prompt_tokens)
-        self._tokens_of(row.tenant, "cached").inc(row.cached_tokens)
-        self._tokens_of(row.tenant, "completion").inc(row.completion_tokens)
+        tenant = self._labels.tenant(row.tenant)
+        self._finished_of(tenant, row.endpoint, row.status).inc()
+        self._tokens_of(tenant, "prompt").inc(row.prompt_tokens)
+        self._tokens_of(tenant, "cached").inc(row.cached_tokens)
+        self._tokens_of(tenant, "completion").inc(row.completion_tokens)
+        model = self._labels.model(row.tenant, row.model, is_adapter=row.version is not None)
+        self._model_requests_of(tenant, model).inc()
+        self._cost_of(tenant).inc(row.cost / MICRO)
         if row.ttft_ms is not None:
             self._ttft.labels(row.endpoint).observe(row.ttft_ms / 1000)
+            self._tenant_ttft.labels(tenant).observe(row.ttft_ms / 1000)
 
     def refused(self, tenant_name: str, limit: str) -> None:
-        self._refusals.labels(tenant_name, limit).inc()
+        """Count a refusal. limit: the class of the limit."""
+        if limit == "budget":
+            self._over_budget.add(tenant_name)
+        self._refusals.labels(self._labels.tenant(tenant_name), limit).inc()
+
+    def refusals_only_counted(self, number: int) -> None:
+        self._only_counted.inc(number)
 
     def admitted_without_redis(self, mode: str) -> None:
         """Count a request that was admitted without Redis. mode: "open" or "local"."""
         self._without_redis.labels(mode).inc()
 
+    def take_over_budget(self) -> set[str]:
+        """Return the tenants that were refused because of a budget since the last call."""
+        found, self._over_budget = self._over_budget, set()
+        return found
+
+    def budgets_used(self, ratios: Mapping[str, float]) -> None:
+        """Show the largest of these shares, by tenant, and no others."""
+        self._budget_used.clear()
+        for name in heapq.nlargest(MAX_BUDGETS, ratios, key=lambda name: ratios[name]):
+            self._budget_used.labels(name).set(ratios[name])
+
+    @property
+    def wrong_keys(self) -> int:
+        """Return the number of wrong keys so far."""
+        return self._num_wrong_keys
+
     def login_failed(self) -> None:
+        self._num_wrong_keys += 1
         self._failed_logins.inc()
 
     def login_refused(self) -> None:
@@ -209,8 +287,9 @@ class Metrics:
 
     def golden_checked(self, tenant_name: str, num_prompts: int, num_different: int) -> None:
         """Count a check of golden answers."""
-        self._golden.labels(tenant_name, "same").inc(num_prompts - num_different)
-        self._golden.labels(tenant_name, "different").inc(num_different)
+        tenant = self._labels.tenant(tenant_name)
+        self._golden.labels(tenant, "same").inc(num_prompts - num_different)
+        self._golden.labels(tenant, "different").inc(num_different)
 
     def quarantined(self, kind: str) -> None:
         """Count a quarantine. kind: "request" or "adapter"."""
@@ -237,6 +316,11 @@ class Metrics:
     def part_up(self, part: str, up: bool) -> None:
         self._part_up.labels(part).set(up)
 
+    def disk(self, name: str, free: int, size: int) -> None:
+        """Set the free bytes and the size of a disk. name: "adapter_store" or "journal"."""
+        self._disk_free.labels(name).set(free)
+        self._disk_size.labels(name).set(size)
+
     def watch_quota(self, up: Callable[[], bool]) -> None:
         self._quota_up.set_function(up)
 
@@ -245,6 +329,7 @@ class Metrics:
         self._engines = registry
         self._queue_waiting.set_function(lambda: gate.waiting)
         self._queue_wait.set_function(lambda: gate.longest_wait)
+        gate.observe_wait = self._queue_time.observe
         self._ledger_waiting.set_function(lambda: ledger.waiting)
         self._ledger_journal.set_function(lambda: ledger.journal_bytes)
         self._ledger_rejected.set_function(lambda: ledger.rejected)
@@ -255,10 +340,12 @@ class Metrics:
         self._engine_up.clear()
         self._engine_available.clear()
         self._engine_refused.clear()
+        self._engine_drained.clear()
         self._engine_in_flight.clear()
         for engine in self._engines.engines if self._engines is not None else ():
             self._engine_up.labels(engine.url).set(engine.is_up)
             self._engine_available.labels(engine.url).set(engine.available)
             self._engine_refused.labels(engine.url).set(engine.condition.health is Health.MISCONFIGURED)
+            self._engine_drained.labels(engine.url).set(engine.drained is not None)
             self._engine_in_flight.labels(engine.url).set(engine.requests.in_flight)
         return generate_latest(self.registry)

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 from gateway.access.auth import Authenticator
 from gateway.access.credentials import StrongSecrets
+from gateway.access.sessions import Sessions
+from gateway.access.throttle import FailedLogins
 from gateway.billing.account import Accounting
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.journal import Journal, journal_folder
@@ -16,7 +19,10 @@ from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
+from gateway.fleet.drains import Drains
 from gateway.fleet.engine_service import EngineService
+from gateway.fleet.fairness import Fairness
+from gateway.fleet.history import History
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
@@ -30,14 +36,25 @@ from gateway.fleet.registry import Registry
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_deaths import SharedDeaths
 from gateway.fleet.shared_service import SharedService
+from gateway.fleet.warming import Warming
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
+from gateway.records.activity import Activity
+from gateway.records.adapter_list import AdapterList
+from gateway.records.adapter_use import AdapterUses
 from gateway.records.audit import Audit
 from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
+from gateway.records.key_list import KeyLists
 from gateway.records.keys import Keys
 from gateway.records.pins import pinned_bases
+from gateway.records.plans import Plans
 from gateway.records.prices import PriceList, Prices
+from gateway.records.refused_requests import RefusalLog
+from gateway.records.request_log import RequestLog
+from gateway.records.sessions import SessionRecords
+from gateway.records.tenant_bulk import TenantBulk
+from gateway.records.tenant_list import TenantLists
 from gateway.records.tenants import Tenants
 from gateway.records.usage_report import UsageReport
 from gateway.resources import Resources
@@ -53,11 +70,23 @@ class Records:
     report: UsageReport
     changes: Changes
     catalog: Catalog
+    adapter_list: AdapterList
+    adapter_uses: AdapterUses
+    key_lists: KeyLists
+    tenant_lists: TenantLists
+    tenant_bulk: TenantBulk
+    plans: Plans
     prices: Prices
     price_list: PriceList
     audit: Audit
+    refusals: RefusalLog
+    request_log: RequestLog
+    activity: Activity
     auth: Authenticator
+    session_records: SessionRecords
+    sessions: Sessions
     is_proved: Callable[[str], bool]
+    wrong_keys: FailedLogins
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,12 +106,16 @@ class Serving:
 
     announcements: Announcements | None
     registry: Registry
+    drains: Drains
+    history: History
+    fairness: Fairness
     gate: Gate
     shared_service: SharedService
     engine_service: EngineService
     quarantine: Quarantine
     prober: AdapterProber
     pinning: Pinning
+    warming: Warming
     fleet: Fleet
 
 
@@ -90,23 +123,50 @@ def build_records(resources: Resources) -> Records:
     """Return the records and the authenticator, which share the database and its changes."""
     settings, database = resources.settings, resources.database
     changes = Changes(database, settings.key_trust_seconds)
-    keys, prices = Keys(database), Prices(database)
+    keys, prices, lists = Keys(database), Prices(database), TenantLists(database)
     admin_key = None if settings.admin_key == OFF else settings.admin_key
     # Strong secrets need no throttle: they are compared from every address and on every port.
     strong = StrongSecrets(admin_key, settings.announce_token or settings.internal_token)
     anywhere = settings.admin_port is None or (admin_key is not None and strong.contains(admin_key))
     auth = Authenticator(keys, settings.key_pepper, admin_key, changes, admin_key_anywhere=anywhere)
+    session_records, provider = SessionRecords(database), settings.oidc_provider
+    sessions = Sessions(
+        session_records,
+        auth,
+        changes,
+        lifetime=timedelta(seconds=settings.session_seconds),
+        idle=timedelta(seconds=settings.session_idle_seconds),
+        proofs=frozenset(filter(None, [auth.bootstrap_proof, provider.proof if provider is not None else None])),
+    )
+
+    def is_proved(presented: str) -> bool:
+        return auth.is_issued(presented) or strong.contains(presented)
+
     return Records(
         Tenants(database),
         keys,
         UsageReport(database),
         changes,
         Catalog(database, settings.base_model, changes, TRUST_SECONDS),
+        AdapterList(database),
+        AdapterUses(database),
+        KeyLists(database),
+        lists,
+        TenantBulk(database, lists),
+        Plans(database),
         prices,
-        PriceList(prices, settings.base_model),
+        PriceList(prices, settings.base_model, settings.currency),
         Audit(database),
+        RefusalLog(database, resources.metrics.refusals_only_counted),
+        RequestLog(database),
+        Activity(database, timedelta(hours=settings.minute_sums_hours)),
         auth,
-        is_proved=lambda presented: auth.is_issued(presented) or strong.contains(presented),
+        session_records,
+        sessions,
+        is_proved=is_proved,
+        wrong_keys=FailedLogins(
+            resources.metrics, is_proved, resources.redis, settings.database_url, settings.admin_port
+        ),
     )
 
 
@@ -158,4 +218,18 @@ def build_serving(resources: Resources) -> Serving:
     pinning = Pinning(lambda: registry.up, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     prober = AdapterProber(registry, kinds, quarantine)
-    return Serving(announcements, registry, gate, shared_service, engine_service, quarantine, prober, pinning, fleet)
+    return Serving(
+        announcements=announcements,
+        registry=registry,
+        drains=Drains(redis, settings.redis_timeout, registry, gate.admit),
+        history=History(registry, gate),
+        fairness=Fairness(gate, counters, lambda: registry.up),
+        gate=gate,
+        shared_service=shared_service,
+        engine_service=engine_service,
+        quarantine=quarantine,
+        prober=prober,
+        pinning=pinning,
+        warming=Warming(registry, client.send_hint),
+        fleet=fleet,
+    )

@@ -16,6 +16,7 @@ from gateway.api.access_log import hide_server
 from gateway.api.health import MetricsPage
 from gateway.api.requests.pieces import READ_BUFFER_BYTES
 from gateway.app import CONNECTIONS, DRAIN, METRICS, make_app
+from gateway.log_format import set_up_logging
 from gateway.metrics import Metrics
 from gateway.process.background import running
 from gateway.process.connections import allow_descriptors
@@ -42,7 +43,7 @@ def run(settings: Settings) -> None:
 
     Raises SettingsError if it cannot start, NotUsableNow for a port in use or a missing schema.
     """
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    set_up_logging(settings.log_format)
     if settings.workers > 1:
         Supervisor(settings, _work, _say_ready).run()
     else:

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from gateway.access.credentials import MIN_BITS, guess_bits
+from gateway.access.oidc import parse_grant
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import parse_fallback
@@ -72,6 +73,18 @@ def _check_import_sources(sources: Sequence[str]) -> None:
             raise ValueError("expected prefixes like hf://org, s3://bucket/prefix or file:///folder")
 
 
+def _check_issuer(issuer: str) -> None:
+    parts = urlsplit(issuer)
+    is_local = parts.hostname in ("localhost", "127.0.0.1", "::1")
+    if not (parts.scheme == "https" or (parts.scheme == "http" and is_local)) or parts.query or parts.fragment:
+        raise ValueError
+
+
+def _check_oidc_roles(grants: Sequence[str]) -> None:
+    for text in grants:
+        parse_grant(text)
+
+
 def _check_networks(networks: Sequence[str]) -> None:
     try:
         for text in networks:
@@ -80,9 +93,32 @@ def _check_networks(networks: Sequence[str]) -> None:
         raise ValueError(f"expected networks like 10.0.0.0/8: {error}") from error
 
 
+def _check_origins(origins: Sequence[str]) -> None:
+    """Raise ValueError unless each is an origin as browsers send it."""
+    for origin in origins:
+        parts = urlsplit(origin)
+        is_exact = origin == f"{parts.scheme}://{parts.netloc}" == origin.lower()
+        if (
+            not is_exact
+            or parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or "@" in origin
+            or "*" in origin
+        ):
+            raise ValueError("expected exact origins like https://chat.example.com or http://localhost:3000")
+
+
 def _check_database_url(url: str) -> None:
     if urlsplit(url).scheme.split("+")[0] not in DRIVERS:
         raise ValueError
+
+
+def _check_smtp_url(url: str) -> None:
+    parts = urlsplit(url)
+    if parts.scheme not in ("smtp", "smtps") or not parts.hostname or parts.path.strip("/") or parts.query:
+        raise ValueError
+    # Raises ValueError for a wrong port.
+    _ = parts.port
 
 
 def _check_redis_url(url: str) -> None:
@@ -121,14 +157,22 @@ StorePath = Annotated[str, _expects("the adapter folder or s3:// URL that the en
 Fallback = Annotated[tuple[str, ...], _expects("modes of admission", parse_fallback)]
 ImportSources = Annotated[tuple[str, ...], _expects("prefixes", _check_import_sources)]
 Networks = Annotated[tuple[str, ...], _expects("networks", _check_networks)]
+Origins = Annotated[tuple[str, ...], _expects("origins", _check_origins)]
+SmtpUrl = Annotated[str, _expects("a URL like smtp://user:password@host:587 or smtps://host", _check_smtp_url)]
+MailAddress = Annotated[str, _expects("an e-mail address", pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\Z")]
+Hosts = Annotated[tuple[str, ...], _expects("names of hosts")]
+Issuer = Annotated[str, _expects("a provider's URL that starts with https://", _check_issuer)]
+OidcRoles = Annotated[tuple[str, ...], _expects("roles of groups", _check_oidc_roles)]
 Port = Annotated[int, _expects("a port between 0 and 65535", ge=0, le=65535)]
 AdminPort = Annotated[int, _expects("a port between 1 and 65535", ge=1, le=65535)]
+Currency = Annotated[str, _expects("a code of three capital letters, such as EUR", pattern="^[A-Z]{3}$")]
 Number = Annotated[int, _expects("a whole number above 0", gt=0)]
 Tokens = Annotated[int, _expects("a number of tokens above 0", gt=0)]
 Bytes = Annotated[int, _expects("a number of bytes above 0", gt=0)]
 Rate = Annotated[float, _expects("a number above 0", gt=0)]
 Seconds = Annotated[float, _expects("seconds above 0", gt=0)]
 Delay = Annotated[float, _expects("seconds, 0 or more", ge=0)]
+Hours = Annotated[float, _expects("hours above 0", gt=0)]
 Days = Annotated[float, _expects("days above 0", gt=0)]
 
 

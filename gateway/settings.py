@@ -10,8 +10,10 @@ from dataclasses import MISSING, dataclass, field, fields
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Any, Literal, get_type_hints
+from urllib.parse import unquote, urlsplit
 
 from gateway import setting_types as types
+from gateway.access.oidc import Provider, parse_grant
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import Check
 from gateway.setting_errors import NotUsableNow, Problems, SettingsError
@@ -49,6 +51,8 @@ class Settings:
     max_model_len: types.Tokens | None = None
     # Tokens that a chat request without `max_tokens` reserves and may generate, if the context has room for them.
     default_max_tokens: types.Tokens = 512
+    # Currency of prices, budgets and costs, an ISO 4217 code.
+    currency: types.Currency = "USD"
     max_body_bytes: types.Bytes = 8 * 2**20
     # Memory of one worker for bodies over 64 KiB, held until their requests end; a tenant gets at most half.
     body_memory_bytes: types.Bytes = 40 * 2**20
@@ -72,6 +76,12 @@ class Settings:
     quarantine_seconds: types.Seconds = 600.0
     # Days for which audit entries of tenants' own changes are kept; operators' entries are not removed.
     tenant_audit_days: types.Days = 90.0
+    # Hours for which the sums by minute of charts are kept.
+    minute_sums_hours: types.Hours = 48.0
+    # Days for which usage rows are kept; None: for ever. Sums by hour and day are always kept.
+    usage_days: types.Days | None = None
+    # Days for which rows of refused requests are kept.
+    refused_days: types.Days = 30.0
     # Maximum number of requests that wait while every engine is full, and maximum wait of one; beyond either, 429.
     queue_length: types.Number = 512
     queue_seconds: types.Seconds = 30.0
@@ -112,12 +122,30 @@ class Settings:
     answer_memory_bytes: types.Bytes = 32 * 2**20
     # Networks of proxies whose X-Forwarded-For is trusted, so that wrong keys count against the client's own address.
     trusted_proxies: types.Networks = ()
+    # Origins of web pages that may call /v1 from a browser, such as https://chat.example.com.
+    cors_origins: types.Origins = ()
+    log_format: Literal["text", "json"] = "text"
+    # Mail server for events, smtp:// (with STARTTLS) or smtps://, maybe with user and password; None: no e-mail.
+    smtp_url: types.SmtpUrl | None = field(default=None, repr=False)
+    # Sender's address of these e-mails.
+    mail_from: types.MailAddress = "loraplex@localhost"
+    # Hosts that operators' webhooks may reach by http://, without TLS.
+    webhook_http_hosts: types.Hosts = ()
     # Whether a client's `traceparent` decides if the spans of its request are recorded.
     trust_traceparent: bool = False
     # Time for which running streams continue after SIGTERM.
     shutdown_seconds: types.Seconds = 20.0
     # Time before that in which `/readyz` returns 503 but requests are accepted, so that load balancers switch over.
     drain_delay: types.Delay = 0.0
+    # Time after which a browser's session ends, and time without use after which it ends earlier.
+    session_seconds: types.Seconds = 43_200.0
+    session_idle_seconds: types.Seconds = 3600.0
+    # OpenID Connect provider for log-ins, the client there, the claim with a person's groups, and the roles of groups.
+    oidc_issuer: types.Issuer | None = None
+    oidc_client_id: types.Text | None = None
+    oidc_client_secret: types.Text | None = field(default=None, repr=False)
+    oidc_groups_claim: types.Text = "groups"
+    oidc_roles: types.OidcRoles = ()
     # Time for which cached keys, names and prices stay valid while the database is away; 0.5 is strict.
     key_trust_seconds: types.Seconds = 0.5
     # Whether `/readyz` returns 200 (degraded) or 503 (strict) while the database, Redis or all engines are away.
@@ -136,8 +164,32 @@ class Settings:
         return types.parse_engines(self.engines)
 
     @property
+    def oidc_provider(self) -> Provider | None:
+        """Return the OpenID Connect provider, None if there is none."""
+        if self.oidc_issuer is None or self.oidc_client_id is None:
+            return None
+        return Provider(
+            issuer=self.oidc_issuer.rstrip("/"),
+            client_id=self.oidc_client_id,
+            client_secret=self.oidc_client_secret,
+            claim=self.oidc_groups_claim,
+            grants=tuple(parse_grant(text) for text in self.oidc_roles),
+        )
+
+    @property
     def proxy_networks(self) -> list[Network]:
         return [ip_network(text) for text in self.trusted_proxies]
+
+    @property
+    def disk_folders(self) -> dict[str, Path]:
+        """Return the folders on this host that fill up, by name: the adapter store or its copies, and the journal."""
+        if self.adapter_store.startswith("s3://"):
+            store = self.adapter_cache
+        else:
+            store = Path(
+                unquote(urlsplit(self.adapter_store).path) if "://" in self.adapter_store else self.adapter_store
+            )
+        return {"adapter_store": store.expanduser(), "journal": self.journal_dir.expanduser()}
 
     @classmethod
     def load(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> "Settings":
@@ -178,6 +230,12 @@ class Settings:
 # Conditions on several settings: the setting that the error names, the other settings, a function of their values in
 # this order that returns whether they fit, and the error.
 RELATIONS: tuple[tuple[str, tuple[str, ...], Callable[..., bool], str], ...] = (
+    (
+        "oidc_client_id",
+        ("oidc_issuer", "oidc_roles"),
+        lambda client, issuer, roles: (issuer is None) == (client is None) == (not roles),
+        f"expected together with {PREFIX}OIDC_ISSUER and {PREFIX}OIDC_ROLES",
+    ),
     ("admin_port", ("port",), lambda admin, port: admin != port, f"expected a port other than {PREFIX}PORT"),
     (
         "metrics_port",

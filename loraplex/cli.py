@@ -9,7 +9,27 @@ from typing import Any
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from loraplex.commands import adapters, audit, bases, bench, keys, prices, programs, talk, tenants, up, usage
+from loraplex.commands import (
+    adapters,
+    alerts,
+    audit,
+    bases,
+    bench,
+    engines,
+    keys,
+    live,
+    plans,
+    prices,
+    programs,
+    requests,
+    talk,
+    tenant_apply,
+    tenant_bulk,
+    tenants,
+    up,
+    usage,
+    whoami,
+)
 
 
 class OneLineErrors(click.Group):
@@ -36,21 +56,31 @@ def main() -> None:
     """Multi-tenant serving of many LoRA adapters on one base model."""
 
 
+programs.engine.subcommands = engines.engines
 for command in (
     *(up.up, programs.gateway, programs.engine, programs.migrate),
     *(
         tenants.tenant,
+        plans.plan,
         keys.key,
         adapters.adapter,
+        whoami.whoami,
+        live.status,
+        live.top,
         usage.usage,
         prices.price,
         audit.audit,
+        alerts.webhook,
+        alerts.events,
+        requests.requests,
         bases.base,
         talk.chat,
         bench.bench,
     ),
 ):
     main.add_command(command)
+for command in (tenant_apply.apply, tenant_bulk.bulk):
+    tenants.tenant.add_command(command)
 
 if __name__ == "__main__":
     main(prog_name="loraplex")

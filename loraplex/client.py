@@ -58,15 +58,15 @@ class GatewayClient:
     ) -> None:
         await self._session.close()
 
-    async def call(self, method: str, path: str, **request: Any) -> Any:
+    async def call(self, method: str, path: str, *, expected: int = 200, **request: Any) -> Any:
         """Send a request and return the answer's JSON (None if empty).
 
-        Raises GatewayError for every status from 400.
+        Raises GatewayError for every status from 400 but `expected`.
         """
         try:
             async with self._session.request(method, self.url + path, **request) as response:
                 body = await response.read()
-                if response.status >= 400:
+                if response.status >= 400 and response.status != expected:
                     raise _refusal(response.status, body)
                 return await response.json() if body else None
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -97,8 +97,21 @@ class GatewayClient:
     async def create_tenant(self, name: str, *, force: bool = False, **fields: Any) -> dict[str, Any]:
         return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields, params=_force(force))
 
-    async def tenants(self) -> list[dict[str, Any]]:
-        return await self.listed("/admin/api/tenants")
+    async def tenants(self, **query: str) -> list[dict[str, Any]]:
+        """Return all tenants that match. query: of plan, tag, suspended, over_budget, q, idle_days, sort and order."""
+        found: list[dict[str, Any]] = []
+        while True:
+            page = await self.call("GET", "/admin/api/tenants", params=query)
+            found += page["data"]
+            # A gateway of the previous release sends all at once.
+            if page.get("next") is None:
+                return found
+            query = query | {"after": page["next"]}
+
+    async def change_tenants(self, body: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
+        """Change all tenants that match the body's filter, or list them."""
+        params = {"dry_run": "true"} if dry_run else {}
+        return await self.call("POST", "/admin/api/tenants/bulk", json=body, params=params)
 
     async def tenant(self, name: str) -> dict[str, Any]:
         return await self.call("GET", _path("/admin/api/tenants", name))
@@ -109,19 +122,40 @@ class GatewayClient:
     async def delete_tenant(self, name: str) -> None:
         await self.call("DELETE", _path("/admin/api/tenants", name))
 
-    async def create_key(self, tenant: str | None, *, force: bool = False, **fields: Any) -> dict[str, Any]:
-        """Create a key. tenant None: an operator's key."""
-        return await self.call("POST", _keys_path(tenant), json=fields, params=_force(force))
+    async def create_key(
+        self, tenant: str | None, *, own: bool = False, force: bool = False, **fields: Any
+    ) -> dict[str, Any]:
+        """Create a key. tenant None: an operator's key or, if `own`, one of the tenant that calls."""
+        return await self.call("POST", _keys_path(tenant, own), json=fields, params=_force(force))
 
-    async def keys(self, tenant: str | None) -> list[dict[str, Any]]:
-        return await self.listed(_keys_path(tenant))
+    async def keys(self, tenant: str | None, *, own: bool = False) -> list[dict[str, Any]]:
+        return await self.listed(_keys_path(tenant, own))
 
-    async def rotate_key(self, key_id: str, grace_seconds: int) -> dict[str, Any]:
-        path = _path("/admin/api/keys", key_id) + "/rotate"
+    async def rotate_key(self, key_id: str, grace_seconds: int, *, own: bool = False) -> dict[str, Any]:
+        path = _path(_keys_path(None, own), key_id) + "/rotate"
         return await self.call("POST", path, json={"grace_seconds": grace_seconds})
 
-    async def revoke_key(self, key_id: str) -> None:
-        await self.call("DELETE", _path("/admin/api/keys", key_id))
+    async def revoke_key(self, key_id: str, *, own: bool = False) -> None:
+        await self.call("DELETE", _path(_keys_path(None, own), key_id))
+
+    async def version(self) -> str:
+        return (await self.call("GET", "/admin/api/version"))["version"]
+
+    async def queue(self) -> dict[str, Any]:
+        return await self.call("GET", "/admin/api/queue")
+
+    async def ready(self) -> dict[str, Any]:
+        """Return the state of the gateway's parts, whether it is ready or not."""
+        return await self.call("GET", "/readyz", expected=503)
+
+    async def engines(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/engines")
+
+    async def drain_engine(self, url: str) -> dict[str, Any]:
+        return await self.call("POST", "/admin/api/engines/drain", json={"url": url})
+
+    async def resume_engine(self, url: str) -> dict[str, Any]:
+        return await self.call("POST", "/admin/api/engines/resume", json={"url": url})
 
     async def adapters(self, tenant: str | None) -> list[dict[str, Any]]:
         return await self.listed(_adapters_path(tenant))
@@ -236,15 +270,16 @@ class GatewayClient:
             return []
         return (await self.call("POST", f"{path}/check", params=_engine(engine), timeout=UPLOAD_TIMEOUT))["checks"]
 
-    async def engines(self) -> list[dict[str, Any]]:
-        return await self.listed("/admin/api/engines")
-
     async def bases(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/bases")
 
     async def usage(self, **query: str) -> Any:
         """Return the usage of all tenants or of one. query: tenant, since, until and group_by."""
         return await self._all_usage("/admin/api/usage", query)
+
+    async def own_key(self) -> dict[str, Any]:
+        """Return a tenant's own key with what is left of its limits."""
+        return await self.call("GET", "/v1/key")
 
     async def own_usage(self, **query: str) -> Any:
         """Return the usage of a tenant's own key. query: since, until and group_by."""
@@ -264,6 +299,35 @@ class GatewayClient:
     async def audit(self, **query: Any) -> Any:
         """Return a page of the audit log. query: tenant, actor, action, since, until, limit and after."""
         return await self.call("GET", "/admin/api/audit", params=query)
+
+    async def plans(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/plans")
+
+    async def plan(self, name: str) -> dict[str, Any]:
+        return await self.call("GET", _path("/admin/api/plans", name))
+
+    async def set_plan(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
+        """Create a plan or replace it. fields: its terms and prices."""
+        return await self.call("PUT", _path("/admin/api/plans", name), json=fields)
+
+    async def delete_plan(self, name: str) -> None:
+        await self.call("DELETE", _path("/admin/api/plans", name))
+
+    async def webhooks(self) -> list[dict[str, Any]]:
+        return await self.listed("/admin/api/webhooks")
+
+    async def set_webhook(self, name: str, **fields: Any) -> dict[str, Any]:
+        return await self.call("PUT", _path("/admin/api/webhooks", name), json=fields)
+
+    async def test_webhook(self, name: str) -> dict[str, Any]:
+        return await self.call("POST", f"{_path('/admin/api/webhooks', name)}/test")
+
+    async def delete_webhook(self, name: str) -> None:
+        await self.call("DELETE", _path("/admin/api/webhooks", name))
+
+    async def list_events(self, **query: Any) -> Any:
+        """Return a page of events. query: tenant, type, since, until, limit and after."""
+        return await self.call("GET", "/admin/api/events", params=query)
 
     async def prices(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/prices")
@@ -321,7 +385,9 @@ def _alias_path(tenant: str | None, alias: Reference) -> str:
     return f"{_path(_adapters_path(tenant), alias.name)}/aliases/{alias.alias}"
 
 
-def _keys_path(tenant: str | None) -> str:
+def _keys_path(tenant: str | None, own: bool) -> str:
+    if own:
+        return "/v1/keys"
     return "/admin/api/keys" if tenant is None else _path("/admin/api/tenants", tenant) + "/keys"
 
 

@@ -125,6 +125,8 @@ def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
 
 def _checked_folder(folder: Path) -> Path:
     if not (folder / "config.json").is_file():
+        if (folder / "adapter_config.json").is_file():
+            raise ModelError(f"{folder} is a LoRA adapter, not a model: upload it with `loraplex adapter push`")
         raise ModelError(f"{folder} is not a model folder: it has no config.json")
     if not any(folder.glob("*.safetensors")) and len(list(folder.glob("*.gguf"))) != 1:
         raise ModelError(f"{folder} has neither *.safetensors nor exactly one *.gguf; no other format is supported")

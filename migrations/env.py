@@ -2,11 +2,11 @@
 
 from alembic import context
 
-from gateway.records.tables import metadata
+from gateway.records.event_tables import events
 
 connection = context.config.attributes.get("connection")
 if connection is None:
     raise RuntimeError("run `loraplex migrate`: these migrations run on a connection of gateway.records.database")
 # Batch mode: SQLite alters a table by copying it.
-context.configure(connection=connection, target_metadata=metadata, render_as_batch=True)
+context.configure(connection=connection, target_metadata=events.metadata, render_as_batch=True)
 context.run_migrations()

@@ -1,6 +1,5 @@
 """The real stack for tests: `loraplex up --demo`, as a new user starts it, on a free port."""
 
-import base64
 import json
 import os
 import shutil
@@ -175,14 +174,11 @@ def http(
     key: str | None = None,
     data: bytes | None = None,
     kind: str = "application/json",
-    basic: str | None = None,
 ) -> Answer:
     """Send one plain HTTP request; an error status is returned like any other."""
     headers = {"Content-Type": kind}
     if key is not None:
         headers["Authorization"] = f"Bearer {key}"
-    if basic is not None:
-        headers["Authorization"] = f"Basic {base64.b64encode(basic.encode()).decode()}"
     request = urllib.request.Request(url, data=data, headers=headers, method=method)
     try:
         with urllib.request.urlopen(request, timeout=60) as response:

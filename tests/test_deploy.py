@@ -17,7 +17,8 @@ DEPLOY = ROOT / "deploy"
 SERVICES = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
 [GROUP] = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
 ALERTS = {rule["alert"]: rule for rule in GROUP["rules"]}
-PANELS = json.loads((DEPLOY / "grafana/loraplex.json").read_text())["panels"]
+DASHBOARD = json.loads((DEPLOY / "grafana/loraplex.json").read_text())
+PANELS = [panel for panel in DASHBOARD["panels"] if panel["type"] != "row"]
 RUNBOOK = (ROOT / "docs/runbook.md").read_text()
 REFERENCE = (ROOT / "docs/reference.md").read_text()
 
@@ -33,14 +34,49 @@ def test_the_dashboard_asks_for_metrics_that_exist():
     assert names <= METRICS
 
 
+@pytest.mark.parametrize("panel", PANELS, ids=lambda panel: panel["title"])
+def test_a_panel(panel: dict[str, Any]):
+    defaults, targets = panel["fieldConfig"]["defaults"], panel["targets"]
+    assert panel["description"]
+    assert defaults["unit"]
+    for target in targets:
+        # A tenant's or model's label only with a bound on the number of lines.
+        labels = set(re.findall(r"by \(([\w, ]+)\)", target["expr"]))
+        if any({"tenant", "model"} & set(each.split(", ")) for each in labels):
+            assert target["expr"].startswith("topk(10, ")
+        # Gauges that each gateway reports about the same thing are never added up.
+        assert not re.search(r"sum[^(]*\(loraplex_gateway_(engine|part)_", target["expr"])
+        assert target["datasource"]["uid"] == "${datasource}"
+    legends = [target["legendFormat"] for target in targets]
+    assert len(legends) == len(set(legends))
+
+
+def test_panels_do_not_overlap():
+    cells = [
+        (x, y)
+        for panel in DASHBOARD["panels"]
+        for x in range(panel["gridPos"]["x"], panel["gridPos"]["x"] + panel["gridPos"]["w"])
+        for y in range(panel["gridPos"]["y"], panel["gridPos"]["y"] + panel["gridPos"]["h"])
+    ]
+    assert len(cells) == len(set(cells))
+    assert all(x < 24 for x, _ in cells)
+
+
+def test_the_dashboards_variables_are_used_and_every_used_one_exists():
+    names = {variable["name"] for variable in DASHBOARD["templating"]["list"]}
+    assert names == {"datasource", "tenant", "model", "engine"}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(PANELS)))
+    assert used - {"__rate_interval", "__range"} == names
+
+
 @pytest.mark.parametrize("name", ALERTS)
 def test_an_alert(name: str):
     rule: dict[str, Any] = ALERTS[name]
     assert asked(rule["expr"]) <= METRICS
-    assert asked(rule["expr"]) or 'up{job="' in rule["expr"]
-    assert rule["labels"]["severity"] in ("critical", "warning")
+    assert asked(rule["expr"]) or re.search("(up|process_start_time_seconds){job=", rule["expr"])
+    assert rule["labels"]["severity"] in ("critical", "warning", "info")
     # Names in the summary's braces are labels that the expression keeps.
-    kept = set(re.findall(r"by \((\w+)\)", rule["expr"])) or {"instance"}
+    kept = set(re.findall(r"by \((\w+)\)", rule["expr"])) or {"instance", "job"}
     assert set(re.findall(r"\$labels\.(\w+)", rule["annotations"]["summary"])) <= kept
     assert f"\n## {name}\n" in RUNBOOK
 

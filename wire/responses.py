@@ -22,10 +22,14 @@ class PromptTokensDetails(Struct):
 
 
 class Usage(Struct):
+    """Token counts. cost: in units of `currency`, with up to six decimals; only a gateway sends the two."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    cost: float | UnsetType = UNSET
+    currency: str | UnsetType = UNSET
 
 
 class Progress(Struct):
@@ -150,7 +154,18 @@ class ChatCompletion(Struct):
     prompt_token_ids: list[int] | UnsetType = UNSET
 
 
+class ModelPrice(Struct):
+    """Price per million tokens, as decimals in units of `currency`. cached: of prompt tokens from a cache."""
+
+    input: str
+    cached: str
+    output: str
+    currency: str
+
+
 class Model(Struct):
+    """A model. context_length: the same as max_model_len, under OpenRouter's name. price: only from a gateway."""
+
     id: str
     created: int
     max_model_len: int
@@ -158,6 +173,8 @@ class Model(Struct):
     owned_by: str = "loraplex"
     root: str | None = None
     parent: str | None = None
+    context_length: int | UnsetType = UNSET
+    price: ModelPrice | UnsetType = UNSET
 
 
 class ModelList(Struct):
@@ -199,6 +216,14 @@ class TenantShare(Struct):
     oldest_wait_seconds: float
     share: float
     entitled: float
+
+
+class Preempted(Struct):
+    """Number of a tenant's requests that gave way, since the engine's start, to requests of the tenant `by`."""
+
+    tenant: str
+    by: str
+    number: int
 
 
 class EngineStateResponse(Struct):
@@ -247,6 +272,11 @@ class EngineStateResponse(Struct):
     adapters_activated: list[str] = []
     # The tenants with most waiting requests and service, at most 20.
     tenants: list[TenantShare] = []
+    # Digests of adapters in host memory, at most the 512 most recently used ones. A line of a stream of states lacks
+    # them if they are the same as in the stream's line before.
+    adapters_host: list[str] | UnsetType = UNSET
+    # The pairs of tenants with most preemptions, at most 20.
+    preempted: list[Preempted] = []
 
 
 # Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)

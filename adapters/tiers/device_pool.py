@@ -206,8 +206,9 @@ class AdapterPool:
         """Remove one pin. An adapter without pins is idle and can be evicted."""
         self._residents.unpin(digest)
 
-    def holders_to_preempt(self, claims: Iterable[Claim]) -> list[str]:
-        """Return the adapters whose requests the scheduler must preempt now, so that reservations get pages.
+    def holders_to_preempt(self, claims: Iterable[Claim]) -> dict[str, str]:
+        """Return the adapters whose requests the scheduler must preempt now, so that reservations get pages, each with
+        the reservation's tenant.
 
         Call it once per step, after `poll` and before the first `ensure`. claims: in the order in which the
         reservations should be placed. Preempt every running request of each returned adapter: the next `poll` places

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -68,6 +69,7 @@ class HostCache:
         self._dropped: set[str] = set()
         self._paths: dict[str, Path] = {}
         self._num_bytes = self._num_loads = self._num_evictions = 0
+        self.version = 0  # changes with the set of adapters held
         self._closed = False
         self._max_rank = self._max_outside_bytes = LIMITLESS
         # Number of waiting requests per digest, and the tenant that last requested each digest.
@@ -204,6 +206,11 @@ class HostCache:
             self._mixtures.remove(digest)
         self.drop(digest)
 
+    def held(self, limit: int) -> list[str]:
+        """Return the digests of the adapters held, at most the `limit` most recently used ones."""
+        with self._changed:
+            return list(islice(reversed(self._resident), limit))
+
     def stats(self) -> HostCacheStats:
         with self._changed:
             return HostCacheStats(
@@ -291,6 +298,7 @@ class HostCache:
                 self._num_bytes -= size
             adapter = self._resident.setdefault(digest, adapter)
             self._num_loads += 1
+            self.version += 1
             if digest in self._dropped and digest not in self._pins:
                 self._evict(digest)
             self._changed.notify_all()
@@ -373,6 +381,7 @@ class HostCache:
             self._mixtures.evicted(digest)
             self._num_bytes -= adapter.num_bytes
             self._num_evictions += 1
+            self.version += 1
 
 
 def _result(error: BaseException) -> LoadResult:

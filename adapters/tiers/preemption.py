@@ -13,11 +13,12 @@ Claim = tuple[Reservation, Iterable[str]]
 class Preemption(NamedTuple):
     """Result of `choose_victims`.
 
-    victims: adapters whose running requests are preempted. placed: reservations that fit once these have stopped.
-    displacing: those of `placed` that do not fit without victims.
+    victims: adapters whose running requests are preempted, each with the tenant of the reservation that needs its
+    pages. placed: reservations that fit once these have stopped. displacing: those of `placed` that do not fit without
+    victims.
     """
 
-    victims: list[str]
+    victims: dict[str, str]
     placed: list[Reservation]
     displacing: list[Reservation]
 
@@ -31,7 +32,7 @@ def choose_victims(
     fits(wanted, freed): whether `wanted` fits once `freed` is released. An adapter that became resident less than
     `PAGE_WAIT_S` ago is not chosen, so that two adapters do not take each other's pages in every step.
     """
-    wanted, freed, chosen = Amount(), Amount(), Preemption([], [], [])
+    wanted, freed, chosen = Amount(), Amount(), Preemption({}, [], [])
     for reservation, holders in claims:
         wanted.add(reservation.size)
         taken: list[str] = []
@@ -45,7 +46,7 @@ def choose_victims(
                 taken.append(holder)
                 freed.add(resident.size)
         if fits(wanted, freed):
-            chosen.victims.extend(taken)
+            chosen.victims.update(dict.fromkeys(taken, reservation.tenant_id))
             chosen.placed.append(reservation)
             if taken:
                 chosen.displacing.append(reservation)

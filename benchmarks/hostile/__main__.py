@@ -8,13 +8,13 @@
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
 default limits, in a process of niceness 19, so that its own work takes little CPU time from the service. For each
-attack the neighbour is measured in pairs of rounds, quiet and attacked, one right after the other, so that a drift of
-the machine cancels. If the attack uses an engine as any tenant may, an honest tenant with the same use runs in the
-quiet round. Between the attacks, the attack `nothing` sends nothing: its ratios show how far quiet rounds differ from
-each other. The control `busy-loop`, at the end, sends nothing either, but computes in a process of the attackers'
-niceness: its ratios show the cost of the attackers' own CPU time on this machine's cores. Each ratio has an interval of
-90 %, from resampling. A ratio above its limit whose interval begins below the limit is undecided: more or longer rounds
-decide it. Exit code 1 if a limit is missed.
+attack the neighbour is measured in pairs of rounds, attacked and quiet, one right after the other, so that a drift of
+the machine cancels. In the quiet round, a process of the attacker's niceness takes as much CPU time as the attacker's
+own client took, and sends nothing, because a real attacker has its own machine. If the attack uses an engine as any
+tenant may, an honest tenant with the same use runs in the quiet round instead. Between the attacks, the controls
+`nothing` and `busy-loop` send nothing: their ratios show how far quiet rounds differ from each other. Each ratio has an
+interval of 90 %, from resampling. A ratio above its limit whose interval begins below the limit is undecided: more or
+longer rounds decide it. Exit code 1 if a limit is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
@@ -57,7 +57,8 @@ def show(result: Result) -> str:
     return (
         f"{result.name:20} p50 {result.p50}  p99 {result.p99}  {result.upload:6.2f} s "
         f"{result.memory / 2**20:+6.0f} MiB {result.children / 2**20:5.0f} MiB "
-        f"{result.stall * 1000:6.0f} ({result.quiet_stall * 1000:.0f}) ms {result.cpu:5.1f} s  {statuses}\n"
+        f"{result.stall * 1000:6.0f} ({result.quiet_stall * 1000:.0f}) ms {result.cpu:5.1f} s "
+        f"{result.busy:.2f}  {statuses}\n"
         f"{'':20} {result.samples} chats; quiet {result.quiet_ms[0]:.0f} {result.quiet_ms[1]:.0f} ms, its rounds "
         f"differ by {result.quiet_spread[0]:.2f} {result.quiet_spread[1]:.2f}; took {result.seconds:.0f} s\n"
         f"{'':20} {verdict}" + "".join(f"\n{'':20} {note}" for note in result.notes)
@@ -148,7 +149,10 @@ def main() -> int:
         return 0
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     print("attack, the neighbour's p50 and p99 (times quiet) [interval of 90 %], its slowest upload, the gateway's")
-    print("memory, its children's, its longest stall (in the quiet rounds), its CPU time, statuses seen")
+    print(
+        "memory, its children's, its longest stall (in the quiet rounds), its CPU time, the attacker's share of a core,"
+    )
+    print("statuses seen")
     # SIGTERM stops all started processes, like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     began = time.monotonic()

@@ -2,7 +2,7 @@
 
     python -m benchmarks.hostile.attacker NAME      (its target as JSON on the first line of stdin)
 
-It prints `ready` when its payloads are made. Each further line of stdin is a number of seconds: it runs the attack for
+It prints `ready` when its payloads are made. Each further line of stdin is an `Order` as JSON: it runs the attack for
 that time and answers with one line of JSON, a `Round`. It connects from 127.0.0.2, so that a throttle by address can
 distinguish it from the neighbour.
 """
@@ -49,9 +49,21 @@ class Target:
     nice: int = LOWEST_PRIORITY
 
 
+@dataclass(frozen=True)
+class Order:
+    """Order to run one round. busy: CPU seconds per second that the attack `busy-loop` takes."""
+
+    seconds: float
+    busy: float = 1.0
+
+
 @dataclass
 class Round:
-    """Outcome of one round. breaches: violated guarantees, as text. accepted: digests of adapters that were stored."""
+    """Outcome of one round.
+
+    breaches: violated guarantees, as text. accepted: digests of adapters that were stored. cpu: CPU seconds of the
+    attacker's process.
+    """
 
     statuses: Counter[str] = field(default_factory=Counter)
     breaches: list[str] = field(default_factory=list)
@@ -60,6 +72,7 @@ class Round:
     slowest: float = 0.0
     largest_error: int = 0
     seconds: float = 0.0
+    cpu: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -84,11 +97,12 @@ class Answer:
 class Attacker:
     """Client that sends the requests of one attack and counts the answers."""
 
-    def __init__(self, target: Target, session: aiohttp.ClientSession, seconds: float) -> None:
+    def __init__(self, target: Target, session: aiohttp.ClientSession, order: Order) -> None:
         self.target = target
         self.session = session
+        self.busy = order.busy
         self.began = time.monotonic()
-        self.ends = self.began + seconds
+        self.ends = self.began + order.seconds
         self.round = Round()
         # Server errors that an attack may get.
         self.by_design = {503}
@@ -207,19 +221,21 @@ def form(parts: dict[str, bytes]) -> bytes:
     return b"".join(body) + b"--%s--\r\n" % BOUNDARY
 
 
-async def run_round(name: str, target: Target, seconds: float) -> Round:
-    """Run the attack once, for about `seconds`."""
+async def run_round(name: str, target: Target, order: Order) -> Round:
+    """Run the attack once, for about the ordered time."""
     from benchmarks.hostile.catalogue import ATTACKS
 
+    cpu = time.process_time()
     connector = aiohttp.TCPConnector(limit=0, local_addr=(ADDRESS, 0))
     async with aiohttp.ClientSession(connector=connector, auto_decompress=True) as session:
-        attacker = Attacker(target, session, seconds)
+        attacker = Attacker(target, session, order)
         try:
-            async with asyncio.timeout(seconds + GRACE_SECONDS):
+            async with asyncio.timeout(order.seconds + GRACE_SECONDS):
                 await ATTACKS[name].run(attacker)
         except TimeoutError:
             attacker.check(False, f"the gateway kept the attacker waiting for {GRACE_SECONDS:g} s beyond its time")
         attacker.round.seconds = time.monotonic() - attacker.began
+        attacker.round.cpu = time.process_time() - cpu
         return attacker.round
 
 
@@ -234,7 +250,7 @@ def main() -> None:
         prepare()
     print("ready", flush=True)
     for line in sys.stdin:
-        print(json.dumps(vars(asyncio.run(run_round(name, target, float(line))))), flush=True)
+        print(json.dumps(vars(asyncio.run(run_round(name, target, Order(**json.loads(line)))))), flush=True)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import random
+import time
 from collections.abc import AsyncIterator
 
 from benchmarks.hostile.archives import good
@@ -64,10 +65,12 @@ async def nothing(attacker: Attacker) -> None:
 
 @attack("busy-loop", "a control: a process outside of the stack computes without pause", shown=False)
 async def busy_loop(attacker: Attacker) -> None:
-    """Use the CPU time that an attack's own client may use, and send nothing."""
+    """Use the CPU time that an attack's own client uses, `attacker.busy` seconds per second, and send nothing."""
+    began, cpu = time.monotonic(), time.process_time()
     while attacker.going:
-        sum(range(100_000))
-        await attacker.pause(0.0)
+        if time.process_time() - cpu < attacker.busy * (time.monotonic() - began):
+            sum(range(20_000))
+        await attacker.pause(0.0 if attacker.busy >= 1 else 0.002)
 
 
 @attack("trickling-uploads", "12 uploads of one byte a second each")

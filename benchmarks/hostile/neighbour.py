@@ -56,8 +56,13 @@ class Neighbour:
         self._one_upload = asyncio.Lock()
 
     async def calibrate(self) -> None:
-        """Warm up the service with single chats, one after the other, and set the interval from their duration."""
+        """Warm up the service with single chats, one after the other, and set the interval from their duration.
+
+        The first upload is part of it, because only a content's first upload is probed in the engine.
+        """
         measured = Measurements()
+        if self._uploads:
+            await self._guarded(self._upload, measured)
         for _ in range(2 * LONE_CHATS):
             await self._guarded(self._chat, measured)
         lone = percentile(measured.whole[LONE_CHATS:], 0.5)

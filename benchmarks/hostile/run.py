@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.attacker import GRACE_SECONDS, LOWEST_PRIORITY, Round, Target
+from benchmarks.hostile.attacker import GRACE_SECONDS, LOWEST_PRIORITY, Order, Round, Target
 from benchmarks.hostile.catalogue import ATTACKS
 from benchmarks.hostile.neighbour import Measurements, Neighbour
 from benchmarks.hostile.place import Place
@@ -47,8 +47,9 @@ class Result:
     """Outcome of an attack.
 
     p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
-    first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. missed: limits
-    that the attack exceeds. undecided: limits that a ratio exceeds, but not the lower end of its interval.
+    first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. busy: CPU
+    seconds per second of the attacker's process. missed: limits that the attack exceeds. undecided: limits that a ratio
+    exceeds, but not the lower end of its interval.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Result:
     stall: float = 0.0
     quiet_stall: float = 0.0
     cpu: float = 0.0
+    busy: float = 0.0
     largest_error: int = 0
     slowest: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -86,12 +88,12 @@ class Child:
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
 
-    async def run(self, seconds: float) -> Round:
+    async def run(self, order: Order) -> Round:
         """Run one round of the attack."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(f"{seconds}\n".encode())
-        async with asyncio.timeout(seconds + 2 * GRACE_SECONDS):
+        self._process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        async with asyncio.timeout(order.seconds + 2 * GRACE_SECONDS):
             line = await self._process.stdout.readline()
         if not line:
             raise RuntimeError("the attacker's process ended; its error is above")
@@ -126,7 +128,11 @@ async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
 async def run_attack(
     attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits, mutations: int = 200
 ) -> Result:
-    """Attack `pairs` times for `seconds` each, every time right after a quiet round of the same length."""
+    """Attack `pairs` times for `seconds` each, every time right before a quiet round of the same length.
+
+    In the quiet round a process of the attacker's niceness takes as much CPU time as the attacker took. An attacker has
+    its own machine elsewhere; here its client shares the service's cores, which is no effect of its requests.
+    """
     number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
     neighbour_key = place.tenant(f"neighbour-{number}")
     watch = Watch(place)
@@ -145,7 +151,7 @@ async def run_attack(
             return await exits.enter_async_context(child(of, target))
 
         hostile = await attacker(attack, f"attacker-{number}")
-        honest = await attacker(ATTACKS[attack.honest], f"honest-{number}") if attack.honest else None
+        calm = await attacker(ATTACKS[attack.honest or "busy-loop"], f"calm-{number}")
         # No keep-alive: connections that are open after a round belong to the attacker.
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))
@@ -156,11 +162,8 @@ async def run_attack(
         measured, seen, attacked = Measurements(), Seen(), Round()
         quiet_stall, left = 0.0, []
         for _ in range(pairs):
-            before, calm, _ = await measure(neighbour, watch, honest, seconds)
-            calm_rounds.append(before)
-            quiet_stall = max(quiet_stall, calm.stall)
             remains = await watch.settled()
-            after, one, outcome = await measure(neighbour, watch, hostile, seconds)
+            after, one, outcome = await measure(neighbour, watch, hostile, Order(seconds))
             measured.add(after)
             merge(seen, attacked, one, outcome)
             accepted = set(attacked.accepted)
@@ -168,25 +171,23 @@ async def run_attack(
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
+            order = Order(seconds, busy=outcome.cpu / outcome.seconds)
+            before, one, _ = await measure(neighbour, watch, calm, order)
+            calm_rounds.append(before)
+            quiet_stall = max(quiet_stall, one.stall)
         result = judge(attack, limits, calm_rounds, measured, seen, attacked, quiet_stall, left)
         result.chat_interval = neighbour.chat_interval
         result.seconds = time.monotonic() - started
         return result
 
 
-async def measure(
-    neighbour: Neighbour, watch: Watch, child: Child | None, seconds: float
-) -> tuple[Measurements, Seen, Round]:
-    """Measure the neighbour for a round: beside an attacker, beside an honest tenant, or alone."""
+async def measure(neighbour: Neighbour, watch: Watch, child: Child, order: Order) -> tuple[Measurements, Seen, Round]:
+    """Measure the neighbour for a round beside an attacker, an honest tenant, or a process that sends nothing."""
     over = asyncio.Event()
     measuring = asyncio.ensure_future(neighbour.measure(over))
     observing = asyncio.ensure_future(watch.observe(over))
     try:
-        if child is None:
-            await asyncio.sleep(seconds)
-            outcome = Round()
-        else:
-            outcome = await child.run(seconds)
+        outcome = await child.run(order)
     finally:
         over.set()
         measured, seen = await asyncio.gather(measuring, observing)
@@ -199,6 +200,8 @@ def merge(seen: Seen, attacked: Round, one: Seen, outcome: Round) -> None:
         setattr(seen, name, max(getattr(seen, name), getattr(one, name)))
     seen.cpu += one.cpu
     seen.failures += one.failures
+    attacked.cpu += outcome.cpu
+    attacked.seconds += outcome.seconds
     attacked.statuses += outcome.statuses
     attacked.accepted += outcome.accepted
     attacked.slowest = max(attacked.slowest, outcome.slowest)
@@ -236,6 +239,7 @@ def judge(
         stall=seen.stall,
         quiet_stall=quiet_stall,
         cpu=seen.cpu,
+        busy=attacked.cpu / attacked.seconds,
         largest_error=attacked.largest_error,
         slowest=attacked.slowest,
         statuses=attacked.statuses,

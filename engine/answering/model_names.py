@@ -159,6 +159,15 @@ class ModelRegistry:
             _log_failure(model, exc)
             raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
 
+    @property
+    def host_version(self) -> int:
+        """Return a number that changes with the set of adapters in host memory."""
+        return self._host_cache.version
+
+    def host_adapters(self, limit: int) -> list[str]:
+        """Return the digests in host memory, at most the `limit` most recently used ones."""
+        return self._host_cache.held(limit)
+
     def is_activated(self, digest: str) -> bool:
         """Return whether a recently used adapter is an activated LoRA."""
         return bool(self._invocations.get(digest))
@@ -297,8 +306,10 @@ class ModelRegistry:
 def _log_load(name: str, adapter: HostAdapter, started: float) -> None:
     pages = -(-adapter.rank_in_layers // PAGE_RANK)
     milliseconds = (time.monotonic() - started) * 1000
-    line = (name, digest_name(adapter.digest), adapter.rank, pages, milliseconds)
-    logger.info("adapter %s loaded: %s, rank %d, %d pages, %.0f ms", *line)
+    digest = digest_name(adapter.digest)
+    # Requests of a gateway name an adapter by its digest.
+    shown = "" if name == digest else f"{digest}, "
+    logger.info("adapter %s loaded: %srank %d, %d pages, %.0f ms", name, shown, adapter.rank, pages, milliseconds)
 
 
 def _log_failure(name: str, error: Exception) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
 from engine.http.tier_metrics import TierMetrics
@@ -21,10 +21,12 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        # CPU, memory, open files and start time of the process.
+        ProcessCollector(registry=registry)
         self.running = Gauge(f"{PREFIX}_requests_running", "Requests in the batch.", registry=registry)
         self.waiting = Gauge(f"{PREFIX}_requests_waiting", "Requests in the queue.", registry=registry)
         self.kv_used = Gauge(f"{PREFIX}_kv_blocks_used", "KV cache blocks held by requests.", registry=registry)
-        self.kv_total = Gauge(f"{PREFIX}_kv_blocks_total", "KV cache blocks.", registry=registry)
+        self.kv_total = Gauge(f"{PREFIX}_kv_blocks", "KV cache blocks.", registry=registry)
         self.adapters = Gauge(f"{PREFIX}_adapters_resident", "Adapters in device memory.", registry=registry)
         self.preemptions = Counter(
             f"{PREFIX}_preemptions", "Requests put back in the queue to free KV cache blocks.", registry=registry

@@ -18,12 +18,14 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
 from engine.engine import Engine, EngineState
-from wire.responses import EngineStateResponse, TenantShare
+from wire.responses import EngineStateResponse, Preempted, TenantShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
 # it takes longer than a heartbeat, the last reading is sent again.
 SPACING_S = 0.05
 HEARTBEAT_S = 1.0
+# Maximum number of adapters in host memory that are reported.
+REPORTED_ON_HOST = 512
 
 
 class StateFeed:
@@ -46,6 +48,8 @@ class StateFeed:
         self._instance = uuid.uuid4().hex
         self._revision = 0
         self._residency_version = 0
+        self._host_version = -1
+        self._host: list[str] = []
         # Values at the last increment of `_revision`.
         self._numbered: tuple[object, ...] = ()
         self._last: EngineStateResponse | None = None
@@ -69,11 +73,12 @@ class StateFeed:
         """
         await self.read()
         self._followers += 1
+        sent: list[str] | None = None
         try:
             closed = False
             while not closed:
-                news, closed = self._news, self._closed
-                yield self._line
+                news, closed, before, sent = self._news, self._closed, sent, self._host
+                yield self._line if sent is before else msgspec.json.encode(self._last) + b"\n"
                 if not closed:
                     await news.wait()
         finally:
@@ -129,16 +134,20 @@ class StateFeed:
 
     def _take(self, state: EngineStateResponse) -> EngineStateResponse:
         """Number a reading and keep it as the latest."""
-        values = (self._residency_version, state.running, state.waiting, state.draining)
+        values = (self._residency_version, self._host_version, state.running, state.waiting, state.draining)
         if values != self._numbered:
             self._numbered = values
             self._revision += 1
         state.revision = self._revision
-        self._last, self._line = state, msgspec.json.encode(state) + b"\n"
+        self._last = state
+        self._line = msgspec.json.encode(msgspec.structs.replace(state, adapters_host=msgspec.UNSET)) + b"\n"
         return state
 
     def _response(self, state: EngineState) -> EngineStateResponse:
         self._residency_version = state.residency_version
+        if self._host_version != self._models.host_version:
+            self._host_version = self._models.host_version
+            self._host = self._models.host_adapters(REPORTED_ON_HOST)
         return EngineStateResponse(
             instance=self._instance,
             draining=self._draining,
@@ -156,6 +165,7 @@ class StateFeed:
             kv_blocks_free=state.num_free_blocks,
             adapters_resident=list(state.resident_adapters),
             adapters_activated=[digest for digest in state.resident_adapters if self._models.is_activated(digest)],
+            adapters_host=self._host,
             adapter_pages_total=state.num_adapter_pages,
             adapter_pages_free=state.num_free_adapter_pages,
             adapter_loads=state.num_adapter_loads,
@@ -174,4 +184,5 @@ class StateFeed:
                 TenantShare(t.tenant_id, t.weight, t.counter, t.running, t.waiting, t.oldest_wait, t.share, t.entitled)
                 for t in state.tenants
             ],
+            preempted=[Preempted(*count) for count in state.preempted],
         )

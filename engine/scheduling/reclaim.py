@@ -67,9 +67,10 @@ def find_victims(
     return None
 
 
-def find_page_victims(running: Sequence[Request], adapters: AdapterPool, policy: Policy) -> list[Request]:
-    """Return the requests whose adapters hold the pages that overdue reservations need, the least served tenant's
-    reservation first. An adapter gives way if the tenants of all its requests give way to the reservation's tenant.
+def find_page_victims(running: Sequence[Request], adapters: AdapterPool, policy: Policy) -> list[tuple[Request, str]]:
+    """Return the requests whose adapters hold the pages that overdue reservations need, each with the reservation's
+    tenant. The least served tenant's reservation comes first. An adapter gives way if the tenants of all its requests
+    give way to the reservation's tenant.
     """
     if not adapters.overdue:
         return []
@@ -79,7 +80,7 @@ def find_page_victims(running: Sequence[Request], adapters: AdapterPool, policy:
     chosen = adapters.holders_to_preempt(
         (c, _order_adapters(users, counters, [t for t in counters if policy.gives_way(t, c.tenant_id)])) for c in claims
     )
-    return [request for digest in chosen for request in users[digest]]
+    return [(request, claimant) for digest, claimant in chosen.items() for request in users[digest]]
 
 
 def _users_of_adapters(running: Sequence[Request]) -> dict[str, list[Request]]:

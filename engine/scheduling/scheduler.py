@@ -23,6 +23,7 @@ from engine.scheduling.pacing import Pacer, PromptBudget, patience
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.preemption_counts import PreemptionCounts
 from engine.scheduling.reclaim import find_page_victims, find_victims
 from engine.scheduling.request import FinishReason, Request, Status
 from engine.scheduling.seats import Seats
@@ -78,6 +79,7 @@ class Scheduler:
         self.running = self._seats.running
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
+        self.preempted = PreemptionCounts()
         self.num_in_target = 0
         self.num_over_target = 0
         self.is_short = False  # whether the last plan left streams out; the pacer must not observe such a step
@@ -118,8 +120,8 @@ class Scheduler:
         # The tenant that caused a load pays for it, even if its request left before the load ended.
         for tenant_id, num_bytes in self.adapters.take_loaded_bytes().items():
             self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
-        for request in find_page_victims(self.running, self.adapters, self.policy):
-            self._preempt(request, plan)
+        for request, claimant in find_page_victims(self.running, self.adapters, self.policy):
+            self._preempt(request, plan, claimant)
         most = self._decode(plan, self._limits.max_num_batched_tokens)
         self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most)))
         return plan
@@ -292,7 +294,7 @@ class Scheduler:
             return False
         self._num_reclaimed += 1
         for victim in victims:
-            self._preempt(victim, plan)
+            self._preempt(victim, plan, request.tenant_id)
         return True
 
     def _adapter_ready(self, request: Request) -> bool:
@@ -323,16 +325,18 @@ class Scheduler:
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):
             victim = self.policy.victim(self.running)
-            self._preempt(victim, plan)
+            self._preempt(victim, plan, request.tenant_id)
             if victim is request:
                 return False
         return True
 
-    def _preempt(self, request: Request, plan: Plan) -> None:
+    def _preempt(self, request: Request, plan: Plan, claimant: str) -> None:
+        """Put a request back into the queue. claimant: the tenant that it gives way to."""
         plan.pop(request, None)
         self._return_charge(request)
         self._gave_way.add(request)
         self.num_preemptions += 1
+        self.preempted.count(request.tenant_id, claimant)
         self.cache.keep(request)
         self._seats.release(request)
         request.preempt()

@@ -22,17 +22,18 @@ from typing import Any
 import msgspec
 
 from gateway.access.caller import note_key
+from gateway.access.roles import AdminRole, admin_role
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, Changes
-from gateway.records.keys import ApiKey, Keys
+from gateway.records.keys import TENANT_ITSELF, ApiKey, Keys
 from gateway.records.limits import Limits
 from gateway.records.lookups import Lookups
 from gateway.records.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
-TENANT_SCOPES = frozenset({"inference", "adapters", "usage"})
-ADMIN_SCOPE = "admin"
+# Scope of routes for every valid key of a tenant.
+ANY_SCOPE = "any"
 BOOTSTRAP_KEY_ID = "bootstrap"
 
 KEY_ID_BYTES = 8
@@ -50,9 +51,10 @@ _KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
 
 
 class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
-    """Verified key of a tenant, with the required scope.
+    """Verified key of a tenant, with the required scope; or an operator who asks a tenant's model.
 
-    key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's.
+    key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's. label, scopes,
+    expires_at: of the key. has_key: False for an operator, whose key is not the tenant's.
     """
 
     key_id: str
@@ -60,6 +62,10 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
     key_family: str = ""
     allowed_models: tuple[str, ...] | None = None
     key_limits: Limits = Limits()
+    label: str = ""
+    scopes: frozenset[str] = frozenset()
+    expires_at: datetime | None = None
+    has_key: bool = True
 
     def __post_init__(self) -> None:
         if not self.key_family:
@@ -74,6 +80,13 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
             names = ", ".join(self.allowed_models or ())
             message = f"This API key may not use the model '{model}', only: {names}."
             raise Forbidden(message, param="model", code="model_not_allowed")
+
+
+class AdminPrincipal(msgspec.Struct, frozen=True):
+    """Verified admin key."""
+
+    key_id: str
+    role: AdminRole
 
 
 class _Known(msgspec.Struct):
@@ -132,43 +145,63 @@ class Authenticator:
         return key, f"lpx_{key_id}_{secret}"
 
     async def tenant(self, authorization: str | None, scope: str) -> TenantPrincipal:
-        """Return the tenant of an Authorization header, if its key has `scope`."""
+        """Return the tenant of an Authorization header, if its key has `scope`; ANY_SCOPE suits every key."""
         key = await self._recognise(_bearer(authorization))
         if key.tenant is None:
             raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
-        if scope not in key.scopes:
+        if scope != ANY_SCOPE and scope not in key.scopes:
             raise Forbidden(f"This API key does not have the '{scope}' scope.")
-        return TenantPrincipal(
-            key_id=key.id,
-            tenant=key.tenant,
-            key_family=key.family_id,
-            allowed_models=key.allowed_models,
-            key_limits=key.limits,
-        )
+        return principal_of(key, key.tenant)
 
-    async def admin(self, authorization: str | None) -> str:
-        """Return the id of the admin key in an Authorization header."""
-        return await self.admin_key(_bearer(authorization))
-
-    async def admin_key(self, presented: str) -> str:
-        """Return the id of an admin key given in the clear."""
-        if self._is_bootstrap(presented):
+    async def admin(self, authorization: str | None) -> AdminPrincipal:
+        """Return the admin key in an Authorization header."""
+        presented = _bearer(authorization)
+        if self.is_bootstrap(presented):
             note_key(BOOTSTRAP_KEY_ID, None)
-            return BOOTSTRAP_KEY_ID
+            return AdminPrincipal(BOOTSTRAP_KEY_ID, "operator")
         key = await self._recognise(presented)
-        if ADMIN_SCOPE not in key.scopes:
+        role = admin_role(key.scopes)
+        if role is None:
             raise Forbidden("This route needs an admin key.")
-        return key.id
+        return AdminPrincipal(key.id, role)
+
+    async def recognise(self, presented: str) -> ApiKey:
+        """Return a valid key given in the clear, a tenant's or an operator's; never the bootstrap key."""
+        return await self._recognise(presented)
+
+    async def valid_key(self, key_id: str, *, may_be_stale: bool = False) -> ApiKey | None:
+        """Return a key while it is valid and its tenant is not suspended, otherwise None.
+
+        may_be_stale: take the last known answer while the database is away, if there is one.
+        """
+        try:
+            known = self._current(key_id) or await self._find(key_id)
+        except Unavailable:
+            last = self._known.get(key_id)
+            if last is None or not may_be_stale:
+                raise
+            known = last
+        return None if _problem(known.key) else known.key
+
+    def seal(self, purpose: str, text: str) -> str:
+        """Return a text's HMAC-SHA256 under the pepper, in hexadecimal. Each purpose has hashes of its own."""
+        return self._hash(purpose, text)
+
+    @property
+    def bootstrap_proof(self) -> str | None:
+        """Return a digest of the bootstrap key, which changes with the key; None if it is disabled."""
+        return None if self._admin_hash is None else self._hash("bootstrap-proof", self._admin_hash)
 
     @asynccontextmanager
     async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
         """Cancel the block, as a time-out would, once the key is revoked or expired or its tenant suspended or deleted.
 
-        Raises InvalidKey or Forbidden in that case.
+        Without a key of the tenant's, only the tenant counts. Raises InvalidKey or Forbidden in that case.
         """
+        watched = principal.key_id if principal.has_key else f"{TENANT_ITSELF}{principal.tenant.id}"
         try:
             async with asyncio.timeout(None) as deadline:
-                self._running[deadline] = principal.key_id
+                self._running[deadline] = watched
                 try:
                     yield
                 finally:
@@ -176,7 +209,7 @@ class Authenticator:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            problem = _problem((await self._find(principal.key_id)).key)
+            problem = _problem((await self._find(watched)).key)
             raise problem or InvalidKey("This API key is not valid any more.") from error
 
     async def watch(self) -> None:
@@ -225,7 +258,7 @@ class Authenticator:
     async def _recognise(self, presented: str) -> ApiKey:
         match = _KEY.fullmatch(presented)
         if match is None:
-            if self._admin_key_anywhere and self._is_bootstrap(presented):
+            if self._admin_key_anywhere and self.is_bootstrap(presented):
                 raise Forbidden("This is an admin key; tenants' routes need a tenant's key.")
             raise WrongKey
         key_id, random, check = match.groups()
@@ -237,7 +270,7 @@ class Authenticator:
         key = known.key
         if key is None or not hmac.compare_digest(self._hash(key_id, random + check), key.secret_hash):
             raise WrongKey
-        note_key(key.id, key.tenant.name if key.tenant is not None else None)
+        note_key(key.id, *((None, None) if key.tenant is None else (key.tenant.name, key.tenant.id)))
         if problem := _problem(key):
             raise problem
         self._note_use(known, key.id)
@@ -251,7 +284,8 @@ class Authenticator:
         match = _KEY.fullmatch(presented)
         return match is not None and hmac.compare_digest(match[3], self._check(match[1], match[2]))
 
-    def _is_bootstrap(self, presented: str) -> bool:
+    def is_bootstrap(self, presented: str) -> bool:
+        """Return whether a text is the bootstrap admin key."""
         known = self._admin_hash
         return known is not None and hmac.compare_digest(self._hash(BOOTSTRAP_KEY_ID, presented), known)
 
@@ -295,6 +329,20 @@ class Authenticator:
 
     def _hash(self, key_id: str, secret: str) -> str:
         return hmac.digest(self._pepper, f"{key_id}.{secret}".encode("utf-8", "surrogateescape"), "sha256").hex()
+
+
+def principal_of(key: ApiKey, tenant: Tenant) -> TenantPrincipal:
+    """Return the principal of a tenant's verified key."""
+    return TenantPrincipal(
+        key_id=key.id,
+        tenant=tenant,
+        key_family=key.family_id,
+        allowed_models=key.allowed_models,
+        key_limits=key.limits,
+        label=key.label,
+        scopes=key.scopes,
+        expires_at=key.expires_at,
+    )
 
 
 def _problem(key: ApiKey | None) -> GatewayError | None:

@@ -12,23 +12,48 @@ from functools import lru_cache
 
 @dataclass(slots=True)
 class Caller:
-    """Caller. address: the client's. key_id: the verified key's id. tenant_name: None for an admin."""
+    """Caller.
+
+    address: the client's. key_id: the verified key's id, or the subject of a session. tenant_name,
+    tenant_id: None for an admin. session_id: of a browser's session. is_https: whether the client's own connection is
+    encrypted.
+    """
 
     address: str
     request_id: str
     key_id: str | None = None
     tenant_name: str | None = None
+    tenant_id: str | None = None
+    session_id: str | None = None
+    is_https: bool = False
 
+
+# Prefix of a key's id in the rows of an operator's requests for a tenant.
+OPERATOR_KEY = "operator:"
 
 # Caller of the request that the running task answers; None outside of requests.
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
-def note_key(key_id: str, tenant_name: str | None) -> None:
-    """Record the verified key of the running request."""
+def note_key(key_id: str, tenant_name: str | None, tenant_id: str | None = None, session_id: str | None = None) -> None:
+    """Record the verified key or session of the running request."""
     caller = CALLER.get()
     if caller is not None:
-        caller.key_id, caller.tenant_name = key_id, tenant_name
+        caller.key_id, caller.tenant_name, caller.tenant_id = key_id, tenant_name, tenant_id
+        caller.session_id = session_id
+
+
+def is_https(
+    request_is_secure: bool,
+    peer: str | None,
+    forwarded: str | None,
+    trusted: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network],
+) -> bool:
+    """Return whether the client came by HTTPS: directly, or by a trusted proxy's X-Forwarded-Proto."""
+    address = parse_address(peer or "")
+    if address is None or not any(address in network for network in trusted):
+        return request_is_secure
+    return (forwarded or "").partition(",")[0].strip().lower() == "https" or request_is_secure
 
 
 def find_address(

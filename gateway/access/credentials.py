@@ -1,7 +1,5 @@
 """Secrets in a request's headers, and an estimate of how hard a chosen secret is to guess."""
 
-import base64
-import binascii
 import hashlib
 import hmac
 import re
@@ -41,14 +39,6 @@ class StrongSecrets:
 
 def _digest(secret: str) -> bytes:
     return hashlib.sha256(secret.encode("utf-8", "surrogateescape")).digest()
-
-
-def basic_password(encoded: str) -> str | None:
-    """Return the password of HTTP Basic credentials, None if they are malformed."""
-    try:
-        return base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[2]
-    except (binascii.Error, UnicodeDecodeError, ValueError):
-        return None
 
 
 def guess_bits(secret: str) -> float:

@@ -1,4 +1,4 @@
-"""Enforcement of a route's scope before its handler: the caller's key is verified and kept with the request."""
+"""Enforcement of a route's scope and role before its handler: the caller is verified and kept with the request."""
 
 from collections.abc import Awaitable, Callable
 from typing import Literal
@@ -6,31 +6,56 @@ from typing import Literal
 from aiohttp import web
 
 from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.access.page_guard import PageGuard
+from gateway.access.roles import Role, check_role
 from gateway.sharing.rounds import Rounds
 
-# Scope that a key needs for a route; `admin` is an admin key's.
-Scope = Literal["inference", "adapters", "usage", "admin"]
+# Scope that a key needs for a route; `admin` is an admin key's; `any`, every tenant's. `page` needs a
+# browser's session instead.
+Scope = Literal["inference", "adapters", "usage", "keys", "any", "admin", "page"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
-# Id of the admin key, on routes with the scope `admin`.
+# Id of the admin key on routes with the scope `admin`, and the subject of the session on pages.
 ACTOR = web.RequestKey("actor", str)
-# Tenant and key, on routes with one of the other scopes.
+# Role of the admin key, on routes with the scope `admin`.
+ROLE: web.RequestKey[Role] = web.RequestKey("role")
+# Tenant and key, on routes with one of the other scopes, and on pages of the console.
 PRINCIPAL = web.RequestKey("principal", TenantPrincipal)
 
 
-def guarded(handler: Handler, scope: Scope, auth: Authenticator, rounds: Rounds) -> Handler:
-    """Return a handler that calls `handler` for keys with the scope. Raises InvalidKey, Forbidden or Unavailable.
+class Guards:
+    """Guards of routes. rounds: one look-up of a key serves all requests that wait for it, so they continue in turn."""
 
-    rounds: one look-up of a key serves all requests that wait for it, so these continue in turn.
-    """
+    def __init__(self, auth: Authenticator, pages: PageGuard) -> None:
+        self._auth = auth
+        self._pages = pages
+        self._rounds = Rounds()
 
-    async def for_admin(request: web.Request) -> web.StreamResponse:
-        request[ACTOR] = await auth.admin(request.headers.get("Authorization"))
-        return await handler(request)
+    def guarded(self, handler: Handler, scope: Scope, role: Role) -> Handler:
+        """Return a handler that calls `handler` for callers with the scope and at least the role.
 
-    async def for_tenant(request: web.Request) -> web.StreamResponse:
-        principal = request[PRINCIPAL] = await auth.tenant(request.headers.get("Authorization"), scope)
-        await rounds.begin(principal.tenant.id)
-        return await handler(request)
+        role: counts on admin routes and pages. Raises InvalidKey, Forbidden or Unavailable.
+        """
+        auth, pages, rounds = self._auth, self._pages, self._rounds
 
-    return for_admin if scope == "admin" else for_tenant
+        async def for_admin(request: web.Request) -> web.StreamResponse:
+            admin = await auth.admin(request.headers.get("Authorization"))
+            check_role(admin.role, role)
+            request[ACTOR], request[ROLE] = admin.key_id, admin.role
+            return await handler(request)
+
+        async def for_tenant(request: web.Request) -> web.StreamResponse:
+            principal = request[PRINCIPAL] = await auth.tenant(request.headers.get("Authorization"), scope)
+            await rounds.begin(principal.tenant.id)
+            return await handler(request)
+
+        async def for_visitor(request: web.Request) -> web.StreamResponse:
+            visitor = await pages.visitor(request, role)
+            if isinstance(visitor, web.Response):
+                return visitor
+            request[ACTOR] = visitor.subject
+            if visitor.principal is not None:
+                request[PRINCIPAL] = visitor.principal
+            return await handler(request)
+
+        return {"admin": for_admin, "page": for_visitor}.get(scope, for_tenant)

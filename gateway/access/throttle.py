@@ -18,7 +18,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from aiohttp import web
@@ -26,7 +26,7 @@ from aiohttp.typedefs import Middleware
 from redis.exceptions import RedisError
 
 from gateway.access.caller import CALLER, parse_address
-from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN, basic_password
+from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port
@@ -86,22 +86,35 @@ class FailedLogins:
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-            caller = CALLER.get()
-            assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
-            address = client_network(caller.address)
-            if is_admin_port(request, self._admin_port):
-                address = f"admin/{address}"
-            wait = self._wait(address)
-            if wait > 0 and self._may_be_guess(request):
-                self._metrics.login_refused()
-                raise TooManyFailures(retry_after=math.ceil(wait))
+            self._refuse_guesses(request, _presented(request))
             try:
                 return await handler(request)
             except WrongKey:
-                await self.count(address)
+                await self.count(self._bucket(request))
                 raise
 
         return middleware
+
+    def refuse_guess(self, request: web.Request, presented: str) -> None:
+        """Raise TooManyFailures for a secret from a form, under the same conditions as for one from a header."""
+        self._refuse_guesses(request, [presented])
+
+    async def count_form(self, request: web.Request) -> None:
+        """Count a compared wrong key from a form, whose answer is a page instead of WrongKey."""
+        await self.count(self._bucket(request))
+
+    def _refuse_guesses(self, request: web.Request, presented: Iterable[str]) -> None:
+        wait = self._wait(self._bucket(request))
+        if wait > 0 and not all(map(self._is_proved, presented)):
+            self._metrics.login_refused()
+            raise TooManyFailures(retry_after=math.ceil(wait))
+
+    def _bucket(self, request: web.Request) -> str:
+        """Return the name of the bucket of the request's address and port."""
+        caller = CALLER.get()
+        assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
+        address = client_network(caller.address)
+        return f"admin/{address}" if is_admin_port(request, self._admin_port) else address
 
     async def count(self, address: str) -> None:
         """Count a compared wrong key."""
@@ -119,18 +132,6 @@ class FailedLogins:
     def _wait(self, address: str) -> float:
         """Return the seconds until a guess from the address is compared again; 0 or less means now."""
         return self._paid_off.get(address, 0.0) - time.monotonic() - (BURST - 1) * SECONDS_EACH
-
-    def _may_be_guess(self, request: web.Request) -> bool:
-        """Return whether a request carries a secret that may be wrong."""
-        for header in (INTERNAL_TOKEN, ANNOUNCE_TOKEN):
-            if not all(map(self._is_proved, request.headers.getall(header, ()))):
-                return True
-        for given in request.headers.getall("Authorization", ()):
-            scheme, _, secret = given.partition(" ")
-            presented = basic_password(secret) if scheme.lower() == "basic" else secret.strip()
-            if presented is not None and not self._is_proved(presented):
-                return True
-        return False
 
     def _remember(self, address: str, paid_off: float) -> None:
         self._paid_off[address] = paid_off
@@ -150,6 +151,14 @@ class FailedLogins:
             return None
         self._outage.over()
         return int(debt) / 1000
+
+
+def _presented(request: web.Request) -> Iterator[str]:
+    """Yield the secrets in a request's headers."""
+    for header in (INTERNAL_TOKEN, ANNOUNCE_TOKEN):
+        yield from request.headers.getall(header, ())
+    for given in request.headers.getall("Authorization", ()):
+        yield given.partition(" ")[2].strip()
 
 
 def client_network(address: str) -> str:

@@ -4,14 +4,32 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from aiohttp import web
+from aiohttp.hdrs import METH_ALL as METHODS
 from aiohttp.typedefs import Middleware
 
-from gateway.access.caller import CALLER, Caller, find_address
-from gateway.errors import ENDING, ERROR_CODE, REQUEST_ID, Handler
+from gateway.access.caller import CALLER, OPERATOR_KEY, Caller, find_address, is_https
+from gateway.api.admission import ASKED
+from gateway.api.log_fields import LOG_FIELDS
+from gateway.billing.usage_row import printable, shown_user
+from gateway.error_codes import code_of, known_code
+from gateway.errors import (
+    ENDING,
+    ERROR_CODE,
+    FAILURE,
+    HAS_USAGE,
+    REQUEST_ID,
+    GatewayError,
+    Handler,
+    RateLimited,
+)
+from gateway.log_format import FIELDS
 from gateway.metrics import Metrics
+from gateway.records.refused_requests import RefusalLog, RefusedRequest
 from gateway.settings import Network
 from gateway.spans import describe_caller
 from wire.telemetry.spans import NO_SPAN, SPAN
@@ -23,12 +41,15 @@ CLIENT_CLOSED = 499
 # Logged at debug level: probes come about once a second and would bury the clients' requests.
 PROBES = ("/healthz", "/readyz")
 
-# Maximum length of an error code in the log. The gateway's own codes are shorter.
-MAX_CODE = 64
+# Length limits of texts in records of refused requests. A route is a pattern.
+MAX_MODEL, MAX_PARAM, MAX_ROUTE = 256, 64, 128
 
 
-def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
-    """Return the middleware. It ignores a client's own x-request-id, which could repeat: ids are keys of the ledger."""
+def observe(metrics: Metrics, trusted_proxies: Sequence[Network], refusals: RefusalLog) -> Middleware:
+    """Return the middleware, which records refused requests in `refusals`.
+
+    It ignores a client's own x-request-id, which could repeat: ids are keys of the ledger.
+    """
     trusted = tuple(trusted_proxies)
 
     @web.middleware
@@ -36,6 +57,8 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
         request_id = request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
         forwarded = request.headers.getall("X-Forwarded-For", ()) if trusted else ()
         caller = Caller(find_address(request.remote, forwarded, trusted), request_id)
+        proto = request.headers.get("X-Forwarded-Proto")
+        caller.is_https = is_https(request.secure, request.remote, proto, trusted)
         CALLER.set(caller)
         resource = request.match_info.route.resource
         route = resource.canonical if resource is not None else "unmatched"
@@ -52,28 +75,70 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network]) -> Middleware:
         finally:
             seconds = time.monotonic() - started
             metrics.answered(request.method, route, status, seconds)
+            if FAILURE in request and not request.get(HAS_USAGE):
+                _note_refusal(refusals, request, caller, route, seconds)
             level = logging.DEBUG if route in PROBES else logging.INFO
             span = request.get(SPAN, NO_SPAN)
             if span.is_recording:
                 describe_caller(span, caller)
-            log.log(
-                level,
-                "%s %s %s %d %.1f ms client=%s tenant=%s key=%s%s%s",
-                *(request_id, request.method, route, status, seconds * 1000),
-                *(caller.address, caller.tenant_name or "-", caller.key_id or "-"),
-                _failure(request),
-                f" trace={span.trace_id}" if span.trace_id else "",
-            )
+            if log.isEnabledFor(level):
+                fields = {
+                    "client": caller.address,
+                    "tenant": caller.tenant_name or "-",
+                    "key": caller.key_id or "-",
+                    **request.get(LOG_FIELDS, {}),
+                    **_failure(request),
+                    **({"trace": span.trace_id} if span.trace_id else {}),
+                }
+                _log(level, request_id, request.method, route, status, seconds, fields)
 
     return middleware
 
 
-def _failure(request: web.Request) -> str:
-    """Return the fields `error=` and `ended=` for a request that was refused or whose answer was not completed."""
+def _log(
+    level: int, request_id: str, method: str, route: str, status: int, seconds: float, fields: Mapping[str, Any]
+) -> None:
+    """Write the line. A JSON log also has its parts as separate fields."""
+    milliseconds = round(seconds * 1000, 1)
+    parts = {"request_id": request_id, "method": method, "route": route, "status": status, "ms": milliseconds, **fields}
+    text = " ".join(f"{name}={value}" for name, value in fields.items())
+    line = "%s %s %s %d %.1f ms %s"
+    log.log(level, line, request_id, method, route, status, milliseconds, text, extra={FIELDS: parts})
+
+
+def _failure(request: web.Request) -> dict[str, str]:
+    """Return `error` and `ended` for a request that was refused or whose answer was not completed."""
     code, ending = request.get(ERROR_CODE), request.get(ENDING)
-    # An engine's error code is arbitrary text.
-    shown = "" if code is None else f" error={code if code.isidentifier() and len(code) <= MAX_CODE else 'other'}"
-    return shown if ending is None else f"{shown} ended={ending}"
+    shown = {} if code is None else {"error": known_code(code)}
+    return shown if ending is None else {**shown, "ended": ending}
+
+
+def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, route: str, seconds: float) -> None:
+    """Record a refused request, unless it is an operator's."""
+    failure, asked = request[FAILURE], request.get(ASKED)
+    if not isinstance(failure, GatewayError) or (caller.key_id is not None and caller.tenant_id is None):
+        return
+    refusals.note(
+        RefusedRequest(
+            request_id=caller.request_id,
+            at=datetime.now(UTC) - timedelta(seconds=seconds),
+            tenant_id=caller.tenant_id or "",
+            tenant=caller.tenant_name or "",
+            key_id=caller.key_id or "",
+            # An unknown method is arbitrary text.
+            method=request.method if request.method in METHODS else "other",
+            route=route[:MAX_ROUTE],
+            status=failure.status,
+            code=code_of(failure),
+            latency_ms=round(seconds * 1000),
+            model=None if asked is None else printable(asked.model, MAX_MODEL),
+            end_user=None if asked is None else shown_user(asked.user),
+            param=None if failure.param is None else printable(failure.param, MAX_PARAM),
+            exceeded=failure.exceeded if isinstance(failure, RateLimited) else None,
+            # The tenant reads the row, and an operator's address is no business of the tenant's.
+            address=None if (caller.key_id or "").startswith(OPERATOR_KEY) else caller.address,
+        )
+    )
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

@@ -4,6 +4,7 @@ import sys
 import time
 from contextlib import ExitStack
 
+import msgspec
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
@@ -14,6 +15,7 @@ from gateway.api.requests.memory import BODY_MEMORY, BodyShare
 from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
 from gateway.billing.account import Account, Accounting
 from gateway.billing.lease_note import lease_note
+from gateway.billing.usage_row import shown_user
 from gateway.errors import REQUEST_ID, RateLimited
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
@@ -32,6 +34,17 @@ ADMISSIONS_EACH = 8
 SESSION_HEADER = "x-loraplex-session"
 # Characters of a user that count, because the choice of a version hashes them.
 MAX_USER_CHARS = 512
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Model and `user` of a request's body, as the client sent them."""
+
+    model: str
+    user: str | None
+
+
+# Set once a request's body is checked, for the request log.
+ASKED = web.RequestKey("asked", Asked)
 
 
 class Admission:
@@ -84,6 +97,7 @@ class Admission:
         if (form := await self.forms.read(tenant.id, raw, share)) is not None:
             request[FORM] = form
         parsed = await self._prompts.parse(raw, endpoint, share)
+        request[ASKED] = Asked(parsed.model, parsed.user)
         for name in names_in(parsed.model, self._catalog.base_model):
             principal.check_model(name)
         user = parsed.user or request.headers.get(SESSION_HEADER)
@@ -118,7 +132,7 @@ class Admission:
         tenant = principal.tenant
         self._fleet.check(tenant.id, model.adapters, asked.body)
         self._accounting.check_room()
-        price, weights = self._prices.price(tenant.name, model), asked.weights
+        price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
         try:
             reservation = await self._quota.acquire(
                 principal,
@@ -130,8 +144,10 @@ class Admission:
                     choices=asked.choices * weights.completion,
                     price=weights.price(price),
                     grows=asked.stream or self._fleet.keeps_allowances,
+                    currency=self._prices.currency,
+                    by_default=asked.has_default_length,
                 ),
-                lease_note(principal, endpoint.name, model, price, weights),
+                lease_note(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user"))),
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)

@@ -11,15 +11,18 @@ from aiohttp import ClientError, web
 from gateway.access.auth import Authenticator
 from gateway.api.admission import Admission
 from gateway.api.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
-from gateway.api.events import as_json, shortened, visible_event
+from gateway.api.events import add_cost, head_of, shortened, visible_event
+from gateway.api.log_fields import LOG_FIELDS, log_fields
 from gateway.api.requests.forms import FORM
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
 from gateway.api.time_limit import while_allowed
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_after, ending_of
+from gateway.error_codes import code_of
 from gateway.errors import (
     ENDING,
     ERROR_CODE,
+    HAS_USAGE,
     REQUEST_ID,
     EngineMismatch,
     EngineShareUsed,
@@ -85,8 +88,11 @@ class Completions:
                 with self._accounting.open(account):
                     return await self._forward(request, endpoint, asked, account)
             finally:
+                # Without an engine there is no usage row, so the request log needs a row of the refusal.
+                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.lost_engine is not None
                 if account.ending is not Ending.FINISHED:
                     request[ENDING] = account.ending.value
+                request[LOG_FIELDS] = log_fields(account)
                 if span.is_recording:
                     describe_request(span, endpoint.path, account)
 
@@ -120,12 +126,14 @@ class Completions:
         except RateLimited as refusal:
             # The token rates have no room for a whole answer.
             self._limited(account, refusal)
+            account.failed(code_of(refusal))
             await self._accounting.close_and_wait(account, Ending.LIMITED)
             refusal.headers = {**account.reservation.headers, **refusal.headers}
             raise
         except EngineRefused as refusal:
             if isinstance(refusal.error, EngineShareUsed) and refusal.error.param is not None:
                 self._admission.forms.refused(call.tenant.id, request.get(FORM), refusal.error.retry_after)
+            account.failed(code_of(refusal.error))
             await self._accounting.close_and_wait(account, ending_of(refusal))
             refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
             raise refusal.error from refusal
@@ -148,7 +156,8 @@ class Completions:
                 raise refused
             self._limited(account, refused)
         answer.pop("loraplex", None)
-        answer["model"] = as_json(account.model.shown)
+        answer.update(head_of(account))
+        add_cost(answer, account)
         body = msgspec.json.encode(answer)
         await self._accounting.close_ahead(account)
         delivery.whole(len(body))
@@ -164,7 +173,7 @@ class Completions:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(account)})
         delivery.on_full = partial(_hold_back, account, answering)
-        model = as_json(account.model.shown)
+        head = head_of(account)
         try:
             await _prepare(response, request)
             try:
@@ -172,17 +181,19 @@ class Completions:
                     async for event in read_events(answering.response, self._deliveries.reader_bytes):
                         account.observe_event(event)
                         if "error" in event:
-                            await self._accounting.close_and_wait(account, Ending.BROKEN)
                             failed = public_error(event, answering.engine.address.traits)
+                            account.failed(_code(failed))
+                            await self._accounting.close_and_wait(account, Ending.BROKEN)
                             request[ERROR_CODE] = _code(failed)
                             await _send(delivery, response, msgspec.json.encode(failed))
                             return response
                         if account.is_beyond_hold and not await self._grow(account, answering):
-                            for last in shortened(event, model, asked, account):
+                            for last in shortened(event, head, asked, account):
                                 await _send(delivery, response, msgspec.json.encode(last))
                             break
-                        visible = visible_event(event, model, asked.include_usage)
+                        visible = visible_event(event, head, asked.include_usage)
                         if visible is not None:
+                            add_cost(visible, account)
                             await _send(delivery, response, msgspec.json.encode(visible))
                 await self._accounting.close_ahead(account)
                 await _send(delivery, response, b"[DONE]")
@@ -192,6 +203,7 @@ class Completions:
                 error = account.cut or raised
                 failure = translate(error, request[REQUEST_ID])
                 request[ERROR_CODE] = failure.code or failure.kind
+                account.failed(request[ERROR_CODE])
                 # Closing the connection stops the engine, which can then report its final counts.
                 answering.response.close()
                 if isinstance(error, EngineMismatch):

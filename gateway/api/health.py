@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
 
 from aiohttp import web
@@ -74,6 +74,11 @@ class Health:
         # Concurrent requests share one probe of each part.
         self._looks: Lookups[None, None] = Lookups(self._look)
 
+    @property
+    def states(self) -> Mapping[str, State]:
+        """Return the states of the parts as the last probe found them."""
+        return self._states
+
     async def live(self, _: web.Request) -> web.Response:
         return json_response({"status": "ok"})
 
@@ -114,7 +119,7 @@ class Health:
             "redis": redis,
             "quota": self._quota_state(redis),
             "redis_settings": self._quota.store_warnings,
-            "engines": "ok" if self._registry.up else NO_ENGINE if self._registry.engines else NO_ENGINE_KNOWN,
+            "engines": self._engines_state(),
             "tokenizer": "ok",
             "ledger": "ok" if self._ledger.has_room else "full",
             "process": "stopping" if self._drain.begun else "ok",
@@ -136,6 +141,11 @@ class Health:
         if is_operators:
             return [f"{url} is {why}" for url, why in faults.items()]
         return sorted(re.split("[:,]", why)[0] for why in faults.values())
+
+    def _engines_state(self) -> str:
+        if any(engine.drained is None for engine in self._registry.up):
+            return "ok"
+        return NO_ENGINE if self._registry.engines else NO_ENGINE_KNOWN
 
     def _quota_state(self, redis: str) -> str:
         if redis == "ok":

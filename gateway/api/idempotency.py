@@ -32,8 +32,9 @@ RUNNING_SECONDS = 600
 SECRET_FIELDS = ("key",)
 
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
-# Paths of the admin API's uploads whose content does not arrive with the request.
-_UPLOAD = re.compile(r"/adapter-imports$|/adapter-uploads/[^/]+/complete$")
+# Paths of the admin API whose responses this middleware does not keep: uploads whose content does not arrive with the
+# request, and answers of models, for which `/v1` knows no Idempotency-Key either.
+_NOT_KEPT = re.compile(r"/adapter-imports$|/adapter-uploads/[^/]+/complete$|/completions$")
 
 
 class InProgress(GatewayError):
@@ -87,15 +88,15 @@ class Idempotency:
         return _answer(msgspec.json.decode(stored, type=_Entry), _asked(request, content)) if stored else None
 
     def for_admin_calls(self, auth: Authenticator) -> Middleware:
-        """Return the middleware for the admin API's JSON calls. Uploads call `once` themselves."""
+        """Return the middleware for the admin API's JSON calls, except uploads, which call `once`, and completions."""
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             is_call = request.method == "POST" and request.path.startswith("/admin/api/")
-            is_upload = request.content_type.startswith("multipart/") or _UPLOAD.search(request.path)
-            if not is_call or is_upload or HEADER not in request.headers:
+            is_form = request.content_type.startswith("multipart/")
+            if not is_call or is_form or _NOT_KEPT.search(request.path) or HEADER not in request.headers:
                 return await handler(request)
-            actor = await auth.admin(request.headers.get("Authorization"))
+            actor = (await auth.admin(request.headers.get("Authorization"))).key_id
             content = await read_raw(request)
 
             async def do() -> web.Response:
@@ -133,7 +134,7 @@ class Idempotency:
             async with deadline(self._timeout):
                 return await call
         except (RedisError, OSError, TimeoutError) as error:
-            raise Unavailable(f"{HEADER} needs Redis, which is away; try again shortly.") from error
+            raise Unavailable(f"{HEADER} needs Redis, which is unavailable; try again shortly.") from error
 
 
 def _name(request: web.Request, actor: str) -> str:

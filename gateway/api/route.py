@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.access.roles import ADMIN_PATH, Role
 from gateway.access.scopes import Scope
 
 
@@ -19,7 +20,9 @@ class Route:
     """Entry of the table of routes.
 
     handler: a method of the class under which the table lists the route. scope: the scope that the key must have; None
-    if the route needs no key or checks another kind of secret itself. is_open: whether it needs no secret at all.
+    if the route needs no key or checks another kind of secret itself; `page` for a browser's session. role: the least
+    role on an admin route or page; by default viewer for reads, operator for changes, and any of a tenant's roles on
+    pages of the console. is_open: whether it needs no secret at all.
     query: the allowed query parameters; None to skip the check. request, response: structs of the bodies; `Upload` for
     a form. streams: whether it accepts "stream": true.
     """
@@ -29,11 +32,20 @@ class Route:
     handler: Callable[[Any, web.Request], Awaitable[web.StreamResponse]]
     summary: str
     scope: Scope | None = None
+    role: Role | None = None
     is_open: bool = False
     query: tuple[str, ...] | None = None
     request: type | None = None
     response: type | None = dict
     streams: bool = False
+
+    @property
+    def least_role(self) -> Role:
+        if self.role is not None:
+            return self.role
+        if self.scope == "page" and not self.path.startswith(ADMIN_PATH):
+            return "tenant_member"
+        return "viewer" if self.method == "GET" else "operator"
 
     @property
     def canonical(self) -> str:

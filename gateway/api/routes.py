@@ -1,96 +1,59 @@
 """Table of all routes: source of the application's routes, `/openapi.json`, and the checks of scopes and parameters."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 from aiohttp import web
 
-from gateway.access.auth import Authenticator
-from gateway.access.scopes import guarded
-from gateway.api.adapters import Adapters
+from gateway.access.scopes import Guards
+from gateway.api.adapter_routes import ADAPTER_ROUTES
+from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
-from gateway.api.admin.keys import AdminKeys, NewAdminKey, NewKey, Rotation
+from gateway.api.admin.engines import AdminEngines, EngineUrl
+from gateway.api.admin.fleet_views import FleetViews
+from gateway.api.admin.keys import LIST_QUERY as KEY_LIST
+from gateway.api.admin.keys import KeyRoutes
+from gateway.api.admin.plans import AdminPlans, NewPlan, PlanPrices
 from gateway.api.admin.prices import AdminPrices, NewPrice
+from gateway.api.admin.refusals import QUERY as REFUSALS
+from gateway.api.admin.refusals import AdminRefusals
 from gateway.api.admin.routes import Admin
+from gateway.api.admin.sessions import AdminSessions
+from gateway.api.admin.settings import AdminSettings
+from gateway.api.admin.tenant_bulk import AdminTenantBulk, NewBulk
 from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
 from gateway.api.completions import Completions
-from gateway.api.dashboard import Dashboard
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
-from gateway.api.golden.handlers import GoldenRoutes, NewGolden
 from gateway.api.health import Health, MetricsPage
+from gateway.api.home import Home
+from gateway.api.key import KeyInfo, OwnKey
+from gateway.api.key_desk import NewAdminKey, Rotation
 from gateway.api.models import Models
-from gateway.api.probes import ProbeRoutes
+from gateway.api.request_log_routes import REQUEST_LOG
 from gateway.api.route import Route, Upload
-from gateway.api.saved_mixtures import NewMixture, SavedMixtureRoutes
-from gateway.api.uploads.importing import Imports
-from gateway.api.uploads.resumable import ResumableUploads
+from gateway.api.route_groups import FORCE, key_routes
 from gateway.api.usage import Usage
-from gateway.api.versions import AdapterVersions, NewTargets, VersionChanges
-from gateway.sharing.rounds import Rounds
+from gateway.api.usage_export import QUERY as EXPORT_QUERY
+from gateway.api.usage_export import UsageExport
+from gateway.api.webhook_desk import NewWebhook
+from gateway.pages.routes import PAGES
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList
 
-FORCE = ("force",)
+TENANT_LIST = ("plan", "tag", "suspended", "over_budget", "q", "idle_days", "sort", "order", "limit", "after")
 REPORT = ("since", "until", "group_by", "limit", "after")
 TENANT = "/admin/api/tenants/{tenant}"
+PLAN = "/admin/api/plans/{plan}"
+WEBHOOK = "/admin/api/webhooks/{name}"
 
 # Route of the admin API, which takes no query parameters unless `query` lists them.
 _admin = partial(Route, scope="admin", query=())
 
 
-def _upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
-    one = f"{path}/{{id}}"
-    return (
-        route("POST", path, ResumableUploads.begin, "Begin or resume an upload.", query=("name", "size", "sha256")),
-        route("GET", one, ResumableUploads.get, "Return how much of an upload has arrived.", query=()),
-        route("PUT", one, ResumableUploads.put, "Send a part of an upload.", query=("offset", "sha256")),
-        route("POST", f"{one}/complete", ResumableUploads.complete, "Check the upload and add the version.", query=()),
-        route("DELETE", one, ResumableUploads.abort, "Abort an upload.", query=()),
-    )
-
-
-def _version_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
-    name = f"{path}/{{name}}"
-    version, alias = f"{name}/versions/{{version}}", f"{name}/aliases/{{alias}}"
-    of = AdapterVersions
-    return (
-        route("DELETE", name, of.delete, "Delete an adapter's name with its versions.", query=FORCE),
-        route("GET", f"{name}/versions", of.list, "List an adapter's versions.", query=()),
-        route("GET", version, of.get, "Return a version.", query=()),
-        route("PATCH", version, of.change, "Retire, expire or pin a version.", query=FORCE, request=VersionChanges),
-        route("DELETE", version, of.delete, "Delete a version.", query=FORCE),
-        route("GET", f"{name}/aliases", of.list_aliases, "List an adapter's aliases.", query=()),
-        route("GET", alias, of.get_alias, "Return an alias and its ETag.", query=()),
-        route("PUT", alias, of.move, "Point an alias to versions.", query=(), request=NewTargets),
-        route("POST", f"{alias}/rollback", of.rollback, "Roll an alias back to its previous versions.", query=()),
-        route("DELETE", alias, of.delete_alias, "Delete an alias.", query=()),
-    )
-
-
-def _golden_routes(path: str, route: Callable[..., Route], check_query: tuple[str, ...]) -> tuple[Route, ...]:
-    one, of = f"{path}/{{name}}/versions/{{version}}/golden", GoldenRoutes
-    return (
-        route("GET", one, of.get, "Return a version's golden answers and their checks.", query=()),
-        route("PUT", one, of.put, "Ask prompts and keep the golden answers.", query=(), request=NewGolden),
-        route("DELETE", one, of.delete, "Remove a version's golden answers.", query=()),
-        route("POST", f"{one}/check", of.check, "Check a version's golden answers.", query=check_query),
-    )
-
-
-def _mixture_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
-    name, of = f"{path}/{{name}}", SavedMixtureRoutes
-    return (
-        route("GET", path, of.list, "List saved mixtures.", query=()),
-        route("GET", name, of.get, "Return a saved mixture and its ETag.", query=()),
-        route("PUT", name, of.save, "Save a mixture under a name.", query=(), request=NewMixture),
-        route("DELETE", name, of.delete, "Delete a saved mixture.", query=()),
-    )
-
-
-# Routes by the class that has their handlers.
-TABLE: Mapping[type, tuple[Route, ...]] = {
+# Routes by the class that has their handlers, without those of the pages.
+API: dict[type, tuple[Route, ...]] = {
     Completions: (
         Route(
             "POST",
@@ -124,73 +87,18 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         ),
         Route("GET", "/v1/models/{name:.+}", Models.get, "Return a model.", scope="inference", response=Model),
     ),
-    Adapters: (
-        Route(
-            "POST",
-            "/v1/adapters",
-            Adapters.push,
-            "Upload an adapter, or its next version.",
-            scope="adapters",
-            request=Upload,
-        ),
-        Route("GET", "/v1/adapters", Adapters.list, "List the tenant's adapters.", scope="adapters"),
-        Route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
-    ),
-    AdapterVersions: _version_routes("/v1/adapters", partial(Route, scope="adapters"))
-    + _version_routes(f"{TENANT}/adapters", partial(Route, scope="admin")),
-    SavedMixtureRoutes: _mixture_routes("/v1/mixtures", partial(Route, scope="adapters"))
-    + _mixture_routes(f"{TENANT}/mixtures", partial(Route, scope="admin")),
-    ResumableUploads: _upload_routes("/v1/adapter-uploads", partial(Route, scope="adapters"))
-    + _upload_routes(f"{TENANT}/adapter-uploads", partial(Route, scope="admin")),
-    Imports: (
-        Route(
-            "POST",
-            "/v1/adapter-imports",
-            Imports.add,
-            "Import an adapter from an allowed place.",
-            scope="adapters",
-            query=("name", "source"),
-        ),
-        _admin(
-            "POST",
-            f"{TENANT}/adapter-imports",
-            Imports.add,
-            "Import an adapter for a tenant.",
-            query=("name", "source"),
-        ),
-    ),
-    ProbeRoutes: (
+    **ADAPTER_ROUTES,
+    OwnKey: (
         Route(
             "GET",
-            "/v1/adapters/{name}/versions/{version}/probe",
-            ProbeRoutes.get,
-            "Return the probe of a version.",
-            scope="adapters",
+            "/v1/key",
+            OwnKey.get,
+            "Return the key of the request, and what is left of its limits.",
+            scope="any",
+            query=(),
+            response=KeyInfo,
         ),
-        _admin(
-            "GET",
-            f"{TENANT}/adapters/{{name}}/versions/{{version}}/probe",
-            ProbeRoutes.get,
-            "Return the probe of a version.",
-        ),
-        Route(
-            "POST",
-            "/v1/adapters/{name}/versions/{version}/probe",
-            ProbeRoutes.verify,
-            "Probe a version again.",
-            scope="adapters",
-        ),
-        _admin(
-            "POST",
-            f"{TENANT}/adapters/{{name}}/versions/{{version}}/probe",
-            ProbeRoutes.verify,
-            "Probe a tenant's version again.",
-            query=("engine",),
-        ),
-        _admin("GET", "/admin/api/bases", ProbeRoutes.bases, "List base models with their engines and adapters."),
     ),
-    GoldenRoutes: _golden_routes("/v1/adapters", partial(Route, scope="adapters"), ())
-    + _golden_routes(f"{TENANT}/adapters", partial(Route, scope="admin"), ("engine",)),
     Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),
@@ -203,20 +111,84 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             query=("dry_run",),
         ),
         _admin("GET", "/admin/api/usage", Admin.usage, "Report the usage of tenants.", query=("tenant", *REPORT)),
-        _admin("GET", "/admin/api/engines", Admin.engines, "List the engines and their health."),
+        _admin("GET", "/admin/api/version", Admin.version, "Return the gateway's version."),
         _admin("GET", "/admin/api/queue", Admin.queue, "Show each tenant's requests, service and share."),
+    ),
+    AdminRefusals: (
+        _admin("GET", "/admin/api/refusals", AdminRefusals.get, "Report why requests were refused.", query=REFUSALS),
+    ),
+    UsageExport: (
+        _admin("GET", "/admin/api/usage/export", UsageExport.get, "Return a file of usage.", query=EXPORT_QUERY),
     ),
     Engines: (
         Route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),
         Route("DELETE", "/internal/engines", Engines.withdraw, "Withdraw an engine.", request=Announcement),
     ),
+    AdminEngines: (
+        _admin("GET", "/admin/api/engines", AdminEngines.list, "List the engines and their health."),
+        _admin(
+            "POST",
+            "/admin/api/engines/drain",
+            AdminEngines.drain,
+            "Stop new requests to an engine.",
+            request=EngineUrl,
+        ),
+        _admin(
+            "POST",
+            "/admin/api/engines/resume",
+            AdminEngines.resume,
+            "Send new requests to a drained engine again.",
+            request=EngineUrl,
+        ),
+    ),
+    FleetViews: (
+        _admin(
+            "GET", "/admin/api/engines/history", FleetViews.history, "Return an engine's last hour.", query=("url",)
+        ),
+        _admin(
+            "GET",
+            "/admin/api/residency",
+            FleetViews.residency,
+            "Return where adapters are resident.",
+            query=("q", "limit", "page"),
+        ),
+    ),
+    **REQUEST_LOG,
     AdminAudit: (
         _admin(
             "GET",
             "/admin/api/audit",
             AdminAudit.list,
             "List changes, with their actors.",
-            query=("tenant", "actor", "action", "since", "until", "limit", "after"),
+            query=("tenant", "actor", "action", "not_action", "since", "until", "limit", "after"),
+        ),
+    ),
+    AdminPlans: (
+        _admin("GET", "/admin/api/plans", AdminPlans.list, "List the plans."),
+        _admin("GET", PLAN, AdminPlans.get, "Return a plan."),
+        _admin("PUT", PLAN, AdminPlans.put, "Create or replace a plan.", request=NewPlan),
+        _admin(
+            "PUT",
+            f"{PLAN}/prices",
+            AdminPlans.put_prices,
+            "Replace the prices of a plan.",
+            role="billing",
+            request=PlanPrices,
+        ),
+        _admin("DELETE", PLAN, AdminPlans.delete, "Delete a plan that no tenant has."),
+    ),
+    AdminWebhooks: (
+        _admin("GET", "/admin/api/webhooks", AdminWebhooks.list, "List the webhooks."),
+        _admin("GET", WEBHOOK, AdminWebhooks.get, "Return a webhook."),
+        _admin("PUT", WEBHOOK, AdminWebhooks.put, "Add or change a webhook.", request=NewWebhook),
+        _admin("DELETE", WEBHOOK, AdminWebhooks.delete, "Delete a webhook."),
+        _admin("POST", f"{WEBHOOK}/test", AdminWebhooks.test, "Send a test event to a webhook."),
+        _admin(
+            "GET",
+            "/admin/api/events",
+            AdminWebhooks.list_events,
+            "List events, with their deliveries.",
+            query=("tenant", "type", "since", "until", "limit", "after"),
         ),
     ),
     AdminPrices: (
@@ -226,10 +198,17 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             "/admin/api/prices/{model:.+}",
             AdminPrices.put,
             "Set a model's price.",
+            role="billing",
             query=FORCE,
             request=NewPrice,
         ),
-        _admin("DELETE", "/admin/api/prices/{model:.+}", AdminPrices.delete, "Remove a model's price."),
+        _admin(
+            "DELETE",
+            "/admin/api/prices/{model:.+}",
+            AdminPrices.delete,
+            "Remove a model's price.",
+            role="billing",
+        ),
     ),
     AdminTenants: (
         _admin(
@@ -240,44 +219,57 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
             query=FORCE,
             request=NewTenant,
         ),
-        _admin("GET", "/admin/api/tenants", AdminTenants.list, "List all tenants."),
+        _admin("GET", "/admin/api/tenants", AdminTenants.list, "List tenants.", query=TENANT_LIST),
         _admin("GET", TENANT, AdminTenants.get, "Return a tenant."),
-        _admin("PATCH", TENANT, AdminTenants.update, "Change a tenant.", query=FORCE, request=TenantChanges),
+        _admin(
+            "PATCH",
+            TENANT,
+            AdminTenants.update,
+            "Change a tenant.",
+            role="billing",
+            query=FORCE,
+            request=TenantChanges,
+        ),
         _admin("DELETE", TENANT, AdminTenants.delete, "Delete a tenant; its usage is kept."),
     ),
-    AdminKeys: (
+    AdminTenantBulk: (
         _admin(
             "POST",
-            f"{TENANT}/keys",
-            AdminKeys.create,
-            "Create an API key; only this answer contains it.",
-            query=FORCE,
-            request=NewKey,
+            "/admin/api/tenants/bulk",
+            AdminTenantBulk.change,
+            "Change all tenants that match.",
+            query=("dry_run",),
+            request=NewBulk,
         ),
-        _admin("GET", f"{TENANT}/keys", AdminKeys.list, "List a tenant's keys."),
+    ),
+    KeyRoutes: (
+        *key_routes("/v1/keys", partial(Route, scope="keys", query=())),
+        *key_routes(f"{TENANT}/keys", _admin)[:2],
         _admin(
             "POST",
             "/admin/api/keys",
-            AdminKeys.create_admin,
+            KeyRoutes.create_admin,
             "Create an admin key; only this answer contains it.",
             request=NewAdminKey,
         ),
-        _admin("GET", "/admin/api/keys", AdminKeys.list_admin, "List the admin keys."),
-        _admin("POST", "/admin/api/keys/{id}/rotate", AdminKeys.rotate, "Replace a key.", request=Rotation),
-        _admin("DELETE", "/admin/api/keys/{id}", AdminKeys.revoke, "Revoke a key."),
+        _admin("GET", "/admin/api/keys", KeyRoutes.list_admin, "List admin keys, or all keys.", query=KEY_LIST),
+        _admin("POST", "/admin/api/keys/{id}/rotate", KeyRoutes.rotate_any, "Replace a key.", request=Rotation),
+        _admin("DELETE", "/admin/api/keys/{id}", KeyRoutes.revoke_any, "Revoke a key."),
     ),
-    Dashboard: (
-        Route("GET", "/admin", Dashboard.redirect, "Redirect to the status page.", is_open=True, response=None),
-        Route("GET", "/admin/", Dashboard.page, "Return the status page, for browsers.", response=None),
-        Route(
+    AdminSessions: (
+        _admin(
             "GET",
-            "/admin/static/style.css",
-            Dashboard.style,
-            "Return the style of the status page.",
-            is_open=True,
-            response=None,
+            "/admin/api/sessions",
+            AdminSessions.list,
+            "List the sessions of browsers.",
+            query=("tenant", "limit"),
         ),
+        _admin("DELETE", "/admin/api/sessions/{id}", AdminSessions.end, "End a session."),
     ),
+    AdminSettings: (
+        _admin("GET", "/admin/api/settings", AdminSettings.get, "Return the settings without secrets, and the state."),
+    ),
+    Home: (Route("GET", "/", Home.get, "Return the service's addresses.", is_open=True),),
     Description: (Route("GET", "/openapi.json", Description.get, "Return this description.", is_open=True),),
     Health: (
         Route("GET", "/healthz", Health.live, "Return whether the process runs.", is_open=True),
@@ -294,19 +286,19 @@ TABLE: Mapping[type, tuple[Route, ...]] = {
         Route("GET", "/metrics", MetricsPage.get, "Return Prometheus metrics.", scope="admin", response=None),
     ),
 }
+TABLE = API | PAGES
 ROUTES = tuple(route for routes in TABLE.values() for route in routes)
 PARAMETERS = {(route.method, route.canonical): route.query for route in ROUTES if route.query is not None}
 
 
-def add_routes(app: web.Application, objects: Mapping[type, Any], auth: Authenticator) -> None:
+def add_routes(app: web.Application, objects: Mapping[type, Any], guards: Guards) -> None:
     """Add the routes of every class in `objects`."""
-    rounds = Rounds()
     for kind, routes in TABLE.items():
         if kind in objects:
             for route in routes:
                 handler = route.handler.__get__(objects[kind])
                 if route.scope is not None:
-                    handler = guarded(handler, route.scope, auth, rounds)
+                    handler = guards.guarded(handler, route.scope, route.least_role)
                 if route.method == "GET":
                     # `add_get` also answers HEAD.
                     app.router.add_get(route.path, handler)

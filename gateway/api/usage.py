@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response, read_limit, read_period
 from gateway.errors import BadRequest
+from gateway.records.prices import exact_money
 from gateway.records.usage_report import GROUPS, UsageReport
 from gateway.sharing.turns import Turns
 
@@ -17,10 +19,11 @@ MAX_GROUPS = 1000
 
 
 class Usage:
-    """Route for a tenant's own usage."""
+    """Route for a tenant's own usage. currency: of its costs."""
 
-    def __init__(self, *, report: UsageReport) -> None:
+    def __init__(self, *, report: UsageReport, currency: str) -> None:
         self._report = report
+        self._currency = currency
         self._reads = Turns(READS, rest=REST)
 
     async def get(self, request: web.Request) -> web.Response:
@@ -28,13 +31,14 @@ class Usage:
         principal = request[PRINCIPAL]
         tenant_id = principal.tenant.id
         async with self._reads.turn(tenant_id):
-            return await usage_answer(request, self._report, tenant_id=tenant_id, models=principal.allowed_models)
+            which = {"tenant_id": tenant_id, "models": principal.allowed_models}
+            return await usage_answer(request, self._report, self._currency, **which)
 
 
-async def usage_answer(request: web.Request, report: UsageReport, **which: Any) -> web.Response:
+async def usage_answer(request: web.Request, report: UsageReport, currency: str, **which: Any) -> web.Response:
     """Return a page of sums by tenant and by the groups of `?group_by=`, and the total of all groups.
 
-    which: the filters of `UsageReport.page`.
+    currency: of the costs. which: the filters of `UsageReport.page`.
     """
     since, until = read_period(request)
     page = await report.page(
@@ -45,7 +49,14 @@ async def usage_answer(request: web.Request, report: UsageReport, **which: Any) 
         limit=read_limit(request, MAX_GROUPS, MAX_GROUPS),
         **which,
     )
-    return json_response({"object": "usage", "data": page.groups, "total": page.total, "next": page.next})
+    groups = [_with_money(msgspec.to_builtins(sums)) for sums in page.groups]
+    total = _with_money(page.total)
+    return json_response({"object": "usage", "currency": currency, "data": groups, "total": total, "next": page.next})
+
+
+def _with_money(sums: dict[str, Any]) -> dict[str, Any]:
+    """Return sums with their cost as an exact decimal, and in micro-units as `cost_micros`."""
+    return {**sums, "cost": exact_money(sums["cost"]), "cost_micros": sums["cost"]}
 
 
 def _read_groups(request: web.Request) -> list[str]:

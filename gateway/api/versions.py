@@ -83,7 +83,7 @@ class AdapterVersions:
         force = read_flag(request, "force")
         _check_end(given.get("expires_at"), "expires_at")
         if "pinned" in given and caller.principal is not None:
-            raise Forbidden("pinned: only an operator pins versions.", param="pinned")
+            raise Forbidden("pinned: only an operator may pin versions.", param="pinned")
         await caller.count_change(request, self._quota)
         name, number = request.match_info["name"], version_of(request)
         changed = await self._catalog.versions.change(caller.tenant, name, number, given, caller.actor, force=force)
@@ -95,7 +95,7 @@ class AdapterVersions:
         name, force = request.match_info["name"], read_flag(request, "force")
         number = version_of(request) if "version" in request.match_info else None
         await caller.count_change(request, self._quota)
-        running = set() if force else await self._running(caller.tenant, name)
+        running = set() if force else await self.running(caller.tenant, name)
         await self._catalog.delete(caller.tenant, name, caller.actor, number, running=running, force=force)
         kind = "adapter" if number is None else "adapter.version"
         version = {} if number is None else {"version": number}
@@ -137,7 +137,7 @@ class AdapterVersions:
         await self._catalog.aliases.delete(caller.tenant, name, alias, caller.actor, if_match)
         return json_response({"object": "adapter.alias", "name": name, "alias": alias, "deleted": True})
 
-    async def _running(self, tenant: Tenant, name: str) -> set[int]:
+    async def running(self, tenant: Tenant, name: str) -> set[int]:
         """Return the versions of the name that running requests of all gateways use. Raises Unavailable."""
         found = set()
         for note in await self._quota.notes(tenant.id):

@@ -13,7 +13,8 @@ from gateway.api.requests.prompts import InferenceRequest
 from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.ledger import Ledger
-from gateway.billing.usage_row import UsageRow, encode
+from gateway.billing.usage_row import UsageRow, encode, shown_user
+from gateway.error_codes import code_of, known_code
 from gateway.errors import EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
 from gateway.fleet.engine import EngineRecord
@@ -78,17 +79,28 @@ class Account:
         # The engine's receipt; None if it sent none.
         self.served_digest: str | None = None
         self.ending = Ending.BROKEN
+        self.end_user = shown_user(asked.body.get("user"))
+        # Code of the error that the client receives.
+        self.error_code: str | None = None
+        self._queue_seconds: float | None = None
         # The tokens of the usage row, once the account is closed.
         self.billed: Used | None = None
         self.settlement: asyncio.Task[None] | None = None
         self.on_progress: Callable[[Reservation, str, int, int], None] | None = None
         self.arrived = arrived
+        self._admitted = time.monotonic()
         self._first_token: float | None = None
 
     @property
     def used(self) -> Used:
         """Return the tokens so far, or those of the usage row once the account is closed."""
         return self.billed or Used(self.prompt_tokens, self.completion_tokens, self.cached_tokens)
+
+    @property
+    def cost(self) -> int:
+        """Return the cost of the tokens so far, in micro-units."""
+        used = self.used
+        return self.price.cost(used.prompt, used.completion, used.cached)
 
     @property
     def is_beyond_hold(self) -> bool:
@@ -105,6 +117,14 @@ class Account:
     def first_token_seconds(self) -> float | None:
         """Return the seconds from the request's arrival to a stream's first token."""
         return None if self._first_token is None else self._first_token - self.arrived
+
+    def queued(self, seconds: float) -> None:
+        """Record the wait for an engine."""
+        self._queue_seconds = seconds
+
+    def failed(self, code: str) -> None:
+        """Record the code of the request's error. Only the first call has an effect."""
+        self.error_code = self.error_code or known_code(code)
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Record that the engine has the prompt. From then on the request costs tokens, even if its client leaves."""
@@ -209,6 +229,11 @@ class Account:
             served_digest=self.served_digest,
             surcharge=charged.surcharge,
             version=self.model.version,
+            admission_ms=round((self._admitted - self.arrived) * 1000),
+            queue_ms=None if self._queue_seconds is None else round(self._queue_seconds * 1000),
+            reserved_tokens=self.reservation.tokens,
+            end_user=self.end_user,
+            error_code=self.error_code,
         )
 
     def _count(self, counts: dict[str, Any], cached: Any) -> None:
@@ -242,11 +267,16 @@ class Accounting:
         except (asyncio.CancelledError, ClientGone):
             self.close(account, Ending.CANCELLED)
             raise
-        except (InvalidKey, Forbidden):
+        except (InvalidKey, Forbidden) as error:
+            account.failed(code_of(error))
             self.close(account, Ending.REVOKED)
             raise
-        except EngineMismatch:
+        except EngineMismatch as error:
+            account.failed(code_of(error))
             self.close(account, Ending.MISMATCHED)
+            raise
+        except Exception as error:
+            account.failed(code_of(error))
             raise
         finally:
             self.close(account, Ending.BROKEN)

@@ -12,6 +12,8 @@ import random
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+import msgspec
+
 from gateway.billing.journal import Journal
 from gateway.billing.stream import UsageStream
 from gateway.billing.usage_row import UsageRow, encode
@@ -83,7 +85,9 @@ class Ledger:
         try:
             await self._journal.append(encode(row))
         except OSError:
-            log.critical("usage row not written: %s", encode(row).decode(), exc_info=True)
+            # The end user is the client's own text, which no log contains.
+            known = msgspec.structs.replace(row, end_user=None)
+            log.critical("usage row not written: %s", encode(known).decode(), exc_info=True)
 
     async def run(self) -> None:
         self._ended = False

@@ -172,4 +172,6 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         status="abandoned",
         finish_reason=outcome.finish_reason,
         created_at=created_at,
+        reserved_tokens=lease.reservation.tokens,
+        end_user=weights.end_user,
     )

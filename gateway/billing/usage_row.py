@@ -8,6 +8,8 @@ from msgspec import Meta
 
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Id = Annotated[str, Meta(max_length=32)]
+# Characters of a request's `user` that records keep.
+MAX_USER_CHARS = 128
 
 
 class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -17,7 +19,9 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     "refused" (the engine refused the request, which costs no money), "error" or "abandoned" (its gateway died). cost:
     in micro-units. served_digest: the engine's receipt (gateway/fleet/receipts.py), None if it sent none. surcharge:
     the tokens of the token rates beyond prompt and completion. version: of the adapter; None for the base model and for
-    mixtures.
+    mixtures. admission_ms: until the reservation. queue_ms: the wait for an engine after it. reserved_tokens: by the
+    reservation, in tokens of the rates. end_user: the request's `user`, as `shown_user` returns it. error_code: of a
+    request that failed. The last five are None in rows of the previous release.
     """
 
     request_id: Annotated[str, Meta(max_length=64)]
@@ -40,10 +44,25 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     served_digest: Annotated[str, Meta(max_length=64)] | None = None
     surcharge: Count = 0
     version: Count | None = None
+    admission_ms: Count | None = None
+    queue_ms: Count | None = None
+    reserved_tokens: Count | None = None
+    end_user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None
+    error_code: Annotated[str, Meta(max_length=64)] | None = None
 
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(UsageRow)
+
+
+def shown_user(user: str | None) -> str | None:
+    """Return a request's `user` for records."""
+    return printable(user, MAX_USER_CHARS) if user else None
+
+
+def printable(text: str, most: int) -> str:
+    """Return the first characters of a client's text, with U+FFFD for each that is not printable."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text[:most])
 
 
 def encode(row: UsageRow) -> bytes:

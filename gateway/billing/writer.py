@@ -1,11 +1,12 @@
 """Writer of usage rows into SQL: each row once, with the sums of its hour and day in the same transaction.
 
 Any number of processes may write at once. All transactions lock in the same order (rows by request id, then hours, then
-days, each by its key), so that they cannot deadlock.
+days, then the sums for charts and numbers of failures, each by its key), so that they cannot deadlock.
 """
 
 import hashlib
 import logging
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -16,9 +17,12 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.billing.activity_writer import ActivityWriter
 from gateway.billing.usage_row import UsageRow, decode, encode
 from gateway.errors import Unavailable
 from gateway.records.database import Database, is_datas_fault
+from gateway.records.refusal_tables import refusal_counts
+from gateway.records.refused_requests import MINUTE, Counted, sums_of
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 
 log = logging.getLogger(__name__)
@@ -33,6 +37,8 @@ class UsageWriter:
         self._database = database
         self._dialect = {"sqlite": sqlite, "postgresql": postgresql}[database.dialect]
         self._upserts = {table: self._adding(table) for table in (usage_hourly, usage_daily)}
+        self._count_failures = self._adding(refusal_counts, ("requests",))
+        self._activity = ActivityWriter(database.dialect)
         self.rejected = 0
 
     async def write_events(self, events: Iterable[bytes]) -> None:
@@ -59,8 +65,15 @@ class UsageWriter:
                 new = await self._insert(connection, rows)
                 for table, period in ((usage_hourly, "hour"), (usage_daily, "day")):
                     if new:
-                        await connection.execute(self._upserts[table], _sums(new, period))
-        except (DBAPIError, OverflowError) as error:
+                        await connection.execute(self._upserts[table], sums_by(new, period))
+                if new:
+                    await self._activity.add(connection, new)
+                if failed := failures_of(new):
+                    await connection.execute(self._count_failures, failed)
+        except BaseException as error:
+            self._activity.forget()
+            if not isinstance(error, DBAPIError | OverflowError):
+                raise
             if isinstance(error, DBAPIError) and not is_datas_fault(error):
                 log.error("the database refuses usage rows", exc_info=error)
                 raise Unavailable("The database cannot take usage rows.", code="database_unavailable") from error
@@ -81,11 +94,11 @@ class UsageWriter:
         new = set(found.scalars())
         return [row for row in rows if row.request_id in new]
 
-    def _adding(self, table: Table) -> Executable:
+    def _adding(self, table: Table, names: Sequence[str] = SUMMED) -> Executable:
         insert = self._dialect.insert(table)
         return insert.on_conflict_do_update(
             index_elements=list(table.primary_key.columns),
-            set_={name: table.c[name] + insert.excluded[name] for name in SUMMED},
+            set_={name: table.c[name] + insert.excluded[name] for name in names},
         )
 
     async def _reject(self, event: bytes, reason: str) -> None:
@@ -105,7 +118,17 @@ class UsageWriter:
         log.critical("usage event moved to usage_rejected as %s: %s", values["id"], reason)
 
 
-def _sums(rows: Iterable[UsageRow], period: str) -> list[dict[str, Any]]:
+def failures_of(rows: Iterable[UsageRow]) -> list[dict[str, Any]]:
+    """Return the rows of `refusal_counts` to add for requests that failed after their admission."""
+    counts = Counter(
+        Counted(int(row.created_at.timestamp()) // MINUTE * MINUTE, row.tenant_id, row.error_code, 0, "", row.tenant)
+        for row in rows
+        if row.error_code is not None
+    )
+    return sums_of(counts)
+
+
+def sums_by(rows: Iterable[UsageRow], period: str) -> list[dict[str, Any]]:
     """Return the sums of each tenant, period, key and model, in the order of the sums' primary key."""
     sums: dict[tuple[str, datetime, str, str], dict[str, Any]] = {}
     for row in rows:

@@ -33,6 +33,11 @@ class Breakers:
         """Return whether the engine accepts tenants without failures of their own."""
         return self._of_all.allows
 
+    @property
+    def seconds_open(self) -> float:
+        """Return the seconds until the common breaker lets a trial through; 0 if it is closed."""
+        return self._of_all.seconds_open
+
     def allows(self, tenant_id: str) -> bool:
         """Return whether a request of the tenant may be sent now."""
         own = self._of.get(tenant_id)
@@ -92,6 +97,11 @@ class Breaker:
     @property
     def is_on_trial(self) -> bool:
         return self._on_trial
+
+    @property
+    def seconds_open(self) -> float:
+        """Return the seconds until a trial is let through; 0 if the breaker is closed."""
+        return max(0.0, self._open_until - self._clock()) if self._is_open else 0.0
 
     def sent(self) -> None:
         """Note that a request is sent. While the breaker is half open, this request is the trial."""

@@ -43,6 +43,9 @@ class Bill(Protocol):
 
     completion_tokens: int
 
+    def queued(self, seconds: float) -> None:
+        """Note the wait for an engine, also of a request that waited in vain."""
+
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Note that the request is sent to the engine. The last engine noted serves the request."""
 
@@ -135,6 +138,8 @@ class Fleet:
                     await held.enter_async_context(self._gate.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
+            finally:
+                bill.queued(time.monotonic() - place.arrived)
             engine, response, in_flight = await self._begin(call, bill, place, held)
 
             def release() -> None:

@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
 import msgspec
 
@@ -11,8 +12,11 @@ from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.own_requests import OwnRequests, Prefetched
 from wire.digests import bare_digest
+from wire.responses import Preempted, TenantShare
 
 log = logging.getLogger(__name__)
+
+AdapterPlace = Literal["device", "host", "none"]
 
 # Assumed until an engine reports its own number.
 DEFAULT_SLOTS = 32
@@ -110,7 +114,8 @@ class EngineSoftware(msgspec.Struct, frozen=True, kw_only=True):
 class EngineState(msgspec.Struct, kw_only=True):
     """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
 
-    version: release of the engine. reported: the whole report, for operators.
+    version: release of the engine. adapters_host: adapters in its host memory; None: as in the report before.
+    reported: the report without them, for operators.
     """
 
     instance: str | None = None
@@ -118,6 +123,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     model: str | None = None
     adapters_resident: list[str] = []
     adapters_activated: frozenset[str] = frozenset()
+    adapters_host: list[str] | None = None
     adapter_pages_total: int = 0
     adapter_pages_free: int = 0
     running: int = 0
@@ -131,6 +137,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     probes: bool = False
     version: str | None = None
     base_digest: str | None = None
+    tenants: list[TenantShare] = []
+    preempted: list[Preempted] = []
     reported: dict[str, Any] = {}
 
 
@@ -138,24 +146,34 @@ def parse_state(line: bytes) -> EngineState:
     """Decode an engine's report. Raises MsgspecError."""
     reported = msgspec.json.decode(line, type=dict[str, Any])
     state = msgspec.convert({**reported, "reported": {}}, EngineState)
+    reported.pop("adapters_host", None)
     state.reported = reported
     return state
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True):
+    """Drain of an engine by an operator. by: id of the operator's key."""
+
+    by: str
+    at: datetime
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. foreign_load:
-    number of other gateways' requests. slots: number of requests that it runs at once. load_seconds: time to load an
-    adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a request. state: its last
-    report. mismatched: the instance that answered with another adapter than the request's.
+    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those in
+    its host memory as it reports them, for operators only. foreign_load: number of other gateways' requests. slots:
+    number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
+    memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
+    with another adapter than the request's. drained: an operator's drain, independent of the engine's health.
     """
 
     address: Address
     condition: Condition = field(default_factory=Condition)
     requests: OwnRequests = field(default_factory=OwnRequests)
     resident: frozenset[str] = frozenset()
+    host: frozenset[str] = frozenset()
     foreign_load: int = 0
     slots: int = DEFAULT_SLOTS
     load_seconds: float = DEFAULT_LOAD_SECONDS
@@ -164,6 +182,7 @@ class EngineRecord:
     state: EngineState = field(default_factory=EngineState)
     mismatched: str | None = None
     breaker: Breakers = field(default_factory=Breakers)
+    drained: Drained | None = None
 
     @property
     def url(self) -> str:
@@ -197,13 +216,15 @@ class EngineRecord:
 
     @property
     def available(self) -> bool:
-        return self.is_up and self.breaker.allows_some
+        return self.is_up and self.drained is None and self.breaker.allows_some
 
     @property
     def fault(self) -> str | None:
         """Return the reason why the engine gets no requests, or None if it gets requests."""
         if not self.is_up:
             return f"{self.condition.health}: {self.condition.reason}"
+        if self.drained is not None:
+            return "drained: an operator drained it; `loraplex engine resume` sends requests again"
         return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
 
     @property
@@ -224,6 +245,12 @@ class EngineRecord:
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.requests.by_digest[digest] > 0
+
+    def place_of(self, digest: str) -> AdapterPlace:
+        """Return the place of an adapter: device memory, host memory, or neither."""
+        if digest in self.resident:
+            return "device"
+        return "host" if digest in self.host or self.prefetched.has(digest) else "none"
 
     @property
     def adapter_room(self) -> int | None:
@@ -254,6 +281,10 @@ class EngineRecord:
         """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
+        if state.adapters_host is not None:
+            self.host = frozenset(bare_digest(digest) for digest in state.adapters_host)
+        elif state.instance != self.state.instance:
+            self.host = frozenset()
         self.state = state
         self.observe_resident(bare_digest(digest) for digest in state.adapters_resident)
         self.foreign_load = max(0, state.running + state.waiting - in_flight)
@@ -300,5 +331,5 @@ class EngineRecord:
                 level = logging.ERROR if health is Health.MISCONFIGURED else logging.WARNING
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health is not Health.UP:
-            self.resident = frozenset()
+            self.resident = self.host = frozenset()
             self.prefetched = Prefetched()

@@ -92,6 +92,10 @@ class Place:
     turn: "asyncio.Future[bool]" = field(init=False)
 
 
+def _ignore_admission(_place: Place, _seconds: float) -> None:
+    pass
+
+
 def _own_order(place: Place) -> tuple[float, int]:
     return place.deadline, place.arrival
 
@@ -117,6 +121,10 @@ class Gate:
         self._num_inside = 0
         self._arrivals = 0
         self._seconds_inside = 1.0
+        # Called with the wait of each admitted request, in seconds.
+        self.observe_wait: Callable[[float], None] = _ignore
+        # Called with the place of each admitted request, and its wait in seconds.
+        self.observe_admission: Callable[[Place, float], None] = _ignore_admission
 
     @property
     def inside(self) -> int:
@@ -138,6 +146,8 @@ class Gate:
         try:
             await self._wait(place)
             place.entered = time.monotonic()
+            self.observe_wait(place.entered - place.arrived)
+            self.observe_admission(place, place.entered - place.arrived)
             self._admitted.add(place)
             try:
                 yield
@@ -174,18 +184,23 @@ class Gate:
     @property
     def longest_wait(self) -> float:
         """Return the longest wait of the waiting requests, in seconds."""
-        return time.monotonic() - min((place.arrived for place in self._waiting), default=time.monotonic())
+        now = time.monotonic()
+        return now - min((place.arrived for place in self._waiting), default=now)
 
     def by_tenant(self) -> list[TenantPlaces]:
         """Return the tenants with requests at the gate, the least served first."""
+        return sorted(self.tenants().values(), key=lambda row: row.service)
+
+    def tenants(self) -> dict[str, TenantPlaces]:
+        """Return the tenants with requests at the gate, by id."""
         places = capacity.places if (capacity := self._capacity()) is not None else 0
         waiting: dict[str, list[Place]] = {}
         for place in self._waiting:
             waiting.setdefault(place.tenant_id, []).append(place)
         now = time.monotonic()
         found = {place.tenant_id: place for place in (*self._admitted, *self._waiting)}
-        rows = [
-            TenantPlaces(
+        return {
+            tenant_id: TenantPlaces(
                 tenant=place.tenant_name,
                 weight=place.weight,
                 service=self._counters.counter(tenant_id),
@@ -195,8 +210,7 @@ class Gate:
                 waited=now - min((other.arrived for other in waiting.get(tenant_id, ())), default=now),
             )
             for tenant_id, place in found.items()
-        ]
-        return sorted(rows, key=lambda row: row.service)
+        }
 
     def _next(self) -> Place | None:
         """Return the waiting request that is admitted next, None if there is room for none."""

@@ -3,11 +3,11 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from gateway.fleet.engine import DEFAULT_SLOTS, Address, EngineRecord
+from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Capacity
 
@@ -41,6 +41,7 @@ class Registry:
         self._watch = watch
         self._engines: dict[str, EngineRecord] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
+        self._drained: Mapping[str, Drained] = {}
 
     @property
     def engines(self) -> tuple[EngineRecord, ...]:
@@ -49,6 +50,17 @@ class Registry:
     @property
     def up(self) -> list[EngineRecord]:
         return [engine for engine in self._engines.values() if engine.is_up]
+
+    @property
+    def drained(self) -> Mapping[str, Drained]:
+        """The operators' drains by URL, also of engines that are not known now. `gateway/fleet/drains.py` sets them."""
+        return self._drained
+
+    @drained.setter
+    def drained(self, drained: Mapping[str, Drained]) -> None:
+        self._drained = drained
+        for engine in self._engines.values():
+            engine.drained = drained.get(engine.url)
 
     @property
     def faults(self) -> dict[str, str]:
@@ -125,4 +137,4 @@ class Registry:
         for url, address in addresses.items():
             if url not in self._engines:
                 slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS
-                self._engines[url] = EngineRecord(address, slots=slots)
+                self._engines[url] = EngineRecord(address, slots=slots, drained=self._drained.get(url))

@@ -6,6 +6,7 @@ idle is raised to the least counter of an active tenant, so that idling earns no
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -18,10 +19,16 @@ class Change(NamedTuple):
     is_active: bool
 
 
+def _ignore(_tenant: str, _cost: float) -> None:
+    pass
+
+
 class ServiceCounters:
     """Counters of this process. Without exchanges, they count its own service only."""
 
     def __init__(self) -> None:
+        # Called with a tenant and each cost that it is charged, which is negative for one that is returned.
+        self.observe_charge: Callable[[str, float], None] = _ignore
         self._requests: Counter[str] = Counter()
         # Tenants with a request since the last exchange: a request may come and go between two of them.
         self._seen: set[str] = set()
@@ -58,6 +65,7 @@ class ServiceCounters:
     def charge(self, tenant: str, cost: float) -> None:
         """Add `cost / weight` to the tenant's counter."""
         self._unshared[tenant] = self._unshared.get(tenant, 0.0) + cost / self._weights[tenant]
+        self.observe_charge(tenant, cost)
 
     def share(self, tenant: str) -> float:
         """Return the tenant's part of all engines' places in this process: its weight over the weights of all active

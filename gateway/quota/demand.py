@@ -20,7 +20,8 @@ class Need(msgspec.Struct, frozen=True, gc=False):
     """Size and price of a request, from its body and its model.
 
     prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers. grows: whether the token rates
-    hold only the expected completion at first; the caller must then report the use to `Reservation.hold`.
+    hold only the expected completion at first; the caller must then report the use to `Reservation.hold`. currency: of
+    the amounts in headers and errors. by_default: whether the request has no max_tokens, so that the default applies.
     """
 
     prompt_tokens: int
@@ -28,6 +29,8 @@ class Need(msgspec.Struct, frozen=True, gc=False):
     choices: int = 1
     price: Price = FREE
     grows: bool = False
+    currency: str = ""
+    by_default: bool = False
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +47,8 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     choices: int = 1
     step: int = 1
     price: Price = FREE
+    currency: str = ""
+    by_default: bool = False
     expected: int | None = None
 
     @property

@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-MINUTE, DAY, MONTH = "minute", "day", "month"
+MINUTE, DAY, WEEK, MONTH = "minute", "day", "week", "month"
 # Windows of rates, in microseconds.
 WINDOWS = {MINUTE: 60_000_000, DAY: 86_400_000_000}
 
@@ -26,7 +26,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     letter: str = ""
     takes: Literal["one", "tokens", "cost", "bytes"] = "one"
-    period: Literal["minute", "day", "month"] | None = None
+    period: Literal["minute", "day", "week", "month"] | None = None
     charged: Literal["request", "upload", "store"] = "request"
     unit: str
     help: str
@@ -37,7 +37,12 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def window(self) -> int | None:
         """Return the window of a rate in microseconds; None if the kind is not a rate."""
-        return WINDOWS.get(self.period or "")
+        return None if self.is_budget else WINDOWS.get(self.period or "")
+
+    @property
+    def is_budget(self) -> bool:
+        """Return whether the kind limits money in a calendar period (UTC); weeks begin on Monday."""
+        return self.takes == "cost"
 
     @property
     def is_gauge(self) -> bool:
@@ -55,7 +60,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_recalled(self) -> bool:
         """Return whether past usage is recalled from the ledger after Redis has lost it."""
-        return self.charged == "request" and self.period in (DAY, MONTH)
+        return self.charged == "request" and self.period in (DAY, WEEK, MONTH)
 
     @property
     def limit_class(self) -> str:
@@ -123,6 +128,26 @@ KINDS = (
         help="Prompt and output tokens of all concurrent requests",
         largest=10_000_000_000,
         heading="Concurrent tokens",
+    ),
+    Kind(
+        name="budget_per_day",
+        letter="j",
+        takes="cost",
+        period="day",
+        unit="of budget per day",
+        help="Budget per day (UTC)",
+        largest=10**15,
+        heading="Budget/day",
+    ),
+    Kind(
+        name="budget_per_week",
+        letter="w",
+        takes="cost",
+        period="week",
+        unit="of budget per week",
+        help="Budget per week from Monday (UTC)",
+        largest=10**15,
+        heading="Budget/week",
     ),
     Kind(
         name="budget_per_month",
@@ -194,5 +219,8 @@ WINDOW = {letter: kind.window for letter, kind in BY_LETTER.items() if kind.wind
 TAKES_ONE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes == "one")
 GAUGE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_gauge)
 TOKEN_RATE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_token_rate)
-BUDGET = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes == "cost")
+BUDGET = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_budget)
+# Period of a budget by letter, and the names of the budgets.
+BUDGET_PERIOD = {letter: kind.period for letter, kind in BY_LETTER.items() if kind.is_budget}
+BUDGET_NAMES = tuple(kind.name for kind in KINDS if kind.is_budget)
 RECALLED = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_recalled)

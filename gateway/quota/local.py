@@ -3,7 +3,6 @@
 A test sends the same requests to both and compares every answer. quota.lua explains the arithmetic.
 """
 
-import calendar
 import math
 import time
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ import msgspec
 from gateway.quota.demand import HEADROOM, Demand
 from gateway.quota.kinds import BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import Limit
+from gateway.quota.periods import period_end, period_start
 
 # Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
 GAUGE_WAIT_MS = 1000
@@ -50,7 +50,6 @@ class _Lease(msgspec.Struct):
     tokens: int
     completion: int
     cost: int
-    month: int
     at: int
     limits: Sequence[Limit]
     held: int
@@ -79,7 +78,7 @@ class LocalLimits:
 
     def __init__(self) -> None:
         # Tenant id and field -> state. Rate: (time, debt at that time, the limit by which the debt was computed);
-        # budget: (month, amount spent in it, 0); count: (amount, 0, 0).
+        # budget: (first day of the period, amount spent in it, 0); count: (amount, 0, 0).
         self._states: dict[str, State] = {}
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
@@ -87,8 +86,7 @@ class LocalLimits:
     def acquire(self, limits: Sequence[Limit], demand: Demand, now: int | None = None) -> Answer:
         """Reserve a request as the script's `acquire` does."""
         now = _now() if now is None else now
-        month, month_left_ms = _month(now)
-        rooms = [self._room(demand.tenant_id, limit, now, month) for limit in limits]
+        rooms = [self._room(demand.tenant_id, limit, now) for limit in limits]
         again = self._leases.get(demand.tenant_id + demand.request_id)
         granted = _granted(demand, rooms) if again is None else again.completion
         prompt, price = demand.prompt_tokens, demand.price
@@ -96,23 +94,33 @@ class LocalLimits:
         at_first = prompt + min(demand.first_completion, granted)
         waits = [0] * len(rooms)
         if again is None:
-            waits = [self._wait(room, demand.needed(room.limit, granted), now, month_left_ms) for room in rooms]
+            waits = [self._wait(room, demand.needed(room.limit, granted), now) for room in rooms]
         allowed = not any(waits)
         if allowed and again is None:
             for room in rooms:
                 is_held = room.limit.kind in TOKEN_RATE
-                self._take(room, at_first if is_held else room.limit.amount(tokens, cost), now, month)
-            lease = _Lease(tokens, granted, cost, month, now, limits, at_first)
+                self._take(room, at_first if is_held else room.limit.amount(tokens, cost), now)
+            lease = _Lease(tokens, granted, cost, now, limits, at_first)
             self._leases[demand.tenant_id + demand.request_id] = lease
             if len(self._states) > MAX_STATES:
-                self._forget(now, month)
-        states = []
-        for room, wait in zip(rooms, waits, strict=True):
-            reset = month_left_ms if room.limit.kind in BUDGET else 0
-            if room.limit.kind in WINDOW:
-                reset = math.ceil((room.occupied - room.early) / 1000)
-            states.append((room.left, wait, reset))
+                self._forget(now)
+        states = [(room.left, wait, _reset(room, now)) for room, wait in zip(rooms, waits, strict=True)]
         return Answer(allowed, granted, states)
+
+    def peek(self, scope: str, limits: Sequence[Limit], now: int | None = None) -> list[tuple[int, int]]:
+        """Return remaining and reset (ms) of each limit, as the script's `peek` does, without a change."""
+        now = _now() if now is None else now
+        before = {limit.field: self._states.get(scope + limit.field) for limit in limits}
+        found = []
+        for limit in limits:
+            room = self._room(scope, limit, now)
+            found.append((room.left, _reset(room, now)))
+        for field, state in before.items():
+            if state is None:
+                self._states.pop(scope + field, None)
+            else:
+                self._states[scope + field] = state
+        return found
 
     def settle(
         self, scope: str, request_id: str, tokens: int, cost: int, *, counts: bool, now: int | None = None
@@ -131,8 +139,8 @@ class LocalLimits:
                 more = tokens - lease.charged if kind in TOKEN_RATE else int(counts) - 1
                 self._settle_rate(limit, field, more, lease.at, now)
             elif kind in BUDGET:
-                if state is not None and state[0] == lease.month:
-                    self._states[field] = (lease.month, max(0, state[1] + cost - lease.cost), 0)
+                if state is not None and state[0] == _period(kind, lease.at):
+                    self._states[field] = (state[0], max(0, state[1] + cost - lease.cost), 0)
             elif state is not None:
                 left = state[0] - limit.amount(lease.tokens, 0)
                 if left > 0:
@@ -177,12 +185,12 @@ class LocalLimits:
         lease.held = granted
         return Grown(lease.charged + granted, wait, blocking)
 
-    def _room(self, scope: str, limit: Limit, now: int, month: int) -> _Room:
+    def _room(self, scope: str, limit: Limit, now: int) -> _Room:
         """Return the room of a limit before the request."""
         field, kind = scope + limit.field, limit.kind
         if kind not in WINDOW:
             state = self._states.get(field)
-            used = _spent(state, month) if kind in BUDGET else state[0] if state else 0
+            used = _spent(state, kind, now) if kind in BUDGET else state[0] if state else 0
             return _Room(limit, field, max(0, limit.value - int(used)), used=used)
         window, unit = WINDOW[kind], WINDOW[kind] / limit.value
         debt, early = self._under_limit(field, limit, now)
@@ -201,13 +209,13 @@ class LocalLimits:
             self._states[field] = (now, debt, basis)
         return of_limit, max(0, of_limit - window) * (1 - limit.value / basis)
 
-    def _wait(self, room: _Room, amount: int, now: int, month_left_ms: int) -> int:
+    def _wait(self, room: _Room, amount: int, now: int) -> int:
         """Return the ms until `amount` fits, 0 if it fits now."""
         limit = room.limit
         if amount <= room.left:
             return 0
         if limit.kind not in WINDOW:
-            return month_left_ms if limit.kind in BUDGET else GAUGE_WAIT_MS
+            return _left_ms(limit.kind, now) if limit.kind in BUDGET else GAUGE_WAIT_MS
         window = WINDOW[limit.kind]
         needed = (amount - 0.001) * (window / limit.value)
         if room.held_time + needed > window:
@@ -215,13 +223,13 @@ class LocalLimits:
         paused = _decays_from(self._states.get(room.field), now) - now
         return max(1, math.ceil((room.occupied + needed - window + paused - room.early) / 1000))
 
-    def _take(self, room: _Room, amount: int, now: int, month: int) -> None:
+    def _take(self, room: _Room, amount: int, now: int) -> None:
         """Take `amount` from a limit and update its room."""
         limit, field = room.limit, room.field
         room.left -= amount
         if limit.kind not in WINDOW:
             total = room.used + amount
-            self._states[field] = (month, total, 0) if limit.kind in BUDGET else (total, 0, 0)
+            self._states[field] = (_period(limit.kind, now), total, 0) if limit.kind in BUDGET else (total, 0, 0)
             return
         room.occupied += amount * (WINDOW[limit.kind] / limit.value)
         if limit.kind in TOKEN_RATE:
@@ -248,10 +256,10 @@ class LocalLimits:
         else:
             self._held.pop(field, None)
 
-    def _forget(self, now: int, month: int) -> None:
+    def _forget(self, now: int) -> None:
         for field, state in list(self._states.items()):
             kind = field[-1]
-            if (kind in WINDOW and _debt(state, now) == 0) or (kind in BUDGET and state[0] < month):
+            if (kind in WINDOW and _debt(state, now) == 0) or (kind in BUDGET and state[0] < _period(kind, now)):
                 del self._states[field]
 
 
@@ -275,6 +283,13 @@ def _granted(demand: Demand, rooms: Sequence[_Room]) -> int:
     return granted if granted == demand.completion else max(demand.least, granted // demand.step * demand.step)
 
 
+def _reset(room: _Room, now: int) -> int:
+    """Return the ms until the limit is wholly free again if nothing more is used."""
+    if room.limit.kind in WINDOW:
+        return math.ceil((room.occupied - room.early) / 1000)
+    return _left_ms(room.limit.kind, now) if room.limit.kind in BUDGET else 0
+
+
 def _debt(state: State | None, now: int) -> float:
     if state is None:
         return 0
@@ -292,13 +307,19 @@ def _decays_from(state: State | None, now: int) -> float:
     return now if at - now > MAX_STEP else max(at, now)
 
 
-def _spent(state: State | None, month: int) -> float:
-    return state[1] if state is not None and state[0] == month else 0
+def _spent(state: State | None, kind: str, now: int) -> float:
+    return state[1] if state is not None and state[0] == _period(kind, now) else 0
 
 
-def _month(now: int) -> tuple[int, int]:
-    """Return the calendar month as a number, and the milliseconds until the next month."""
-    today = datetime.fromtimestamp(now // 1_000_000, UTC)
-    days = calendar.monthrange(today.year, today.month)[1]
-    next_month = datetime(today.year, today.month, 1, tzinfo=UTC).timestamp() + days * 86400
-    return today.year * 12 + today.month, int(next_month) * 1000 - now // 1000
+def _period(kind: str, now: int) -> int:
+    """Return the number of a budget's period at a time: its first day."""
+    return period_start(kind, _moment(now)).toordinal()
+
+
+def _left_ms(kind: str, now: int) -> int:
+    """Return the milliseconds until a budget's next period."""
+    return int(period_end(kind, _moment(now)).timestamp()) * 1000 - now // 1000
+
+
+def _moment(now: int) -> datetime:
+    return datetime.fromtimestamp(now // 1_000_000, UTC)

@@ -33,6 +33,10 @@
 --     -> {1 if allowed or 0, completion tokens granted, moment of the ledger's row, of each limit: remaining, wait,
 --         reset (the last two in ms), of each limit whose recall is to be repeated: its number from 0 on, since}
 --     -> {2, of each limit to be recalled: its number, since}; nothing is reserved
+--   peek, then of each limit: field, limit
+--     Writes nothing.
+--     -> of each limit: remaining, reset (ms), `since` of its recall if its usage is unknown here, else 0. Such a limit
+--        is measured as if it had no usage before `since`.
 --   recall, field, limit, since, counted, known
 --     known: the total usage before `since`. counted: the part of it that still counts at `since`. The first call creates
 --     the state; later ones for the same `since` add the difference in `known`, in any order and however often.
@@ -56,7 +60,8 @@
 --   TAKES_ONE   a request takes one, whatever its size
 --   GAUGE       a request takes its amount only while it runs
 --   TOKEN_RATE  a token rate, with both stages
---   BUDGET      micro-units of money in a calendar month (UTC)
+--   BUDGET      micro-units of money in a calendar period (UTC)
+--   PERIOD      of a budget: day, week (from Monday) or month
 --   RECALLED    the ledger has its usage
 -- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
@@ -166,16 +171,34 @@ local function calendar(seconds)
   return (year + era * 400) * 12 + of_year, start, (days - day + next_month) * 86400000
 end
 
-local month, month_start, month_end_ms
-local function this_month()
-  if not month then
-    month, month_start, month_end_ms = calendar(tonumber(clock[1]))
+-- Return the period of a budget at a moment (seconds): its number, its start (microseconds) and its end (ms). Weeks begin
+-- on Monday; the day 0 was a Thursday.
+local function period_at(kind, seconds)
+  local name = PERIOD[kind]
+  if name == 'month' then
+    return calendar(seconds)
   end
+  local length, number = 1, floor(seconds / 86400)
+  local first = number
+  if name == 'week' then
+    length, number = 7, floor((number + 3) / 7)
+    first = 7 * number - 3
+  end
+  return number, first * 86400000000, (first + length) * 86400000
+end
+
+-- Present periods by kind: {number, start, end}.
+local periods = {}
+local function period(kind)
+  if not periods[kind] then
+    periods[kind] = {period_at(kind, tonumber(clock[1]))}
+  end
+  return periods[kind]
 end
 
 -- Return the debt of a rate's state. States are packed doubles, which are exact, unlike decimals:
 --   rate     moment, debt in microseconds at that moment, then a recalled limit's three, then its basis
---   budget   month, amount spent in it, then a recalled limit's three
+--   budget   number of the period, amount spent in it, then a recalled limit's three
 --   a recalled limit's three: since, known, moment of the next recall
 -- The basis of a debt is the limit by whose T it was computed. A count of running requests or of their held tokens is a
 -- decimal integer.
@@ -199,9 +222,9 @@ local function refundable(amount, at, state, speed)
   return max(0, amount - speed * max(0, decays_from(state) - at))
 end
 
-local function spent_of(state)
-  local of_month, spent = struct.unpack('dd', state)
-  return of_month == month and spent or 0
+local function spent_of(kind, state)
+  local of_period, spent = struct.unpack('dd', state)
+  return of_period == period(kind)[1] and spent or 0
 end
 
 local function cost_of(tokens_in, tokens_out, price_in, price_out)
@@ -227,8 +250,8 @@ local function packed_rate(kind, moment, debt, basis, state)
 end
 
 -- Return a budget's new state. `state`: the old one; its recall fields are kept.
-local function packed_budget(of_month, spent, state)
-  return struct.pack('dd', of_month, spent) .. string.sub(state, 17)
+local function packed_budget(of_period, spent, state)
+  return struct.pack('dd', of_period, spent) .. string.sub(state, 17)
 end
 
 -- Return a state with other recall fields.
@@ -365,8 +388,8 @@ local function recount()
 end
 
 -- End the leases that were not extended in time: release their slots, but leave rates and budgets to the settlement. A
--- lease without a note (of an upload) needs no settlement and is removed.
-local function sweep()
+-- lease without a note (of an upload) needs no settlement and is removed. `is_dry`: only count, in the cached fields.
+local function sweep(is_dry)
   local ended = redis.call('ZRANGEBYSCORE', LEASES, 1, now_ms, 'WITHSCORES', 'LIMIT', 0, SWEEP)
   local complete = true
   for i = 1, #ended, 2 do
@@ -378,14 +401,16 @@ local function sweep()
       count_slots(record, -1)
       if record.note == '' then
         change_held(record, -held_of(record))
-        redis.call('HDEL', RECORDS, id, id .. PROGRESS)
-        redis.call('ZREM', LEASES, id)
-      else
+        if not is_dry then
+          redis.call('HDEL', RECORDS, id, id .. PROGRESS)
+          redis.call('ZREM', LEASES, id)
+        end
+      elseif not is_dry then
         redis.call('ZADD', LEASES, -ended[i + 1], id)
       end
     end
   end
-  if not complete then
+  if not complete and not is_dry then
     recount()
   end
 end
@@ -419,14 +444,14 @@ end
 -- has no `since` yet.
 local function pending_since(field, kind)
   local since = tonumber(read(field .. PENDING))
-  if not since or BUDGET[kind] and since < month_start then
+  if not since or BUDGET[kind] and since < period(kind)[2] then
     since = now
     write(field .. PENDING, string.format('%d', since))
   end
   return since
 end
 
--- Limits of an `acquire`, as parallel arrays, which are faster than a table for each limit:
+-- Limits of an `acquire` or a `peek`, as parallel arrays, which are faster than a table for each limit:
 --   states     the state of each limit; from count + 1 on, the tokens that running requests hold of it
 --   used       of a gauge or budget: the used requests, tokens or money
 --   held_time  of a rate: the time of its held tokens, in microseconds
@@ -437,18 +462,16 @@ end
 local count, fields, kinds, limits, states
 local used, held_time, occupied, early, room, waits = {}, {}, {}, {}, {}, {}
 
-local function read_limits()
+-- Read the limits, which begin with the argument `first`.
+local function read_limits(first)
   local names, recalled = {}, false
-  count, fields, kinds, limits = (#ARGV - 10) / 2, {}, {}, {}
+  count, fields, kinds, limits = (#ARGV - first + 1) / 2, {}, {}, {}
   for i = 1, count do
-    local field = ARGV[9 + 2 * i]
+    local field = ARGV[first + 2 * i - 2]
     local kind = kind_of(field)
-    fields[i], kinds[i], limits[i] = field, kind, tonumber(ARGV[10 + 2 * i])
+    fields[i], kinds[i], limits[i] = field, kind, tonumber(ARGV[first + 2 * i - 1])
     names[i], names[count + i] = field, field .. HOLD
     recalled = recalled or RECALLED[kind]
-    if BUDGET[kind] then
-      this_month()
-    end
   end
   if recalled then
     notice_another_server()
@@ -493,7 +516,7 @@ local function measure()
       -- The rounding error of a sum of T is below a thousandth of a unit.
       room[i] = max(0, floor((window - occupied[i]) / unit + 0.001))
     else
-      used[i] = BUDGET[kind] and spent_of(state) or tonumber(state or 0)
+      used[i] = BUDGET[kind] and spent_of(kind, state) or tonumber(state or 0)
       room[i] = max(0, limit - used[i])
     end
   end
@@ -528,7 +551,7 @@ local function wait_for(i, amount)
   end
   local kind, window = kinds[i], WINDOW[kinds[i]]
   if not window then
-    return BUDGET[kind] and month_end_ms - now_ms or GAUGE_WAIT_MS
+    return BUDGET[kind] and period(kind)[3] - now_ms or GAUGE_WAIT_MS
   end
   local needed = (amount - 0.001) * (window / limits[i])
   if held_time[i] + needed > window then
@@ -551,9 +574,10 @@ local function take(i, amount)
       state = packed_rate(kind, decays_from(before), occupied[i], limits[i], before)
     end
   elseif BUDGET[kind] then
-    -- A new month begins with nothing spent, without a recall.
-    local of_month = struct.unpack('d', before) == month and before or struct.pack('ddddd', month, 0, now, 0, 0)
-    state = packed_budget(month, used[i] + amount, of_month)
+    -- A new period begins with nothing spent, without a recall.
+    local number = period(kind)[1]
+    local of_period = struct.unpack('d', before) == number and before or struct.pack('ddddd', number, 0, now, 0, 0)
+    state = packed_budget(number, used[i] + amount, of_period)
   else
     change(fields[i], amount)
   end
@@ -580,18 +604,20 @@ local function store_lease(id, lease_ms, record)
   redis.call('PEXPIRE', RECORDS, KEEP_MS)
 end
 
+-- Return the ms until the limit i has all of its room again if nothing more is used.
+local function reset_of(i)
+  if WINDOW[kinds[i]] then
+    return ceil((occupied[i] - early[i]) / 1000)
+  end
+  return BUDGET[kinds[i]] and period(kinds[i])[3] - now_ms or 0
+end
+
 -- Return the reply of `acquire`. `due`: the recalls to be repeated.
 local function reply_of(allowed, granted, row, due)
   local reply = {allowed and 1 or 0, granted, row}
   for i = 1, count do
-    local reset = 0
-    if WINDOW[kinds[i]] then
-      reset = ceil((occupied[i] - early[i]) / 1000)
-    elseif BUDGET[kinds[i]] then
-      reset = month_end_ms - now_ms
-    end
     local at = 3 * i + 1
-    reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset
+    reply[at], reply[at + 1], reply[at + 2] = room[i], waits[i], reset_of(i)
   end
   for i = 1, #due do
     reply[#reply + 1] = due[i]
@@ -599,9 +625,30 @@ local function reply_of(allowed, granted, row, due)
   return reply
 end
 
+local function peek()
+  sweep(true)
+  read_limits(2)
+  local _, unknown = unrecalled()
+  local since = {}
+  for i = 2, #unknown, 2 do
+    local at = unknown[i] + 1
+    since[at] = unknown[i + 1]
+    if BUDGET[kinds[at]] then
+      states[at] = struct.pack('dd', period(kinds[at])[1], 0)
+    end
+  end
+  measure()
+  local reply = {}
+  for i = 1, count do
+    reply[3 * i - 2], reply[3 * i - 1], reply[3 * i] = room[i], reset_of(i), since[i] or 0
+  end
+  cached, changed = {}, {}
+  return reply
+end
+
 local function acquire(ask)
   sweep()
-  read_limits()
+  read_limits(11)
   local row, unknown = unrecalled()
   if #unknown > 1 then
     return unknown
@@ -625,8 +672,9 @@ local function acquire(ask)
   local due = {}
   if allowed and not again then
     local record = {
-      v = VERSION, tokens = tokens, completion = granted, cost = cost, month = month, note = ask.note, at = now,
-      row = row, limits = {}, held = at_first, charged = 0,
+      v = VERSION, tokens = tokens, completion = granted, cost = cost, note = ask.note, at = now, row = row,
+      -- Gateways of the previous release need the month.
+      month = calendar(tonumber(clock[1])), limits = {}, held = at_first, charged = 0,
     }
     for i = 1, count do
       local kind = kinds[i]
@@ -661,8 +709,7 @@ local function recall(field, limit, since, counted, known)
     end
     state = with_recall(state, since, known, check)
   else
-    this_month()
-    if read(field .. PENDING) ~= string.format('%d', since) or BUDGET[kind] and since < month_start then
+    if read(field .. PENDING) ~= string.format('%d', since) or BUDGET[kind] and since < period(kind)[2] then
       return 0
     end
     write(field .. PENDING, false)
@@ -672,7 +719,7 @@ local function recall(field, limit, since, counted, known)
       local basis = max(limit, counted)
       state = struct.pack('dddddd', now, max(0, counted * window / basis - (now - since)), since, known, check, basis)
     else
-      state = struct.pack('ddddd', month, counted, since, known, check)
+      state = struct.pack('ddddd', period(kind)[1], counted, since, known, check)
     end
   end
   write(field, state)
@@ -715,10 +762,10 @@ local function settle_limit(record, field, kind, limit, tokens, cost, requests)
       write(field, packed_rate(kind, decays_from(state), debt, basis, state))
     end
   elseif BUDGET[kind] then
-    local of_month, spent = struct.unpack('dd', state)
-    -- The cost of a request that was admitted last month belongs to last month.
-    if of_month == record.month then
-      write(field, packed_budget(of_month, max(0, spent + cost - record.cost), state))
+    local of_period, spent = struct.unpack('dd', state)
+    -- The cost of a request that was admitted in an earlier period belongs to that period.
+    if of_period == period_at(kind, floor(record.at / 1000000)) then
+      write(field, packed_budget(of_period, max(0, spent + cost - record.cost), state))
     end
   end
 end
@@ -857,13 +904,12 @@ end
 -- Drop the states of some limits that equal the default, so that deleted keys and models leave no state behind.
 local function forget_some()
   local sample = redis.call('HRANDFIELD', STATE, SAMPLE, 'WITHVALUES')
-  this_month()
   for i = 1, #sample, 2 do
     local field, state = sample[i], sample[i + 1]
     local kind = kind_of(field)
     local gone
     if BUDGET[kind] then
-      gone = struct.unpack('d', state) < month - 1
+      gone = struct.unpack('d', state) < period(kind)[1] - 1
     elseif RECALLED[kind] then
       -- The ledger must have no usage that still counts either.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]
@@ -904,6 +950,8 @@ if call == 'acquire' then
     expected = tonumber(ARGV[6]), step = tonumber(ARGV[7]), price_in = tonumber(ARGV[8]), price_out = tonumber(ARGV[9]),
     note = ARGV[10],
   })
+elseif call == 'peek' then
+  reply = peek()
 elseif call == 'settle' then
   reply = settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
 elseif call == 'recall' then

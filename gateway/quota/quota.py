@@ -22,6 +22,7 @@ from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, adapter_limits, limits_of
+from gateway.quota.peek import Left, peek
 from gateway.quota.presence import Presence
 from gateway.quota.recall import Past, Recall
 from gateway.quota.refusals import check_possible, rate_headers, refusal
@@ -135,10 +136,16 @@ class Quota:
             choices=need.choices,
             step=need.choices if tenant.on_token_limit == "shorten" else max(1, need.max_tokens * need.choices),
             price=need.price,
+            currency=need.currency,
+            by_default=need.by_default,
             expected=self._holds.expected(tenant.id, model, need.max_tokens, need.choices) if need.grows else None,
         )
         check_possible(limits, demand)
         return await self._take(limits, demand.within(limits), msgspec.json.encode(lease or {}), model)
+
+    async def peek(self, principal: TenantPrincipal) -> list[Left]:
+        """Return the rest of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
+        return await peek(self._store.script, self._recall, principal.tenant.id, limits_of(principal, ""))
 
     @asynccontextmanager
     async def upload(
@@ -211,7 +218,7 @@ class Quota:
         for i in range(end, len(flat), 2):
             self._recall.reload(tenant_id, limits[flat[i]], flat[i + 1])
         self._without.remember_budgets(tenant_id, limits, states)
-        headers = rate_headers(limits, states)
+        headers = rate_headers(limits, states, demand.currency)
         if not allowed:
             raise refusal(limits, states, demand, headers)
         taken = self._holds.attach(reservation(demand, granted, headers, moment(now)), demand, model, limits)

@@ -1,4 +1,4 @@
-"""Recall of a month's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
+"""Recall of a budget's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
 
 The script (quota.lua) admits nothing on a limit without state. It also merges the sums that several gateways copy at
 once, so that nothing counts twice.
@@ -14,6 +14,7 @@ from gateway.billing.past import ALL, Part
 from gateway.errors import Unavailable
 from gateway.quota.kinds import BUDGET, TAKES_ONE
 from gateway.quota.limits import Limit
+from gateway.quota.periods import period_start
 from gateway.quota.reservation import EPOCH
 
 log = logging.getLogger(__name__)
@@ -74,15 +75,17 @@ class Recall:
             log.log(level, "the past usage of limit %s cannot be read from the ledger: %s", key[1], error)
 
     async def _load(self, tenant_id: str, limit: Limit, since: int) -> None:
-        counted, known = (0.0, 0) if self._past is None else await self._used(self._past, tenant_id, limit, since)
+        counted, known = await self.used(tenant_id, limit, since)
         await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(counted), known)
 
-    async def _used(self, past: Past, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
-        """Return (usage still counted against the limit, total usage)."""
+    async def used(self, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
+        """Return (usage still counted against the limit, total usage) before a moment. Raises Unavailable."""
+        past = self._past
+        if past is None:
+            return 0.0, 0
         until = EPOCH + timedelta(microseconds=since)
         if limit.kind in BUDGET:
-            month = until.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-            cost = await past.cost(tenant_id, month, until, limit.part)
+            cost = await past.cost(tenant_id, period_start(limit.kind, until), until, limit.part)
             return cost, cost
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
         hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.kind not in TAKES_ONE)

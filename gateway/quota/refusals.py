@@ -4,11 +4,12 @@ import math
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
-from gateway.errors import BadRequest, RateLimited
+from gateway.errors import BadRequest, Exceeded, RateLimited
 from gateway.quota.demand import Demand
 from gateway.quota.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import CLASSES, Limit
-from gateway.records.prices import format_money
+from gateway.quota.periods import period_start, period_words
+from gateway.records.prices import exact_money, format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]
@@ -16,6 +17,7 @@ States = Sequence[tuple[int, int, int]]
 # Suffix of the headers -> the kinds of limits that they report.
 _OF_REQUESTS = {kind.letter for kind in REQUEST_KINDS}
 HEADERS = {"requests": TAKES_ONE & WINDOW.keys() & _OF_REQUESTS, "tokens": TOKEN_RATE & _OF_REQUESTS}
+BUDGET_HEADER = "x-loraplex-budget-remaining"
 WHOLE_ANSWER = (
     " Behind an engine without allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
     "stream it, and its hold grows with it."
@@ -34,14 +36,15 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
         is_rate = limit.kind in TOKEN_RATE
         completion = min(demand.choices, least) if is_rate and grows else least
         tokens = prompt + completion
-        if limit.kind in TAKES_ONE or limit.amount(tokens, cost) <= limit.value:
+        if limit.kind in TAKES_ONE or limit.value == 0 or limit.amount(tokens, cost) <= limit.value:
+            # The script refuses all that exceeds a budget of 0 as spent.
             continue
-        needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer)"
+        needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer{_default(demand)})"
         if limit.kind in BUDGET:
-            needs += f" at a cost of {format_money(cost)}"
+            needs += f" at a cost of {format_money(cost, demand.currency)}"
         raise BadRequest(
-            f"This request needs {needs}, more than the whole limit of {_value(limit)} of this {limit.owner}; it can "
-            "never be admitted. Shorten the prompt, or send a smaller max_tokens: a request without one has a default."
+            f"This request needs {needs}, more than the whole limit of {_value(limit, demand.currency)} of this "
+            f"{limit.owner}; it can never be admitted. Shorten the prompt, or send a smaller max_tokens."
             + (WHOLE_ANSWER if is_rate and not grows and prompt < limit.value else ""),
             param="max_tokens",
             code="request_exceeds_limit",
@@ -56,20 +59,26 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
     needed = demand.needed(limit, demand.least)
     if limit.kind in BUDGET:
         state = "is used up" if remaining <= 0 else "is nearly used up"
+        whole, cost, left = (format_money(max(0, each), demand.currency) for each in (limit.value, needed, remaining))
         message = (
-            f"This month's budget of this {limit.owner}, {format_money(limit.value)}, {state}: the request may cost "
-            f"{format_money(needed)}, {format_money(max(0, remaining))} is left. Try again on {_next_month(seconds)}."
+            f"{period_words(limit.kind)} budget of this {limit.owner}, {whole}, {state}: the request may cost {cost}, "
+            f"{left} is left. Try again on {_next_period(limit, seconds)}."
         )
     else:
+        parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
         message = (
-            f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}, "
-            f"remaining {remaining}. Try again in {describe_wait(seconds)}."
+            f"Rate limit reached for this {limit.owner}: {_value(limit)}; needed {needed}"
+            f"{parts if demand.by_default and limit.kind not in TAKES_ONE else ''}, remaining {remaining}. "
+            f"Try again in {describe_wait(seconds)}."
         )
     return RateLimited(
         message,
         limit=CLASSES[limit.kind],
         code="insufficient_quota" if limit.kind in BUDGET else None,
         headers={**headers, "Retry-After": str(seconds), "retry-after-ms": str(wait)},
+        exceeded=Exceeded(
+            name=limit.name, owner=limit.owner, value=limit.value, needed=needed, remaining=max(0, remaining)
+        ),
     )
 
 
@@ -86,9 +95,14 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
     )
 
 
-def rate_headers(limits: Sequence[Limit], states: States) -> dict[str, str]:
-    """Return the `x-ratelimit-*` headers of requests and tokens, each for the limit with the least remaining."""
+def rate_headers(limits: Sequence[Limit], states: States, currency: str = "") -> dict[str, str]:
+    """Return the `x-ratelimit-*` headers of requests and tokens, each for the limit with the least remaining, and the
+    rest of the tightest budget, as `37.60 EUR`.
+    """
     headers = {}
+    budgets = [state[0] for limit, state in zip(limits, states, strict=True) if limit.kind in BUDGET]
+    if budgets:
+        headers[BUDGET_HEADER] = f"{exact_money(min(budgets))} {currency}".rstrip()
     for name, kinds in HEADERS.items():
         tightest = None
         for limit, state in zip(limits, states, strict=True):
@@ -128,13 +142,21 @@ def describe_wait(seconds: int) -> str:
     return f"{days} d {hours} h" if hours else f"{days} d"
 
 
-def _value(limit: Limit) -> str:
+def _default(demand: Demand) -> str:
+    """Return the origin of max_tokens if the client has not sent it."""
+    return f": {demand.max_tokens} is the default, because max_tokens is not set" if demand.by_default else ""
+
+
+def _value(limit: Limit, currency: str = "") -> str:
     """Return a limit's value with its unit."""
-    value = format_money(limit.value) if limit.kind in BUDGET else str(limit.value)
+    value = format_money(limit.value, currency) if limit.kind in BUDGET else str(limit.value)
     return f"{value} {BY_LETTER[limit.kind].unit.format(s='' if limit.value == 1 else 's')}"
 
 
-def _next_month(seconds: int) -> str:
-    """Return the first moment of the next month as text. The 12 hours allow for a difference from Redis' clock."""
-    first = datetime.now(UTC) + timedelta(seconds=seconds, hours=12)
-    return f"1 {first:%B %Y} 00:00 UTC"
+def _next_period(limit: Limit, seconds: int) -> str:
+    """Return the first moment of a budget's next period as text.
+
+    The seconds until then are by Redis' clock, which may differ from this one by less than 12 hours.
+    """
+    first = period_start(limit.kind, datetime.now(UTC) + timedelta(seconds=seconds, hours=12))
+    return f"{first.day} {first:%B %Y} 00:00 UTC"

@@ -16,7 +16,8 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     tokens: the prompt and the maximum completion of all choices. max_tokens: of a single choice; fewer than requested
     if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
     `x-ratelimit-*`, and `x-loraplex-max-tokens` if shortened. admitted_at: by Redis' clock, which defines the periods
-    of limits; the ledger's row must have it (`created_at`). hold: set if the token rates hold only a part at first.
+    of limits; the ledger's row must have it (`created_at`). currency: of the cost, for people. hold: set if the token
+    rates hold only a part at first.
     """
 
     request_id: str
@@ -27,6 +28,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     admitted_at: datetime
     completion: int = 0
     cost: int = 0
+    currency: str = ""
     hold: Hold | None = None
 
     @property

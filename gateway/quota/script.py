@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from importlib import resources
 
 from gateway.quota.demand import HEADROOM
-from gateway.quota.kinds import BUDGET, GAUGE, RECALLED, TAKES_ONE, TOKEN_RATE, WINDOW
+from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, GAUGE, RECALLED, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.local import GAUGE_WAIT_MS, MAX_STEP
 
 SETS = {"TAKES_ONE": TAKES_ONE, "GAUGE": GAUGE, "TOKEN_RATE": TOKEN_RATE, "BUDGET": BUDGET, "RECALLED": RECALLED}
@@ -15,6 +15,7 @@ def source() -> str:
     """Return the script's text. Its digest differs between releases with different kinds, so both can run at once."""
     tables = {name: _flags(kinds) for name, kinds in SETS.items()}
     tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW.items())
+    tables["PERIOD"] = ", ".join(f"{letter} = '{period}'" for letter, period in BUDGET_PERIOD.items())
     lines = "".join(f"local {name} = {{{content}}}\n" for name, content in tables.items())
     lines += "".join(f"local {name} = {number}\n" for name, number in CONSTANTS.items())
     return lines + resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")

@@ -45,7 +45,7 @@ class WithoutRedis:
     def acquire(self, shares: Sequence[Limit], demand: Demand) -> Reservation:
         """Reserve the demand on this gateway's shares. Raises RateLimited."""
         answer = self._local.acquire(shares, demand)
-        headers = rate_headers(shares, answer.states)
+        headers = rate_headers(shares, answer.states, demand.currency)
         if not answer.allowed:
             raise refusal(shares, answer.states, demand, headers)
         self._admitted("local" if shares else "open")
@@ -88,4 +88,5 @@ def reservation(demand: Demand, granted: int, headers: dict[str, str], admitted_
         admitted_at=admitted_at,
         completion=granted,
         cost=demand.price.highest_cost(demand.prompt_tokens, granted),
+        currency=demand.currency,
     )

@@ -73,7 +73,7 @@ async def lock_known_name(connection: AsyncConnection, tenant_id: str, name: str
     """Return the locked row of a tenant's name. Raises RecordNotFound."""
     own = await lock_name(connection, tenant_id, name)
     if own is None:
-        raise unknown_name()
+        raise unknown_name(name)
     return own
 
 
@@ -113,11 +113,11 @@ def read_version(row: Row[Any]) -> Version:
 def check_possible(name: str) -> None:
     """Raise RecordNotFound for an impossible name, before its characters reach a database that may refuse them."""
     if not ADAPTER_NAME.fullmatch(name):
-        raise unknown_name()
+        raise unknown_name(name)
 
 
-def unknown_name() -> RecordNotFound:
-    return RecordNotFound("There is no adapter of this name.", param="name")
+def unknown_name(name: str) -> RecordNotFound:
+    return RecordNotFound(f"There is no adapter '{name[:64]}'.", param="name")
 
 
 def unknown_version() -> RecordNotFound:

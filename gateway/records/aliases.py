@@ -89,7 +89,7 @@ class Aliases:
         async with self._reads.turn(tenant.id), self._database.read() as connection:
             own = (await connection.execute(select(adapters).where(owned))).one_or_none()
             if own is None:
-                raise unknown_name()
+                raise unknown_name(name)
             rows = (
                 await connection.execute(select(table).where(table.c.adapter_id == own.id).order_by(table.c.alias))
             ).all()

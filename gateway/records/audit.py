@@ -1,11 +1,12 @@
 """Audit log: the actor, time and origin of each change. An entry is written in the transaction of its change."""
 
 import uuid
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, or_, select
+from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, literal, not_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.access.caller import CALLER
@@ -22,9 +23,11 @@ SWEPT_AT_ONCE = 1000
 class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A change.
 
-    actor: the id of the key that made it. tenant: the owner of the changed records, by its name at that time; None for
-    no single tenant. address, request_id: of the HTTP request; None without a request. own: whether the tenant's own
-    key made the change.
+    actor: the id of the key that made it, or the subject of the session. tenant: the owner of the changed records, by
+    its name at that time; None for no single tenant. address, request_id: of the HTTP request; None without a request.
+    detail: the new values. own: whether the tenant's own key or session made the change. before: the earlier values of
+    the fields in `detail`; None if nothing was there before. actor_label: of the actor's key at that time. session_id:
+    of the browser's session.
     """
 
     id: str
@@ -37,6 +40,9 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str | None
     detail: dict[str, Any]
     own: bool
+    before: dict[str, Any] | None = None
+    actor_label: str | None = None
+    session_id: str | None = None
 
 
 async def record_change(
@@ -46,10 +52,15 @@ async def record_change(
     target: str,
     detail: dict[str, Any] | None = None,
     *,
+    before: dict[str, Any] | None = None,
     tenant: str | None = None,
+    own: bool = False,
 ) -> None:
-    """Add an entry. action: "tenant.create" and the like. detail: never a secret."""
+    """Add an entry. action: "tenant.create" and the like. detail, before: new and earlier values, never a secret. own:
+    see AuditEntry; by default it follows from the actor.
+    """
     caller = CALLER.get()
+    label = select(api_keys.c.label).where(api_keys.c.id == actor, api_keys.c.label != "")
     of_tenant = select(api_keys.c.id).where(api_keys.c.id == actor, api_keys.c.tenant_id.is_not(None))
     await connection.execute(
         insert(audit).values(
@@ -62,7 +73,11 @@ async def record_change(
             address=None if caller is None else caller.address,
             request_id=None if caller is None else caller.request_id,
             detail=msgspec.json.encode(detail or {}).decode(),
-            own=of_tenant.exists(),
+            # A person who logged in without a key has no row among the keys.
+            own=or_(of_tenant.exists(), literal(own or (caller is not None and caller.tenant_name is not None))),
+            session_id=None if caller is None else caller.session_id,
+            before=None if before is None else msgspec.json.encode(before).decode(),
+            actor_label=label.scalar_subquery(),
         )
     )
 
@@ -73,12 +88,27 @@ class Audit:
     def __init__(self, database: Database) -> None:
         self._database = database
 
+    async def add(
+        self,
+        actor: str,
+        action: str,
+        target: str,
+        detail: dict[str, Any],
+        *,
+        own: bool = False,
+        tenant: str | None = None,
+    ) -> None:
+        """Add an entry for a change outside of the database, or for a failed log-in. Raises Unavailable."""
+        async with self._database.write() as connection:
+            await record_change(connection, actor, action, target, detail, own=own, tenant=tenant)
+
     async def list(
         self,
         *,
         tenant: str | None = None,
         actor: str | None = None,
-        action: str | None = None,
+        action: str | Sequence[str] | None = None,
+        not_actions: Sequence[str] = (),
         since: datetime | None = None,
         until: datetime | None = None,
         after: str | None = None,
@@ -86,8 +116,8 @@ class Audit:
     ) -> tuple[list[AuditEntry], bool]:
         """Return entries, newest first, and whether there are more.
 
-        action: "key.create", or "key" for all changes of keys. after: the id of the previous page's last entry. Raises
-        BadRequest if there is no such entry.
+        action: "key.create", or "key" for all changes of keys; or several. not_actions: actions to leave out.
+        after: the id of the previous page's last entry. Raises BadRequest if there is no such entry.
         """
         query = select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(limit + 1)
         if tenant is not None:
@@ -95,7 +125,9 @@ class Audit:
         if actor is not None:
             query = query.where(audit.c.actor == actor)
         if action is not None:
-            query = query.where(or_(audit.c.action == action, audit.c.action.startswith(f"{action}.", autoescape=True)))
+            query = query.where(or_(*map(_is_action, [action] if isinstance(action, str) else action)))
+        for other in not_actions:
+            query = query.where(not_(_is_action(other)))
         if since is not None:
             query = query.where(audit.c.at >= since)
         if until is not None:
@@ -138,5 +170,12 @@ class Audit:
                 return removed
 
 
+def _is_action(action: str) -> ColumnElement[bool]:
+    return or_(audit.c.action == action, audit.c.action.startswith(f"{action}.", autoescape=True))
+
+
 def _entry(row: Row[Any]) -> AuditEntry:
-    return AuditEntry(**{**row._mapping, "detail": msgspec.json.decode(row.detail), "own": bool(row.own)})
+    before = None if row.before is None else msgspec.json.decode(row.before)
+    return AuditEntry(
+        **{**row._mapping, "detail": msgspec.json.decode(row.detail), "own": bool(row.own), "before": before}
+    )

@@ -296,7 +296,7 @@ class Catalog:
         async with self._reads.turn(tenant.id), self._database.read() as connection:
             row = (await connection.execute(_current(tenant.id).where(adapters.c.name == name))).one_or_none()
         if row is None:
-            raise unknown_name()
+            raise unknown_name(name)
         return _adapter(read_version(row))
 
     async def delete(

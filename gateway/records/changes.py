@@ -41,6 +41,13 @@ _COUNT = {
     )
     for dialect, stamp in _STAMPS.items()
 }
+_COUNT_PLAN = {
+    dialect: text(
+        f"INSERT INTO tenant_changes (scope, changes, stamp) SELECT id, 1, {stamp} FROM tenants WHERE plan = :plan "
+        "ORDER BY id ON CONFLICT (scope) DO UPDATE SET changes = tenant_changes.changes + 1, stamp = excluded.stamp"
+    )
+    for dialect, stamp in _STAMPS.items()
+}
 # The server's start time identifies it after a failover: transaction ids of two servers are not comparable.
 _SERVERS = {
     "postgresql": "SELECT CAST(pg_postmaster_start_time() AS text) AS server, pg_is_in_recovery() AS standby, "
@@ -69,6 +76,11 @@ async def count_change(connection: AsyncConnection, *scopes: str | None) -> None
     # The order is the same everywhere, so that transactions never deadlock.
     for scope in sorted({scope or OPERATORS for scope in scopes}):
         await connection.execute(_COUNT[connection.dialect.name], {"scope": scope})
+
+
+async def count_changes_of_plan(connection: AsyncConnection, plan: str) -> None:
+    """Increment the counters of all tenants of a plan, in the order of their ids."""
+    await connection.execute(_COUNT_PLAN[connection.dialect.name], {"plan": plan})
 
 
 class Changes:

@@ -7,9 +7,9 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiosqlite
 from alembic import command
@@ -21,7 +21,7 @@ from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError,
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
-import migrations
+import migrations as versions
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.urls import DRIVERS, EXPECTED
@@ -46,6 +46,20 @@ RETRY_SECONDS = 0.5
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
 # Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
 MIGRATION_LOCK = 0x6C_70_78_6D
+
+
+class Migration(NamedTuple):
+    """Version of the schema."""
+
+    revision: str
+    title: str
+
+
+@cache
+def migrations() -> list[Migration]:
+    """Return all versions of the schema, the newest first. It reads files."""
+    scripts = ScriptDirectory.from_config(_alembic_config()).walk_revisions()
+    return [Migration(script.revision, (script.doc or "").splitlines()[0]) for script in scripts]
 
 
 class Database:
@@ -153,14 +167,23 @@ class Database:
     async def check_schema(self) -> None:
         """Raise NotUsableNow if the schema is not of this program's version, or if the database cannot be reached."""
         with _reachable():
-            current = await self._current_revision()
+            current = await self.revision()
         head = ScriptDirectory.from_config(_alembic_config()).get_current_head()
         if current != head:
             raise NotUsableNow(
                 "LORAPLEX_DATABASE_URL", f"schema is at {current or 'nothing'}, expected {head}; run `loraplex migrate`"
             )
 
-    async def _current_revision(self) -> str | None:
+    async def num_bytes(self) -> int:
+        """Return the size of the database with its indexes."""
+        size = "pg_database_size(current_database())"
+        if self.dialect == "sqlite":
+            size = "page_count * page_size FROM pragma_page_count(), pragma_page_size()"
+        async with self.read() as connection:
+            return int((await connection.execute(text(f"SELECT {size}"))).scalar_one())
+
+    async def revision(self) -> str | None:
+        """Return the schema's version, None before the first migration."""
         async with self.read() as connection:
             return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
 
@@ -290,7 +313,7 @@ def _begin_sqlite(connection: Connection) -> None:
 
 def _alembic_config() -> Config:
     config = Config()
-    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+    config.set_main_option("script_location", str(Path(versions.__file__).parent))
     return config
 
 

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, bindparam, insert, or_, select, update
+from sqlalchemy import Row, Select, bindparam, delete, false, func, insert, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.errors import BadRequest, RecordNotFound
+from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
@@ -18,9 +18,18 @@ from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
 from gateway.records.tenants import Tenant, read_tenant
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")
-NO_KEY = "There is no key of this id."
+# Prefix of a tenant's id where the tenant itself is looked up, for requests without a key of its own.
+TENANT_ITSELF = "tenant:"
 # Most ids in one query.
 MAX_IDS = 500
+# Valid keys up to which a tenant may make further ones itself, and its ended keys that stay on record.
+MAX_VALID, MAX_ENDED = 100, 400
+
+
+class KeyLimitExceeded(Forbidden):
+    """The tenant has as many keys as it may make itself."""
+
+    code = "key_limit_exceeded"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,50 +71,59 @@ class Keys:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    async def add(self, key: ApiKey, actor: str) -> None:
+    async def add(self, key: ApiKey, actor: str, *, bounded: bool = False) -> None:
+        """Store a key. bounded: whether the tenant's number of keys is limited. Raises KeyLimitExceeded."""
         async with self._database.write() as connection:
+            if bounded:
+                await _check_room(connection, key)
             await connection.execute(insert(api_keys).values(**_values(key)))
             await record_change(connection, actor, "key.create", key.id, _detail(key), tenant=_owner(key))
             await count_change(connection, key.scope)
 
     async def find(self, key_id: str) -> ApiKey | None:
         """Return the key with its tenant and limits, valid or not; None if there is no such key."""
-        async with self._database.read() as connection:
-            row = (await connection.execute(_KEYS.where(api_keys.c.id == key_id))).one_or_none()
-        return None if row is None else _key(row)
+        return (await self.find_all([key_id])).get(key_id)
 
     async def find_all(self, key_ids: Sequence[str]) -> dict[str, ApiKey]:
-        """Return those of the keys that exist, by id."""
+        """Return those of the keys that exist, by id. An id with TENANT_ITSELF finds a tenant, as a key of no scope."""
         found = {}
         async with self._database.read() as connection:
             for first in range(0, len(key_ids), MAX_IDS):
                 some = key_ids[first : first + MAX_IDS]
-                rows = await connection.execute(_KEYS.where(api_keys.c.id.in_(some)))
-                found.update({row.key_id: _key(row) for row in rows})
+                rows = await connection.execute(KEYS.where(api_keys.c.id.in_(some)))
+                found.update({row.key_id: read_key(row) for row in rows})
+                themselves = [each.removeprefix(TENANT_ITSELF) for each in some if each.startswith(TENANT_ITSELF)]
+                if themselves:
+                    rows = await connection.execute(select(tenants).where(tenants.c.id.in_(themselves)))
+                    found.update({f"{TENANT_ITSELF}{row.id}": _itself(read_tenant(row)) for row in rows})
         return found
 
     async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
         """Return a tenant's keys, or the admin keys for None, oldest first."""
         owner = None if tenant is None else tenant.id
-        query = _KEYS.where(api_keys.c.tenant_id.is_not_distinct_from(owner))
+        query = KEYS.where(api_keys.c.tenant_id.is_not_distinct_from(owner))
         async with self._database.read() as connection:
             rows = (await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))).all()
-        return [_key(row) for row in rows]
+        return [read_key(row) for row in rows]
 
-    async def revoke(self, key_id: str, actor: str) -> None:
-        """Revoke a key. A second revocation keeps the first one's time."""
+    async def revoke(self, key_id: str, actor: str, tenant_id: str | None = None) -> None:
+        """Revoke a key. A second revocation keeps the first one's time. tenant_id: the only tenant whose key it may be;
+        None: any key.
+        """
         async with self._database.write() as connection:
-            key = await _locked(connection, key_id)
+            key = await _locked(connection, key_id, tenant_id)
             if key.revoked_at is None:
                 revoke = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=datetime.now(UTC))
                 await connection.execute(revoke)
                 await record_change(connection, actor, "key.revoke", key_id, tenant=_owner(key))
                 await count_change(connection, key.scope)
 
-    async def replace(self, new: ApiKey, old_id: str, expires_at: datetime, actor: str) -> None:
+    async def replace(
+        self, new: ApiKey, old_id: str, expires_at: datetime, actor: str, *, bounded: bool = False
+    ) -> None:
         """Add `new`. The old key ends at `expires_at`, or at its own end if that is earlier.
 
-        Raises BadRequest if the old key is not valid.
+        bounded: as in `add`. Raises BadRequest if the old key is not valid, KeyLimitExceeded.
         """
         async with self._database.write() as connection:
             old = await _locked(connection, old_id)
@@ -113,6 +131,8 @@ class Keys:
                 raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
             until = expires_at if old.expires_at is None else min(expires_at, old.expires_at)
             await connection.execute(update(api_keys).where(api_keys.c.id == old_id).values(expires_at=until))
+            if bounded:
+                await _check_room(connection, new)
             await connection.execute(insert(api_keys).values(**_values(new)))
             detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
             await record_change(connection, actor, "key.rotate", new.id, detail, tenant=_owner(new))
@@ -131,7 +151,7 @@ class Keys:
 
 
 _OWN = ("id", "created_at", "limits", *FORMER_COLUMNS)
-_KEYS: Select[Any] = select(
+KEYS: Select[Any] = select(
     *(api_keys.c[name].label(f"key_{name}") for name in _OWN),
     api_keys.c.label,
     api_keys.c.scopes,
@@ -145,14 +165,36 @@ _KEYS: Select[Any] = select(
 ).join_from(api_keys, tenants, isouter=True)
 
 
-async def _locked(connection: AsyncConnection, key_id: str) -> ApiKey:
+async def _locked(connection: AsyncConnection, key_id: str, tenant_id: str | None = None) -> ApiKey:
     if not KEY_ID.fullmatch(key_id):
-        raise RecordNotFound(NO_KEY, param="id")
-    query = _KEYS.where(api_keys.c.id == key_id).with_for_update(of=api_keys)
+        raise unknown_key(key_id)
+    query = KEYS.where(api_keys.c.id == key_id).with_for_update(of=api_keys)
+    if tenant_id is not None:
+        query = query.where(api_keys.c.tenant_id == tenant_id)
     row = (await connection.execute(query)).one_or_none()
     if row is None:
-        raise RecordNotFound(NO_KEY, param="id")
-    return _key(row)
+        raise unknown_key(key_id)
+    return read_key(row)
+
+
+async def _check_room(connection: AsyncConnection, key: ApiKey) -> None:
+    """Raise KeyLimitExceeded if the tenant has MAX_VALID valid keys. Removes its oldest ended keys beyond MAX_ENDED."""
+    assert key.tenant is not None  # admin keys are not bounded
+    # The lock keeps two requests from counting at once.
+    await connection.execute(select(tenants.c.id).where(tenants.c.id == key.tenant.id).with_for_update())
+    own, now = api_keys.c.tenant_id == key.tenant.id, datetime.now(UTC)
+    ended = or_(api_keys.c.revoked_at.is_not(None), api_keys.c.expires_at <= now)
+    has_ended = func.coalesce(ended, false())
+    valid = await connection.scalar(select(func.count()).select_from(api_keys).where(own, not_(has_ended)))
+    if (valid or 0) >= MAX_VALID:
+        raise KeyLimitExceeded(
+            f"Your tenant has {MAX_VALID} valid keys, the most that it may make itself. Revoke one first, or rotate "
+            "one with grace_seconds 0."
+        )
+    oldest = select(api_keys.c.id).where(own, has_ended).order_by(api_keys.c.created_at.desc(), api_keys.c.id)
+    beyond = list((await connection.execute(oldest.offset(MAX_ENDED).limit(MAX_IDS))).scalars())
+    if beyond:
+        await connection.execute(delete(api_keys).where(api_keys.c.id.in_(beyond)))
 
 
 def _values(key: ApiKey) -> dict[str, Any]:
@@ -182,7 +224,13 @@ def _detail(key: ApiKey) -> dict[str, Any]:
     }
 
 
-def _key(row: Row[Any]) -> ApiKey:
+def _itself(tenant: Tenant) -> ApiKey:
+    """Return a tenant in the form of a key that no secret opens."""
+    name = f"{TENANT_ITSELF}{tenant.id}"
+    return ApiKey(id=name, tenant=tenant, label="", scopes=frozenset(), secret_hash="", created_at=tenant.created_at)
+
+
+def read_key(row: Row[Any]) -> ApiKey:
     models = row.allowed_models
     return ApiKey(
         id=row.key_id,
@@ -198,3 +246,7 @@ def _key(row: Row[Any]) -> ApiKey:
         family_id=row.family_id or row.key_id,
         limits=read_limits(row, "key_"),
     )
+
+
+def unknown_key(key_id: str) -> RecordNotFound:
+    return RecordNotFound(f"There is no key with the id '{key_id[:64]}'.", param="id")

@@ -34,6 +34,8 @@ class Limits(_Fields):
     """
 
 
+# Columns that `read_limits` reads.
+LIMIT_COLUMNS = ("limits", *FORMER_COLUMNS)
 # Limits of a new tenant, unless the operator sets others.
 DEFAULT_LIMITS = Limits(**{kind.name: kind.default for kind in REQUEST_KINDS})
 
@@ -48,9 +50,13 @@ def write_limits(limits: Limits) -> dict[str, Any]:
     return _columns({name: value for name, value in msgspec.structs.asdict(limits).items() if value is not None})
 
 
-def change_limits(row: Row[Any], changes: Mapping[str, int | None]) -> dict[str, Any]:
-    """Return the column values of a row's limits after changes. Kinds of a newer release stay as they are."""
-    return _columns({name: value for name, value in {**_stored(row), **changes}.items() if value is not None})
+def change_limits(row: Row[Any] | None, changes: Mapping[str, int | None]) -> dict[str, Any]:
+    """Return the column values of a row's limits after changes. Kinds of a newer release stay as they are.
+
+    row: None for a new row.
+    """
+    stored = {} if row is None else _stored(row)
+    return _columns({name: value for name, value in {**stored, **changes}.items() if value is not None})
 
 
 def _stored(row: Row[Any], prefix: str = "") -> dict[str, int | None]:

@@ -125,7 +125,7 @@ class SavedMixtures:
         async with self._reads.turn(tenant.id):
             found = await self.find(tenant, name)
         if found is None:
-            raise _unknown_mixture()
+            raise _unknown_mixture(name)
         return found
 
     async def save(
@@ -160,7 +160,7 @@ class SavedMixtures:
             await _lock_tenant(connection, tenant.id)
             before = await _find(connection, tenant.id, name)
             if before is None:
-                raise _unknown_mixture()
+                raise _unknown_mixture(name)
             if if_match is not None:
                 check_match("saved mixture", before.state, if_match)
             await connection.execute(delete(saved_mixtures).where(*_this(tenant.id, name)))
@@ -258,5 +258,5 @@ async def _check_free(connection: AsyncConnection, tenant_id: str, name: str) ->
         raise BadRequest(f"name: a tenant has at most {MOST_SAVED} saved mixtures; delete one first.", param="name")
 
 
-def _unknown_mixture() -> RecordNotFound:
-    return RecordNotFound("There is no saved mixture of this name.", param="name")
+def _unknown_mixture(name: str) -> RecordNotFound:
+    return RecordNotFound(f"There is no saved mixture '{name[:64]}'.", param="name")

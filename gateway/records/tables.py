@@ -1,56 +1,23 @@
 """The schema, for SQLite and PostgreSQL alike. `migrations/versions` creates it; a test checks that both are equal."""
 
-from datetime import UTC, datetime
-from typing import Any
-
 from sqlalchemy import (
     BigInteger,
     Boolean,
     Column,
-    DateTime,
-    Dialect,
     Float,
     ForeignKey,
     ForeignKeyConstraint,
     Index,
     Integer,
-    MetaData,
     String,
     Table,
     Text,
-    TypeDecorator,
     UniqueConstraint,
     false,
 )
 
-
-class UtcDateTime(TypeDecorator[datetime]):
-    """Aware UTC datetimes on both databases. SQLite drops the zone, so it is restored when a value is read."""
-
-    impl = DateTime(timezone=True)
-    cache_ok = True
-
-    def process_bind_param(self, value: datetime | None, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        if value.tzinfo is None:
-            raise ValueError("expected an aware datetime")
-        return value.astimezone(UTC)
-
-    def process_result_value(self, value: Any, dialect: Dialect) -> datetime | None:
-        if value is None:
-            return None
-        return value.replace(tzinfo=UTC) if value.tzinfo is None else value.astimezone(UTC)
-
-
-metadata = MetaData(
-    naming_convention={
-        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
-        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
-        "fk": "fk_%(table_name)s_%(column_0_name)s_%(referred_table_name)s",
-        "pk": "pk_%(table_name)s",
-    }
-)
+from gateway.records.schema import UtcDateTime as UtcDateTime
+from gateway.records.schema import metadata as metadata
 
 # Limits that the previous release stores in columns of their own, in `tenants` and `api_keys`; see
 # gateway.records.limits. NULL: not limited.
@@ -85,8 +52,32 @@ tenants = Table(
     Column("adapter_limits", Text, nullable=True),
     # All limits on requests, as JSON, here and in api_keys (gateway/records/limits.py).
     Column("limits", Text, nullable=True),
+    # JSON: a list of shares of the budget; NULL means the default (gateway/records/tenants.py).
+    Column("budget_warn_at", Text, nullable=True),
     # Seconds; NULL means no target.
     Column("ttft_target", Float, nullable=True),
+    # Name of the tenant's plan. The columns above contain the effective values (gateway/records/terms.py).
+    Column("plan", String(64), nullable=True, index=True),
+    # JSON: the terms that the tenant sets itself, which override its plan's; NULL in a row of the previous release.
+    Column("own_terms", Text, nullable=True),
+    Column("display_name", String(100), nullable=True),
+    # Id of the tenant in another system, such as billing.
+    Column("external_id", String(128), nullable=True),
+    Column("contact", String(200), nullable=True),
+    Column("note", Text, nullable=True),
+    # Tags with a comma before and after each, so that a filter finds whole tags; NULL means none.
+    Column("tags", Text, nullable=True),
+    Index("ix_tenants_external_id", "external_id", unique=True),
+)
+
+# Named terms of tenants (gateway/records/plans.py). terms, prices: JSON.
+plans = Table(
+    "plans",
+    metadata,
+    Column("name", String(64), primary_key=True),
+    Column("terms", Text, nullable=False),
+    Column("prices", Text, nullable=False),
+    Column("updated_at", UtcDateTime, nullable=False),
 )
 
 api_keys = Table(
@@ -316,6 +307,12 @@ usage = Table(
     Column("surcharge", BigInteger, nullable=False, server_default="0"),
     # The adapter's version; NULL for the base model and for mixtures.
     Column("version", Integer, nullable=True),
+    # These five are NULL in rows that a gateway of the previous release wrote.
+    Column("admission_ms", BigInteger, nullable=True),
+    Column("queue_ms", BigInteger, nullable=True),
+    Column("reserved_tokens", BigInteger, nullable=True),
+    Column("end_user", String(128), nullable=True),
+    Column("error_code", String(64), nullable=True),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),
@@ -373,4 +370,10 @@ audit = Table(
     Column("detail", Text, nullable=False),
     # Whether a tenant's own key made the change; NULL: no.
     Column("own", Boolean, nullable=True),
+    # JSON: the earlier values of the fields in `detail`; NULL: unknown, or nothing was there before.
+    Column("before", Text, nullable=True),
+    # Label of the actor's key at that time.
+    Column("actor_label", String(100), nullable=True),
+    # The browser's session that made the change; NULL: none.
+    Column("session_id", String(16), nullable=True),
 )

@@ -1,7 +1,7 @@
 """Usage reports: sums of the ledger's rows over any period, from daily and hourly sums wherever these fit."""
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any
 
@@ -31,8 +31,11 @@ from wire.model_names import MAX_VERSION
 
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
 # Fields by which a report can group. Each report also groups by tenant.
-GROUPS = ("tenant", "model", "version", "key", "day")
-# Limit of a report by version in days. It reads the rows of requests, because the sums do not contain the version.
+GROUPS = ("tenant", "model", "version", "key", "end_user", "hour", "day", "month")
+PERIODS = ("hour", "day", "month")
+# Groups that the sums do not contain, so that a report by them reads the rows of requests.
+BY_ROWS = frozenset({"version", "end_user"})
+# Limit of a report by such a group in days.
 MOST_VERSION_DAYS = 31
 # Limit of a tenant's requests in its own report by version. The database takes a few microseconds per row.
 MOST_VERSION_ROWS = 500_000
@@ -48,8 +51,8 @@ _AnyVersion = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sums of one tenant and group. Fields that the report does not group by are absent from JSON.
 
-    version: of the adapter `model`; absent for the base model and for mixtures.
-    key: the label of the key `key_id`, if the key still exists. day: the day's start, UTC. cost: micro-units.
+    version: of the adapter `model`; absent for the base model and for mixtures. end_user: absent for requests without.
+    key: the label of the key `key_id`, if the key still exists. hour, day, month: its start, UTC. cost: micro-units.
     deleted: whether the tenant is deleted.
     """
 
@@ -58,7 +61,10 @@ class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     version: int | None = None
     key_id: str | None = None
     key: str | None = None
+    end_user: str | None = None
+    hour: datetime | None = None
     day: datetime | None = None
+    month: datetime | None = None
     requests: int
     prompt_tokens: int
     completion_tokens: int
@@ -99,26 +105,18 @@ class UsageReport:
     ) -> UsagePage:
         """Return sums of the requests that arrived in `[since, until)`, grouped and ordered by tenant and `group_by`.
 
-        group_by: of GROUPS; `version` includes `model` and needs `since`. tenant: by name instead of by id, which also
-        finds deleted tenants of that name. models: only these. after: the previous page's `next`. limit: the most
-        groups of a page. Raises BadRequest for a cursor of another report, and for versions in a period that is too
-        long or, with `tenant_id`, has too many requests.
+        group_by: of GROUPS; `version` includes `model`, and both it and `end_user` need `since`. tenant: by name
+        instead of by id, which also finds deleted tenants of that name. models: only these. after: the previous page's
+        `next`. limit: the most groups of a page. Raises BadRequest for a cursor of another report, and for versions or
+        end users in a period that is too long or, with `tenant_id`, has too many requests.
         """
-        if "version" in group_by and tenant_id is not None and since is not None:
+        if BY_ROWS & set(group_by) and tenant_id is not None and since is not None:
             await self._check_rows(tenant_id, since, until)
-        parts = []
-        for table, start, end in _row_segments(since, until) if "version" in group_by else segments(since, until):
-            part = _part(table, start, end)
-            if tenant is not None:
-                part = part.where(table.c.tenant == tenant)
-            if tenant_id is not None:
-                part = part.where(table.c.tenant_id == tenant_id)
-            if models is not None:
-                part = part.where(table.c.model.in_(models))
-            parts.append(part)
-        if not parts:
+        which = UsageFilter(tenant_id=tenant_id, tenant=tenant, models=models)
+        every = rows_of(self._database.dialect, group_by, which, since, until)
+        if every is None:
             return UsagePage(groups=[], total=dict.fromkeys(SUMMED, 0), next=None)
-        grouped, order = _grouped(union_all(*parts).subquery(), group_by)
+        grouped, order = _grouped(every, group_by)
         found = select(grouped).order_by(*order)
         if after is not None:
             found = found.where(tuple_(*order) > tuple_(*_position(after, order)))
@@ -133,13 +131,30 @@ class UsageReport:
             rows = (await connection.execute(query)).all()
         return _page(rows, [column.name for column in grouped.c], [column.name for column in order], limit)
 
+    async def stream(
+        self, group_by: Sequence[str], which: "UsageFilter", since: Moment, until: Moment, at_once: int
+    ) -> AsyncGenerator[list[UsageSums]]:
+        """Yield all groups, `at_once` at a time, as a single statement finds them: their sums are those of one moment.
+
+        The connection is in use until the last one. Raises BadRequest like `page`.
+        """
+        every = rows_of(self._database.dialect, group_by, which, since, until)
+        if every is None:
+            return
+        grouped, order = _grouped(every, group_by)
+        columns = [column.name for column in grouped.c]
+        async with self._database.read() as connection:
+            query = select(grouped).order_by(*order).execution_options(yield_per=at_once)
+            async for rows in (await connection.stream(query)).partitions(at_once):
+                yield [_sums(dict(zip(columns, row, strict=True))) for row in rows]
+
     async def _check_rows(self, tenant_id: str, since: Moment, until: Moment) -> None:
         """Raise BadRequest if a tenant has too many requests in the period. The sums count them."""
         count = (await self.page((), tenant_id=tenant_id, since=since, until=until)).total["requests"]
         if count > MOST_VERSION_ROWS:
             raise BadRequest(
-                f"since: expected a period of at most {MOST_VERSION_ROWS} requests for a report by version, "
-                f"got {count}.",
+                f"since: expected a period of at most {MOST_VERSION_ROWS} requests for a report by version or by end "
+                f"user, got {count}.",
                 param="since",
             )
 
@@ -163,14 +178,15 @@ def _grouped(every: Subquery, group_by: Sequence[str]) -> tuple[CTE, list[Column
     """Return the groups and the columns that order them. The values of these columns are a group's position."""
     keys: list[ColumnElement[Any]] = [every.c.tenant]
     source: FromClause = every.outerjoin(tenants, tenants.c.id == every.c.tenant_id)
-    if "day" in group_by:
-        keys.append(every.c.day)
+    keys += [every.c[name] for name in reversed(PERIODS) if name in group_by]
     if "model" in group_by or "version" in group_by:
         keys.append(every.c.model)
     if "version" in group_by:
         keys.append(every.c.version)
     if "key" in group_by:
         keys.append(every.c.key_id)
+    if "end_user" in group_by:
+        keys.append(every.c.end_user)
     # Last in the order: it distinguishes an existing tenant from a deleted one of the same name.
     keys.append(tenants.c.id.is_(None).label("deleted"))
     names = [key.name for key in keys]
@@ -188,9 +204,13 @@ def _page(rows: Sequence[Any], columns: Sequence[str], order: Sequence[str], lim
     total = {name: int(value or 0) for name, value in zip(SUMMED, rows[0], strict=False)}
     own = len(SUMMED)
     found = [dict(zip(columns, row[own:], strict=True)) for row in rows[:limit] if row[own] is not None]
-    groups = [UsageSums(**values | {"version": values.get("version") or None}) for values in found]
+    groups = [_sums(values) for values in found]
     last = None if limit is None or len(rows) <= limit else rows[limit - 1]
     return UsagePage(groups=groups, total=total, next=None if last is None else _cursor(last, order))
+
+
+def _sums(values: dict[str, Any]) -> UsageSums:
+    return UsageSums(**values | {name: values.get(name) or None for name in ("version", "end_user")})
 
 
 def _cursor(row: Any, order: Sequence[str]) -> str:
@@ -200,7 +220,8 @@ def _cursor(row: Any, order: Sequence[str]) -> str:
 
 def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnElement[Any]]:
     """Read a cursor for these columns. Raises BadRequest."""
-    types = tuple({"day": datetime, "deleted": bool, "version": _AnyVersion}.get(column.name, str) for column in order)
+    known = {**dict.fromkeys(PERIODS, datetime), "deleted": bool, "version": _AnyVersion}
+    types = tuple(known.get(column.name, str) for column in order)
     try:
         data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         values: Any = msgspec.json.decode(data, type=tuple.__class_getitem__(types))
@@ -212,10 +233,44 @@ def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnEl
     return [literal(value, column.type) for value, column in zip(values, order, strict=True)]
 
 
-def segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
+def rows_of(
+    dialect: str, group_by: Sequence[str], which: "UsageFilter", since: Moment, until: Moment
+) -> Subquery | None:
+    """Return the rows and sums that make up `[since, until)`; None for an empty period.
+
+    Columns: those of UsageFilter, SUMMED, and those that the grouping needs. Raises BadRequest for a period that is too
+    long for a report that reads the rows of requests.
+    """
+    if BY_ROWS & set(group_by):
+        covered = _row_segments(since, until)
+    else:
+        covered = segments(since, until, days="hour" not in group_by)
+    parts = [_part(table, start, end, group_by, dialect) for table, start, end in covered]
+    parts = [which.narrow(part) for part in parts]
+    return union_all(*parts).subquery() if parts else None
+
+
+class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of a report; None: any. tenant: by name, also of a deleted tenant. models: only these."""
+
+    tenant_id: str | None = None
+    tenant: str | None = None
+    models: Sequence[str] | None = None
+    key_id: str | None = None
+
+    def narrow(self, query: Select[Any]) -> Select[Any]:
+        columns = query.selected_columns
+        for name in ("tenant_id", "tenant", "key_id"):
+            if (value := getattr(self, name)) is not None:
+                query = query.where(columns[name] == value)
+        return query if self.models is None else query.where(columns.model.in_(self.models))
+
+
+def segments(since: Moment, until: Moment, *, days: bool = True) -> Iterator[tuple[Table, Moment, Moment]]:
     """Yield `[since, until)` in the cheapest segments: whole days, whole hours around them, rows at the edges.
 
-    Every segment of hours lies within one day, and every segment of rows within one hour.
+    Every segment of hours lies within one day, and every segment of rows within one hour. days: False for a report by
+    hour, which takes whole hours instead of days.
     """
     first_hour = None if since is None else _start(since, HOUR, up=True)
     last_hour = None if until is None else _start(until, HOUR)
@@ -224,6 +279,10 @@ def segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Mome
         return
     yield from _unless_empty(usage, since, first_hour)
     yield from _unless_empty(usage, last_hour, until)
+    if not days:
+        if first_hour is None or last_hour is None or first_hour < last_hour:
+            yield usage_hourly, first_hour, last_hour
+        return
     first_day = None if first_hour is None else _start(first_hour, DAY, up=True)
     last_day = None if last_hour is None else _start(last_hour, DAY)
     if first_day is not None and last_day is not None and first_day > last_day:
@@ -241,7 +300,8 @@ def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment,
     end = until or datetime.now(UTC) + HOUR
     if since is None or end - since > timedelta(days=MOST_VERSION_DAYS, hours=1):
         raise BadRequest(
-            f"since: expected the start of a period of at most {MOST_VERSION_DAYS} days for a report by version.",
+            f"since: expected the start of a period of at most {MOST_VERSION_DAYS} days for a report by version or by "
+            "end user.",
             param="since",
         )
     while since < end:
@@ -265,16 +325,26 @@ def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime
     return start + period if up and start < moment else start
 
 
-def _part(table: Table, start: Moment, end: Moment) -> Select[Any]:
+def _part(table: Table, start: Moment, end: Moment, group_by: Sequence[str], dialect: str) -> Select[Any]:
     """Select a segment of rows or of sums, in columns of the same names."""
     at: ColumnElement[datetime] = TIMES[table]
-    day: ColumnElement[Any] = at
-    if start is not None and table is not usage_daily:
-        day = literal(_start(start, DAY), UtcDateTime)
     requests = literal(1) if table is usage else table.c.requests
-    # 0 stands for NULL, with which positions cannot be compared. Sums have no versions.
-    version: ColumnElement[int] = func.coalesce(usage.c.version, 0) if table is usage else literal(0)
-    labels = (day.label("day"), version.label("version"))
+    labels: list[ColumnElement[Any]] = []
+    whole: ColumnElement[Any]
+    for name in PERIODS:
+        if name in group_by:
+            # Every segment of hours lies within one day, except in a report by hour.
+            within = name == "day" and table is not usage_daily and "hour" not in group_by
+            is_start = (name == "day" and table is usage_daily) or (name == "hour" and table is usage_hourly)
+            whole = at if is_start else start_of(name, at, dialect)
+            if within and start is not None:
+                whole = literal(_start(start, DAY), UtcDateTime)
+            labels.append(whole.label(name))
+    # 0 and "" stand for NULL, with which positions cannot be compared.
+    if "version" in group_by:
+        labels.append(func.coalesce(usage.c.version, 0).label("version"))
+    if "end_user" in group_by:
+        labels.append(func.coalesce(usage.c.end_user, "").label("end_user"))
     columns = (table.c.tenant_id, table.c.tenant, table.c.model, table.c.key_id, *labels)
     sums = (requests.label("requests"), *(table.c[name] for name in SUMMED[1:]))
     query = select(*columns, *sums)
@@ -283,3 +353,14 @@ def _part(table: Table, start: Moment, end: Moment) -> Select[Any]:
     if end is not None:
         query = query.where(at < end)
     return query
+
+
+# SQLite's forms of starts, as `UtcDateTime` stores times.
+_STARTS = {"hour": "%Y-%m-%d %H:00:00.000000", "day": "%Y-%m-%d 00:00:00.000000", "month": "%Y-%m-01 00:00:00.000000"}
+
+
+def start_of(period: str, at: ColumnElement[datetime], dialect: str) -> ColumnElement[Any]:
+    """Return the start of the UTC hour, day or month of a time."""
+    if dialect == "sqlite":
+        return func.strftime(_STARTS[period], at, type_=UtcDateTime())
+    return func.date_trunc(period, at, "UTC", type_=UtcDateTime())

@@ -39,6 +39,7 @@ from gateway.records.aliases import move_latest, references
 from gateway.records.audit import record_change
 from gateway.records.changes import count_change
 from gateway.records.database import Database
+from gateway.records.events import record_event
 from gateway.records.removed_versions import remove_versions
 from gateway.records.saved_mixtures import check_not_saved, uses_of
 from gateway.records.tables import adapter_versions, adapters, removed_versions
@@ -191,6 +192,8 @@ class Versions:
                 await move_latest(connection, own, version)
             target = f"{tenant.name}/{version_name(name, version)}"
             await record_change(connection, actor, "adapter.version", target, _shown(values), tenant=tenant.name)
+            if values.get("state") == "rejected":
+                await _report_rejection(connection, tenant, version_name(name, version))
             await count_change(connection, tenant.id)
             after = (await versions_of(connection, tenant.id, name))[version]
         await self._changed(True)
@@ -201,7 +204,7 @@ class Versions:
         async with self._reads.turn(tenant.id), self._database.read() as connection:
             rows = (await connection.execute(select_versions(tenant.id, name))).all()
             if not rows:
-                raise unknown_name()
+                raise unknown_name(name)
             found = [read_version(row) for row in rows]
             table = removed_versions
             gone = (
@@ -260,6 +263,11 @@ class Versions:
             await record_change(connection, actor, "adapter.delete", target, detail, tenant=tenant.name)
             await count_change(connection, tenant.id)
         await self._changed(True)
+
+
+async def _report_rejection(connection: AsyncConnection, tenant: Tenant, adapter: str) -> None:
+    data = {"adapter": adapter}
+    await record_event(connection, "adapter.rejected", data, tenant_id=tenant.id, tenant=tenant.name)
 
 
 async def _create(connection: AsyncConnection, tenant_id: str, name: str, now: datetime) -> Row[Any]:

@@ -15,7 +15,6 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.access.caller import CALLER, Caller
-from gateway.access.credentials import basic_password
 from gateway.access.throttle import client_network
 from gateway.api.access_log import PROBES
 from gateway.api.requests.pieces import COST
@@ -65,8 +64,8 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self.charge(request, caller)
                 raise
-            # A 5xx is not the client's fault.
-            if 400 <= response.status < 500 or request.method in ("GET", "HEAD"):
+            # A redirect is what a page's form without a session gets. A 5xx is not the client's fault.
+            if 300 <= response.status < 500 or request.method in ("GET", "HEAD", "OPTIONS"):
                 self.charge(request, caller)
             return response
 
@@ -96,9 +95,8 @@ class UnservedRate:
 
     def _owner(self, request: web.Request, caller: Caller) -> tuple[str, float]:
         """Return the request's issued key or else its address, and the maximum wait of such an owner."""
-        scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
-        presented = basic_password(secret) if scheme.lower() == "basic" else secret.strip()
-        if presented is not None and self._is_proved(presented):
+        presented = request.headers.get("Authorization", "").partition(" ")[2].strip()
+        if self._is_proved(presented):
             return presented[:20], KEY_SECONDS
         return client_network(caller.address), ADDRESS_SECONDS
 

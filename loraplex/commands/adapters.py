@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, examples, tenant_options
+from loraplex.commands.common import Gateway, admin_options, confirm, examples, tenant_options, yes_option
 from loraplex.commands.golden import golden
 from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.output import json_option, print_json, print_table
@@ -90,8 +90,9 @@ def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
 )
 @click.argument("name")
 @click.option("--force", is_flag=True, help="Delete it although aliases, saved mixtures or running requests use it.")
+@yes_option
 @tenant_options()
-def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None:
+def delete(name: str, tenant: str | None, force: bool, yes: bool, gateway: Gateway) -> None:
     """Delete the adapter NAME with its versions, or one version such as pirate@3.
 
     One that an alias, a saved mixture or a running request uses is refused without --force. With it, running requests
@@ -101,6 +102,7 @@ def delete(name: str, tenant: str | None, force: bool, gateway: Gateway) -> None
         raise click.UsageError(f"{name} is an alias: `loraplex adapter unalias` deletes it and keeps its versions")
     # An impossible name goes to the gateway, whose answer says that there is none.
     reference = parse_reference(name) or Reference(name)
+    confirm(f"Delete adapter {name}{' with all its versions' if reference.version is None else ''}?", is_given=yes)
     gateway.run(lambda client: client.delete_adapter(tenant, reference, force=force))
     click.echo(f"deleted adapter {name}")
 

@@ -1,18 +1,31 @@
 """The `loraplex audit` command: the audit log of changes, with actor, time and address."""
 
-import csv
 import json
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.values import Moment, given
+from loraplex.commands.output import BUDGETS, json_option, money, print_csv, print_json, print_table
+from loraplex.commands.prices import AMOUNTS
+from loraplex.commands.values import Moment, Words, given
 
-COLUMNS = ("id", "at", "action", "target", "tenant", "actor", "address", "request_id", "detail", "own")
+COLUMNS = (
+    "id",
+    "at",
+    "action",
+    "target",
+    "tenant",
+    "actor",
+    "address",
+    "request_id",
+    "detail",
+    "own",
+    "session_id",
+    "before",
+    "actor_label",
+)
 # Length of request ids in the table: enough to find one in a log.
 SHORT_CHARS = 12
 
@@ -21,13 +34,19 @@ SHORT_CHARS = 12
     epilog=examples(
         "loraplex audit --since 7d",
         "loraplex audit --tenant acme --action key",
+        "loraplex audit --since 7d --not-action adapter,key.create",
         "loraplex audit --actor bootstrap --limit 1000 --json",
         "loraplex audit --since 2026-11-01 --limit 1000 --csv > november.csv",
     )
 )
 @click.option("--tenant", help="Only changes of this tenant's objects; also accepts a deleted tenant.")
 @click.option("--actor", help="Only changes by the key with this id; `bootstrap` is LORAPLEX_ADMIN_KEY.")
-@click.option("--action", help="Only this action, such as `key.revoke`, or all of a kind: tenant, key, adapter, price.")
+@click.option(
+    "--action", help="Only this action, such as `key.revoke`, or all of a kind: tenant, plan, key, adapter, price."
+)
+@click.option(
+    "--not-action", "not_action", type=Words(), help="Not these actions, comma separated, such as `adapter,key.create`."
+)
 @click.option("--since", type=Moment(ahead=False), help="Start of the period: 2026-11-01, or 30d, 12h, ... ago.")
 @click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=100, show_default=True, help="Maximum entries.")
@@ -39,7 +58,10 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
     """Show the audit log, newest changes first, with the key and address of each."""
     if as_csv and as_json:
         raise click.UsageError("give either --csv or --json")
-    answer = gateway.run(lambda client: client.audit(**given(query)))
+    asked = given(query)
+    if "not_action" in asked:
+        asked["not_action"] = ",".join(asked["not_action"])
+    answer = gateway.run(lambda client: client.audit(**asked))
     if as_json:
         print_json(answer)
         return
@@ -47,24 +69,49 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
         _print_csv(answer["data"])
     else:
         rows = [_shown(row) for row in answer["data"]]
-        print_table(rows, ("changed_at", "action", "target", "actor", "address", "request", "detail"))
+        print_table(rows, ("changed_at", "action", "tenant", "target", "actor", "address", "request", "detail"))
     if answer["has_more"]:
         click.echo(f"older entries: --after {answer['data'][-1]['id']}", err=True)
 
 
 def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    detail = " ".join(f"{name}={_value(value)}" for name, value in row["detail"].items())
+    """Return an entry's cells. Changed values are `old -> new`; entries of an earlier release have only the new one."""
+    names = (*BUDGETS, *AMOUNTS) if row["action"].startswith(("price.", "plan.")) else BUDGETS
+    before, after = _in_money(row.get("before") or {}, names), _in_money(row["detail"], names)
+    detail = " ".join(
+        f"{name}={_value(before[name])} -> {_value(value)}" if name in before else f"{name}={_value(value)}"
+        for name, value in {**dict.fromkeys(before), **after}.items()
+        if name not in before or before[name] != value
+    )
     request = (row["request_id"] or "").removeprefix("req_")[:SHORT_CHARS]
-    return {**row, "changed_at": row["at"], "request": request, "detail": detail}
+    actor = row.get("actor_label") or row["actor"]
+    return {**row, "changed_at": row["at"], "actor": actor, "request": request, "detail": detail}
+
+
+def _in_money(value: Any, names: Sequence[str]) -> Any:
+    """Return a detail with the amounts of these names, at any depth, as money."""
+    if not isinstance(value, dict):
+        return value
+    return {
+        name: money(given) if name in names and isinstance(given, int) else _in_money(given, names)
+        for name, given in value.items()
+    }
 
 
 def _value(value: Any) -> str:
+    if value is None:
+        return "none"
     return value if isinstance(value, str) else json.dumps(value, separators=(",", ":"))
 
 
 def _print_csv(rows: Sequence[dict[str, Any]]) -> None:
-    writer = csv.DictWriter(sys.stdout, COLUMNS, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(
-        {**row, "detail": json.dumps(row["detail"]), "own": json.dumps(row.get("own", False))} for row in rows
+    shown = (
+        {
+            **row,
+            "detail": json.dumps(row["detail"]),
+            "own": json.dumps(row.get("own", False)),
+            "before": json.dumps(row["before"]) if row.get("before") else None,
+        }
+        for row in rows
     )
+    print_csv(shown, COLUMNS)

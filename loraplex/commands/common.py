@@ -1,6 +1,7 @@
 """Shared parts of the commands: error output, and the gateway's URL and key."""
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -124,6 +125,32 @@ def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
+
+
+def confirm(question: str, *, is_given: bool) -> None:
+    """Ask before a deletion. is_given: whether --yes was given. Raises click.UsageError, click.ClickException."""
+    if is_given:
+        return
+    if not sys.stdin.isatty():
+        raise click.UsageError("nothing was deleted: without a terminal, --yes is required")
+    if not click.confirm(question, err=True):
+        raise click.ClickException("nothing was deleted")
+
+
+class WithSubcommands(click.Command):
+    """A command whose first word may instead name a command of `subcommands`, a group."""
+
+    subcommands: click.Group
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args and args[0] in self.subcommands.commands:
+            return self.subcommands.make_context(info_name, args, parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
 def admin_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an operator's command, which receives `gateway`."""
 
@@ -131,6 +158,30 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
     @wraps(command)
     def found(gateway: str | None, admin_key: str | None, data_dir: Path, **given: Any) -> None:
         command(gateway=find_gateway(gateway, admin_key, data_dir), **given)
+
+    return found
+
+
+def own_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of an operator's command that a tenant may use for itself, with --api-key.
+
+    The command receives `gateway`; its `tenants_own` is set unless TENANT, --admin or an operator's key is given.
+    """
+
+    @click.option(
+        "--api-key",
+        envvar="LORAPLEX_API_KEY",
+        help="A key of the tenant with the scope keys, instead of an operator's. [env: LORAPLEX_API_KEY]",
+    )
+    @_where_options
+    @wraps(command)
+    def found(gateway: str | None, api_key: str | None, admin_key: str | None, data_dir: Path, **given: Any) -> None:
+        is_operator = admin_key is not None or given.get("tenant") is not None or given.get("admin", False)
+        if api_key is not None and not is_operator:
+            where = replace(find_gateway(gateway, api_key, data_dir, "--api-key"), tenants_own=True)
+        else:
+            where = find_gateway(gateway, admin_key, data_dir)
+        command(gateway=where, **given)
 
     return found
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.common import Gateway, examples, own_options
 from loraplex.commands.output import json_option, limits_text, moment, print_json, print_table
 from loraplex.commands.values import Duration, LimitCommand, Moment, Words, given
 
-SCOPES = ("inference", "adapters", "usage")
+SCOPES = ("inference", "adapters", "usage", "keys")
+ROLES = ("viewer", "billing", "operator")
 
 
 @click.group()
@@ -27,9 +28,9 @@ def _read_id(_: click.Context, __: click.Parameter, given: str) -> str:
     return found[1] if found else given
 
 
-def _check_owner(tenant: str | None, admin: bool) -> None:
-    if (tenant is None) != admin:
-        raise click.UsageError("expected either TENANT, or --admin for an operator's key")
+def _check_owner(tenant: str | None, admin: bool, gateway: Gateway) -> None:
+    if not gateway.tenants_own and (tenant is None) != admin:
+        raise click.UsageError("expected TENANT, or --admin for an operator's key, or --api-key as the tenant")
 
 
 @key.command(
@@ -38,7 +39,8 @@ def _check_owner(tenant: str | None, admin: bool) -> None:
     epilog=examples(
         "loraplex key create acme --label ci --expires 30d > acme.key",
         "loraplex key create acme --scopes inference --models pirate --requests-per-minute 60",
-        "loraplex key create --admin --label alice",
+        "loraplex key create --admin --role viewer --label alice",
+        "loraplex key create --api-key lpx_... --scopes inference",
     ),
 )
 @click.argument("tenant", required=False)
@@ -50,17 +52,22 @@ def _check_owner(tenant: str | None, admin: bool) -> None:
     type=Moment(ahead=True),
     help="Expiry: 2027-01-31 (UTC), 2027-01-31T12:00+01:00, or 30d, 12h, ... from now; default: never.",
 )
-@click.option("--scopes", type=Words(*SCOPES), help=f"Scopes, comma separated: {','.join(SCOPES)}; default: all.")
+@click.option(
+    "--scopes", type=Words(*SCOPES), help=f"Scopes, comma separated: {','.join(SCOPES)}; default: all but keys."
+)
+@click.option("--role", type=click.Choice(ROLES), help="Role of an operator's key; default: operator.")
 @click.option("--models", "allowed_models", type=Words(), help="Allowed models, comma separated; default: all.")
 @click.option("--force", is_flag=True, help="Accept --models that the tenant does not have yet.")
-@admin_options
+@own_options
 def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fields: Any) -> None:
-    """Create an API key for TENANT. Only the key is printed on stdout; it cannot be shown again.
+    """Create an API key for TENANT, or with --api-key for the own tenant.
+
+    Only the key is printed on stdout; it cannot be shown again.
 
     The key's limits apply in addition to the tenant's.
     """
-    _check_owner(tenant, admin)
-    made = gateway.run(lambda client: client.create_key(tenant, force=force, **given(fields)))
+    _check_owner(tenant, admin, gateway)
+    made = gateway.run(lambda client: client.create_key(tenant, own=gateway.tenants_own, force=force, **given(fields)))
     _print_once(made)
 
 
@@ -68,11 +75,11 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
 @click.argument("tenant", required=False)
 @_admin_option
 @json_option
-@admin_options
+@own_options
 def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -> None:
-    """List TENANT's keys, without their secrets."""
-    _check_owner(tenant, admin)
-    rows = gateway.run(lambda client: client.keys(tenant))
+    """List TENANT's keys, or with --api-key those of the own tenant, without their secrets."""
+    _check_owner(tenant, admin, gateway)
+    rows = gateway.run(lambda client: client.keys(tenant, own=gateway.tenants_own))
     if as_json:
         print_json(rows)
         return
@@ -84,19 +91,19 @@ def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -
 @key.command("rotate", epilog=examples("loraplex key rotate 5f0c1a2b3d4e5f60 --grace 1d > acme.key"))
 @click.argument("key_id", callback=_read_id)
 @click.option("--grace", type=Duration(), default="1h", show_default=True, help="Time that the old key stays valid.")
-@admin_options
+@own_options
 def rotate(key_id: str, grace: timedelta, gateway: Gateway) -> None:
     """Replace the key with this id by a new one with the same permissions. Only the new key is printed on stdout."""
-    made = gateway.run(lambda client: client.rotate_key(key_id, int(grace.total_seconds())))
+    made = gateway.run(lambda client: client.rotate_key(key_id, int(grace.total_seconds()), own=gateway.tenants_own))
     _print_once(made)
 
 
 @key.command("revoke", epilog=examples("loraplex key revoke 5f0c1a2b3d4e5f60"))
 @click.argument("key_id", callback=_read_id)
-@admin_options
+@own_options
 def revoke(key_id: str, gateway: Gateway) -> None:
     """Revoke the key with this id. It is refused within a second, and its running streams end."""
-    gateway.run(lambda client: client.revoke_key(key_id))
+    gateway.run(lambda client: client.revoke_key(key_id, own=gateway.tenants_own))
     click.echo(f"revoked key {key_id}")
 
 

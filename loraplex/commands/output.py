@@ -1,8 +1,10 @@
 """Output of the commands: tables for people and awk, the gateway's JSON for programs."""
 
+import csv
 import json
 import re
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from typing import Any
@@ -10,14 +12,15 @@ from typing import Any
 import click
 
 from loraplex.commands.values import MICRO_UNITS, limit_names
+from wire.csv_cells import cell
 
-BUDGET = "budget_per_month"
+BUDGETS = ("budget_per_day", "budget_per_week", "budget_per_month")
 _NUMBER = re.compile(r"-?[\d.]+")
 
 
 def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add `--json`; the command receives it as `as_json`."""
-    flag = click.option("--json", "as_json", is_flag=True, help="Print the API's JSON, with amounts in micro-units.")
+    flag = click.option("--json", "as_json", is_flag=True, help="Print the API's JSON.")
     return flag(command)
 
 
@@ -35,8 +38,7 @@ def moment(text: str) -> str:
 def limits_text(row: dict[str, Any]) -> str | None:
     """Return a row's limits that are set, as one table cell; None if none is set."""
     limits = {name: row[name] for name in limit_names() if row.get(name) is not None}
-    if BUDGET in limits:
-        limits[BUDGET] = money(limits[BUDGET])
+    limits |= {name: money(limits[name]) for name in BUDGETS if name in limits}
     return ",".join(f"{name}={value}" for name, value in limits.items()) or None
 
 
@@ -44,15 +46,32 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print CSV. Texts of tenants are no formulas in a spreadsheet."""
+    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+
+
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Print aligned columns, one line per row, which also suit awk. Numbers are right-aligned."""
+    """Print aligned columns, one line per row, which also suit awk."""
+    for line in table_lines(rows, columns):
+        click.echo(line)
+
+
+def table_lines(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[str]:
+    """Return the lines of a table with its head. Numbers are right-aligned."""
     table = [[_cell(column, row.get(column)) for column in columns] for row in rows]
     numeric = [_is_numeric([line[i] for line in table]) for i in range(len(columns))]
     table.insert(0, [column.upper() for column in columns])
     widths = [max(len(line[i]) for line in table) for i in range(len(columns))]
-    for line in table:
-        cells = zip(line, widths, numeric, strict=True)
-        click.echo("  ".join(c.rjust(width) if right else c.ljust(width) for c, width, right in cells).rstrip())
+    return [
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in table
+    ]
 
 
 def _is_numeric(cells: Sequence[str]) -> bool:

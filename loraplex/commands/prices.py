@@ -4,7 +4,11 @@ import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.output import json_option, money, print_json, print_table
-from loraplex.commands.values import Money, given
+from loraplex.commands.values import MICRO_UNITS, Money, given
+
+AMOUNTS = ("input", "cached", "output")
+# The API's limit.
+PRICE = Money(most=1000 * MICRO_UNITS, per=" per million tokens")
 
 
 @click.group()
@@ -21,10 +25,10 @@ def price() -> None:
 )
 @click.argument("model")
 @click.option(
-    "--input", "input_price", type=Money(), required=True, help="Price per million prompt tokens, such as 0.50."
+    "--input", "input_price", type=PRICE, required=True, help="Price per million prompt tokens, such as 0.50."
 )
-@click.option("--output", "output_price", type=Money(), required=True, help="Price per million completion tokens.")
-@click.option("--cached", "cached_price", type=Money(), help="Price per million cached tokens; default: --input.")
+@click.option("--output", "output_price", type=PRICE, required=True, help="Price per million completion tokens.")
+@click.option("--cached", "cached_price", type=PRICE, help="Price per million cached tokens; default: --input.")
 @click.option("--force", is_flag=True, help="Accept an adapter or a model that does not exist yet.")
 @admin_options
 def set_price(
@@ -32,8 +36,9 @@ def set_price(
 ) -> None:
     """Set the price of MODEL: an adapter as tenant/name, a tenant's adapters as 'tenant/*', the base model, or '*'."""
     prices = given({"input": input_price, "output": output_price, "cached": cached_price})
-    gateway.run(lambda client: client.set_price(model, force=force, **prices))
-    click.echo(f"set the price of {model}")
+    done = gateway.run(lambda client: client.set_price(model, force=force, **prices))
+    amounts = ", ".join(f"{name} {money(done[name])}" for name in AMOUNTS)
+    click.echo(f"set the price of {model}: {amounts} {done['currency']} per million tokens")
 
 
 @price.command("list", epilog=examples("loraplex price list"))
@@ -45,9 +50,9 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(rows)
         return
-    columns = ("input", "cached", "output")
-    amounts = [{name: money(row[name]) for name in columns} for row in rows]
-    print_table([row | amount for row, amount in zip(rows, amounts, strict=True)], ("model", *columns, "updated_at"))
+    amounts = [{name: money(row[name]) for name in AMOUNTS} for row in rows]
+    columns = ("model", *AMOUNTS, "currency", "updated_at")
+    print_table([row | amount for row, amount in zip(rows, amounts, strict=True)], columns)
 
 
 @price.command("delete", epilog=examples("loraplex price delete acme/pirate"))

@@ -1,15 +1,15 @@
 """The `loraplex tenant` commands: tenants and their limits."""
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.output import BUDGET, json_option, limits_text, moment, money, print_json, print_table
-from loraplex.commands.values import Money, Target, TenantCommand, given, limit_names
+from loraplex.commands.common import Gateway, admin_options, confirm, examples, yes_option
+from loraplex.commands.output import json_option, money, print_json, print_table
+from loraplex.commands.tenant_filter import filter_options, read_filter
+from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
+from loraplex.commands.values import Shares, TenantCommand, Words, given, limit_names
 
 
 @click.group()
@@ -17,50 +17,23 @@ def tenant() -> None:
     """Create, change, suspend and delete tenants."""
 
 
-class ModelLimits(click.ParamType):
-    """JSON of limits by model; budgets in money, as in `--budget-per-month`."""
-
-    name = "json"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
-        if isinstance(value, dict):
-            return value
-        try:
-            models = json.loads(value, parse_float=str)
-        except ValueError:
-            self.fail(f"{value!r} is not JSON", param, ctx)
-        if not isinstance(models, dict) or not all(isinstance(limits, dict) for limits in models.values()):
-            self.fail('expected an object of objects, like {"pirate": {"requests_per_minute": 10}}', param, ctx)
-        for limits in models.values():
-            if limits.get(BUDGET) is not None:
-                limits[BUDGET] = Money().convert(str(limits[BUDGET]), param, ctx)
-        return models
-
-
 def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--force", is_flag=True, help="Accept --model-limits of models that do not exist yet."),
         click.option(
-            "--model-limits",
-            type=ModelLimits(),
-            help='All limits by model, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}; '
-            '"*" applies to all adapters without their own limits, together.',
+            "--budget-warn-at",
+            type=Shares(),
+            help="Shares of its budgets at which there is an event: '0.5,0.8,1' (default: 0.8,1), or 'none'.",
         ),
-        click.option(
-            "--on-token-limit",
-            type=click.Choice(["refuse", "shorten"]),
-            help="Refuse a request that exceeds the remaining tokens, or shorten its answer.",
-        ),
-        click.option("--priority", type=int, help="Priority from 0 (served first) to 9 (shed first)."),
-        click.option(
-            "--ttft-target",
-            type=Target(),
-            help="Wanted time to first token in seconds, or 'none'; the engines' metrics count the answers within it.",
-        ),
-        click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),
+        click.option("--tags", type=Tags(), help="All tags, comma separated, or 'none'."),
+        click.option("--note", help="Note for operators; '' removes it, here and below."),
+        click.option("--contact", help="Person or address to write to."),
+        click.option("--external-id", help="Id of the tenant in another system, such as billing; no two are equal."),
+        click.option("--display-name", help="Name for people."),
+        click.option("--plan", help="Plan whose terms hold where the tenant has none of its own, or 'none'."),
     ):
         command = option(command)
-    return command
+    return term_options(command)
 
 
 @tenant.command(
@@ -69,6 +42,7 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     epilog=examples(
         "loraplex tenant create acme",
         "loraplex tenant create initech --requests-per-minute 60 --tokens-per-day none --budget-per-month 12.50",
+        "loraplex tenant create hooli --plan pro --external-id cus_81 --tags eu,trial",
     ),
 )
 @click.argument("name")
@@ -80,17 +54,38 @@ def create(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
     click.echo(f"created tenant {name}; next: loraplex key create {name}")
 
 
-@tenant.command("list", epilog=examples("loraplex tenant list", "loraplex tenant list --json"))
+@tenant.command(
+    "list",
+    epilog=examples(
+        "loraplex tenant list",
+        "loraplex tenant list --plan pro --over-budget 80% --suspended --sort spend",
+        "loraplex tenant list --tag eu --idle 30d --json",
+    ),
+)
+@filter_options
+@click.option(
+    "--sort", type=click.Choice(["name", "spend", "requests", "created"]), help="Order; all but names descend."
+)
 @json_option
 @admin_options
-def list_all(as_json: bool, gateway: Gateway) -> None:
-    """List the tenants and their limits."""
-    rows = gateway.run(lambda client: client.tenants())
+def list_all(sort: str | None, as_json: bool, gateway: Gateway, **which: Any) -> None:
+    """List tenants with their plan, the month's spend and its forecast, and their limits."""
+    query = {name: _in_query(value) for name, value in given(read_filter(which) | {"sort": sort}).items()}
+    rows = gateway.run(lambda client: client.tenants(**query))
     if as_json:
         print_json(rows)
         return
-    columns = ("name", "suspended", "priority", "weight", "on_token_limit", *limit_names())
-    print_table([_in_money(row) for row in rows], columns)
+    columns = ("name", "plan", "suspended", "spend", "forecast", "priority", "weight", "on_token_limit", "tags")
+    print_table([in_money(row) | _month(row) for row in rows], (*columns, *limit_names()))
+
+
+def _in_query(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _month(row: dict[str, Any]) -> dict[str, Any]:
+    month = row.get("month")
+    return {} if month is None else {name: money(month[name]) for name in ("spend", "forecast")}
 
 
 @tenant.command("show", epilog=examples("loraplex tenant show acme"))
@@ -103,10 +98,7 @@ def show(name: str, as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(row)
         return
-    fields = {field: value for field, value in _in_money(row).items() if field not in ("object", "model_limits")}
-    fields |= {f"model_limits of {model}": limits_text(limits) for model, limits in row["model_limits"].items()}
-    fields["created_at"] = moment(row["created_at"])
-    print_table([{"field": field, "value": value} for field, value in fields.items()], ("field", "value"))
+    print_fields(row)
 
 
 @tenant.command(
@@ -114,15 +106,19 @@ def show(name: str, as_json: bool, gateway: Gateway) -> None:
     cls=TenantCommand,
     epilog=examples(
         "loraplex tenant update acme --tokens-per-day 1000000 --max-concurrent none",
+        "loraplex tenant update acme --plan pro --inherit all",
         """loraplex tenant update acme --model-limits '{"pirate": {"requests_per_minute": 10}}'""",
     ),
 )
 @click.argument("name")
+@click.option("--inherit", type=Words(), help="Terms that the tenant no longer sets itself, comma separated, or 'all'.")
 @_tenant_options
 @admin_options
 def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Change the tenant NAME. Only the given values change."""
     changes = given(fields)
+    if "inherit" in changes:
+        changes["inherit"] = term_names(changes["inherit"])
     if not changes:
         raise click.UsageError("expected a value to change; --help lists them")
     gateway.run(lambda client: client.update_tenant(name, force=force, **changes))
@@ -149,18 +145,10 @@ def resume(name: str, gateway: Gateway) -> None:
 
 @tenant.command("delete", epilog=examples("loraplex tenant delete acme", "loraplex tenant delete acme --yes"))
 @click.argument("name")
-@click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
+@yes_option
 @admin_options
 def delete(name: str, yes: bool, gateway: Gateway) -> None:
     """Delete the tenant NAME with its keys and adapter names. Its usage stays on record."""
-    if not yes:
-        if not sys.stdin.isatty():
-            raise click.UsageError("nothing was deleted: without a terminal, --yes is required")
-        if not click.confirm(f"Delete tenant {name} with its keys and adapters?", err=True):
-            raise click.ClickException("nothing was deleted")
+    confirm(f"Delete tenant {name} with its keys and adapters?", is_given=yes)
     gateway.run(lambda client: client.delete_tenant(name))
     click.echo(f"deleted tenant {name}")
-
-
-def _in_money(row: dict[str, Any]) -> dict[str, Any]:
-    return row if row[BUDGET] is None else row | {BUDGET: money(row[BUDGET])}

@@ -1,15 +1,14 @@
 """The `loraplex usage` command: usage and cost of one tenant or all; as a table, as CSV for billing, or as JSON."""
 
-import csv
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import click
 
 from loraplex.commands.common import Gateway, examples, tenant_options
-from loraplex.commands.output import json_option, moment, money, print_json, print_table
+from loraplex.commands.output import json_option, moment, print_csv, print_json, print_table
 from loraplex.commands.values import Moment, Words, given
+from loraplex.commands.whoami import budget_text
 
 SUMMED = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 # Columns added by each `--by` group; the tenant is always shown.
@@ -18,13 +17,26 @@ COLUMNS = {
     "model": ("model",),
     "version": ("model", "version"),
     "key": ("key_id", "key"),
+    "end_user": ("end_user",),
+    "hour": ("hour",),
     "day": ("day",),
+    "month": ("month",),
+}
+# Length of a period's start in ISO 8601 as it is shown.
+PERIODS = {"hour": 13, "day": 10, "month": 7}
+
+SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "cost": lambda row: -row["cost_micros"],
+    "requests": lambda row: -row["requests"],
+    "tokens": lambda row: -row["prompt_tokens"] - row["completion_tokens"],
+    "tenant": lambda row: row["tenant"],
 }
 
 
 @click.command(
     epilog=examples(
         "loraplex usage --since 2026-11-01",
+        "loraplex usage --since 7d --by tenant --top 10",
         "loraplex usage --tenant acme --by model,day --since 30d",
         "loraplex usage --since 2026-11-01 --until 2026-12-01 --by tenant --csv > november.csv",
         "loraplex usage --api-key lpx_... --json",
@@ -41,9 +53,15 @@ COLUMNS = {
     type=Words(*COLUMNS),
     default="model",
     show_default=True,
-    help="Grouping besides tenants, comma separated: tenant,model,version,key,day. An adapter is a model; "
-    "version needs --since.",
+    help="Grouping besides tenants, comma separated: tenant,model,version,key,end_user,hour,day,month. An adapter is "
+    "a model; version and end_user need --since.",
 )
+@click.option(
+    "--sort",
+    type=click.Choice(list(SORTS)),
+    help="Order of the rows, largest first, or by tenant. Default: cost for all tenants, or the groups with periods.",
+)
+@click.option("--top", type=click.IntRange(1), help="Only the first rows, by cost unless --sort is given.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with exact costs, without a row of totals.")
 @json_option
 @tenant_options(or_all=True)
@@ -51,42 +69,43 @@ def usage(
     since: str | None,
     until: str | None,
     by: list[str],
-    as_csv: bool,
-    as_json: bool,
-    tenant: str | None,
     gateway: Gateway,
+    tenant: str | None,
+    **shown: Any,
 ) -> None:
     """Show usage and cost in a period: of one tenant, or as an operator of all tenants.
 
     Days, and moments without a zone, are in UTC. A finished request counts at the moment it was admitted.
     """
-    if as_csv and as_json:
+    if shown["as_csv"] and shown["as_json"]:
         raise click.UsageError("give either --csv or --json")
     query = given({"tenant": tenant, "since": since, "until": until, "group_by": ",".join(by)})
     answer = gateway.run(lambda client: client.own_usage(**query) if gateway.tenants_own else client.usage(**query))
-    rows = [_shown(row) for row in answer["data"]]
+    is_overview = tenant is None and not gateway.tenants_own and not PERIODS.keys() & set(by) and not shown["as_csv"]
+    order = shown["sort"] or ("cost" if shown["top"] or is_overview else None)
+    if order is not None:
+        answer["data"].sort(key=SORTS[order])
+    del answer["data"][shown["top"] or len(answer["data"]) :]
+    rows = [_shown(row, answer["currency"]) for row in answer["data"]]
     told_apart = list(dict.fromkeys(column for group in by for column in COLUMNS[group]))
-    if as_json:
+    if shown["as_json"]:
         print_json(answer)
-    elif as_csv:
-        _print_csv(rows, ("tenant", "deleted", *told_apart, *SUMMED))
+    elif shown["as_csv"]:
+        shown_rows = (row | {"deleted": str(row["deleted"]).lower()} for row in rows)
+        print_csv(shown_rows, ("tenant", "deleted", *told_apart, *SUMMED, "currency"))
     else:
         ends = (moment(since) if since else "the beginning", moment(until) if until else "now")
         click.echo(f"usage from {ends[0]} to {ends[1]}", err=True)
         for row in rows:
             row["tenant"] += " (deleted)" if row["deleted"] else ""
-        total = {"tenant": "TOTAL"} | _shown(answer["total"])
-        print_table([*rows, total], ("tenant", *told_apart, *SUMMED))
+        total = {"tenant": "TOTAL"} | _shown(answer["total"], answer["currency"])
+        print_table([*rows, total], ("tenant", *told_apart, *SUMMED[:-1], f"cost_{answer['currency']}"))
+        budget = gateway.run(lambda client: client.own_key())["budget"] if gateway.tenants_own else None
+        if budget is not None:
+            click.echo(budget_text(budget), err=True)
 
 
-def _shown(row: dict[str, Any]) -> dict[str, Any]:
-    more = {"cost": money(row["cost"]), "deleted": row.get("deleted", False)}
-    if "day" in row:
-        more["day"] = row["day"][:10]
+def _shown(row: dict[str, Any], currency: str) -> dict[str, Any]:
+    more = {"currency": currency, f"cost_{currency}": row["cost"], "deleted": row.get("deleted", False)}
+    more |= {name: row[name][:length] for name, length in PERIODS.items() if name in row}
     return row | more
-
-
-def _print_csv(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    writer = csv.DictWriter(sys.stdout, columns, extrasaction="ignore", restval="", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(row | {"deleted": str(row["deleted"]).lower()} for row in rows)

@@ -11,21 +11,25 @@ import click
 NO_LIMIT = "none"
 MICRO_UNITS = 1_000_000
 MOST_MICRO_UNITS = 10**15
+FACTORS = {"": 1, "k": 1000, "M": 10**6, "G": 10**9}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 class Limit(click.ParamType):
-    """A whole number, or `none` for no limit."""
+    """A whole number, also in thousands or millions such as `20k`, `1M` or `1.5M`, or `none` for no limit."""
 
     name = "limit"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if value == NO_LIMIT:
             return NO_LIMIT
-        try:
-            return int(value)
-        except ValueError:
-            self.fail(f"{value!r} is not a whole number, nor 'none'", param, ctx)
+        if isinstance(value, int):
+            return value
+        match = re.fullmatch(r"(-?\d{1,18}(?:\.\d{1,9})?)([kMG]?)", value)
+        number = Decimal(match[1]) * FACTORS[match[2]] if match else None
+        if number is None or number != number.to_integral_value():
+            self.fail(f"{value!r} is not a whole number like 20000, 20k or 1M, nor 'none'", param, ctx)
+        return int(number)
 
 
 class Target(click.ParamType):
@@ -42,27 +46,48 @@ class Target(click.ParamType):
             self.fail(f"{value!r} is not a number of seconds, nor 'none'", param, ctx)
 
 
+class Shares(click.ParamType):
+    """Comma-separated numbers from 0.01 to 1, or `none` for an empty list."""
+
+    name = "shares"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[float]:
+        if isinstance(value, list):
+            return value
+        try:
+            return [] if value == NO_LIMIT else [float(word) for word in value.split(",")]
+        except ValueError:
+            self.fail(f"{value!r} is not a list like 0.8,1, nor 'none'", param, ctx)
+
+
 class Money(click.ParamType):
     """An amount of the deployment's currency with up to six decimals, in micro-units.
 
-    or_none: also accept `none`, for no limit.
+    or_none: also accept `none`, for no limit. most: the largest amount, in micro-units. per: what the amount is for.
     """
 
     name = "money"
 
-    def __init__(self, *, or_none: bool = False) -> None:
+    def __init__(self, *, or_none: bool = False, most: int = MOST_MICRO_UNITS, per: str = "") -> None:
         self._or_none = or_none
+        self._most = most
+        self._per = per
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
         if isinstance(value, int) or (value == NO_LIMIT and self._or_none):
             return value
         try:
             amount = Decimal(value) * MICRO_UNITS
-            possible = 0 <= amount <= MOST_MICRO_UNITS and amount == amount.to_integral_value()
+            is_exact = amount == amount.to_integral_value()
+            is_negative = amount < 0
         except DecimalException:
             self.fail(f"{value!r} is not an amount like 12.50" + (", nor 'none'" * self._or_none), param, ctx)
-        if not possible:
-            self.fail(f"{value!r} is not an amount from 0 to 1000000000 of at most six decimals", param, ctx)
+        if is_negative:
+            self.fail(f"expected 0.00 or more{self._per}, got {value}", param, ctx)
+        if amount > self._most:
+            self.fail(f"expected at most {self._most // MICRO_UNITS}.00{self._per}, got {value}", param, ctx)
+        if not is_exact:
+            self.fail(f"expected at most six decimals, got {value}", param, ctx)
         return int(amount)
 
 

@@ -5,6 +5,8 @@ Several values may follow one flag. vLLM's flags that the engine lacks, or has u
 
 import click
 
+from loraplex.commands.common import WithSubcommands
+
 INSTEAD = {
     "--gpu-memory-utilization": "use --kv-cache-memory and --adapter-memory, in bytes or such as 4GiB",
     "--enable-lora": "leave it out: adapters are always served",
@@ -26,7 +28,9 @@ INSTEAD = {
 LISTS = ("--lora-modules",)
 
 
-class EngineCommand(click.Command):
+class EngineCommand(WithSubcommands):
+    """The command that starts an engine."""
+
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, _one_value_a_flag(args))

@@ -68,7 +68,7 @@ class Display:
         click.echo(
             f"\nLoraplex serves {base_model}\n"
             f"  Gateway    {gateway}/v1\n"
-            f"  Dashboard  {gateway}/admin/   (any user name; password: the admin key in {data_dir / 'local.json'})\n"
+            f"  Dashboard  {gateway}/admin/   (log in with the admin key in {data_dir / 'local.json'})\n"
             f"  Next       loraplex tenant create NAME --data-dir {shlex.quote(str(data_dir))}\n"
             "\nCtrl-C stops everything."
         )
@@ -93,7 +93,7 @@ class Display:
             f"curl -s {gateway}/v1/chat/completions -H 'Authorization: Bearer {first.api_key}'"
             f" -H 'Content-Type: application/json' -d '{json.dumps(ask)}'",
             "",
-            f"  Dashboard  {gateway}/admin/   (any user name, the admin key as password)",
+            f"  Dashboard  {gateway}/admin/   (log in with the admin key)",
             f"  Admin key  {admin_key}",
             "",
             "Ctrl-C stops everything.",

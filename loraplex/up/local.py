@@ -235,7 +235,7 @@ async def run(config: UpConfig, data: DataDir, display: Display) -> None:
         if config.demo:
             from loraplex.up.demo_tenants import provision
 
-            with display.step("Creating the demo's tenants and adapters"):
+            with display.step("Checking the demo's tenants and adapters"):
                 tenants = await provision(
                     config.gateway_url, service.secrets.admin_key, config.base_model, data, config.database_name
                 )

@@ -21,14 +21,15 @@ SIZE = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Adapter to look for. digest: without `sha256:`. upload: id of an unfinished upload. All targets' names have the
-    same length, and so have their tenants' names.
+    """Adapter to look for. digest: without `sha256:`. upload: id of an unfinished upload. key: id of an API key. All
+    targets' names have the same length, and so have their tenants' names.
     """
 
     tenant: str
     name: str
     digest: str
     upload: str
+    key: str = "0" * 16
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -41,7 +42,7 @@ class Target:
 
     def shown_as(self, other: "Target", content: bytes) -> bytes:
         """Return an answer about this target as it would be about the other one."""
-        for field_name in ("name", "digest", "upload", "tenant"):
+        for field_name in ("name", "digest", "upload", "tenant", "key"):
             content = content.replace(getattr(self, field_name).encode(), getattr(other, field_name).encode())
         return content
 
@@ -55,18 +56,21 @@ class Attempt:
     options: dict[str, Any] = field(default_factory=dict)
 
     async def send(self, client: Client) -> Answer:
-        return await client.call(self.method, self.path, **self.options)
+        return await client.call(self.method, self.path, **{"allow_redirects": False} | self.options)
 
 
 def fingerprint(answer: Answer) -> tuple[int, dict[str, str], bytes]:
     """Return the parts of an answer that must not depend on the target."""
     headers = {name.lower(): value for name, value in answer.headers.items() if name.lower() not in VOLATILE}
+    # A redirect to the log-in page repeats the path.
+    if "location" in headers:
+        headers["location"] = headers["location"].partition("?")[0]
     return answer.status, headers, answer.body
 
 
 def attempts(route: Route, target: Target) -> list[Attempt]:
     """Return the attempts at a route. Raises KeyError for a tenant's route without a case here."""
-    if route.scope == "admin" or route.scope is None:
+    if route.scope in ("admin", "page", None):
         # A tenant's key opens none of them, or they show everybody the same.
         return [Attempt(route.method, _fill(route, target), {} if route.request is None else {"json": {}})]
     make = CASES[route.method, route.path]
@@ -78,9 +82,10 @@ def _fill(route: Route, target: Target) -> str:
         "tenant": target.tenant,
         "name": target.name,
         "model": f"{target.tenant}/{target.name}",
-        "id": target.upload,
+        "id": target.key if "/keys/" in route.path else target.upload,
         "version": "1",
         "alias": "prod",
+        "plan": "gold",
     }
     return re.sub(r"{(\w+)}", lambda found: values[found[1]], route.canonical)
 
@@ -147,10 +152,21 @@ def _reports(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"?{query}", {}
 
 
+def _requests(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    # The list of the present time has the attempts themselves.
+    for query in (f"model={target.name}&until=2020-01-01", f"tenant={target.tenant}", f"key={target.digest}&limit=0"):
+        yield f"?{query}", {}
+
+
 def _refused_mixtures(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
     for reference in (target.name, f"{target.name}@1", f"{target.name}:prod", f"{target.name}:none"):
         yield "", {"json": {"model": f"{reference}*0.5"}}
         yield "", {"json": {"model": f"{reference}*0.5+{reference}*0.25"}, "headers": {"If-Match": "*"}}
+
+
+def _refused_keys(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    for model in target.models:
+        yield "", {"json": {"allowed_models": [model]}}
 
 
 TARGETS = {"targets": [{"version": 1, "weight": 95}, {"version": 2, "weight": 5}]}
@@ -160,6 +176,10 @@ _VERSION, _ALIAS = f"{_NAME}/versions/{{version}}", f"{_NAME}/aliases/{{alias}}"
 _UPLOAD = "/v1/adapter-uploads/{id}"
 # Attempts at each of a tenant's routes: what follows the filled path, and the request's options.
 CASES: dict[tuple[str, str], Case] = {
+    ("POST", "/v1/keys"): _refused_keys,
+    ("GET", "/v1/keys"): _plain(),
+    ("POST", "/v1/keys/{id}/rotate"): _plain({"grace_seconds": 0}),
+    ("DELETE", "/v1/keys/{id}"): _plain(),
     ("POST", "/v1/chat/completions"): _completions({"messages": HI}),
     ("POST", "/v1/completions"): _completions({"prompt": "Hi"}),
     ("GET", "/v1/models"): _plain(),
@@ -167,6 +187,7 @@ CASES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/adapters"): _refused_pushes,
     ("GET", "/v1/adapters"): _plain(),
     ("GET", _NAME): _plain(),
+    ("GET", f"{_NAME}/use"): _plain(),
     ("DELETE", _NAME): _plain(rests=FORCED),
     ("GET", f"{_NAME}/versions"): _plain(),
     ("GET", _VERSION): _plain(),
@@ -195,7 +216,10 @@ CASES: dict[tuple[str, str], Case] = {
     ("PUT", f"{_VERSION}/golden"): _plain({"prompts": [{"prompt": "Hi"}]}, {"prompts": []}),
     ("DELETE", f"{_VERSION}/golden"): _plain(),
     ("POST", f"{_VERSION}/golden/check"): _plain(),
+    ("GET", "/v1/key"): _plain(),
     ("GET", "/v1/usage"): _reports,
+    ("GET", "/v1/requests"): _requests,
+    ("GET", "/v1/requests/{id}"): _plain(),
 }
 # Conditions under which aliases move; with another tenant's alias they must not change the answer.
 CONDITIONS = ({"If-Match": "*"}, {"If-Match": '"1"'}, {"If-None-Match": "*"})

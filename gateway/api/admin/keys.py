@@ -1,144 +1,102 @@
-"""`/admin/api/keys`: create, list, rotate and revoke API keys. Only the response that creates a key contains it."""
-
-from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+"""`/admin/api/keys` and `/v1/keys`: create, list, rotate and revoke API keys. Only the response that creates a key
+contains it.
+"""
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
 
-from gateway.access.auth import ADMIN_SCOPE, TENANT_SCOPES, Authenticator
 from gateway.access.scopes import ACTOR
-from gateway.api.admin.tenants import LimitFields, ModelName
-from gateway.api.requests.fields import json_response, read_body
-from gateway.api.requests.named_models import check_models
-from gateway.errors import BadRequest, RecordNotFound
-from gateway.records.catalog import Catalog
-from gateway.records.keys import KEY_ID, NO_KEY, ApiKey, Keys
+from gateway.api.adapter_caller import AdapterCaller, find_caller, read_small
+from gateway.api.key_desk import KeyDesk, NewAdminKey, NewKey, Rotation, describe_key
+from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number
+from gateway.api.requests.key_filter import read_key_filter
+from gateway.errors import BadRequest
+from gateway.quota.quota import Quota
+from gateway.records.key_list import MAX_PAGE, SORTS, KeyLists, Sort
+from gateway.records.keys import ApiKey
 from gateway.records.tenants import Tenants
 
-Label = Annotated[str, Meta(max_length=100)]
-Moment = Annotated[datetime, Meta(tz=True)]
-LONGEST_LIFE = timedelta(days=100 * 366)
-MAX_GRACE_SECONDS = 30 * 24 * 3600
+LIST_QUERY = ("tenant", "all", "state", "q", "sort", "limit", "page")
+DEFAULT_ROWS = 100
 
 
-class NewKey(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body for a tenant's new key. scopes: by default all of a tenant's. allowed_models: for inference; null: all."""
+class KeyRoutes:
+    """Routes for keys. Changes by a tenant count against its limit of changes, as those of its adapters do."""
 
-    label: Label = ""
-    scopes: tuple[str, ...] = tuple(sorted(TENANT_SCOPES))
-    expires_at: Moment | None = None
-    allowed_models: Annotated[tuple[ModelName, ...], Meta(min_length=1, max_length=100)] | None = None
-
-
-class NewAdminKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    label: Label = ""
-    expires_at: Moment | None = None
-
-
-class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body for a rotation. grace_seconds: the time for which the old key stays valid beside the new one."""
-
-    grace_seconds: Annotated[int, Meta(ge=0, le=MAX_GRACE_SECONDS)] = 3600
-
-
-class AdminKeys:
-    """Routes for keys. A revocation takes effect here at once and on every other gateway within a second."""
-
-    def __init__(self, *, auth: Authenticator, tenants: Tenants, keys: Keys, catalog: Catalog) -> None:
-        self._auth = auth
+    def __init__(self, *, desk: KeyDesk, tenants: Tenants, quota: Quota, lists: KeyLists) -> None:
+        self._desk = desk
         self._tenants = tenants
-        self._keys = keys
-        self._catalog = catalog
+        self._quota = quota
+        self._lists = lists
 
     async def create(self, request: web.Request) -> web.Response:
-        actor = request[ACTOR]
-        given = await read_body(request, NewKey)
-        unknown = set(given.scopes) - TENANT_SCOPES
-        if unknown or not given.scopes:
-            raise BadRequest(f"Expected some of the scopes {', '.join(sorted(TENANT_SCOPES))}.", param="scopes")
-        _check_future(given.expires_at)
-        tenant = await self._tenants.get(request.match_info["tenant"])
-        names = given.allowed_models or ()
-        await check_models(request, self._catalog, tenant, names, "allowed_models", saved_mixtures=True)
-        key, clear = self._auth.issue(
-            tenant,
-            frozenset(given.scopes),
-            given.label,
-            expires_at=given.expires_at,
-            allowed_models=given.allowed_models,
-            limits=given.limits(),
+        caller = await find_caller(request, self._tenants)
+        given = await read_small(request, caller, NewKey)
+        await caller.count_change(request, self._quota)
+        return _shown_once(
+            *await self._desk.create(
+                caller.tenant, given, caller.actor, caller.principal, force=read_flag(request, "force")
+            )
         )
-        await self._keys.add(key, actor)
-        return _shown_once(key, clear)
 
     async def create_admin(self, request: web.Request) -> web.Response:
-        actor = request[ACTOR]
-        given = await read_body(request, NewAdminKey)
-        _check_future(given.expires_at)
-        key, clear = self._auth.issue(None, frozenset({ADMIN_SCOPE}), given.label, expires_at=given.expires_at)
-        await self._keys.add(key, actor)
-        return _shown_once(key, clear)
+        return _shown_once(*await self._desk.create_admin(await read_body(request, NewAdminKey), request[ACTOR]))
 
     async def list(self, request: web.Request) -> web.Response:
-        keys = await self._keys.list(await self._tenants.get(request.match_info["tenant"]))
+        caller = await find_caller(request, self._tenants)
+        keys = await self._desk.list(caller.tenant)
         return json_response({"object": "list", "data": [describe_key(key) for key in keys]})
 
     async def list_admin(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [describe_key(key) for key in await self._keys.list(None)]})
+        """List the admin keys, those of `?tenant=`, or with `?all=true` all keys."""
+        if not request.query:
+            return json_response({"object": "list", "data": [describe_key(key) for key in await self._desk.list(None)]})
+        which, (sort, descending) = read_key_filter(request), _read_sort(request)
+        if which.tenant is None and not read_flag(request, "all"):
+            which = msgspec.structs.replace(which, tenant="")
+        limit, number = read_limit(request, DEFAULT_ROWS, MAX_PAGE), read_number(request, "page", 1, 1_000_000) or 1
+        keys, total = await self._lists.page(
+            which, sort=sort, descending=descending, limit=limit, offset=(number - 1) * limit
+        )
+        data = [describe_key(key) for key in keys]
+        return json_response({"object": "list", "data": data, "total": total, "has_more": number * limit < total})
 
     async def rotate(self, request: web.Request) -> web.Response:
-        """Issue a key with the old key's scopes, lifetime and limits. The old key's usage counts against them."""
-        actor = request[ACTOR]
-        grace = (await read_body(request, Rotation)).grace_seconds
+        """Rotate a tenant's own key."""
+        caller = await find_caller(request, self._tenants)
+        grace = (await read_small(request, caller, Rotation)).grace_seconds
+        await caller.count_change(request, self._quota)
         key_id = request.match_info["id"]
-        old = await self._keys.find(key_id) if KEY_ID.fullmatch(key_id) else None
-        if old is None:
-            raise RecordNotFound(NO_KEY, param="id")
-        now = datetime.now(UTC)
-        new, clear = self._auth.issue(
-            old.tenant,
-            old.scopes,
-            old.label,
-            expires_at=old.expires_at and now + (old.expires_at - old.created_at),
-            allowed_models=old.allowed_models,
-            limits=old.limits,
-            family_id=old.family_id,
-        )
-        await self._keys.replace(new, key_id, now + timedelta(seconds=grace), actor)
-        await self._auth.catch_up()
-        return _shown_once(new, clear)
+        return _shown_once(*await self._desk.rotate(key_id, grace, caller.actor, caller.principal))
+
+    async def rotate_any(self, request: web.Request) -> web.Response:
+        grace = (await read_body(request, Rotation)).grace_seconds
+        return _shown_once(*await self._desk.rotate(request.match_info["id"], grace, request[ACTOR]))
 
     async def revoke(self, request: web.Request) -> web.Response:
-        actor = request[ACTOR]
-        key_id = request.match_info["id"]
-        await self._keys.revoke(key_id, actor)
-        await self._auth.catch_up()
-        return json_response({"object": "api_key", "id": key_id, "revoked": True})
+        """Revoke a tenant's own key."""
+        caller: AdapterCaller = await find_caller(request, self._tenants)
+        await caller.count_change(request, self._quota)
+        await self._desk.revoke(request.match_info["id"], caller.actor, caller.principal)
+        return _revoked(request)
+
+    async def revoke_any(self, request: web.Request) -> web.Response:
+        await self._desk.revoke(request.match_info["id"], request[ACTOR])
+        return _revoked(request)
 
 
-def _check_future(expires_at: datetime | None) -> None:
-    if expires_at is not None and not timedelta(0) < expires_at - datetime.now(UTC) <= LONGEST_LIFE:
-        raise BadRequest("expires_at: expected a moment in the future, within 100 years.", param="expires_at")
+def _read_sort(request: web.Request) -> tuple[Sort, bool]:
+    """Return `?sort=`, and whether it begins with the last. Raises BadRequest."""
+    given = request.query.get("sort") or "created_at"
+    for sort in SORTS:
+        if given.removeprefix("-") == sort:
+            return sort, given.startswith("-")
+    raise BadRequest(f"sort: expected one of {', '.join(SORTS)}, with a '-' to begin with the last.", param="sort")
 
 
 def _shown_once(key: ApiKey, clear: str) -> web.Response:
     return json_response({**describe_key(key), "key": clear}, status=201)
 
 
-def describe_key(key: ApiKey) -> dict[str, Any]:
-    """Return a key as the API shows it, without the secret."""
-    return {
-        "object": "api_key",
-        "id": key.id,
-        "tenant": key.tenant.name if key.tenant else None,
-        "label": key.label,
-        "scopes": sorted(key.scopes),
-        "allowed_models": key.allowed_models,
-        **msgspec.structs.asdict(key.limits),
-        "created_at": key.created_at,
-        "expires_at": key.expires_at,
-        "revoked_at": key.revoked_at,
-        "last_used_at": key.last_used_at,
-    }
+def _revoked(request: web.Request) -> web.Response:
+    return json_response({"object": "api_key", "id": request.match_info["id"], "revoked": True})

@@ -26,6 +26,10 @@ class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     output: MicroUnits
     cached: MicroUnits | None = None
 
+    def price(self) -> Price:
+        cached = self.input if self.cached is None else self.cached
+        return Price(input=self.input, cached=cached, output=self.output)
+
 
 class AdminPrices:
     """Routes for prices. A change takes effect here at once and on every other gateway within a second."""
@@ -41,13 +45,12 @@ class AdminPrices:
 
     async def list(self, request: web.Request) -> web.Response:
         entries = await self._prices.list()
-        return json_response({"object": "list", "data": [_describe(entry) for entry in entries]})
+        currency = self._known.currency
+        return json_response({"object": "list", "data": [_describe(entry, currency) for entry in entries]})
 
     async def put(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
-        given = await read_body(request, NewPrice)
-        cached = given.input if given.cached is None else given.cached
-        price = Price(input=given.input, cached=cached, output=given.output)
+        price = (await read_body(request, NewPrice)).price()
         model = request.match_info["model"]
         check_text(model, "model")
         if model not in (EVERYTHING, self._catalog.base_model):
@@ -55,7 +58,7 @@ class AdminPrices:
         entry = await self._prices.put(model, price, actor)
         await self._known.refresh()
         await self._auth.catch_up()
-        return json_response(_describe(entry))
+        return json_response(_describe(entry, self._known.currency))
 
     async def delete(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -82,10 +85,11 @@ class AdminPrices:
         await check_models(request, self._catalog, tenant, [adapter], "model", any_adapter=True)
 
 
-def _describe(entry: PricedModel) -> dict[str, Any]:
+def _describe(entry: PricedModel, currency: str) -> dict[str, Any]:
     return {
         "object": "price",
         "model": entry.model,
         **msgspec.structs.asdict(entry.price),
+        "currency": currency,
         "updated_at": entry.updated_at,
     }

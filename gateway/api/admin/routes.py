@@ -1,9 +1,9 @@
-"""`/admin/api/...`: a tenant's adapters, usage, engines and the queue.
+"""`/admin/api/...`: a tenant's adapters, usage and the queue.
 
-Tenants, keys, prices and audit have their own modules.
+Tenants, keys, prices, engines and audit have their own modules.
 """
 
-from typing import Any
+from importlib.metadata import version
 
 from aiohttp import web
 
@@ -13,7 +13,6 @@ from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
-from gateway.fleet.engine import EngineRecord
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes
@@ -22,7 +21,7 @@ from gateway.records.usage_report import UsageReport
 
 
 class Admin:
-    """Operator's routes for adapters, usage, engines and the queue."""
+    """Operator's routes for adapters, usage and the queue."""
 
     def __init__(
         self,
@@ -33,6 +32,7 @@ class Admin:
         report: UsageReport,
         registry: Registry,
         gate: Gate,
+        currency: str,
     ) -> None:
         self._tenants = tenants
         self._intake = intake
@@ -40,6 +40,7 @@ class Admin:
         self._report = report
         self._registry = registry
         self._gate = gate
+        self._currency = currency
 
     async def push_adapter(self, request: web.Request) -> web.Response:
         return await self._intake.push(request, await find_caller(request, self._tenants), ReceivedBytes())
@@ -66,10 +67,10 @@ class Admin:
             except RecordNotFound:
                 if not (TENANT_NAME.fullmatch(name) and await self._report.knows(name)):
                     raise
-        return await usage_answer(request, self._report, tenant=name)
+        return await usage_answer(request, self._report, self._currency, tenant=name)
 
-    async def engines(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
+    async def version(self, _: web.Request) -> web.Response:
+        return json_response({"object": "version", "version": version("loraplex")})
 
     async def queue(self, request: web.Request) -> web.Response:
         """Report the requests of the process that answers. Counters and shares are those of all processes."""
@@ -86,20 +87,3 @@ class Admin:
 
     async def _tenant(self, request: web.Request) -> Tenant:
         return await self._tenants.get(request.match_info["tenant"])
-
-
-def describe_engine(engine: EngineRecord) -> dict[str, Any]:
-    return {
-        "object": "engine",
-        "url": engine.url,
-        "kind": engine.address.traits.name,
-        "healthy": engine.is_up,
-        "available": engine.available,
-        "health": engine.condition.health,
-        "reason": engine.fault,
-        "in_flight": engine.requests.in_flight,
-        "load": engine.load,
-        "limit": engine.max_in_flight,
-        "resident": sorted(engine.resident),
-        "state": engine.state.reported,
-    }

@@ -1,32 +1,50 @@
 """`/admin/api/tenants`: tenants and their limits."""
 
-from collections.abc import Iterable
-from typing import Annotated, Any, TypeVar
+import re
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.access.auth import Authenticator
-from gateway.access.scopes import ACTOR
-from gateway.api.requests.fields import json_response, read_body, read_raw
+from gateway.access.roles import check_role
+from gateway.access.scopes import ACTOR, ROLE
+from gateway.api.requests.fields import json_response, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
 from gateway.quota.kinds import ADAPTER_KINDS, REQUEST_KINDS, Kind
 from gateway.records.catalog import Catalog
 from gateway.records.limits import Limits
-from gateway.records.tenants import OnTokenLimit, Tenant, Tenants
+from gateway.records.plans import Plans
+from gateway.records.tenant_list import SORTS, Sort, TenantFilter, TenantLists
+from gateway.records.tenants import Tenant, Tenants
+from gateway.records.terms import FIELDS, NO_TERMS, OnTokenLimit, Terms, own_terms, sources
 
 T = TypeVar("T")
+MAX_TENANTS = 1000
+# Longest text of a filter.
+MAX_CHARS = 256
 # The path in msgspec's message about a fault within a body's model_limits.
 OF_A_MODEL = "model_limits[...]"
+BudgetShare = Annotated[float, Meta(ge=0.01, le=1)]
+# Limits in money.
+BUDGETS = frozenset(kind.name for kind in REQUEST_KINDS if kind.takes == "cost")
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
+# Tags are joined by commas in the database and on the command line.
+Tag = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,31}$")]
 
 
 def _limit_fields(kinds: Iterable[Kind], base: type[Struct]) -> Any:
     """Return a Struct with a field for each kind of limit."""
-    fields = [(kind.name, Annotated[int, Meta(ge=1, le=kind.largest)] | UnsetType | None, UNSET) for kind in kinds]
+    fields = [(kind.name, Annotated[int, _bounds(kind)] | UnsetType | None, UNSET) for kind in kinds]
     return msgspec.defstruct("Fields", fields, bases=(base,), frozen=True, kw_only=True, forbid_unknown_fields=True)
+
+
+def _bounds(kind: Kind) -> Meta:
+    # A budget of 0 allows only requests that cost nothing.
+    return Meta(ge=0 if kind.takes == "cost" else 1, le=kind.largest)
 
 
 _RequestLimits: Any = _limit_fields(REQUEST_KINDS, Struct)
@@ -47,18 +65,46 @@ class LimitFields(_RequestLimits, Struct, frozen=True, kw_only=True, forbid_unkn
 _TenantLimits: Any = _limit_fields(ADAPTER_KINDS, LimitFields)
 
 
-class TenantChanges(_TenantLimits, LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TermFields(_TenantLimits, LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Terms of a tenant or a plan in a body. null means no limit, or no target."""
+
     weight: Annotated[float, Meta(ge=0.01, le=1000)] | UnsetType = UNSET
     priority: Annotated[int, Meta(ge=0, le=9)] | UnsetType = UNSET
     ttft_target: Annotated[float, Meta(gt=0, le=3600)] | UnsetType | None = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET
-    suspended: bool | UnsetType = UNSET
     model_limits: Annotated[dict[ModelName, LimitFields], Meta(max_length=100)] | UnsetType = UNSET
 
     def given(self) -> dict[str, Any]:
         given = super().given()
         if self.model_limits is not UNSET:
             given["model_limits"] = {model: fields.limits() for model, fields in self.model_limits.items()}
+        return given
+
+
+def _text(most: int) -> Any:
+    return Annotated[str, Meta(max_length=most)] | UnsetType | None
+
+
+class TenantChanges(TermFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for changes. inherit: terms that the tenant no longer sets itself, so that its plan's or the default holds.
+
+    An absent field stays as it is; a text of null or "" is removed.
+    """
+
+    suspended: bool | UnsetType = UNSET
+    budget_warn_at: Annotated[tuple[BudgetShare, ...], Meta(max_length=10)] | UnsetType = UNSET
+    plan: Annotated[str, Meta(max_length=64)] | UnsetType | None = UNSET
+    inherit: Annotated[tuple[Literal[FIELDS], ...], Meta(max_length=len(FIELDS))] | UnsetType = UNSET  # type: ignore[valid-type]
+    display_name: _text(100) = UNSET  # type: ignore[valid-type]
+    external_id: _text(128) = UNSET  # type: ignore[valid-type]
+    contact: _text(200) = UNSET  # type: ignore[valid-type]
+    note: _text(1000) = UNSET  # type: ignore[valid-type]
+    tags: Annotated[tuple[Tag, ...], Meta(max_length=20)] | UnsetType = UNSET
+
+    def given(self) -> dict[str, Any]:
+        given = super().given()
+        if both := set(given.get("inherit", ())) & given.keys():
+            raise BadRequest(f"inherit: '{min(both)}' is also given a value.", param="inherit")
         return given
 
 
@@ -69,29 +115,54 @@ class NewTenant(TenantChanges, frozen=True, kw_only=True, forbid_unknown_fields=
 class AdminTenants:
     """Routes for tenants. A change takes effect here at once and on every other gateway within a second."""
 
-    def __init__(self, *, auth: Authenticator, tenants: Tenants, catalog: Catalog) -> None:
+    def __init__(
+        self, *, auth: Authenticator, tenants: Tenants, lists: TenantLists, plans: Plans, catalog: Catalog
+    ) -> None:
         self._auth = auth
         self._tenants = tenants
+        self._lists = lists
+        self._plans = plans
         self._catalog = catalog
 
     async def create(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
-        fields = (await _read(request, NewTenant)).given()
+        fields = (await read_terms_body(request, NewTenant)).given()
         await check_models(
             request, self._catalog, None, fields.get("model_limits", ()), "model_limits", any_adapter=True
         )
-        return json_response(describe_tenant(await self._tenants.create(fields.pop("name"), fields, actor)), status=201)
+        tenant = await self._tenants.create(fields.pop("name"), fields, actor)
+        return json_response(describe_tenant(tenant, await self._plans.terms()), status=201)
 
     async def list(self, request: web.Request) -> web.Response:
-        tenants = await self._tenants.list()
-        return json_response({"object": "list", "data": [describe_tenant(tenant) for tenant in tenants]})
+        """List the tenants that match, with their usage of the month and its forecast."""
+        sort, order = request.query.get("sort", "name"), request.query.get("order")
+        if sort not in SORTS:
+            raise BadRequest(f"sort: expected one of {', '.join(SORTS)}.", param="sort")
+        if order not in (None, "asc", "desc"):
+            raise BadRequest("order: expected asc or desc.", param="order")
+        page = await self._lists.page(
+            read_filter(request.query),
+            sort=cast(Sort, sort),
+            descending=order == "desc" if order else sort != "name",
+            limit=read_limit(request, MAX_TENANTS, MAX_TENANTS),
+            after=request.query.get("after"),
+        )
+        plans = await self._plans.terms()
+        data = [describe_tenant(tenant, plans) | {"month": month} for tenant, month in page.rows]
+        return json_response({"object": "list", "data": data, "total": page.total, "next": page.next})
 
     async def get(self, request: web.Request) -> web.Response:
-        return json_response(describe_tenant(await self._tenants.get(request.match_info["tenant"])))
+        tenant = await self._tenants.get(request.match_info["tenant"])
+        months = await self._lists.months([tenant])
+        described = describe_tenant(tenant, await self._plans.terms())
+        return json_response(described | {"month": months[tenant.id]})
 
     async def update(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
-        changes = (await _read(request, TenantChanges)).given()
+        changes = (await read_terms_body(request, TenantChanges)).given()
+        if changes.keys() - BUDGETS:
+            # The role billing may change budgets only.
+            check_role(request[ROLE], "operator")
         name = request.match_info["tenant"]
         if "model_limits" in changes:
             before = await self._tenants.get(name)
@@ -99,7 +170,7 @@ class AdminTenants:
             await check_models(request, self._catalog, before, sorted(new), "model_limits", any_adapter=True)
         tenant = await self._tenants.update(name, changes, actor)
         await self._auth.catch_up()
-        return json_response(describe_tenant(tenant))
+        return json_response(describe_tenant(tenant, await self._plans.terms()))
 
     async def delete(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -109,7 +180,30 @@ class AdminTenants:
         return json_response({"object": "tenant", "name": name, "deleted": True})
 
 
-async def _read(request: web.Request, kind: type[T]) -> T:
+def read_filter(query: Mapping[str, str]) -> TenantFilter:
+    """Return the filter of a query. An empty value counts as absent, except that of `plan`. Raises BadRequest."""
+    given: dict[str, Any] = {name: query[name] for name in ("tag", "q") if query.get(name)}
+    if "plan" in query:
+        given["plan"] = query["plan"]
+    for name, value in given.items():
+        if len(value) > MAX_CHARS or (value and not value.isprintable()):
+            raise BadRequest(f"{name}: expected at most {MAX_CHARS} printable characters.", param=name)
+    if suspended := query.get("suspended"):
+        if suspended not in ("true", "false"):
+            raise BadRequest("suspended: expected true or false.", param="suspended")
+        given["suspended"] = suspended == "true"
+    if ratio := query.get("over_budget"):
+        if not re.fullmatch(r"\d{1,4}(\.\d{1,6})?", ratio):
+            raise BadRequest("over_budget: expected a part of the budget, such as 0.8.", param="over_budget")
+        given["over_budget"] = float(ratio)
+    if days := query.get("idle_days"):
+        if not re.fullmatch(r"[1-9]\d{0,3}", days):
+            raise BadRequest("idle_days: expected a number of days from 1 to 9999.", param="idle_days")
+        given["idle_days"] = int(days)
+    return TenantFilter(**given)
+
+
+async def read_terms_body(request: web.Request, kind: type[T]) -> T:
     """Return the body as `read_body` does. An error within model_limits names the model, which msgspec leaves out."""
     try:
         return await read_body(request, kind)
@@ -143,9 +237,22 @@ def _are_limits(given: object) -> bool:
     return True
 
 
-def describe_tenant(tenant: Tenant) -> dict[str, Any]:
-    """Return the tenant as the API shows it: limits beside the other fields, models' limits without unlimited ones."""
-    fields = msgspec.structs.asdict(tenant)
-    limits = msgspec.structs.asdict(fields.pop("limits"))
-    of_adapters = msgspec.structs.asdict(fields.pop("adapter_limits"))
-    return {"object": "tenant", "id": tenant.id, "name": tenant.name, **limits, **of_adapters, **fields}
+def describe_tenant(tenant: Tenant, plans: Mapping[str, Terms]) -> dict[str, Any]:
+    """Return the tenant as the API shows it: effective terms with their sources, models' limits without unlimited ones.
+
+    plans: the terms of all plans, by name.
+    """
+    of_plan, terms = plans.get(tenant.plan or "", NO_TERMS), tenant.terms()
+    return {
+        "object": "tenant",
+        "id": tenant.id,
+        "name": tenant.name,
+        "display_name": tenant.display_name,
+        "plan": tenant.plan,
+        **terms,
+        "sources": sources(of_plan, own_terms(tenant.own, of_plan, terms)),
+        "suspended": tenant.suspended,
+        "budget_warn_at": tenant.budget_warn_at,
+        **{name: getattr(tenant, name) for name in ("external_id", "contact", "note", "tags")},
+        "created_at": tenant.created_at,
+    }

@@ -56,6 +56,9 @@ class Unbilled:
         self._digest = digest
         self.completion_tokens = 0
 
+    def queued(self, seconds: float) -> None:
+        pass
+
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         pass
 

@@ -65,7 +65,7 @@ class GoldenRoutes:
         self._catalog = catalog
         self._golden = golden
         self._asking = asking
-        self._checks = checks
+        self.checks = checks
         self._quota = quota
 
     async def get(self, request: web.Request) -> web.Response:
@@ -112,7 +112,7 @@ class GoldenRoutes:
         payer = await self._payer(request, caller)
         # Refuses a version without golden answers.
         await self._golden.get(caller.tenant, name, number)
-        engines = await self._checks.engines(caller.tenant, name, number)
+        engines = await self.checks.engines(caller.tenant, name, number)
         if payer is not None:
             engines = [*{each.software: each for each in engines}.values()]
         elif (url := request.query.get("engine")) is not None:
@@ -122,7 +122,7 @@ class GoldenRoutes:
         await caller.count_change(request, self._quota)
         results = []
         for engine in engines:
-            found, check = await self._checks.check(caller.tenant, name, number, engine, payer)
+            found, check = await self.checks.check(caller.tenant, name, number, engine, payer)
             shown = {} if payer is not None else {"url": engine.url}
             results.append({**_describe_check(found, check), **shown})
         return json_response({"object": "adapter.golden_check", "name": name, "version": number, "checks": results})

@@ -3,6 +3,7 @@
 import asyncio
 import re
 import unicodedata
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -34,20 +35,21 @@ YEARS = range(1970, 9000)
 UNFIT = {"Cc", "Cs", "Zl", "Zp"}
 
 
-async def read_raw(request: web.Request, owner: str = OPERATOR) -> bytes:
+async def read_raw(request: web.Request, owner: str = OPERATOR, most: int | None = None) -> bytes:
     """Return the whole body, like `read_shared`. Later calls return the same one. owner: the user of the memory."""
     if (raw := request.get(_BODY)) is None:
         with request.config_dict[BODY_MEMORY].share(owner) as share:
-            raw = request[_BODY] = await read_shared(request, share)
+            raw = request[_BODY] = await read_shared(request, share, most)
     return raw
 
 
-async def read_shared(request: web.Request, share: BodyShare) -> bytes:
-    """Return the whole body, which is at most the application's client_max_size. The share holds its memory.
+async def read_shared(request: web.Request, share: BodyShare, most: int | None = None) -> bytes:
+    """Return the whole body. The share holds its memory.
 
-    Raises TooManyBodies before anything is read, TooSlow, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
+    most: its largest size, at most the application's client_max_size, which is the default. Raises TooManyBodies before
+    anything is read, TooSlow, BadRequest, TooLarge, web.HTTPRequestEntityTooLarge.
     """
-    limit = request.client_max_size
+    limit = request.client_max_size if most is None else min(most, request.client_max_size)
     # A body without a declared length counts as a small one at first.
     length = FREE_BYTES if request.content_length is None else request.content_length
     if request.content_length is not None and length > limit:
@@ -94,6 +96,16 @@ async def read_body(request: web.Request, kind: type[T], owner: str = OPERATOR) 
     return body
 
 
+def read_fields(given: Any, kind: type[T]) -> T:
+    """Return fields that are no JSON body, such as those of a form, as `kind`. Raises BadRequest like `read_body`."""
+    try:
+        body = msgspec.convert(given, kind)
+    except msgspec.ValidationError as error:
+        raise _explain(str(error)) from error
+    _check_texts(msgspec.to_builtins(body), "")
+    return body
+
+
 def check_text(text: str, name: str) -> None:
     """Raise BadRequest for a text that has several lines or that a database cannot store."""
     if any(unicodedata.category(character) in UNFIT for character in text):
@@ -113,11 +125,16 @@ def _check_texts(value: Any, place: str) -> None:
 
 
 def read_moment(request: web.Request, name: str) -> datetime | None:
+    """Return a time of the query like `parse_moment`."""
+    return parse_moment(request.query, name)
+
+
+def parse_moment(query: Mapping[str, str], name: str) -> datetime | None:
     """Return a query parameter in ISO 8601 or Unix seconds as a UTC time, None if absent. The default zone is UTC.
 
     Raises BadRequest.
     """
-    given = request.query.get(name)
+    given = query.get(name)
     if given is None:
         return None
     try:
@@ -135,8 +152,13 @@ def read_moment(request: web.Request, name: str) -> datetime | None:
 
 
 def read_period(request: web.Request) -> tuple[datetime | None, datetime | None]:
-    """Return `?since=` and `?until=`. Raises BadRequest if `since` is after `until`."""
-    since, until = read_moment(request, "since"), read_moment(request, "until")
+    """Return the period of the query like `parse_period`."""
+    return parse_period(request.query)
+
+
+def parse_period(query: Mapping[str, str]) -> tuple[datetime | None, datetime | None]:
+    """Return `since` and `until`. Raises BadRequest if `since` is after `until`."""
+    since, until = parse_moment(query, "since"), parse_moment(query, "until")
     if since is not None and until is not None and since > until:
         raise BadRequest("since: expected a moment that is not after 'until'.", param="since")
     return since, until
@@ -181,4 +203,14 @@ def read_limit(request: web.Request, default: int, most: int) -> int:
     given = request.query.get("limit", str(default))
     if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
         raise BadRequest(f"limit: expected a number from 1 to {most}.", param="limit")
+    return int(given)
+
+
+def read_number(request: web.Request, name: str, least: int, most: int) -> int | None:
+    """Return a query parameter that is a number; None if it is absent or empty. Raises BadRequest."""
+    given = request.query.get(name, "")
+    if not given:
+        return None
+    if not (given.isascii() and given.isdecimal() and len(given) < 10 and least <= int(given) <= most):
+        raise BadRequest(f"{name}: expected a number from {least} to {most}.", param=name)
     return int(given)

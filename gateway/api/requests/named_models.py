@@ -20,18 +20,28 @@ async def check_models(
     tenant: Tenant | None,
     names: Iterable[str],
     param: str,
+    **accepted: bool,
+) -> None:
+    """Check the names like `check_names`, unless the request has `?force=true`: an adapter may be pushed later."""
+    if not read_flag(request, "force"):
+        await check_names(catalog, tenant, names, param, **accepted)
+
+
+async def check_names(
+    catalog: Catalog,
+    tenant: Tenant | None,
+    names: Iterable[str],
+    param: str,
     *,
     any_adapter: bool = False,
     saved_mixtures: bool = False,
 ) -> None:
     """Check that each name is the base model's or a plain name of the tenant's adapters. Raises BadRequest.
 
-    With `?force=true` every name is accepted, because an adapter may be pushed later. tenant: None for a new tenant,
+    tenant: None for a new tenant,
     which has the base model only. any_adapter: whether "*" is accepted as a name. saved_mixtures: whether their names
     are; limits and prices have no effect on these.
     """
-    if read_flag(request, "force"):
-        return
     for name in names:
         if any_adapter and name == ANY_ADAPTER:
             continue

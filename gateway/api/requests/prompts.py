@@ -50,7 +50,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     body: the client's fields, with those that the gateway decides. prompt_tokens: sum over all prompts. max_tokens: the
     most tokens that may be generated for one choice. choices: sum over all prompts. weights: the factors of the
-    request's tokens in the token rates.
+    request's tokens in the token rates. has_default_length: whether max_tokens is the default, not the client's.
     """
 
     body: dict[str, Any]
@@ -61,6 +61,7 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     choices: int
     max_tokens_field: str
     weights: Weights = Weights()
+    has_default_length: bool = False
 
     def shorten(self, max_tokens: int) -> None:
         """Lower the request's limit of generated tokens for a choice to `max_tokens`."""
@@ -166,6 +167,7 @@ class PromptReader:
             choices=choices,
             max_tokens_field=request.max_new_tokens_field,
             weights=weights_of(request),
+            has_default_length=request.max_new_tokens is None,
         )
 
     def _fields(self, request: AnyRequest, raw: bytes) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def pinned(pool: AdapterPool, *digests: str, tenant_id: str = "") -> None:
 
 
 def preempted(pool: AdapterPool, holders: list[str], running: Collection[str] = ()) -> list[str]:
-    return pool.holders_to_preempt((claim, holders) for claim in pool.claims(running))
+    return list(pool.holders_to_preempt((claim, holders) for claim in pool.claims(running)))
 
 
 def test_a_reservation_leaves_the_other_pages_and_the_residents_to_everybody(

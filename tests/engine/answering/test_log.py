@@ -33,6 +33,7 @@ IDLE = EngineState(
     num_in_target=0,
     num_over_target=0,
     tenants=(),
+    preempted=(),
     tiers=TierState({}, 0, 0, 0.0, {}, HostCacheStats(0, 0, 0, 0, 0)),
 )
 

@@ -204,7 +204,7 @@ async def test_metrics_count_what_was_done(client, session):
     assert after["loraplex_engine_adapter_loads_total"] == state["adapter_loads"]
     evictions = [after[f'loraplex_engine_adapter_evictions_total{{reason="{reason}"}}'] for reason in EVICTION_REASONS]
     assert sum(evictions) == state["adapter_evictions"]
-    assert after["loraplex_engine_kv_blocks_total"] == (await client.state())["kv_blocks_total"]
+    assert after["loraplex_engine_kv_blocks"] == (await client.state())["kv_blocks_total"]
 
 
 async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):

@@ -76,6 +76,21 @@ async def test_an_adapter_that_comes_to_the_device_is_pushed_and_one_that_goes(c
         assert gone["instance"] == before["instance"]
 
 
+async def test_host_memory_is_repeated_after_a_change_only(client: Client, adapter: Any):
+    async with following(client) as follower:
+        assert "adapters_host" in await follower.until(is_idle)
+        status, loaded = await client.post("/v1/load_lora_adapter", {"lora_name": "one", "lora_path": str(adapter)})
+        assert status == 200
+        digest = loaded["digest"].removeprefix("sha256:")
+        await follower.until(lambda state: digest in state.get("adapters_host", ()))
+        follower.heard.clear()
+        await follower.until(lambda state: len(follower.heard) >= 2)
+        assert not any("adapters_host" in state for state in follower.heard)
+        assert digest in (await client.state())["adapters_host"], "a poll always has the list"
+        assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "one"}))[0] == 200
+        await follower.until(lambda state: digest not in state.get("adapters_host", (digest,)))
+
+
 async def test_something_is_said_without_any_change(client: Client):
     async with following(client) as follower:
         first = await follower.until(is_idle)

@@ -142,6 +142,7 @@ def test_a_late_tenant_is_served_at_once(weight: float) -> None:
         world.step()
     assert world.steps - before <= 2
     assert world.scheduler.num_preemptions == 1
+    assert world.scheduler.preempted.largest(9) == (("first", "late", 1),)
 
 
 def test_first_come_first_served_makes_the_late_tenant_wait() -> None:

@@ -72,6 +72,7 @@ def test_the_least_served_tenant_gets_the_pages_that_are_preempted_for_it(monkey
     world.step()
     assert world.step() == {"low", "least"}, "of the tenants that are ahead, the one furthest ahead gives way"
     assert world.scheduler.num_preemptions == 1
+    assert world.scheduler.preempted.largest(9) == (("middle", "least", 1),)
 
 
 def test_first_come_first_served_preempts_for_nobody(monkeypatch):

@@ -1,11 +1,16 @@
 """The access log: one line per request, with the caller and its address, and never a secret."""
 
+import io
+import json
 import logging
+import re
 
 import pytest
 
 from gateway.access.caller import find_address
+from gateway.log_format import JsonFormatter
 from testing.gateway.running import ADMIN_KEY, Gateway, settings, until
+from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS
 
 
 def lines(caplog: pytest.LogCaptureFixture, route: str) -> list[str]:
@@ -23,7 +28,11 @@ async def test_a_line_says_who_asked_and_from_where(gateway: Gateway, caplog: py
     await until(lambda: _some(caplog, "/v1/chat/completions"))
     [line] = lines(caplog, "/v1/chat/completions")
     assert line.startswith(f"{answer.headers['x-request-id']} POST /v1/chat/completions 200 ")
-    assert line.endswith(f" client=127.0.0.1 tenant=acme key={key_id}")
+    tokens = f"prompt_tokens={PROMPT_TOKENS} cached_tokens={CACHED_TOKENS} completion_tokens=2"
+    assert f" client=127.0.0.1 tenant=acme key={key_id} model=base {tokens} engine=http" in line
+    assert (await acme.chat(stream=True)).status == 200
+    await until(lambda: _some(caplog, "/v1/chat/completions", 2))
+    assert re.search(r" completion_tokens=2 ttft_ms=\d+ engine=", lines(caplog, "/v1/chat/completions")[-1])
 
     assert (await gateway.nobody.get("/v1/models")).status == 401
     assert (await gateway.admin.get("/admin/api/tenants")).status == 200
@@ -67,6 +76,26 @@ async def test_a_broken_stream_has_its_error_and_its_ending(
     [line] = lines(caplog, "/v1/chat/completions")
     assert " 200 " in line
     assert line.endswith(end)
+
+
+async def test_a_log_in_json_has_the_parts_as_fields(gateway: Gateway, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.INFO, "gateway.api.access_log")
+    out = io.StringIO()
+    handler = logging.StreamHandler(out)
+    handler.setFormatter(JsonFormatter())
+    logger = logging.getLogger("gateway.api.access_log")
+    logger.addHandler(handler)
+    try:
+        acme = await gateway.tenant("acme")
+        answer = await acme.chat(x_engine={"tokens": 3})
+        await until(lambda: _some(caplog, "/v1/chat/completions"))
+    finally:
+        logger.removeHandler(handler)
+    [line] = [each for each in map(json.loads, out.getvalue().splitlines()) if each["route"].endswith("completions")]
+    expected = {"level": "INFO", "logger": "gateway.api.access_log", "request_id": answer.headers["x-request-id"]}
+    expected |= {"method": "POST", "status": 200, "tenant": "acme", "model": "base", "completion_tokens": 3}
+    assert line | expected == line
+    assert isinstance(line["ms"], float)
 
 
 async def _some(caplog: pytest.LogCaptureFixture, route: str, number: int = 1) -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from testing.adapter_files import CONFIG as PEFT_CONFIG
 from testing.adapter_files import safetensors, tensors
-from testing.gateway.running import Answer, Client, Gateway, running, settings
+from testing.gateway.running import Answer, Client, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -236,3 +236,27 @@ async def test_too_large(parts: dict[str, bytes], tmp_path: Path, model_dir: Pat
         got = await push(acme, "big", parts)
         assert (got.status, got.error["code"]) == (413, "request_too_large")
         assert (await push(acme, "fits", files())).status == 201
+
+
+async def test_operators_list_the_adapters_of_all_tenants(gateway: Gateway, upstream: Upstream):
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    made = (await push(acme, "pirate", files(1))).json
+    assert (await push(globex, "json", files(2))).status == 201
+    upstream.resident = [made["digest"]]
+
+    async def is_resident() -> bool:
+        listed = await gateway.admin.get("/admin/api/adapters", params={"q": "pir"})
+        return [each["resident"] for each in listed.json["data"]] == [[upstream.url]]
+
+    await until(is_resident)
+    listed = await gateway.admin.get("/admin/api/adapters", params={"sort": "-tenant", "limit": "1"})
+    assert (listed.json["total"], listed.json["has_more"]) == (2, True)
+    [one] = listed.json["data"]
+    assert (one["tenant"], one["name"], one["state"], one["versions"], one["resident"]) == (
+        *("globex", "json", "ready", 1),
+        [],
+    )
+    for query in ("sort=size;", "state=lost", "rank=0", "rank=x", "base=abc", "page=0", "limit=2000", "unused=yes"):
+        refused = await gateway.admin.get(f"/admin/api/adapters?{query}")
+        assert (refused.status, refused.error["param"]) == (400, query.partition("=")[0])
+    assert (await acme.get("/admin/api/adapters")).status == 403

@@ -173,6 +173,14 @@ async def test_a_body_over_the_limit(acme: Client):
 
 async def test_urls_and_methods_that_are_none(acme: Client):
     assert (await acme.get("/v1/nothing")).error["code"] == "unknown_url"
+    for path, hint in (
+        ("/chat/completions", " Did you mean /v1/chat/completions?"),
+        ("/v1/v1/chat/completions", " Did you mean /v1/chat/completions?"),
+        ("/nowhere", ""),
+    ):
+        error = (await acme.post(path, {})).error
+        assert error["message"].startswith(f"Unknown route POST {path}.{hint} The API's base URL ends with /v1;")
+
     got = await acme.get("/v1/chat/completions")
     assert (got.status, got.error["code"], got.headers["Allow"]) == (405, "method_not_allowed", "POST")
 
@@ -250,7 +258,7 @@ async def test_a_query_parameter_that_is_none_is_named_with_those_that_are(acme:
     for client, method, path in (
         (acme, "GET", "/v1/usage?tenant=acme"),
         (gateway.admin, "GET", "/admin/api/audit?tenat=acme"),
-        (gateway.admin, "GET", "/admin/api/tenants?limit=3"),
+        (gateway.admin, "GET", "/admin/api/tenants?limits=3"),
         (gateway.admin, "DELETE", "/admin/api/tenants/acme?dry_run=true"),
         (gateway.admin, "PUT", "/admin/api/prices/base?forse=true"),
     ):
@@ -288,3 +296,12 @@ async def test_texts_that_no_database_holds(acme: Client, gateway: Gateway):
         got = await gateway.admin.call("PUT", f"/admin/api/prices/{model}?force=true", json={"input": 1, "output": 1})
         assert (got.status, got.error["param"]) == (400, "model"), model
     assert (await gateway.admin.post("/admin/api/keys", {"label": "Zoë's 👩\u200d💻"})).status == 201
+
+
+async def test_apis_that_are_not_served_are_named(gateway: Gateway):
+    for path, name in (("/v1/responses", "Responses"), ("/v1/embeddings", "Embeddings"), ("/v1/files/f1", "Files")):
+        answer = await gateway.nobody.post(path, {})
+        assert (answer.status, answer.error["code"]) == (404, "unsupported_endpoint")
+        expected = f"POST {path}: the {name} API is not served here; use POST /v1/chat/completions."
+        assert answer.error["message"] == expected
+    assert (await gateway.nobody.get("/v1/responsesx")).error["code"] == "unknown_url"

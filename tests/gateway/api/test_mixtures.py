@@ -61,8 +61,8 @@ async def test_a_mixture_has_the_permissions_prices_and_limits_of_all_its_parts(
         body = {"input": price, "output": price}
         assert (await gateway.admin.call("PUT", f"/admin/api/prices/{path}", json=body)).status == 200
 
-    async def cost() -> float:
-        return sum(float(row["cost"]) for row in (await acme.usage()))
+    async def cost() -> int:
+        return sum(row["cost_micros"] for row in (await acme.usage()))
 
     assert (await acme.chat(model="a")).status == 200
     await until(cost)
@@ -113,8 +113,9 @@ async def test_a_saved_mixture_by_http(gateway: Gateway, upstream: Upstream):
     assert (await acme.call("PUT", path, json={"model": text}, **replaces)).status == 200
     # Another tenant's mixture is like an absent one.
     for method, body in (("GET", None), ("DELETE", None)):
-        foreign, absent = await globex.call(method, path, json=body), await globex.call(method, "/v1/mixtures/none")
-        assert (foreign.status, foreign.error) == (404, absent.error)
+        foreign, absent = await globex.call(method, path, json=body), await globex.call(method, "/v1/mixtures/absent")
+        assert (foreign.status, absent.status) == (404, 404)
+        assert foreign.body.replace(b"blend", b"absent") == absent.body
     assert (await globex.chat(model="blend")).status == 404
     assert (await globex.get("/v1/mixtures")).json["data"] == []
     assert (await acme.call("PUT", path, json={"model": "a*1"})).status == 428

@@ -224,7 +224,7 @@ async def test_anothers_versions_and_aliases_and_absent_ones_answer_alike(gatewa
     ):
         answers = [await globex.call(method, f"/v1/adapters/{name}{rest}", json=body) for name in ("pirate", "absent")]
         assert [answer.status for answer in answers] == [404, 404], (method, rest)
-        assert answers[0].body == answers[1].body
+        assert answers[0].body.replace(b"pirate", b"absent") == answers[1].body
         assert set(answers[0].headers) == set(answers[1].headers)
     made = await gateway.admin.post("/admin/api/tenants/acme/keys?force=true", {"allowed_models": ["other"]})
     assert (await gateway.client(made.json["key"]).get("/v1/adapters/pirate/versions")).status == 403

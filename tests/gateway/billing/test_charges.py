@@ -83,7 +83,7 @@ async def test_a_request_with_which_the_only_engine_died_has_a_row(gateway: Gate
 
     await until(has_row, 60)
     [row] = await tenant.usage()
-    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"], row["cost"]) == (1, 0, 0, 0)
+    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"], row["cost_micros"]) == (1, 0, 0, 0)
 
 
 class Pair:
@@ -143,7 +143,7 @@ async def test_work_of_an_engine_that_died_counts_but_costs_nothing(
         await until(has_row, 60)
         [row] = await tenant.usage()
         assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, *charged)
-        assert row["cost"] == (sum(charged) if status == "ok" else 0)
+        assert row["cost_micros"] == (sum(charged) if status == "ok" else 0)
         with sqlite3.connect(tmp_path / "gateway.db") as connection:
             [found] = connection.execute("SELECT status, engine FROM usage").fetchall()
         assert pair.dead is not None

@@ -230,7 +230,10 @@ async def test_a_tenants_rule_is_an_operators_to_set(gateway: Gateway, records_o
     assert [(await acme.chat(model=name)).status for name in ("pirate", BASE_MODEL, "pirate")] == [200, 200, 429]
 
     async def billed() -> bool:
-        return {row["model"]: row["cost"] > 0 for row in await acme.usage()} == {"pirate": True, BASE_MODEL: False}
+        return {row["model"]: row["cost_micros"] > 0 for row in await acme.usage()} == {
+            "pirate": True,
+            BASE_MODEL: False,
+        }
 
     await until(billed)
 

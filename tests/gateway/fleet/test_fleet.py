@@ -10,10 +10,9 @@ import pytest
 
 from gateway.api.health import NO_ENGINE, NO_ENGINE_KNOWN
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
-from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
+from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Browser, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
-from tests.gateway.records.test_database_away import BROWSER
 
 
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):
@@ -104,8 +103,9 @@ async def test_an_engine_that_is_not_there_is_named_with_the_reason(
             ready = (await gateway.nobody.get("/readyz")).json
             assert ready["parts"]["engines"] == NO_ENGINE
             assert await gateway.engine_faults() == [*expected, f"{well.url} is down: GET /health answered 503"]
-            page = await gateway.nobody.get("/admin/", headers=BROWSER)
-            assert "connection refused" in page.body.decode()
+            async with Browser(gateway.url, "/admin") as browser:
+                await browser.log_in(ADMIN_KEY)
+                assert "connection refused" in (await browser.get("/admin/")).body.decode()
 
 
 async def test_a_gateway_that_knows_no_engine_says_so(tmp_path: Path, model_dir: Path, redis_url: str):

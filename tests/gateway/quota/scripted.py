@@ -73,6 +73,11 @@ class Script:
         allowed, granted, _, *rest = reply[: 3 + 3 * len(limits)]
         return bool(allowed), granted, [(rest[i], rest[i + 1], rest[i + 2]) for i in range(0, len(rest), 3)]
 
+    def peek(self, limits: list[Limit]) -> list[tuple[int, int, int]]:
+        """Return remaining, reset (ms) and `since` of each limit."""
+        reply = self.call("peek", *(item for limit in limits for item in (limit.field, limit.value)))
+        return [(reply[i], reply[i + 1], reply[i + 2]) for i in range(0, len(reply), 3)]
+
     def grow(self, request_id: str, used: int, wanted: int) -> tuple[int, int, str] | None:
         reply = self.call("grow", request_id, used, wanted)
         return None if reply is None else (reply[0], reply[1], reply[2].decode())

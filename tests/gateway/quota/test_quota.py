@@ -315,10 +315,17 @@ def test_refusals_say_one_thing_in_the_singular_and_money_as_money():
     assert "is nearly used up: the request may cost 0.000038, 0.00001 is left." in refused("b", 50, 10, cost=38)
 
 
-def test_a_request_that_can_never_pass_is_told_of_the_default():
-    """The message mentions the default, because the client may not have sent any max_tokens."""
+def test_a_refused_request_without_max_tokens_is_told_of_the_default():
     limits = [Limit("tenant:t", "tenant", "t", 10)]
     with pytest.raises(BadRequest, match="can never be admitted") as found:
         check_possible(limits, Demand(tenant_id="t", request_id="r", prompt_tokens=5, max_tokens=64, step=64))
     assert "69 tokens (5 of the prompt and 64 of the answer)" in found.value.message
-    assert "a request without one has a default" in found.value.message
+    assert "default" not in found.value.message
+    demand = Demand(tenant_id="t", request_id="r", prompt_tokens=5, max_tokens=64, step=64, by_default=True)
+    with pytest.raises(BadRequest) as found:
+        check_possible(limits, demand)
+    said = "69 tokens (5 of the prompt and 64 of the answer: 64 is the default, because max_tokens is not set)"
+    assert said in found.value.message
+    message = refusal([Limit("tenant:t", "tenant", "t", 100)], [(40, 9000, 9000)], demand, {}).message
+    said = "needed 69 (5 of the prompt, the rest of the answer: 64 is the default, because max_tokens is not set)"
+    assert f"{said}, remaining 40." in message

@@ -147,15 +147,23 @@ def test_never_one_token_more_than_the_limit_and_what_came_back(
         assert taken <= value * (1 + elapsed) + Fraction(2, 1000)
 
 
-@pytest.mark.parametrize("before_it_ends", ["2026-02-28", "2028-02-29", "2026-12-31", "2026-04-30", "2100-02-28"])
-def test_a_budget_is_a_calendar_months(client: redis.Redis, before_it_ends: str):
+LAST_DAYS = {
+    "b": ["2026-02-28", "2028-02-29", "2026-12-31", "2026-04-30", "2100-02-28"],
+    # Sundays, and any days.
+    "w": ["2026-11-22", "2026-01-04", "2028-12-31", "1970-01-04"],
+    "j": ["2026-11-23", "2026-12-31", "2028-02-28", "1970-01-01"],
+}
+
+
+@pytest.mark.parametrize(("kind", "before_it_ends"), [(kind, day) for kind, days in LAST_DAYS.items() for day in days])
+def test_a_budget_is_of_a_calendar_period(client: redis.Redis, kind: str, before_it_ends: str):
     script = Script(client)
     script.now = int(datetime.fromisoformat(before_it_ends).replace(tzinfo=UTC).timestamp()) * SECOND + DAY - SECOND
-    limits, price = [Limit("tenant:b", "tenant", "b", 100)], Price(output=10**6)
+    limits, price = [Limit(f"tenant:{kind}", "tenant", kind, 100)], Price(output=10**6)
     assert script.acquire("a", limits, 0, 100, 100, price) == (True, 100, [(0, 0, 1000)])
     assert script.acquire("b", limits, 0, 1, 1, price) == (False, 1, [(0, 1000, 1000)])
     script.now += SECOND
-    # A new month; settlements of the last month do not count in it.
+    # A new period; settlements of the last one do not count in it.
     assert script.acquire("c", limits, 0, 60, 60, price)[0]
     assert script.settle("a", 10, 10, True)
     allowed, _, [(remaining, _, _)] = script.acquire("d", limits, 0, 41, 41, price)
@@ -174,7 +182,7 @@ PER_TOKEN = Price(output=10**6)
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    kind=st.sampled_from("bd"),
+    kind=st.sampled_from("bdjw"),
     brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
 )
 def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):

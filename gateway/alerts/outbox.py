@@ -1,0 +1,85 @@
+"""Delivery of the events in the outbox, by one gateway process at a time."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from functools import partial
+
+from gateway.alerts.sending import Sender
+from gateway.errors import Unavailable
+from gateway.process.background import running
+from gateway.records.turns import Turn
+from gateway.records.webhooks import Pending, Webhooks
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 2.0
+# Deliveries at once. Each webhook has one at a time, so a slow one holds one of the places.
+AT_ONCE = 256
+
+
+class Outbox:
+    """Deliverer of pending events, at least once each.
+
+    An event is delivered twice if the process ends between the target's answer and its record; its id is the same.
+    """
+
+    def __init__(self, webhooks: Webhooks, turn: Turn, sender: Sender, look_seconds: float = LOOK_SECONDS) -> None:
+        self._webhooks = webhooks
+        self._turn = turn
+        self._sender = sender
+        self._look_seconds = look_seconds
+        self._running: dict[str, asyncio.Task[None]] = {}
+        self._ended = asyncio.Event()
+
+    async def running(self, _: object) -> AsyncIterator[None]:
+        """Deliver beside an application."""
+        async with running(self.run()):
+            yield
+        for task in self._running.values():
+            task.cancel()
+        await asyncio.gather(*self._running.values(), return_exceptions=True)
+        await self._sender.close()
+        await self._turn.leave()
+
+    async def run(self) -> None:
+        """Deliver while this process has the turn, until cancelled. Run it as a task."""
+        while True:
+            try:
+                if await self._turn.take():
+                    await self._start_due()
+            except Unavailable as error:
+                # `Database` logs the outage.
+                log.debug("events wait: %s", error)
+            except Exception:
+                log.exception("events could not be delivered")
+            # After a delivery, its webhook may have another pending event.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._look_seconds):
+                    await self._ended.wait()
+            self._ended.clear()
+
+    async def _start_due(self) -> None:
+        # A delivery that ends during the query may still be pending in its result.
+        busy = set(self._running)
+        for pending in await self._webhooks.due():
+            target = pending.webhook.id
+            if target not in busy and len(self._running) < AT_ONCE:
+                task = self._running[target] = asyncio.create_task(self._deliver(pending))
+                task.add_done_callback(partial(self._end, target))
+
+    def _end(self, target: str, task: "asyncio.Task[None]") -> None:
+        del self._running[target]
+        self._ended.set()
+        if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, Unavailable):
+            log.error("the result of a delivery could not be recorded", exc_info=error)
+
+    async def _deliver(self, pending: Pending) -> None:
+        webhook = pending.webhook
+        error = await self._sender.send(
+            webhook, pending.event_id, pending.type, pending.tenant, pending.data, pending.created_at
+        )
+        if error is not None and webhook.failures == 0:
+            log.warning("the webhook %s fails: %s", webhook.name, error)
+        await self._webhooks.attempted(pending, error)

@@ -1,0 +1,24 @@
+"""Signatures of webhooks, as Standard Webhooks defines them (symmetric, version 1)."""
+
+import base64
+import hashlib
+import hmac
+
+SECRET_PREFIX = "whsec_"
+
+
+def webhook_secret(pepper: str, webhook_id: str) -> str:
+    """Return the secret of a webhook. It is derived, so that the database holds none; a new webhook has a new one."""
+    key = hmac.digest(pepper.encode(), f"webhook:{webhook_id}".encode(), hashlib.sha256)
+    return SECRET_PREFIX + base64.b64encode(key).decode()
+
+
+def signed_headers(secret: str, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Return the headers of a message. message_id: the same in every attempt. timestamp: of this attempt, Unix time."""
+    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
+    signature = hmac.digest(key, f"{message_id}.{timestamp}.".encode() + body, hashlib.sha256)
+    return {
+        "webhook-id": message_id,
+        "webhook-timestamp": str(timestamp),
+        "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
+    }

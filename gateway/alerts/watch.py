@@ -1,0 +1,219 @@
+"""Detection of events: thresholds of budgets, expiring keys, engines, bursts of wrong keys.
+
+One gateway process at a time checks the state that all processes share. Each process records by itself the events that
+only it can see. The column `once` of the table makes each event one row in any case.
+"""
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from gateway.errors import Unavailable
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.health import Health
+from gateway.metrics import Metrics
+from gateway.process.background import running
+from gateway.quota.kinds import BUDGET, BUDGET_PERIOD
+from gateway.quota.periods import period_start
+from gateway.records.budgeted_tenants import BudgetedTenant, BudgetedTenants
+from gateway.records.events import Events
+from gateway.records.expiring_keys import expiring_keys
+from gateway.records.spending import Spending
+from gateway.records.turns import Turn
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 15.0
+# A tenant whose request is refused because of its budget has used it up at this share: no request may fit the rest.
+USED_UP = 0.95
+EXPIRES_WITHIN = timedelta(days=7)
+# An engine is reported down after this time; one that never was up, such as one that loads its model, after the second.
+DOWN_SECONDS, NEVER_UP_SECONDS = 30.0, 300.0
+# Wrong keys in a minute at one process that are a burst, and the minutes in which there is one event of it.
+WRONG_KEYS = 60
+BURST_MINUTES = 10
+
+
+class _Reached(NamedTuple):
+    """A threshold that a tenant's spending has reached. kind: letter of the budget. spent: in micro-units."""
+
+    tenant: BudgetedTenant
+    kind: str
+    threshold: float
+    spent: int
+    now: datetime
+
+    @property
+    def once(self) -> str:
+        budget = self.tenant.budgets[self.kind]
+        return f"budget:{self.tenant.id}:{self.kind}:{self._since}:{budget}:{self.threshold:g}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        budget, period = self.tenant.budgets[self.kind], BUDGET_PERIOD[self.kind]
+        data = {"threshold": self.threshold, "budget": budget, "spent": self.spent, "period": period}
+        return {**data, "since": self._since}
+
+    @property
+    def _since(self) -> str:
+        return f"{period_start(self.kind, self.now):%Y-%m-%d}"
+
+
+class Watch:
+    """Watch of one process. engines: returns the engines as this process sees them."""
+
+    def __init__(
+        self,
+        events: Events,
+        tenants: BudgetedTenants,
+        spending: Spending,
+        turn: Turn,
+        metrics: Metrics,
+        engines: Callable[[], Sequence[EngineRecord]],
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._events = events
+        self._tenants = tenants
+        self._spending = spending
+        self._turn = turn
+        self._metrics = metrics
+        self._engines = engines
+        self._look_seconds = look_seconds
+        # Times (monotonic) and numbers of wrong keys at the looks of the last minute.
+        self._wrong_keys: list[tuple[float, int]] = []
+        self._has_turn = False
+        self._was_up: set[str] = set()
+        # The newest event of each engine: its type and id.
+        self._reported: dict[str, tuple[str, str]] = {}
+
+    async def running(self, _: object) -> AsyncIterator[None]:
+        """Watch beside an application."""
+        async with running(self.run()):
+            yield
+        await self._turn.leave()
+
+    async def run(self) -> None:
+        """Look again and again, until cancelled. Run it as a task."""
+        while True:
+            await asyncio.sleep(self._look_seconds)
+            try:
+                await self.look()
+            except Unavailable as error:
+                # `Database` logs the outage.
+                log.debug("events were not looked for: %s", error)
+            except Exception:
+                log.exception("events were not looked for")
+
+    async def look(self) -> None:
+        """Record the events since the last look. Raises Unavailable."""
+        now = datetime.now(UTC)
+        self._was_up |= {engine.url for engine in self._engines() if engine.is_up}
+        await self._look_at_wrong_keys(now)
+        await self._look_at_refused(now)
+        had_turn, self._has_turn = self._has_turn, await self._turn.take()
+        if not self._has_turn:
+            self._metrics.budgets_used({})
+            return
+        if not had_turn:
+            newest = await self._events.newest(("engine.down", "engine.up"))
+            self._reported = {url: (event.type, event.id) for url, event in newest.items()}
+        await self._look_at_engines()
+        await self._look_at_budgets(now)
+        await self._look_at_keys(now)
+
+    async def _look_at_budgets(self, now: datetime) -> None:
+        spent = await self._spending.present(now)
+        used: dict[str, float] = {}
+        async for tenants in self._tenants.pages():
+            reached = []
+            for tenant in tenants:
+                amounts = {kind: spent.of(kind, tenant.id) for kind in tenant.budgets}
+                used[tenant.name] = max(amounts[kind] / budget for kind, budget in tenant.budgets.items())
+                reached += [
+                    _Reached(tenant, kind, threshold, amounts[kind], now)
+                    for kind, budget in tenant.budgets.items()
+                    for threshold in tenant.warn_at
+                    if amounts[kind] >= threshold * budget
+                ]
+            await self._report_budgets(reached)
+        self._metrics.budgets_used(used)
+
+    async def _look_at_refused(self, now: datetime) -> None:
+        """Look at the tenants that this process has refused because of a budget: no request may fit what is left."""
+        refused = self._metrics.take_over_budget()
+        if not refused:
+            return
+        tenants = await self._tenants.named(sorted(refused))
+        reached = []
+        for kind in BUDGET:
+            ids = [tenant.id for tenant in tenants if kind in tenant.budgets]
+            spent = await self._spending.of_tenants(kind, ids, now) if ids else {}
+            for tenant in tenants:
+                amount = spent.get(tenant.id, 0)
+                if amount and amount >= USED_UP * tenant.budgets[kind] and 1 in tenant.warn_at:
+                    reached.append(_Reached(tenant, kind, 1, amount, now))
+        await self._report_budgets(reached)
+
+    async def _report_budgets(self, reached: Sequence["_Reached"]) -> None:
+        """Record thresholds that are reached, once a period. A changed budget has events of its own."""
+        new = await self._events.missing([each.once for each in reached])
+        for each in reached:
+            if each.once in new:
+                await self._events.record(
+                    "budget.exhausted" if each.threshold >= 1 else "budget.threshold",
+                    each.data,
+                    once=each.once,
+                    tenant_id=each.tenant.id,
+                    tenant=each.tenant.name,
+                )
+
+    async def _look_at_keys(self, now: datetime) -> None:
+        found = await expiring_keys(self._events.database, now, now + EXPIRES_WITHIN)
+        keys = {f"key.expiring:{key.id}:{key.expires_at.isoformat()}": key for key in found}
+        new = await self._events.missing(list(keys))
+        for once, key in keys.items():
+            if once in new:
+                data = {"key": key.id, "label": key.label, "expires_at": key.expires_at}
+                await self._events.record("key.expiring", data, once=once, tenant_id=key.tenant_id, tenant=key.tenant)
+
+    async def _look_at_engines(self) -> None:
+        for engine in self._engines():
+            was_down, last = self._last(engine.url)
+            if self._is_down(engine) and not was_down:
+                data = {"engine": engine.url, "reason": engine.fault}
+                await self._report_engine("engine.down", engine.url, data, last)
+            elif engine.is_up and was_down:
+                await self._report_engine("engine.up", engine.url, {"engine": engine.url}, last)
+
+    def _last(self, url: str) -> tuple[bool, str]:
+        """Return whether an engine's newest event says that it is down, and the event's id."""
+        kind, event_id = self._reported.get(url, ("engine.up", ""))
+        return kind == "engine.down", event_id
+
+    async def _report_engine(self, kind: Any, url: str, data: dict[str, Any], last: str) -> None:
+        # The event that it follows, so that two gateways that hold the turn at once record one event.
+        name = hashlib.sha256(url.encode()).hexdigest()[:32]
+        await self._events.record(kind, data, once=f"{kind}:{name}:{last}")
+        newest = (await self._events.newest(("engine.down", "engine.up")))[url]
+        self._reported[url] = (newest.type, newest.id)
+
+    def _is_down(self, engine: EngineRecord) -> bool:
+        condition = engine.condition
+        if condition.health in (Health.UP, Health.DRAINING):
+            return False
+        patience = DOWN_SECONDS if engine.url in self._was_up else NEVER_UP_SECONDS
+        return time.monotonic() - condition.since >= patience
+
+    async def _look_at_wrong_keys(self, now: datetime) -> None:
+        at, total = time.monotonic(), self._metrics.wrong_keys
+        self._wrong_keys = [(then, number) for then, number in self._wrong_keys if at - then <= 60]
+        self._wrong_keys.append((at, total))
+        recent = total - self._wrong_keys[0][1]
+        if recent >= WRONG_KEYS:
+            window = now.replace(minute=now.minute // BURST_MINUTES * BURST_MINUTES, second=0, microsecond=0)
+            data = {"wrong_keys": recent, "seconds": 60}
+            await self._events.record("keys.guessed", data, once=f"keys.guessed:{window:%Y-%m-%dT%H:%M}")

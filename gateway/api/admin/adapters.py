@@ -1,0 +1,97 @@
+"""`/admin/api/adapters`: the adapters of all tenants in one list."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.requests.fields import json_response, read_flag, read_limit, read_number
+from gateway.errors import BadRequest
+from gateway.fleet.registry import Registry
+from gateway.records.adapter_list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter, Sort
+from wire.digests import bare_digest, digest_name, named_digest
+
+LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "limit")
+DEFAULT_ROWS, MAX_TEXT, MAX_RANK = 50, 80, 4096
+
+
+class AdminAdapters:
+    """Routes for the adapters of all tenants."""
+
+    def __init__(self, *, adapters: AdapterList, registry: Registry) -> None:
+        self._adapters = adapters
+        self._registry = registry
+
+    async def list(self, request: web.Request) -> web.Response:
+        """Return a page of adapters with their use, and the engines that hold them in device memory."""
+        sort, descending = read_sort(request)
+        limit, number = read_limit(request, DEFAULT_ROWS, MAX_PAGE), read_number(request, "page", 1, 1_000_000) or 1
+        page = await self._adapters.page(
+            read_filter(request), sort=sort, descending=descending, page=number, limit=limit
+        )
+        data = [describe_listed(each, resident_on(self._registry, each.digest)) for each in page.adapters]
+        more = number * limit < page.total
+        return json_response({"object": "list", "data": data, "total": page.total, "has_more": more})
+
+
+def read_filter(request: web.Request) -> ListFilter:
+    """Return the filter of the query. An empty parameter counts as absent. Raises BadRequest."""
+    state, base = _text(request, "state"), _text(request, "base")
+    if state is not None and state not in STATES:
+        raise BadRequest(f"state: expected one of {', '.join(STATES)}.", param="state")
+    if base is not None and named_digest(base) is None:
+        raise BadRequest("base: expected a digest such as sha256:3fa9...", param="base")
+    return ListFilter(
+        tenant=_text(request, "tenant"),
+        search=_text(request, "q"),
+        state=state,
+        rank=read_number(request, "rank", 1, MAX_RANK),
+        base=None if base is None else bare_digest(base),
+        is_unused=bool(request.query.get("unused")) and read_flag(request, "unused"),
+    )
+
+
+def read_sort(request: web.Request) -> tuple[Sort, bool]:
+    """Return `?sort=`, and whether it begins with the last. Raises BadRequest."""
+    given = request.query.get("sort") or "name"
+    for sort in SORTS:
+        if given.removeprefix("-") == sort:
+            return sort, given.startswith("-")
+    raise BadRequest(f"sort: expected one of {', '.join(SORTS)}, with a '-' to begin with the last.", param="sort")
+
+
+def resident_on(registry: Registry, digest: str) -> list[str]:
+    """Return the URLs of the engines that report an adapter in device memory."""
+    return sorted(engine.url for engine in registry.up if digest and digest in engine.resident)
+
+
+def describe_listed(adapter: ListedAdapter, resident: Sequence[str]) -> dict[str, Any]:
+    """Return a listed adapter as the API shows it. resident: the URLs of its engines."""
+    return {
+        "object": "adapter",
+        "tenant": adapter.tenant,
+        "name": adapter.name,
+        "version": adapter.version,
+        "state": adapter.state,
+        "digest": digest_name(adapter.digest) if adapter.digest else None,
+        "rank": adapter.rank or None,
+        "size_bytes": adapter.num_bytes,
+        "created_at": adapter.created_at,
+        "pinned": adapter.pinned,
+        "newest_version": adapter.newest,
+        "newest_state": adapter.newest_state,
+        "versions": adapter.versions,
+        "base": None if adapter.base is None else digest_name(adapter.base),
+        "requests_24h": adapter.requests,
+        "last_used": adapter.last_used,
+        "resident": resident,
+    }
+
+
+def _text(request: web.Request, name: str) -> str | None:
+    given = request.query.get(name, "").strip()
+    if not given:
+        return None
+    if not given.isprintable() or len(given) > MAX_TEXT:
+        raise BadRequest(f"{name}: expected at most {MAX_TEXT} printable characters.", param=name)
+    return given

@@ -1,0 +1,68 @@
+"""`/admin/api/webhooks` and `/admin/api/events`: events, and the webhooks and e-mail addresses that receive them."""
+
+from typing import Any
+
+from aiohttp import web
+
+from gateway.access.scopes import ACTOR
+from gateway.alerts.addresses import shown_url
+from gateway.api.requests.fields import json_response, read_body, read_limit
+from gateway.api.webhook_desk import NewWebhook, WebhookDesk, read_event_filter
+from gateway.records.events import Events
+from gateway.records.webhooks import Webhook
+
+DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
+
+
+class AdminWebhooks:
+    """Routes for webhooks and events. Answers show a URL without its path, which often holds a secret."""
+
+    def __init__(self, *, desk: WebhookDesk, events: Events) -> None:
+        self._desk = desk
+        self._webhooks = desk.webhooks
+        self._events = events
+
+    async def list(self, request: web.Request) -> web.Response:
+        found = await self._webhooks.all()
+        return json_response({"object": "list", "data": [_describe(webhook) for webhook in found]})
+
+    async def get(self, request: web.Request) -> web.Response:
+        return json_response(_describe(await self._webhooks.get(request.match_info["name"])))
+
+    async def put(self, request: web.Request) -> web.Response:
+        """Add or change a webhook. The answer has the secret of a new one, and no later answer has it."""
+        actor, given = request[ACTOR], await read_body(request, NewWebhook)
+        webhook, is_new, secret = await self._desk.put(request.match_info["name"], given, actor)
+        shown = _describe(webhook) | ({} if secret is None else {"secret": secret})
+        return json_response(shown, status=201 if is_new else 200)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        actor, name = request[ACTOR], request.match_info["name"]
+        await self._webhooks.delete(name, actor)
+        return json_response({"object": "webhook", "name": name, "deleted": True})
+
+    async def test(self, request: web.Request) -> web.Response:
+        """Send a test event at once, and answer with the result."""
+        webhook = await self._webhooks.get(request.match_info["name"])
+        error = await self._desk.test(webhook)
+        return json_response({"object": "webhook.test", "name": webhook.name, "ok": error is None, "error": error})
+
+    async def list_events(self, request: web.Request) -> web.Response:
+        limit = read_limit(request, DEFAULT_ENTRIES, MAX_ENTRIES)
+        found, has_more = await self._events.list(**read_event_filter(request.query), limit=limit)
+        return json_response({"object": "list", "data": found, "has_more": has_more})
+
+
+def _describe(webhook: Webhook) -> dict[str, Any]:
+    return {
+        "object": "webhook",
+        "name": webhook.name,
+        "url": shown_url(webhook.url),
+        "tenant": webhook.tenant,
+        "types": webhook.types,
+        "created_at": webhook.created_at,
+        "failures": webhook.failures,
+        "retry_at": webhook.retry_at,
+        "delivered_at": webhook.delivered_at,
+        "error": webhook.error,
+    }

@@ -1,0 +1,98 @@
+"""`/admin/api/engines`: the engines with their health, and their drains."""
+
+import logging
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.scopes import ACTOR
+from gateway.api.requests.fields import json_response, read_body
+from gateway.errors import RecordNotFound, Unavailable
+from gateway.fleet.drains import Drains
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.registry import Registry
+from gateway.records.audit import Audit
+
+log = logging.getLogger(__name__)
+
+
+class EngineUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Body that names an engine. url: as `GET /admin/api/engines` shows it."""
+
+    url: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
+
+
+class AdminEngines:
+    """Operator's routes for engines. While SQL is unavailable, a drain takes effect without an audit entry."""
+
+    def __init__(self, *, registry: Registry, drains: Drains, audit: Audit) -> None:
+        self._registry = registry
+        self._drains = drains
+        self._audit = audit
+
+    async def list(self, _: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
+
+    async def drain(self, request: web.Request) -> web.Response:
+        """Stop new requests to an engine; those that run there go on. A repetition changes nothing."""
+        url = (await read_body(request, EngineUrl)).url
+        return json_response(describe_engine(await self.drain_engine(url, request[ACTOR])))
+
+    async def resume(self, request: web.Request) -> web.Response:
+        """Send new requests to a drained engine again."""
+        url = (await read_body(request, EngineUrl)).url
+        engine = await self.resume_engine(url, request[ACTOR])
+        return json_response({"object": "engine", "url": url} if engine is None else describe_engine(engine))
+
+    async def drain_engine(self, url: str, actor: str) -> EngineRecord:
+        """Drain an engine and record it. Raises RecordNotFound, Unavailable."""
+        engine = find_engine(self._registry, url)
+        if engine.drained is None:
+            await self._drains.drain(url, actor)
+            await self._record(actor, "engine.drain", url)
+        return engine
+
+    async def resume_engine(self, url: str, actor: str) -> EngineRecord | None:
+        """End a drain and record it. Returns None for an engine that is drained and not known now."""
+        is_known = any(engine.url == url for engine in self._registry.engines)
+        if not await self._drains.resume(url):
+            find_engine(self._registry, url)
+        else:
+            await self._record(actor, "engine.resume", url)
+        return find_engine(self._registry, url) if is_known else None
+
+    async def _record(self, actor: str, action: str, url: str) -> None:
+        try:
+            await self._audit.add(actor, action, url, {})
+        except Unavailable:
+            log.warning("%s of %s by %s is not in the audit: the database is away", action, url, actor)
+
+
+def find_engine(registry: Registry, url: str) -> EngineRecord:
+    """Return the engine at a URL. Raises RecordNotFound, which names the known engines."""
+    for engine in registry.engines:
+        if engine.url == url:
+            return engine
+    known = ", ".join(engine.url for engine in registry.engines[:20]) or "none"
+    raise RecordNotFound(f"There is no engine at {url[:200]}; known are: {known}.", param="url")
+
+
+def describe_engine(engine: EngineRecord) -> dict[str, Any]:
+    drained = engine.drained
+    return {
+        "object": "engine",
+        "url": engine.url,
+        "kind": engine.address.traits.name,
+        "healthy": engine.is_up,
+        "available": engine.available,
+        "health": engine.condition.health,
+        "drained": None if drained is None else {"at": drained.at, "by": drained.by},
+        "reason": engine.fault,
+        "in_flight": engine.requests.in_flight,
+        "load": engine.load,
+        "limit": engine.max_in_flight,
+        "resident": sorted(engine.resident),
+        "host": sorted(engine.host),
+        "state": engine.state.reported,
+    }

@@ -1,0 +1,96 @@
+"""`/admin/api/plans`: plans, which are named terms and prices of tenants."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import Meta, Struct
+
+from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR
+from gateway.api.admin.prices import NewPrice
+from gateway.api.admin.tenants import ModelName, TermFields, read_terms_body
+from gateway.api.requests.fields import json_response, read_body
+from gateway.errors import BadRequest
+from gateway.records.plans import Plan, Plans
+from gateway.records.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
+from gateway.records.terms import FIELDS, Terms, resolve, sources
+
+PriceTable = Annotated[dict[ModelName, NewPrice], Meta(max_length=100)]
+
+
+class NewPlan(TermFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for a plan. An absent term is the default of a tenant without a plan. prices: in micro-units."""
+
+    prices: PriceTable = msgspec.field(default_factory=dict)
+
+    def terms(self) -> Terms:
+        return Terms(**{name: value for name, value in self.given().items() if name in FIELDS})
+
+
+class PlanPrices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    prices: PriceTable
+
+
+class AdminPlans:
+    """Routes for plans. A change takes effect here at once and on every other gateway within a second."""
+
+    def __init__(self, *, auth: Authenticator, plans: Plans, known: PriceList, base_model: str) -> None:
+        self._auth = auth
+        self._plans = plans
+        self._known = known
+        self._base_model = base_model
+
+    async def list(self, request: web.Request) -> web.Response:
+        return json_response({"object": "list", "data": [describe_plan(plan) for plan in await self._plans.list()]})
+
+    async def get(self, request: web.Request) -> web.Response:
+        return json_response(describe_plan(await self._plans.get(request.match_info["plan"])))
+
+    async def put(self, request: web.Request) -> web.Response:
+        given = await read_terms_body(request, NewPlan)
+        prices = self._prices(given.prices)
+        plan = await self._plans.put(request.match_info["plan"], given.terms(), prices, request[ACTOR])
+        return await self._changed(plan)
+
+    async def put_prices(self, request: web.Request) -> web.Response:
+        given = await read_body(request, PlanPrices)
+        plan = await self._plans.put_prices(request.match_info["plan"], self._prices(given.prices), request[ACTOR])
+        return await self._changed(plan)
+
+    async def delete(self, request: web.Request) -> web.Response:
+        name = request.match_info["plan"]
+        await self._plans.delete(name, request[ACTOR])
+        return json_response({"object": "plan", "name": name, "deleted": True})
+
+    async def _changed(self, plan: Plan) -> web.Response:
+        await self._known.refresh()
+        await self._auth.catch_up()
+        return json_response(describe_plan(plan))
+
+    def _prices(self, given: Mapping[str, NewPrice]) -> dict[str, Price]:
+        known = (self._base_model, ALL_ADAPTERS, EVERYTHING)
+        for model in given:
+            if model not in known:
+                raise BadRequest(
+                    f"prices: expected prices of the base model ('{self._base_model}'), of all adapters "
+                    f"('{ALL_ADAPTERS}') or of everything ('{EVERYTHING}'), got '{model}'.",
+                    param="prices",
+                    code="unknown_model",
+                )
+        return {model: price.price() for model, price in given.items()}
+
+
+def describe_plan(plan: Plan) -> dict[str, Any]:
+    """Return the plan as the API shows it: its terms, with their sources."""
+    unset = Terms()
+    return {
+        "object": "plan",
+        "name": plan.name,
+        **resolve(plan.terms, unset),
+        "sources": sources(plan.terms, unset),
+        "prices": {model: msgspec.structs.asdict(price) for model, price in plan.prices.items()},
+        "tenants": plan.num_tenants,
+        "updated_at": plan.updated_at,
+    }

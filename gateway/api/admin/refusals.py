@@ -1,0 +1,52 @@
+"""`/admin/api/refusals`: refused requests by tenant, limit and code, and the reserved tokens that stay unused."""
+
+from datetime import UTC, datetime, timedelta
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.requests.fields import json_response
+from gateway.api.requests.log_filter import read_bounds, read_text
+from gateway.errors import BadRequest
+from gateway.records.refusal_report import GROUPS, LIMITED, GroupBy, RefusalFilter, RefusalReport
+
+QUERY = ("tenant", "code", "limit_name", "status", "since", "until", "group_by")
+ALL = "all"
+
+
+class AdminRefusals:
+    """Route for the refusals of a period, by default of the last day."""
+
+    def __init__(self, *, report: RefusalReport) -> None:
+        self._report = report
+
+    async def get(self, request: web.Request) -> web.Response:
+        since, until = read_bounds(request)
+        until = until or datetime.now(UTC)
+        since = since or until - timedelta(days=1)
+        which = read_refusal_filter(request)
+        sums = await self._report.sums(which, since=since, until=until, group_by=read_group(request))
+        reserved = await self._report.reserved(since=since, until=until, tenant=which.tenant)
+        return json_response({"object": "refusals", **msgspec.to_builtins(sums), "reserved": reserved})
+
+
+def read_refusal_filter(request: web.Request) -> RefusalFilter:
+    """Return the filter of the query: of 429s, unless `?status=` says otherwise. Raises BadRequest."""
+    given = request.query.get("status") or str(LIMITED)
+    if given != ALL and not (given.isascii() and given.isdigit() and len(given) <= 3):
+        raise BadRequest(f"status: expected an HTTP status or {ALL}.", param="status")
+    return RefusalFilter(
+        tenant=read_text(request, "tenant"),
+        code=read_text(request, "code"),
+        limit_name=read_text(request, "limit_name"),
+        status=None if given == ALL else int(given),
+    )
+
+
+def read_group(request: web.Request) -> GroupBy:
+    """Return `?group_by=`. Raises BadRequest."""
+    given = request.query.get("group_by") or GROUPS[0]
+    for name in GROUPS:
+        if given == name:
+            return name
+    raise BadRequest(f"group_by: expected one of {', '.join(GROUPS)}.", param="group_by")

@@ -1,0 +1,77 @@
+"""Requests of an operator to a tenant's models, as if the tenant had made them: its limits, fair share and ledger.
+
+The usage row names the operator's key behind OPERATOR_KEY, and the audit has an entry. Neither has the prompt.
+"""
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.auth import TenantPrincipal
+from gateway.access.caller import OPERATOR_KEY, note_key
+from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.api.completions import Completions
+from gateway.api.requests.fields import json_response
+from gateway.errors import Forbidden
+from gateway.records.adapter_list import AdapterList
+from gateway.records.audit import Audit
+from gateway.records.tenants import Tenant, Tenants
+
+# Most characters of a `key_id`.
+MAX_KEY_ID = 32
+
+
+class TenantChats:
+    """Operator's routes for chats and completions of a tenant's models."""
+
+    def __init__(
+        self,
+        *,
+        tenants: Tenants,
+        adapters: AdapterList,
+        base_model: str,
+        completions: Completions,
+        audit: Audit,
+    ) -> None:
+        self._tenants = tenants
+        self._adapters = adapters
+        self._base_model = base_model
+        self._completions = completions
+        self._audit = audit
+
+    async def models(self, request: web.Request) -> web.Response:
+        """List the values of `model` in a request to a tenant's models, except mixtures that are written as a sum."""
+        tenant = await self._tenants.get(request.match_info["tenant"])
+        found = await self._adapters.models(tenant.id)
+        base = {"id": self._base_model, "kind": "base"}
+        return json_response({"object": "list", "data": [base, *map(msgspec.to_builtins, found)]})
+
+    async def own_chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat of the console's playground, for the tenant whose person is logged in."""
+        principal = request[PRINCIPAL]
+        if "inference" not in principal.scopes:
+            raise Forbidden("This needs the scope 'inference', which your session does not have.")
+        return await self._completions.chat(request)
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat for a tenant, which pays for it."""
+        await self._become(request)
+        return await self._completions.chat(request)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        """Continue a text for a tenant, which pays for it."""
+        await self._become(request)
+        return await self._completions.completions(request)
+
+    async def _become(self, request: web.Request) -> None:
+        """Give the request the tenant's principal. Raises RecordNotFound, Forbidden for a suspended tenant."""
+        tenant = await self._tenants.get(request.match_info["tenant"])
+        if tenant.suspended:
+            raise Forbidden("This tenant is suspended; resume it first.", code="tenant_suspended")
+        principal = request[PRINCIPAL] = operators_principal(tenant, request[ACTOR])
+        await self._audit.add(request[ACTOR], "playground.request", tenant.name, {}, tenant=tenant.name)
+        note_key(principal.key_id, tenant.name, tenant.id)
+
+
+def operators_principal(tenant: Tenant, actor: str) -> TenantPrincipal:
+    """Return the principal of an operator who acts for a tenant. It has no limits of its own beside the tenant's."""
+    return TenantPrincipal(key_id=f"{OPERATOR_KEY}{actor}"[:MAX_KEY_ID], tenant=tenant, has_key=False)

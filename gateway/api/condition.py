@@ -1,0 +1,173 @@
+"""Condition of a deployment: versions, migrations, delays of the database and Redis now, and stored bytes."""
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from sqlalchemy import func, select
+
+from gateway.billing.journal import SUFFIX, journal_folder
+from gateway.errors import GatewayError
+from gateway.process.disks import room
+from gateway.records.database import Database, Migration, migrations
+from gateway.records.events import KEPT
+from gateway.records.tables import adapter_versions
+from gateway.settings import Settings
+
+T = TypeVar("T")
+
+PROBE_SECONDS = 2.0
+# Sums over the adapters are read again after this time.
+STORE_SECONDS = 30.0
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True):
+    """A service that the gateway needs. latency: of one question now, in seconds; None while it does not answer."""
+
+    kind: str
+    latency: float | None
+    num_bytes: int | None = None
+
+
+class Stored(msgspec.Struct, frozen=True, kw_only=True):
+    """Stored adapters. versions: on record. num_bytes: of their tensors; equal contents are stored once."""
+
+    versions: int
+    contents: int
+    num_bytes: int
+
+
+class Condition(msgspec.Struct, frozen=True, kw_only=True):
+    """Condition of the gateway process that answers. stored, revision: None while the database is away.
+
+    journal_bytes: of all processes of the host that use this database. disks: free and all bytes by folder.
+    retention: seconds for which records are kept, by their kind; None: for ever.
+    """
+
+    version: str
+    started_at: datetime
+    process: int
+    revision: str | None
+    expected_revision: str
+    migrations: list[Migration]
+    database: Part
+    redis: Part
+    stored: Stored | None
+    journal_bytes: int
+    journal_limit: int
+    disks: dict[str, tuple[int, int]]
+    retention: dict[str, float | None]
+
+
+class Conditions:
+    """Reader of the condition. ping_redis: raises a GatewayError if Redis does not answer."""
+
+    def __init__(self, settings: Settings, database: Database, ping_redis: Callable[[], Awaitable[None]]) -> None:
+        self._settings = settings
+        self._database = database
+        self._ping_redis = ping_redis
+        self._started_at = datetime.now(UTC)
+        self._stored: tuple[float, Stored] | None = None
+
+    async def read(self) -> Condition:
+        """Return the condition. It waits at most PROBE_SECONDS for each part."""
+        settings = self._settings
+        database, redis = await asyncio.gather(_latency(self._database.ping), _latency(self._ping_redis))
+        revision = stored = num_bytes = None
+        if database is not None:
+            revision = await _answer(self._database.revision())
+            stored, num_bytes = await _answer(self._read_stored()), await _answer(self._database.num_bytes())
+        known = await asyncio.to_thread(migrations)
+        folder = journal_folder(settings.journal_dir.expanduser(), settings.database_url)
+        return Condition(
+            version=version("loraplex"),
+            started_at=self._started_at,
+            process=os.getpid(),
+            revision=revision,
+            expected_revision=known[0].revision,
+            migrations=known,
+            database=Part(kind=self._database.dialect, latency=database, num_bytes=num_bytes),
+            redis=Part(kind="redis", latency=redis),
+            stored=stored,
+            journal_bytes=await asyncio.to_thread(_journal_bytes, folder),
+            journal_limit=settings.journal_bytes,
+            disks=await asyncio.to_thread(_disks, settings.disk_folders),
+            retention=_retention(settings),
+        )
+
+    async def _read_stored(self) -> Stored:
+        now = time.monotonic()
+        if self._stored is not None and now - self._stored[0] < STORE_SECONDS:
+            return self._stored[1]
+        contents = (
+            select(adapter_versions.c.digest, func.max(adapter_versions.c.num_bytes).label("num_bytes"))
+            .where(adapter_versions.c.digest != "")
+            .group_by(adapter_versions.c.digest)
+            .subquery()
+        )
+        async with self._database.read() as connection:
+            versions = (await connection.execute(select(func.count()).select_from(adapter_versions))).scalar_one()
+            sums = select(func.count(), func.coalesce(func.sum(contents.c.num_bytes), 0)).select_from(contents)
+            number, num_bytes = (await connection.execute(sums)).one()
+        stored = Stored(versions=versions, contents=number, num_bytes=int(num_bytes))
+        self._stored = now, stored
+        return stored
+
+
+def _retention(settings: Settings) -> dict[str, float | None]:
+    day, hour = 86_400.0, 3600.0
+    return {
+        "usage rows": None if settings.usage_days is None else settings.usage_days * day,
+        "sums by minute": settings.minute_sums_hours * hour,
+        "sums by hour and day": None,
+        "refused requests": settings.refused_days * day,
+        "events": KEPT.total_seconds(),
+        "audit entries of tenants": settings.tenant_audit_days * day,
+        "audit entries of operators": None,
+    }
+
+
+async def _latency(ping: Callable[[], Awaitable[None]]) -> float | None:
+    """Return the seconds until the answer, None without one."""
+    at = time.perf_counter()
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            await ping()
+    except (GatewayError, TimeoutError):
+        return None
+    return time.perf_counter() - at
+
+
+async def _answer(waited: Awaitable[T]) -> T | None:
+    try:
+        async with asyncio.timeout(PROBE_SECONDS):
+            return await waited
+    except (GatewayError, TimeoutError):
+        return None
+
+
+def _journal_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.glob(f"*{SUFFIX}"):
+        try:
+            total += path.stat().st_size
+        except OSError:
+            # It has just been settled.
+            continue
+    return total
+
+
+def _disks(folders: Mapping[str, Path]) -> dict[str, tuple[int, int]]:
+    found = {}
+    for name, folder in folders.items():
+        try:
+            found[name] = room(folder)
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,41 @@
+"""Files that a browser saves: a stream with its headers."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+
+from aiohttp import web
+
+from gateway.errors import GatewayError
+
+log = logging.getLogger(__name__)
+
+
+async def send_file(
+    request: web.Request, name: str, kind: str, parts: AsyncIterator[bytes], seconds: float | None = None
+) -> web.StreamResponse:
+    """Stream a file to save. kind: its media type. seconds: the longest time.
+
+    A failure, or the end of the time, breaks the connection, so that no part passes for the whole.
+    """
+    headers = {
+        "Content-Disposition": f'attachment; filename="{name}"',
+        "Content-Type": f"{kind}; charset=utf-8" if kind.startswith("text/") else kind,
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+    }
+    response = web.StreamResponse(headers=headers)
+    await response.prepare(request)
+    if request.method == "HEAD":
+        # A body would be taken for the connection's next answer.
+        return response
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in parts:
+                await response.write(part)
+            await response.write_eof()
+    except (GatewayError, TimeoutError) as error:
+        log.warning("the export %s was broken off: %s", name, getattr(error, "message", "it took too long"))
+        if request.transport is not None:
+            request.transport.abort()
+    return response

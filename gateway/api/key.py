@@ -1,0 +1,146 @@
+"""`/v1/key`: the key of the request, with what is left of its limits and of its tenant's."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Literal
+
+from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
+
+from gateway.access.auth import TenantPrincipal
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.requests.fields import json_response
+from gateway.errors import Unavailable
+from gateway.quota.kinds import BUDGET, BY_LETTER, GAUGE
+from gateway.quota.limits import Limit, limits_of
+from gateway.quota.peek import Left
+from gateway.quota.quota import Quota
+from gateway.records.prices import exact_money
+from gateway.sharing.turns import Turns
+
+# Concurrent reads, at most one for each tenant: a read can need sums of the ledger. After a read its tenant waits as
+# long as the read took.
+READS, REST = 8, 1.0
+
+
+class RestOfLimit(Struct, frozen=True, kw_only=True):
+    """A limit and what is left of it. A budget's amounts are decimals in `currency`.
+
+    remaining: None while Redis is unavailable. resets_at: when all of the limit is free again if nothing more is used,
+    or the end of a budget's period; None for a limit on what runs at once.
+    """
+
+    limit: int | str
+    remaining: int | str | None
+    resets_at: datetime | None
+    currency: str | UnsetType = UNSET
+
+
+class BudgetLeft(Struct, frozen=True, kw_only=True):
+    """The budget with the least left. owner: its owner. spent: includes the highest cost of running requests."""
+
+    owner: Literal["key", "tenant"]
+    period: str
+    limit: str
+    spent: str | None
+    remaining: str | None
+    resets_at: datetime | None
+    currency: str
+
+
+class LimitsLeft(Struct, frozen=True, kw_only=True):
+    """Limits by the name of their kind. Those of the key apply in addition to the tenant's."""
+
+    key: dict[str, RestOfLimit]
+    tenant: dict[str, RestOfLimit]
+
+
+class KeyInfo(Struct, frozen=True, kw_only=True):
+    """A key. models: the only ones that it may use; None: all of its tenant's."""
+
+    object: Literal["key"] = "key"
+    id: str
+    label: str
+    tenant: str
+    scopes: list[str]
+    models: Sequence[str] | None
+    expires_at: datetime | None
+    limits: LimitsLeft
+    budget: BudgetLeft | None
+
+
+class OwnKey:
+    """Route for the key of the request. currency: of budgets."""
+
+    def __init__(self, *, quota: Quota, currency: str) -> None:
+        self._quota = quota
+        self._currency = currency
+        self._reads = Turns(READS, rest=REST)
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Return the key. While Redis or the ledger is unavailable, the fields that say what is left are null."""
+        principal = request[PRINCIPAL]
+        left: Sequence[Left | Limit]
+        async with self._reads.turn(principal.tenant.id):
+            try:
+                left = await self._quota.peek(principal)
+            except Unavailable:
+                left = limits_of(principal, "")
+        return json_response(_describe(principal, left, self._currency))
+
+
+def _describe(principal: TenantPrincipal, found: Sequence[Left | Limit], currency: str) -> KeyInfo:
+    now = datetime.now(UTC)
+    return KeyInfo(
+        id=principal.key_id,
+        label=principal.label,
+        tenant=principal.tenant.name,
+        scopes=sorted(principal.scopes),
+        models=principal.allowed_models,
+        expires_at=principal.expires_at,
+        limits=LimitsLeft(key=_limits("key", found, now, currency), tenant=_limits("tenant", found, now, currency)),
+        budget=_budget(found, now, currency),
+    )
+
+
+def _limits(owner: str, found: Iterable[Left | Limit], now: datetime, currency: str) -> dict[str, RestOfLimit]:
+    rests = {}
+    for each in found:
+        limit, remaining, at = _parts(each, now)
+        if limit.owner == owner:
+            is_money = limit.kind in BUDGET
+            rests[limit.name] = RestOfLimit(
+                limit=exact_money(limit.value) if is_money else limit.value,
+                remaining=_money(remaining) if is_money else remaining,
+                resets_at=at,
+                currency=currency if is_money else UNSET,
+            )
+    return rests
+
+
+def _budget(found: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
+    budgets = [parts for each in found if (parts := _parts(each, now))[0].kind in BUDGET]
+    if not budgets:
+        return None
+    limit, remaining, at = min(budgets, key=lambda parts: parts[0].value if parts[1] is None else parts[1])
+    return BudgetLeft(
+        owner="key" if limit.owner == "key" else "tenant",
+        period=BY_LETTER[limit.kind].period or "",
+        limit=exact_money(limit.value),
+        spent=None if remaining is None else exact_money(limit.value - remaining),
+        remaining=_money(remaining),
+        resets_at=at,
+        currency=currency,
+    )
+
+
+def _parts(each: Left | Limit, now: datetime) -> tuple[Limit, int | None, datetime | None]:
+    """Return a limit, its rest and its reset, as far as they are known."""
+    if isinstance(each, Limit):
+        return each, None, None
+    at = None if each.limit.kind in GAUGE else now + timedelta(milliseconds=each.reset)
+    return each.limit, each.remaining, at
+
+
+def _money(amount: int | None) -> str | None:
+    return None if amount is None else exact_money(amount)

@@ -1,0 +1,190 @@
+"""Making, rotating and revoking keys, by operators and by tenants' own people: one place for the rules of both.
+
+A tenant's caller may create no key with more rights than its own: the scopes, models and lifetime are bounded by those
+of the key or session in use. Limits of a key need no bound, because the tenant's limits count as well.
+"""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from gateway.access.auth import Authenticator, TenantPrincipal
+from gateway.access.roles import ADMIN_SCOPES, DEFAULT_SCOPES, TENANT_SCOPES, AdminRole, admin_role, tenant_role
+from gateway.api.admin.tenants import LimitFields, ModelName
+from gateway.api.requests.named_models import check_names
+from gateway.errors import BadRequest, Forbidden
+from gateway.records.catalog import Catalog
+from gateway.records.keys import KEY_ID, ApiKey, Keys, unknown_key
+from gateway.records.tenants import Tenant
+
+Label = Annotated[str, Meta(max_length=100)]
+Moment = Annotated[datetime, Meta(tz=True)]
+LONGEST_LIFE = timedelta(days=100 * 366)
+MAX_GRACE_SECONDS = 30 * 24 * 3600
+
+
+class NewKey(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for a tenant's new key.
+
+    scopes: by default all but `keys`, and of a tenant's own caller only those that it has. allowed_models: for
+    inference; null: all, or those of a tenant's own caller. expires_at: null: never, or with a tenant's own caller.
+    """
+
+    label: Label = ""
+    scopes: tuple[str, ...] | UnsetType = UNSET
+    expires_at: Moment | None = None
+    allowed_models: Annotated[tuple[ModelName, ...], Meta(min_length=1, max_length=100)] | None = None
+
+
+class NewAdminKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    label: Label = ""
+    expires_at: Moment | None = None
+    role: AdminRole = "operator"
+
+
+class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for a rotation. grace_seconds: the time for which the old key stays valid beside the new one."""
+
+    grace_seconds: Annotated[int, Meta(ge=0, le=MAX_GRACE_SECONDS)] = 3600
+
+
+class KeyDesk:
+    """Rules and changes of keys. actor: id of the caller's key, or the subject of its session. by: the caller if it is
+    a tenant's, None for an operator. A change takes effect here at once and on every other gateway within a second.
+    """
+
+    def __init__(self, *, auth: Authenticator, keys: Keys, catalog: Catalog) -> None:
+        self._auth = auth
+        self._keys = keys
+        self._catalog = catalog
+
+    async def create(
+        self, tenant: Tenant, given: NewKey, actor: str, by: TenantPrincipal | None = None, *, force: bool = False
+    ) -> tuple[ApiKey, str]:
+        """Return a tenant's new key and its clear text. force: accept models that do not exist yet.
+
+        Raises BadRequest and, for a tenant's caller, Forbidden.
+        """
+        own = TENANT_SCOPES if by is None else by.scopes
+        scopes = DEFAULT_SCOPES & own if given.scopes is UNSET else frozenset(given.scopes)
+        if scopes - TENANT_SCOPES or not scopes:
+            raise BadRequest(f"Expected some of the scopes {', '.join(sorted(TENANT_SCOPES))}.", param="scopes")
+        check_future(given.expires_at)
+        models, expires_at = given.allowed_models, given.expires_at
+        if by is not None:
+            expires_at = _not_after(by, expires_at)
+            if models is None:
+                models = by.allowed_models
+            _check_within(by, scopes, models)
+        # The models were just checked against the caller's own models; the caller need not see the tenant's others.
+        if not force and (by is None or by.allowed_models is None):
+            await check_names(self._catalog, tenant, models or (), "allowed_models", saved_mixtures=True)
+        key, clear = self._auth.issue(
+            tenant,
+            scopes,
+            given.label,
+            expires_at=expires_at,
+            allowed_models=models,
+            limits=given.limits(),
+        )
+        await self._keys.add(key, actor, bounded=by is not None)
+        return key, clear
+
+    async def create_admin(self, given: NewAdminKey, actor: str) -> tuple[ApiKey, str]:
+        """Return a new admin key and its clear text. Raises BadRequest."""
+        check_future(given.expires_at)
+        scopes = frozenset({ADMIN_SCOPES[given.role]})
+        key, clear = self._auth.issue(None, scopes, given.label, expires_at=given.expires_at)
+        await self._keys.add(key, actor)
+        return key, clear
+
+    async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
+        """Return a tenant's keys, or the admin keys for None."""
+        return await self._keys.list(tenant)
+
+    async def rotate(
+        self, key_id: str, grace_seconds: int, actor: str, by: TenantPrincipal | None = None
+    ) -> tuple[ApiKey, str]:
+        """Issue a key with the old key's scopes, lifetime and limits. The old key's usage counts against them.
+
+        Raises RecordNotFound, BadRequest and, for a tenant's caller, Forbidden.
+        """
+        old = await self._keys.find(key_id) if KEY_ID.fullmatch(key_id) else None
+        if old is None or (by is not None and (old.tenant is None or old.tenant.id != by.tenant.id)):
+            raise unknown_key(key_id)
+        now = datetime.now(UTC)
+        expires_at = old.expires_at and now + (old.expires_at - old.created_at)
+        if by is not None:
+            _check_within(by, old.scopes, old.allowed_models)
+            # A key with an expiry cannot prolong itself.
+            expires_at = by.expires_at if expires_at is None else _earlier(expires_at, by.expires_at)
+        new, clear = self._auth.issue(
+            old.tenant,
+            old.scopes,
+            old.label,
+            expires_at=expires_at,
+            allowed_models=old.allowed_models,
+            limits=old.limits,
+            family_id=old.family_id,
+        )
+        await self._keys.replace(new, key_id, now + timedelta(seconds=grace_seconds), actor, bounded=by is not None)
+        await self._auth.catch_up()
+        return new, clear
+
+    async def revoke(self, key_id: str, actor: str, by: TenantPrincipal | None = None) -> None:
+        """Revoke a key. Raises RecordNotFound, also for another tenant's key."""
+        await self._keys.revoke(key_id, actor, None if by is None else by.tenant.id)
+        await self._auth.catch_up()
+
+
+def _check_within(by: TenantPrincipal, scopes: frozenset[str], models: Sequence[str] | None) -> None:
+    """Raise Forbidden for scopes or models beyond those of the caller."""
+    beyond = sorted(scopes - by.scopes)
+    if beyond:
+        own = ", ".join(sorted(by.scopes))
+        message = f"scopes: your key cannot give '{beyond[0]}', only its own: {own}."
+        raise Forbidden(message, param="scopes")
+    if by.allowed_models is not None:
+        if models is None:
+            raise Forbidden("allowed_models: your key is limited to some models, this one is not.", param="id")
+        for model in models:
+            by.check_model(model)
+
+
+def _not_after(by: TenantPrincipal, expires_at: datetime | None) -> datetime | None:
+    """Return the expiry of a key that the caller makes. Raises BadRequest if it is after the caller's own."""
+    if by.expires_at is not None and expires_at is not None and expires_at > by.expires_at:
+        end = by.expires_at.isoformat(timespec="seconds")
+        raise BadRequest(f"expires_at: expected a moment not after the end of your own key, {end}.", param="expires_at")
+    return expires_at or by.expires_at
+
+
+def _earlier(moment: datetime, bound: datetime | None) -> datetime:
+    return moment if bound is None else min(moment, bound)
+
+
+def check_future(expires_at: datetime | None) -> None:
+    """Raise BadRequest for an expiry in the past or too far ahead."""
+    if expires_at is not None and not timedelta(0) < expires_at - datetime.now(UTC) <= LONGEST_LIFE:
+        raise BadRequest("expires_at: expected a moment in the future, within 100 years.", param="expires_at")
+
+
+def describe_key(key: ApiKey) -> dict[str, Any]:
+    """Return a key as the API shows it, without the secret."""
+    return {
+        "object": "api_key",
+        "id": key.id,
+        "tenant": key.tenant.name if key.tenant else None,
+        "label": key.label,
+        "role": tenant_role(key.scopes) if key.tenant else admin_role(key.scopes),
+        "scopes": sorted(key.scopes),
+        "allowed_models": key.allowed_models,
+        **msgspec.structs.asdict(key.limits),
+        "created_at": key.created_at,
+        "expires_at": key.expires_at,
+        "revoked_at": key.revoked_at,
+        "last_used_at": key.last_used_at,
+    }

@@ -1,0 +1,72 @@
+"""Routes that exist twice: for a tenant's own key, and for an operator on the tenant's behalf."""
+
+from collections.abc import Callable
+
+from gateway.api.admin.keys import KeyRoutes
+from gateway.api.golden.handlers import GoldenRoutes, NewGolden
+from gateway.api.key_desk import NewKey, Rotation
+from gateway.api.route import Route
+from gateway.api.saved_mixtures import NewMixture, SavedMixtureRoutes
+from gateway.api.uploads.resumable import ResumableUploads
+from gateway.api.versions import AdapterVersions, NewTargets, VersionChanges
+
+FORCE = ("force",)
+
+
+def upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    one = f"{path}/{{id}}"
+    return (
+        route("POST", path, ResumableUploads.begin, "Begin or resume an upload.", query=("name", "size", "sha256")),
+        route("GET", one, ResumableUploads.get, "Return how much of an upload has arrived.", query=()),
+        route("PUT", one, ResumableUploads.put, "Send a part of an upload.", query=("offset", "sha256")),
+        route("POST", f"{one}/complete", ResumableUploads.complete, "Check the upload and add the version.", query=()),
+        route("DELETE", one, ResumableUploads.abort, "Abort an upload.", query=()),
+    )
+
+
+def version_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    name = f"{path}/{{name}}"
+    version, alias = f"{name}/versions/{{version}}", f"{name}/aliases/{{alias}}"
+    of = AdapterVersions
+    return (
+        route("DELETE", name, of.delete, "Delete an adapter's name with its versions.", query=FORCE),
+        route("GET", f"{name}/versions", of.list, "List an adapter's versions.", query=()),
+        route("GET", version, of.get, "Return a version.", query=()),
+        route("PATCH", version, of.change, "Retire, expire or pin a version.", query=FORCE, request=VersionChanges),
+        route("DELETE", version, of.delete, "Delete a version.", query=FORCE),
+        route("GET", f"{name}/aliases", of.list_aliases, "List an adapter's aliases.", query=()),
+        route("GET", alias, of.get_alias, "Return an alias and its ETag.", query=()),
+        route("PUT", alias, of.move, "Point an alias to versions.", query=(), request=NewTargets),
+        route("POST", f"{alias}/rollback", of.rollback, "Roll an alias back to its previous versions.", query=()),
+        route("DELETE", alias, of.delete_alias, "Delete an alias.", query=()),
+    )
+
+
+def golden_routes(path: str, route: Callable[..., Route], check_query: tuple[str, ...]) -> tuple[Route, ...]:
+    one, of = f"{path}/{{name}}/versions/{{version}}/golden", GoldenRoutes
+    return (
+        route("GET", one, of.get, "Return a version's golden answers and their checks.", query=()),
+        route("PUT", one, of.put, "Ask prompts and keep the golden answers.", query=(), request=NewGolden),
+        route("DELETE", one, of.delete, "Remove a version's golden answers.", query=()),
+        route("POST", f"{one}/check", of.check, "Check a version's golden answers.", query=check_query),
+    )
+
+
+def mixture_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    name, of = f"{path}/{{name}}", SavedMixtureRoutes
+    return (
+        route("GET", path, of.list, "List saved mixtures.", query=()),
+        route("GET", name, of.get, "Return a saved mixture and its ETag.", query=()),
+        route("PUT", name, of.save, "Save a mixture under a name.", query=(), request=NewMixture),
+        route("DELETE", name, of.delete, "Delete a saved mixture.", query=()),
+    )
+
+
+def key_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
+    one, of, made = f"{path}/{{id}}", KeyRoutes, "Create an API key of a tenant; only this answer contains it."
+    return (
+        route("POST", path, of.create, made, query=FORCE, request=NewKey),
+        route("GET", path, of.list, "List a tenant's keys."),
+        route("POST", f"{one}/rotate", of.rotate, "Replace a key of the own tenant.", request=Rotation),
+        route("DELETE", one, of.revoke, "Revoke a key of the own tenant."),
+    )

@@ -1,0 +1,151 @@
+"""History of the engines in memory: a sample of each every SAMPLE_SECONDS, and the changes of its state. Bounded."""
+
+import asyncio
+import time
+from collections import deque
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.queue import Gate
+from gateway.fleet.registry import Registry
+
+LOOK_SECONDS = 1.0
+SAMPLE_SECONDS = 5.0
+# An hour of samples, and the changes that an engine keeps.
+MAX_SAMPLES, MAX_CHANGES = 720, 50
+MAX_ENGINES = 512
+
+
+class Sample(NamedTuple):
+    """An engine at a time, in Unix seconds.
+
+    kv_used, pages_used: parts of the total, from 0 to 1. tokens: generated tokens per second. hits: part of the prompt
+    tokens since the last sample that the prefix cache had. loads, evictions: of adapters, per minute. step_ms: mean
+    time of a step. None: the engine does not report it.
+    """
+
+    at: int
+    running: int
+    waiting: int
+    in_flight: int
+    kv_used: float | None
+    pages_used: float | None
+    tokens: float | None
+    hits: float | None
+    loads: float | None
+    evictions: float | None
+    step_ms: float | None
+
+
+class Change(NamedTuple):
+    """Change of an engine's state. state: as the status strip shows it."""
+
+    at: datetime
+    state: str
+    reason: str
+
+
+class EngineHistory:
+    """History of one engine."""
+
+    def __init__(self) -> None:
+        self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
+        self.changes: deque[Change] = deque(maxlen=MAX_CHANGES)
+        self._before: dict[str, Any] = {}
+        self._before_at = 0.0
+
+    def look(self, engine: EngineRecord) -> None:
+        """Note a change of the engine's state."""
+        state, reason = describe_state(engine)
+        if not self.changes or (self.changes[-1].state, self.changes[-1].reason) != (state, reason):
+            self.changes.append(Change(datetime.now(UTC), state, reason))
+
+    def sample(self, engine: EngineRecord, clock: float) -> None:
+        """Add a sample. Rates are those since the sample before, of the same process of the engine."""
+        reported = engine.state.reported if engine.is_up else {}
+        before = self._before if self._before.get("instance") == reported.get("instance") else {}
+        seconds = clock - self._before_at
+
+        def since(name: str) -> float | None:
+            if name not in reported or name not in before or seconds <= 0:
+                return None
+            return max(0.0, reported[name] - before[name])
+
+        generated, steps, loads, evictions = map(
+            since, ("generated_tokens", "steps", "adapter_loads", "adapter_evictions")
+        )
+        hit, queried = since("prefix_hit_tokens"), since("prefix_query_tokens")
+        self.samples.append(
+            Sample(
+                at=int(time.time()),
+                running=engine.state.running if engine.is_up else 0,
+                waiting=engine.state.waiting if engine.is_up else 0,
+                in_flight=engine.requests.in_flight,
+                kv_used=used_part(reported, "kv_blocks"),
+                pages_used=used_part(reported, "adapter_pages"),
+                tokens=None if generated is None else generated / seconds,
+                hits=None if not queried or hit is None else hit / queried,
+                loads=None if loads is None else 60 * loads / seconds,
+                evictions=None if evictions is None else 60 * evictions / seconds,
+                step_ms=None if not steps or not generated else 1000 * seconds / steps,
+            )
+        )
+        self._before, self._before_at = reported, clock
+
+    @property
+    def last(self) -> Sample | None:
+        return self.samples[-1] if self.samples else None
+
+
+class History:
+    """Histories of all engines of a registry, and of the queue in front of them."""
+
+    def __init__(self, registry: Registry, gate: Gate) -> None:
+        self._registry = registry
+        self._gate = gate
+        self._engines: dict[str, EngineHistory] = {}
+        # (Unix seconds, waiting requests, requests on engines)
+        self.queue: deque[tuple[int, int, int]] = deque(maxlen=MAX_SAMPLES)
+
+    def of(self, url: str) -> EngineHistory:
+        """Return an engine's history, an empty one for an unknown engine."""
+        return self._engines.get(url) or EngineHistory()
+
+    async def watch(self) -> None:
+        """Take samples until cancelled. Run it as a task."""
+        sampled_at = 0.0
+        while True:
+            clock = time.monotonic()
+            is_due = clock - sampled_at >= SAMPLE_SECONDS
+            for engine in self._registry.engines:
+                history = self._engines.setdefault(engine.url, EngineHistory())
+                history.look(engine)
+                if is_due:
+                    history.sample(engine, clock)
+            if is_due:
+                sampled_at = clock
+                self.queue.append((int(time.time()), self._gate.waiting, self._gate.inside))
+                self._forget()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _forget(self) -> None:
+        """Remove the oldest histories of engines that are gone, if there are too many."""
+        known = {engine.url for engine in self._registry.engines}
+        for url in [url for url in self._engines if url not in known][: max(0, len(self._engines) - MAX_ENGINES)]:
+            del self._engines[url]
+
+
+def describe_state(engine: EngineRecord) -> tuple[str, str]:
+    """Return an engine's state in a word or two, and its reason."""
+    if not engine.is_up:
+        return str(engine.condition.health), engine.condition.reason
+    if engine.drained is not None:
+        return "drained", "an operator drained it"
+    return ("up", "") if engine.breaker.allows_some else ("breaker open", "its requests fail")
+
+
+def used_part(reported: dict[str, Any], name: str) -> float | None:
+    """Return the used part of blocks or pages; None if the engine does not report them."""
+    total = reported.get(f"{name}_total")
+    return None if not total else 1 - reported.get(f"{name}_free", 0) / total

@@ -1,0 +1,61 @@
+"""Loads of adapters into an engine's host memory that an operator orders, before any request needs them."""
+
+from collections.abc import Collection
+from typing import Protocol
+
+from aiohttp import ClientError
+from msgspec import MsgspecError
+
+from gateway.errors import BadRequest, Unavailable
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.registry import Registry
+
+
+class Sender(Protocol):
+    async def __call__(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
+        """Make an engine load an adapter, and return whether it has it. Raises ClientError, OSError, TimeoutError,
+        MsgspecError.
+        """
+
+
+class Warming:
+    """Orders to engines. send: as the hints of waiting requests (prefetch.py)."""
+
+    def __init__(self, registry: Registry, send: Sender) -> None:
+        self._registry = registry
+        self._send = send
+
+    @property
+    def up(self) -> list[EngineRecord]:
+        """Return the engines that are up."""
+        return self._registry.up
+
+    def engines(self, bases: Collection[str]) -> list[EngineRecord]:
+        """Return the engines that can load adapters which are bound to these base models."""
+        return [each for each in self._registry.up if each.address.traits.takes_hints and each.serves_bases(bases)]
+
+    async def load(self, url: str, digest: str, bases: Collection[str], tenant_id: str) -> EngineRecord:
+        """Make an engine load an adapter, and return the engine. tenant_id: the owner, in whose turn it is loaded.
+
+        Raises BadRequest for an engine that cannot serve it, Unavailable if the engine did not load it.
+        """
+        able = self.engines(bases)
+        found = next((each for each in able if each.url == url.rstrip("/")), None)
+        if found is None:
+            known = ", ".join(each.url for each in able) or "none"
+            raise BadRequest(
+                "engine: expected an engine that is up, loads adapters ahead of requests and serves the version's "
+                f"base model: {known}.",
+                param="engine",
+            )
+        try:
+            is_loaded = await self._send(found, digest, tenant_id)
+        except (ClientError, OSError, TimeoutError, MsgspecError) as error:
+            raise Unavailable(f"The engine did not load the adapter: {type(error).__name__}.") from error
+        if not is_loaded:
+            raise Unavailable(
+                "The engine did not load the adapter: its files are missing there, or the tenant's loads already fill "
+                "their part of the host memory."
+            )
+        found.prefetched.add(digest)
+        return found

@@ -1,0 +1,71 @@
+"""Parts of the console's pages: the scope that each handler needs, and turns in which tenants read the database."""
+
+import functools
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from aiohttp import web
+
+from gateway.access.auth import TenantPrincipal
+from gateway.access.scopes import PRINCIPAL
+from gateway.errors import Forbidden
+from gateway.pages.frame import Frame
+from gateway.parts import Records
+from gateway.quota.quota import Quota
+from gateway.sharing.turns import Turns
+
+HOME = "/console/"
+# Concurrent reads of all tenants, at most one for each tenant, and its rest after one, as a factor of the length.
+READS, REST = 4, 2.0
+
+Needed = Literal["inference", "adapters", "usage", "keys", "any"]
+"""Scope that a page needs; `any`: every session of a tenant."""
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Objects that all pages of the console share. currency: of costs and budgets. base_model: its name."""
+
+    frame: Frame
+    records: Records
+    quota: Quota
+    currency: str
+    base_model: str
+    reads: Turns = field(default_factory=lambda: Turns(READS, rest=REST))
+
+
+class ConsolePages:
+    """Base of each group of pages."""
+
+    def __init__(self, console: Console) -> None:
+        self.console = console
+
+
+Pages = TypeVar("Pages")
+Handler = Callable[[Pages, web.Request], Coroutine[Any, Any, web.StreamResponse]]
+
+
+def needs(scope: Needed) -> Callable[[Handler[Pages]], Handler[Pages]]:
+    """Return a decorator for a handler that only sessions with this scope may call. Others get Forbidden."""
+
+    def wrap(handler: Handler[Pages]) -> Handler[Pages]:
+        @functools.wraps(handler)
+        async def checked(pages: Pages, request: web.Request) -> web.StreamResponse:
+            check_scope(request[PRINCIPAL], scope)
+            return await handler(pages, request)
+
+        checked.needed_scope = scope  # type: ignore[attr-defined]
+        return checked
+
+    return wrap
+
+
+def check_scope(principal: TenantPrincipal, scope: Needed) -> None:
+    """Raise Forbidden, which names the scope, if the session does not have it."""
+    if scope != "any" and scope not in principal.scopes:
+        own = ", ".join(sorted(principal.scopes))
+        raise Forbidden(
+            f"This page needs the scope '{scope}'. You are logged in with: {own}. Log in with a key that has it; "
+            "whoever manages your keys can make one."
+        )

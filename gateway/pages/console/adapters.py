@@ -1,0 +1,105 @@
+"""`/console/adapters`: the models that the tenant's requests may use, with their context and price.
+
+An adapter's own page, its actions and the upload are those of the operators' pages (gateway/pages/adapter_page.py).
+"""
+
+from typing import NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.admin.adapters import read_filter, read_sort
+from gateway.errors import BadRequest
+from gateway.pages.adapters import COLUMNS as ALL_COLUMNS
+from gateway.pages.adapters import STATE_OPTIONS, TONES, UNUSED_OPTIONS
+from gateway.pages.console.access import Console, ConsolePages, needs
+from gateway.pages.tables import ROWS, Column, csv_response, read_table
+from gateway.records.adapter_list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter
+from gateway.records.catalog import Adapter, Model
+from gateway.records.priced_names import AdapterPrices
+from gateway.records.prices import Price, exact_money
+from gateway.records.tenants import Tenant
+
+QUERY = ("q", "state", "rank", "unused", "sort", "page", "format")
+# Columns about engines and other tenants are the operators'.
+SHARED = {each.key: each for each in ALL_COLUMNS if each.key not in ("tenant", "base", "resident")}
+PRICE = Column("price", "Price in / out", numeric=True, sortable=False, hint="Per million tokens, prompt and answer")
+COLUMNS = (*SHARED.values(), PRICE)
+
+
+class ModelRow(NamedTuple):
+    """An adapter and its price per million tokens."""
+
+    adapter: ListedAdapter
+    price: Price
+
+
+def _field(name: str, title: str | None = None) -> Column:
+    return Column(title or name, title or name, value=lambda row: getattr(row.adapter, name))
+
+
+CSV_COLUMNS = (
+    *map(_field, ("name", "version", "state", "digest", "rank")),
+    _field("num_bytes", "size_bytes"),
+    *map(_field, ("created_at", "requests", "last_used")),
+    Column("input", "input", value=lambda row: exact_money(row.price.input)),
+    Column("cached", "cached", value=lambda row: exact_money(row.price.cached)),
+    Column("output", "output", value=lambda row: exact_money(row.price.output)),
+)
+
+
+class ConsoleAdapters(ConsolePages):
+    """Page of the tenant's models. max_length: the context length in tokens."""
+
+    def __init__(self, console: Console, prices: AdapterPrices, max_length: int) -> None:
+        super().__init__(console)
+        self._prices = prices
+        self._max_length = max_length
+
+    @needs("adapters")
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        principal, errors = request[PRINCIPAL], dict[str, str]()
+        table = read_table(request, "adapters", COLUMNS, "name")
+        is_csv = request.query.get("format") == "csv"
+        found, rows = AdapterPage(adapters=[], total=0), list[ModelRow]()
+        try:
+            own = {"tenant": None, "tenant_id": principal.tenant.id, "names": principal.allowed_models}
+            which: ListFilter = msgspec.structs.replace(read_filter(request), **own)
+            sort, descending = read_sort(request)
+            page, limit = (1, MAX_PAGE) if is_csv else (table.page, ROWS)
+            async with self.console.reads.turn(principal.tenant.id):
+                found = await self.console.records.adapter_list.page(
+                    which, sort=sort, descending=descending, page=page, limit=limit
+                )
+                rows = await self._priced(principal.tenant, found)
+        except BadRequest as error:
+            errors[error.param or ""] = error.message
+        if is_csv and not errors:
+            return csv_response("adapters", CSV_COLUMNS, rows)
+        table.rows, table.total = rows, found.total
+        table.has_next = table.last < found.total
+        base = Model(name=self.console.base_model, digest=None)
+        tenant = principal.tenant
+        return self.console.frame.render(
+            request,
+            "console/adapters.html",
+            title="Models and adapters",
+            status=400 if errors else 200,
+            table=table,
+            errors=errors,
+            states=STATE_OPTIONS,
+            unused=UNUSED_OPTIONS,
+            tones=TONES,
+            is_filtered=any(request.query.get(name) for name in QUERY[:4]),
+            base_model=base.name if principal.may_use(base.name) else None,
+            base_price=self._prices.list.price(tenant.name, base, tenant.plan),
+            max_length=self._max_length,
+            may_ask="inference" in principal.scopes,
+        )
+
+    async def _priced(self, tenant: Tenant, found: AdapterPage) -> list[ModelRow]:
+        fields = ("name", "version", "digest", "rank", "num_bytes", "created_at")
+        named = [Adapter(**{name: getattr(each, name) for name in fields}) for each in found.adapters]
+        prices = await self._prices.of(tenant, named)
+        return [ModelRow(adapter, price) for adapter, price in zip(found.adapters, prices, strict=True)]

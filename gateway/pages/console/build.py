@@ -1,0 +1,40 @@
+"""Construction of the console's pages."""
+
+from typing import Any
+
+from gateway.api.key_desk import KeyDesk
+from gateway.pages.console.access import Console
+from gateway.pages.console.adapters import ConsoleAdapters
+from gateway.pages.console.audit import ConsoleAudit
+from gateway.pages.console.help import ConsoleHelp
+from gateway.pages.console.home import ConsoleHome
+from gateway.pages.console.keys import ConsoleKeys
+from gateway.pages.console.playground import ConsolePlayground
+from gateway.pages.console.requests import ConsoleRequests
+from gateway.pages.console.usage import ConsoleUsage
+from gateway.pages.frame import Frame
+from gateway.parts import Billing, Records
+from gateway.records.activity import Activity
+from gateway.records.priced_names import AdapterPrices
+from gateway.records.request_log import RequestLog
+from gateway.resources import Resources
+
+
+def build_console(
+    resources: Resources, frame: Frame, records: Records, billing: Billing, activity: Activity
+) -> list[Any]:
+    """Return the objects of the console's pages."""
+    settings, database = resources.settings, resources.database
+    console = Console(frame, records, billing.quota, settings.currency, settings.base_model)
+    prices = AdapterPrices(database, records.price_list)
+    desk = KeyDesk(auth=records.auth, keys=records.keys, catalog=records.catalog)
+    return [
+        ConsoleHome(console, activity),
+        ConsoleRequests(console, RequestLog(database)),
+        ConsoleAdapters(console, prices, resources.model.max_length),
+        ConsolePlayground(console),
+        ConsoleUsage(console),
+        ConsoleKeys(console, desk),
+        ConsoleAudit(console),
+        ConsoleHelp(console),
+    ]

@@ -1,0 +1,126 @@
+"""`/console/keys`: the tenant's own keys, for people who may manage them. The rules are those of `/v1/keys`."""
+
+from typing import cast
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.page_guard import FORM
+from gateway.access.roles import DEFAULT_SCOPES
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.adapter_caller import tenants_caller
+from gateway.api.key_desk import KeyDesk
+from gateway.api.requests.key_filter import read_key_filter
+from gateway.errors import GatewayError
+from gateway.pages.console.access import Console, ConsolePages, needs
+from gateway.pages.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
+from gateway.pages.keys import EXPIRIES, error_field, read_grace, read_new_key, rotate_form
+from gateway.pages.tables import csv_response, read_table, window
+from gateway.records.key_list import Sort
+from gateway.records.keys import KEY_ID, ApiKey, unknown_key
+
+LIST = "/console/keys"
+LIST_QUERY = ("state", "q", "sort", "page", "format", "done")
+
+
+class ConsoleKeys(ConsolePages):
+    """Pages of the tenant's keys. Changes count against its limit of changes, as those of its adapters do."""
+
+    def __init__(self, console: Console, desk: KeyDesk) -> None:
+        super().__init__(console)
+        self._desk = desk
+
+    @needs("keys")
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        tenant = request[PRINCIPAL].tenant
+        which = msgspec.structs.replace(read_key_filter(request), tenant=tenant.name)
+        table = read_table(request, "keys", [each for each in KEY_COLUMNS if each.key != "tenant"], "-created_at")
+        is_csv = request.query.get("format") == "csv"
+        async with self.console.reads.turn(tenant.id):
+            keys, total = await self.console.records.key_lists.page(
+                which, sort=cast(Sort, table.sort), **window(table, is_csv=is_csv)
+            )
+        if is_csv:
+            return csv_response("keys", [each for each in CSV_COLUMNS if each.key != "tenant"], keys)
+        table.rows, table.total, table.has_next = keys, total, table.offset + len(keys) < total
+        done = "The key is revoked." if request.query.get("done") == "revoked" else None
+        return self.console.frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
+
+    @needs("keys")
+    async def new(self, request: web.Request) -> web.StreamResponse:
+        """Return the form of a new key; with a form, create it and show its secret."""
+        principal = request[PRINCIPAL]
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            try:
+                given, caller = read_new_key(form), tenants_caller(request)
+                await caller.count_change(request, self.console.quota)
+                key, clear = await self._desk.create(principal.tenant, given, caller.actor, principal)
+            except GatewayError as error:
+                errors[error_field(error)] = error.message
+            else:
+                return self._shown(request, key, clear)
+        chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
+        return self.console.frame.render(
+            request,
+            "key_form.html",
+            title="New key",
+            status=400 if errors else 200,
+            owner=None,
+            cancel=LIST,
+            scopes=[(scope, scope in chosen) for scope in sorted(principal.scopes)],
+            roles=(),
+            expiries=EXPIRIES,
+            values=form or {},
+            errors=errors,
+        )
+
+    @needs("keys")
+    async def rotate(self, request: web.Request) -> web.StreamResponse:
+        """Return the form of a rotation; with a form, rotate the key and show the new secret."""
+        key, principal = await self._key(request), request[PRINCIPAL]
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            try:
+                seconds, caller = read_grace(form), tenants_caller(request)
+                await caller.count_change(request, self.console.quota)
+                new, clear = await self._desk.rotate(key.id, seconds, caller.actor, principal)
+            except GatewayError as error:
+                errors[error_field(error)] = error.message
+            else:
+                return self._shown(request, new, clear)
+        return rotate_form(self.console.frame, request, key, errors)
+
+    @needs("keys")
+    async def revoke(self, request: web.Request) -> web.StreamResponse:
+        key, principal = await self._key(request), request[PRINCIPAL]
+        form, error = request.get(FORM), None
+        name = key.label or key.id
+        if form is not None:
+            if form.get("typed", "").strip() == name:
+                caller = tenants_caller(request)
+                await caller.count_change(request, self.console.quota)
+                await self._desk.revoke(key.id, caller.actor, principal)
+                raise web.HTTPSeeOther(f"{LIST}?done=revoked")
+            error = f"Type {name} to confirm."
+        own = " You are logged in with this key, so you are logged out." if key.id == principal.key_id else ""
+        return self.console.frame.confirm(
+            request,
+            title=f"Revoke {name}",
+            name=name,
+            text=f"The key {key.id} is refused from now on, and its running streams end.{own}",
+            button="Revoke",
+            cancel=LIST,
+            error=error,
+        )
+
+    async def _key(self, request: web.Request) -> ApiKey:
+        """Return the key of the path. Raises RecordNotFound, with the same text for another tenant's key."""
+        key_id = request.match_info["id"]
+        key = await self.console.records.keys.find(key_id) if KEY_ID.fullmatch(key_id) else None
+        if key is None or key.tenant is None or key.tenant.id != request[PRINCIPAL].tenant.id:
+            raise unknown_key(key_id)
+        return key
+
+    def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
+        return self.console.frame.render(request, "key_made.html", title="New key", key=key, clear=clear, back=LIST)

@@ -1,0 +1,153 @@
+"""Texts about one request: its outcome in words, its stages with their times, and the limit that refused it."""
+
+from typing import Literal, NamedTuple
+
+from gateway.quota.kinds import KINDS
+from gateway.records.prices import format_money
+from gateway.records.request_log import NOT_ADMITTED, LogEntry
+
+Tone = Literal["good", "warn", "bad", "info", "quiet"]
+
+OUTCOMES: dict[str, tuple[str, Tone]] = {
+    "ok": ("completed", "good"),
+    "cancelled": ("client left", "quiet"),
+    "revoked": ("key revoked", "warn"),
+    "limited": ("ended by a limit", "warn"),
+    "refused": ("refused by the engine", "warn"),
+    "error": ("failed", "bad"),
+    "abandoned": ("gateway died", "bad"),
+    NOT_ADMITTED: ("refused", "warn"),
+}
+KIND_OF = {kind.name: kind for kind in KINDS}
+# Titles of limits that are not their names.
+TITLES = {
+    "max_concurrent": "concurrent requests",
+    "max_concurrent_tokens": "concurrent tokens",
+    "max_concurrent_uploads": "concurrent uploads",
+}
+OWNERS = {"tenant": "the tenant", "key": "the key", "model": "the model"}
+
+
+class Stage(NamedTuple):
+    """Stage of a request, in ms from its arrival. tone: of its bar, `c1` to `c8`."""
+
+    name: str
+    start: int
+    end: int
+    tone: str
+    hint: str
+
+    @property
+    def length(self) -> int:
+        return self.end - self.start
+
+
+def outcome(entry: LogEntry) -> tuple[str, Tone]:
+    """Return the outcome in words, and the tone of its badge."""
+    words, tone = OUTCOMES.get(entry.status, (entry.status, "quiet"))
+    if entry.status == NOT_ADMITTED and (entry.http_status or 0) >= 500:
+        tone = "bad"
+    return words, tone
+
+
+def stages(entry: LogEntry) -> list[Stage]:
+    """Return the request's stages. A stage whose end was not recorded is part of the following one."""
+    if not entry.is_admitted:
+        return [Stage("Checks", 0, entry.latency_ms, "c4", "The gateway checked the request and refused it.")]
+    marks = [
+        ("Admission", entry.admission_ms, "c5", "Key, body, prompt and limits; the tokens are reserved."),
+        (
+            "Queue",
+            None if entry.queue_ms is None else (entry.admission_ms or 0) + entry.queue_ms,
+            "c3",
+            "The request waits until an engine has a place for it.",
+        ),
+        (
+            "First token",
+            entry.ttft_ms,
+            "c1",
+            "The request goes to the engine, which loads the adapter and reads the prompt.",
+        ),
+        (
+            "Answer",
+            entry.latency_ms,
+            "c2",
+            "The engine writes the rest of the answer."
+            if entry.ttft_ms is not None
+            else "The engine reads the prompt and writes the answer; without a stream, no first token is seen.",
+        ),
+    ]
+    found: list[Stage] = []
+    at = 0
+    for name, mark, tone, hint in marks:
+        if mark is not None:
+            # Clocks are rounded to ms, so a stage may seem to end before its beginning.
+            end = min(max(at, mark), max(entry.latency_ms, at))
+            found.append(Stage(name, at, end, tone, hint))
+            at = end
+    return found
+
+
+def settled_tokens(entry: LogEntry) -> int:
+    """Return the tokens that count against the token rates."""
+    return entry.prompt_tokens + entry.completion_tokens + entry.surcharge
+
+
+def decode_rate(entry: LogEntry) -> float | None:
+    """Return the tokens per second after the first one."""
+    if entry.ttft_ms is None or entry.completion_tokens < 2 or entry.latency_ms <= entry.ttft_ms:
+        return None
+    return 1000 * (entry.completion_tokens - 1) / (entry.latency_ms - entry.ttft_ms)
+
+
+def amount(limit_name: str, value: int, currency: str) -> str:
+    """Return an amount of a limit with its unit."""
+    kind = KIND_OF.get(limit_name)
+    if kind is not None and kind.takes == "cost":
+        return format_money(value, currency)
+    unit = {"tokens": " tokens", "bytes": " bytes"}.get("" if kind is None else kind.takes, "")
+    return f"{value:,}{unit}"
+
+
+def limit_title(limit_name: str) -> str:
+    """Return a limit's name for people: `tokens per minute`."""
+    return TITLES.get(limit_name) or limit_name.replace("_", " ")
+
+
+def reason(entry: LogEntry, currency: str) -> str:
+    """Return a sentence about the limit that refused the request; "" without a limit."""
+    if entry.limit is None:
+        return ""
+    limit = entry.limit
+    owner = OWNERS.get(limit.owner, limit.owner)
+    value, needed, left = (amount(limit.name, each, currency) for each in (limit.value, limit.needed, limit.remaining))
+    return (
+        f"The limit {limit_title(limit.name)} of {owner} is {value}. The request needed {needed}, and {left} "
+        f"{'was' if limit.remaining == 1 else 'were'} left."
+    )
+
+
+# Sentences about errors without a limit, by their code.
+EXPLANATIONS = {
+    "insufficient_permissions": "The key does not have the scope that the route needs.",
+    "model_not_allowed": "The key is limited to some models, and this one is not among them.",
+    "model_not_found": "There is no model of this name for the tenant, or its version is not served.",
+    "context_length_exceeded": "The prompt and its max_tokens are longer than the model's context.",
+    "tenant_suspended": "The tenant is suspended.",
+    "server_overloaded": "The engines were full, and the queue was too long. A repetition later may pass.",
+    "engine_share_used": "The tenant used its share of the full engines. A repetition later may pass.",
+    "invalid_body": "The body of the request is not what the route expects.",
+}
+
+
+def explain(entry: LogEntry) -> str:
+    """Return a sentence about a refused or failed request without a limit; "" if there is none for its code."""
+    if entry.code is None or entry.limit is not None:
+        return ""
+    text = EXPLANATIONS.get(entry.code, "")
+    at_fault = f" The field at fault is '{entry.param}'." if entry.param else ""
+    if text:
+        return f"{text}{at_fault}"
+    if entry.http_status == 400:
+        return f"The request is not what the route expects.{at_fault}"
+    return ""

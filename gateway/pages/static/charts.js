@@ -1,0 +1,162 @@
+/* Charts: draws each `[data-chart]` with uPlot, keeps its legend, and writes its numbers as a table when they are asked for. */
+"use strict";
+(() => {
+  const drawn = new Map();
+  const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  function shown(value, unit) {
+    if (value === null || value === undefined) return "–";
+    const size = Math.abs(value);
+    let text;
+    if (size >= 1e9) text = `${(value / 1e9).toPrecision(3)}G`;
+    else if (size >= 1e6) text = `${(value / 1e6).toPrecision(3)}M`;
+    else if (size >= 1e4) text = `${(value / 1e3).toPrecision(3)}k`;
+    else text = size && size < 100 ? String(Number(value.toPrecision(3))) : Math.round(value).toLocaleString("en");
+    return unit === "%" ? `${text} %` : text;
+  }
+
+  function clock(seconds, span) {
+    const text = new Date(seconds * 1000).toISOString();
+    return span > 2 * 86400 ? text.slice(5, 10) : text.slice(11, 16);
+  }
+
+  /* Series from the last to the first, each with the sum of those before it, so that the areas lie on one another. */
+  function stacked(series, length) {
+    const sums = new Array(length).fill(0);
+    return series.map(({ values }) => values.map((value, i) => (sums[i] += value || 0)));
+  }
+
+  /* Indices of the values without a neighbour. */
+  function alone(values) {
+    const gap = (i) => (values[i] ?? null) === null;
+    return values.flatMap((_, i) => (!gap(i) && gap(i - 1) && gap(i + 1) ? [i] : []));
+  }
+
+  function draw(figure) {
+    const chart = JSON.parse(figure.dataset.chart), plot = figure.querySelector(".plot");
+    drawn.get(figure)?.destroy();
+    drawn.delete(figure);
+    // A single step has no curve: the legend shows its values.
+    legend(figure, chart, chart.times.length === 1 ? 0 : null);
+    numbers(figure, chart);
+    if (!window.uPlot) return;
+    plot.replaceChildren();
+    const known = chart.series.some((one) => one.values.some((value) => value !== null));
+    if (chart.times.length < 2 || !known) {
+      const text = document.createElement("p");
+      text.className = "empty";
+      text.textContent = chart.times.length === 1 ? "There is only one step so far; its values are below. The curve begins with the next step." : "No data in this period.";
+      plot.append(text);
+      return;
+    }
+    const span = chart.times[chart.times.length - 1] - chart.times[0];
+    const colour = (i) => style(`--series-${Math.min(i + 1, 9)}`);
+    // Opaque, because each area reaches down to zero behind those in front of it.
+    const ground = style("--surface"), fill = (i) => `color-mix(in srgb, ${colour(i)} 84%, ${ground})`;
+    const isArea = chart.stacked, isBar = chart.kind === "bar";
+    const values = isArea ? stacked(chart.series, chart.times.length) : chart.series.map((one) => one.values);
+    const order = chart.series.map((_, i) => i);
+    if (isArea) order.reverse();
+    const series = order.map((i) => ({
+      stroke: colour(i),
+      width: isArea ? 1 : 1.75,
+      fill: isArea || isBar ? fill(i) : undefined,
+      paths: isBar ? uPlot.paths.bars({ size: [0.7, 40] }) : uPlot.paths.linear(),
+      // A value between gaps has no line to a neighbour, so it is a point.
+      points: { show: true, size: 5, filter: () => (chart.times.length < 3 ? null : alone(chart.series[i].values)) },
+      spanGaps: false,
+    }));
+    const axis = { stroke: style("--quiet"), font: `11.5px ${style("--font")}`, grid: { stroke: style("--line"), width: 1 }, ticks: { show: false } };
+    const options = {
+      width: plot.clientWidth || 300,
+      height: 210,
+      padding: [8, 6, 0, 0],
+      legend: { show: false },
+      cursor: { y: false, points: { show: !isArea, size: 6 }, drag: { x: true, y: false, setScale: false } },
+      scales: {
+        // The first and the last bar have their half beyond the first and the last time.
+        x: { time: true, range: (_, low, high) => { const half = isBar && chart.times.length > 1 ? (high - low) / (chart.times.length - 1) / 2 : 0; return [low - half, high + half]; } },
+        y: { range: (_, low, high) => [Math.min(0, low), high > 0 ? high * 1.06 : 1] } },
+      axes: [
+        { ...axis, size: 28, space: 64, values: (_, ticks) => ticks.map((tick) => clock(tick, span)) },
+        { ...axis, size: 52, space: 36, values: (_, ticks) => ticks.map((tick) => shown(tick, chart.unit)) },
+      ],
+      series: [{}, ...series],
+      hooks: {
+        setCursor: [(u) => legend(figure, chart, u.cursor.idx ?? null)],
+        setSelect: [(u) => zoom(u)],
+      },
+    };
+    options.tzDate = (seconds) => uPlot.tzDate(new Date(seconds * 1000), "Etc/UTC");
+    drawn.set(figure, new uPlot(options, [chart.times, ...order.map((i) => values[i])], plot));
+  }
+
+  /* A dragged range becomes the page's custom period, where the page has one. */
+  function zoom(u) {
+    if (u.select.width < 8 || !document.querySelector("[data-zoom]")) return;
+    const at = (x) => new Date(u.posToVal(x, "x") * 1000).toISOString().slice(0, 16) + "Z";
+    const url = new URL(location.href);
+    url.searchParams.delete("period");
+    url.searchParams.set("since", at(u.select.left));
+    url.searchParams.set("until", at(u.select.left + u.select.width));
+    location.assign(url);
+  }
+
+  function legend(figure, chart, index) {
+    const box = figure.querySelector(".legend"), parts = [];
+    if (index !== null && chart.times[index] !== undefined) {
+      const time = document.createElement("span");
+      time.className = "time";
+      time.textContent = new Date(chart.times[index] * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC";
+      parts.push(time);
+    }
+    chart.series.forEach((one, i) => {
+      const entry = document.createElement("span"), mark = document.createElement("i");
+      mark.className = `c${Math.min(i + 1, 9)}`;
+      entry.append(mark, one.name);
+      if (index !== null) {
+        const value = document.createElement("b");
+        value.textContent = shown(one.values[index], chart.unit);
+        entry.append(value);
+      }
+      parts.push(entry);
+    });
+    box.replaceChildren(...parts);
+  }
+
+  function numbers(figure, chart) {
+    const details = figure.querySelector(".numbers"), box = details.querySelector(".table-box");
+    const fill = () => {
+      if (!details.open) return;
+      const table = document.createElement("table"), head = table.createTHead().insertRow(), body = table.createTBody();
+      table.className = "data";
+      for (const title of ["Time (UTC)", ...chart.series.map((one) => one.name)]) {
+        const cell = document.createElement("th");
+        cell.scope = "col";
+        cell.textContent = title;
+        head.append(cell);
+      }
+      chart.times.forEach((time, i) => {
+        const row = body.insertRow();
+        row.insertCell().textContent = new Date(time * 1000).toISOString().slice(0, 16).replace("T", " ");
+        for (const one of chart.series) row.insertCell().textContent = one.values[i] ?? "–";
+      });
+      box.replaceChildren(table);
+    };
+    details.ontoggle = fill;
+    fill();
+  }
+
+  function drawAll() {
+    for (const figure of drawn.keys()) if (!figure.isConnected) { drawn.get(figure).destroy(); drawn.delete(figure); }
+    for (const figure of document.querySelectorAll("[data-chart]")) draw(figure);
+  }
+
+  let waiting = 0;
+  addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 120); });
+  document.addEventListener("DOMContentLoaded", drawAll);
+  document.addEventListener("loraplex:theme", drawAll);
+  document.addEventListener("loraplex:charts", drawAll);
+  document.addEventListener("loraplex:chart", (event) => draw(event.detail));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+})();

@@ -1,0 +1,124 @@
+"""Tables of the pages: sorting, filtering and paging by the URL's query, and the same rows as CSV."""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from gateway.errors import BadRequest
+from wire.csv_cells import cell
+
+ROWS = 50
+MOST_CSV = 10_000
+
+
+class Column(NamedTuple):
+    """Column of a table. key: its name in `sort` and in the CSV's head. value: its value in a row, for sorting in
+    memory and for CSV; None: the row's field or attribute `key`. hint: an explanation on hover.
+    """
+
+    key: str
+    title: str
+    numeric: bool = False
+    sortable: bool = True
+    value: Callable[[Any], Any] | None = None
+    hint: str = ""
+
+    def of(self, row: Any) -> Any:
+        if self.value is not None:
+            return self.value(row)
+        return row[self.key] if isinstance(row, Mapping) else getattr(row, self.key)
+
+
+@dataclass(slots=True)
+class Table:
+    """Rows of one page of a table, as `templates/parts/table.html` shows them.
+
+    sort: the column's key. total: number of all rows; None if unknown. page: from 1. has_next: whether there is a next
+    page. next_link, previous_link: URLs for tables whose pages are found by a cursor; previous_title: the text of the
+    link back. formats: of exports beside CSV.
+    """
+
+    name: str
+    columns: Sequence[Column]
+    rows: Sequence[Any] = ()
+    sort: str = ""
+    descending: bool = False
+    page: int = 1
+    total: int | None = None
+    has_next: bool = False
+    next_link: str | None = None
+    previous_link: str | None = None
+    previous_title: str = "Previous"
+    csv: bool = True
+    formats: Sequence[str] = ()
+    sums: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def first(self) -> int:
+        return (self.page - 1) * ROWS + 1 if self.rows else 0
+
+    @property
+    def last(self) -> int:
+        return (self.page - 1) * ROWS + len(self.rows)
+
+    @property
+    def offset(self) -> int:
+        return (self.page - 1) * ROWS
+
+
+def read_table(request: web.Request, name: str, columns: Sequence[Column], sort: str) -> Table:
+    """Return an empty table with the request's order and page. sort: the default, `-key` for descending.
+
+    Raises BadRequest for a column or page that does not exist.
+    """
+    given = request.query.get("sort") or sort
+    key = given.removeprefix("-")
+    sortable = [column.key for column in columns if column.sortable]
+    if key not in sortable:
+        raise BadRequest(
+            f"sort: expected one of {', '.join(sortable)}, with a '-' to begin with the last.", param="sort"
+        )
+    page = request.query.get("page", "1")
+    if not (page.isascii() and page.isdigit() and 1 <= int(page[:9]) <= 1_000_000):
+        raise BadRequest("page: expected a number from 1.", param="page")
+    return Table(name, columns, sort=key, descending=given.startswith("-"), page=int(page))
+
+
+def fill(table: Table, rows: Iterable[Any]) -> Table:
+    """Sort the rows in memory, and keep those of the page."""
+    column = next(column for column in table.columns if column.key == table.sort)
+    ordered = sorted(rows, key=lambda row: _order(column.of(row)), reverse=table.descending)
+    table.total = len(ordered)
+    table.rows = ordered[table.offset : table.offset + ROWS]
+    table.has_next = table.offset + ROWS < len(ordered)
+    return table
+
+
+def window(table: Table, *, is_csv: bool) -> dict[str, Any]:
+    """Return the order and the part of the rows that a query of records needs. is_csv: all rows, MOST_CSV at most."""
+    limit, offset = (MOST_CSV, 0) if is_csv else (ROWS, table.offset)
+    return {"descending": table.descending, "limit": limit, "offset": offset}
+
+
+def csv_response(name: str, columns: Sequence[Column], rows: Iterable[Any]) -> web.Response:
+    """Return rows as a CSV file. A text that a spreadsheet would take for a formula gets an apostrophe in front."""
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow([column.key for column in columns])
+    for row in rows:
+        writer.writerow([cell(column.of(row)) for column in columns])
+    headers = {
+        "Content-Disposition": f'attachment; filename="{name}.csv"',
+        "Cache-Control": "no-store",
+        "X-Content-Type-Options": "nosniff",
+    }
+    return web.Response(text=text.getvalue(), content_type="text/csv", charset="utf-8", headers=headers)
+
+
+def _order(value: Any) -> tuple[bool, Any]:
+    """Return a sort key. Missing values come first in ascending order."""
+    return value is not None, value.casefold() if isinstance(value, str) else 0 if value is None else value

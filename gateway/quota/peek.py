@@ -1,0 +1,48 @@
+"""Remaining amounts of limits, read without a reservation."""
+
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.quota.kinds import BUDGET, WINDOW
+from gateway.quota.limits import Limit
+from gateway.quota.recall import Recall
+
+
+class Left(msgspec.Struct, frozen=True, gc=False):
+    """Rest of a limit. remaining: in the limit's unit. reset: ms until all of the limit is free again if nothing more
+    is used; of a budget, until its period ends.
+    """
+
+    limit: Limit
+    remaining: int
+    reset: int
+
+    @property
+    def used(self) -> int:
+        """Return the part that is used or held by running requests."""
+        return self.limit.value - self.remaining
+
+
+async def peek(
+    script: Callable[..., Awaitable[Any]], recall: Recall, tenant_id: str, limits: Sequence[Limit]
+) -> list[Left]:
+    """Return the rest of each limit and change nothing.
+
+    The usage that Redis does not know is read from the ledger, but not stored in Redis. script: `QuotaStore.script`.
+    Raises Unavailable for Redis and the ledger.
+    """
+    if not limits:
+        return []
+    reply = await script(tenant_id, "peek", *(item for limit in limits for item in (limit.field, limit.value)))
+    found = []
+    for limit, (remaining, reset, since) in zip(limits, zip(*[iter(reply)] * 3, strict=True), strict=True):
+        if since:
+            counted, _ = await recall.used(tenant_id, limit, since)
+            remaining = max(0, remaining - math.ceil(counted))
+            if limit.kind not in BUDGET:
+                reset += math.ceil(counted * WINDOW[limit.kind] / limit.value / 1000)
+        found.append(Left(limit, remaining, reset))
+    return found

@@ -1,0 +1,19 @@
+"""Types of events."""
+
+from typing import Literal
+
+EventType = Literal[
+    # A tenant's spending reached one of its `budget_warn_at` below 1.
+    "budget.threshold",
+    # A tenant's spending reached its budget; further requests are refused.
+    "budget.exhausted",
+    "tenant.suspended",
+    # A key expires within 7 days.
+    "key.expiring",
+    "engine.down",
+    "engine.up",
+    # An engine's probe refused a version of an adapter.
+    "adapter.rejected",
+    # Clients try API keys.
+    "keys.guessed",
+]

@@ -1,0 +1,48 @@
+"""Keys that expire soon and have no successor."""
+
+from datetime import datetime
+
+import msgspec
+from sqlalchemy import func, select
+
+from gateway.records.database import Database
+from gateway.records.tables import api_keys, tenants
+
+# Keys in one listing; an event of each is recorded once, and further ones follow as these expire.
+MAX_KEYS = 1000
+
+
+class ExpiringKey(msgspec.Struct, frozen=True):
+    """A key. tenant_id, tenant: None for an admin's key."""
+
+    id: str
+    label: str
+    expires_at: datetime
+    tenant_id: str | None
+    tenant: str | None
+
+
+async def expiring_keys(database: Database, now: datetime, until: datetime) -> list[ExpiringKey]:
+    """Return valid keys that expire before `until`, the soonest first. Raises Unavailable.
+
+    A key that a rotation has replaced is left out: it is meant to expire.
+    """
+    other = api_keys.alias("other")
+    family = func.coalesce(api_keys.c.family_id, api_keys.c.id)
+    successor = select(other.c.id).where(
+        func.coalesce(other.c.family_id, other.c.id) == family,
+        other.c.id != api_keys.c.id,
+        other.c.revoked_at.is_(None),
+        other.c.expires_at.is_(None) | (other.c.expires_at > api_keys.c.expires_at),
+    )
+    owned = api_keys.outerjoin(tenants, tenants.c.id == api_keys.c.tenant_id)
+    query = (
+        select(api_keys.c.id, api_keys.c.label, api_keys.c.expires_at, api_keys.c.tenant_id, tenants.c.name)
+        .select_from(owned)
+        .where(api_keys.c.revoked_at.is_(None), api_keys.c.expires_at > now, api_keys.c.expires_at <= until)
+        .where(~successor.exists())
+        .order_by(api_keys.c.expires_at, api_keys.c.id)
+        .limit(MAX_KEYS)
+    )
+    async with database.read() as connection:
+        return [ExpiringKey(*row) for row in (await connection.execute(query)).all()]

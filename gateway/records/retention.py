@@ -1,0 +1,48 @@
+"""Removal of old records: sums by minute and, if the operator wants it, usage rows. Sums by hour and day stay."""
+
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import ColumnElement, Table, delete, select, tuple_
+
+from gateway.records.activity_period import MINUTE, SPARE
+from gateway.records.activity_tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
+from gateway.records.database import Database
+from gateway.records.refusal_tables import refusal_counts
+from gateway.records.tables import usage
+
+# Rows of one transaction, so that no other writer waits for long, and rows of one run.
+AT_ONCE, MOST = 1000, 2_000_000
+
+
+class Retention:
+    """Remover of old records. Raises Unavailable while the database is away."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def prune_minutes(self, kept: timedelta) -> int:
+        """Remove sums by minute that are older than `kept`. Returns their number."""
+        before = int((datetime.now(UTC) - kept - SPARE).timestamp())
+        table, removed = ACTIVITY[MINUTE], 0
+        for kind in (TENANT, MODEL, ENGINE, OWN_BASE, BASE):
+            removed += await self._remove(table, table.c.kind == kind, table.c.start < before)
+        counts = refusal_counts
+        return removed + await self._remove(counts, counts.c.level == MINUTE, counts.c.start < before)
+
+    async def prune_usage(self, kept: timedelta | None) -> int:
+        """Remove usage rows that are older than `kept`; None keeps all. Returns their number."""
+        if kept is None:
+            return 0
+        return await self._remove(usage, usage.c.created_at < datetime.now(UTC) - kept)
+
+    async def _remove(self, table: Table, *which: ColumnElement[bool]) -> int:
+        keys = list(table.primary_key.columns)
+        removed, some = 0, select(*keys).where(*which).limit(AT_ONCE)
+        chosen = keys[0].in_(some) if len(keys) == 1 else tuple_(*keys).in_(some)
+        while removed < MOST:
+            async with self._database.write() as connection:
+                count = (await connection.execute(delete(table).where(chosen))).rowcount
+            removed += count
+            if count < AT_ONCE:
+                break
+        return removed

@@ -1,0 +1,57 @@
+"""Turns: work that one gateway process does at a time, by a lease in SQL.
+
+The lease is in SQL, not in Redis, because the work needs SQL anyway and must not stop while Redis is away.
+"""
+
+import asyncio
+import uuid
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+
+from sqlalchemy import delete, insert, or_, update
+from sqlalchemy.exc import IntegrityError
+
+from gateway.errors import Unavailable
+from gateway.records.database import Database
+from gateway.records.event_tables import turns
+
+# A process that stops waits no longer for a slow database.
+LEAVE_SECONDS = 1.0
+
+
+class Turn:
+    """A turn by name. The process that holds it loses it after `seconds` without a call of `take`, by its own clock.
+
+    The clocks of the gateways' machines may differ by less than `seconds`; a larger difference lets two gateways hold
+    the turn, whose work must bear that.
+    """
+
+    def __init__(self, database: Database, name: str, seconds: float) -> None:
+        self._database = database
+        self._name = name
+        self._seconds = timedelta(seconds=seconds)
+        self._owner = uuid.uuid4().hex
+
+    async def take(self) -> bool:
+        """Take or prolong the turn. Return whether this process holds it. Raises Unavailable."""
+        now = datetime.now(UTC)
+        values = {"owner": self._owner, "until": now + self._seconds}
+        free = or_(turns.c.owner == self._owner, turns.c.until < now)
+        async with self._database.write() as connection:
+            if (
+                await connection.execute(update(turns).where(turns.c.name == self._name, free).values(**values))
+            ).rowcount:
+                return True
+        try:
+            async with self._database.write() as connection:
+                await connection.execute(insert(turns).values(name=self._name, **values))
+        except IntegrityError:
+            return False
+        return True
+
+    async def leave(self) -> None:
+        """Give the turn to another process, if this one holds it. Without the database the turn ends by itself."""
+        mine = (turns.c.name == self._name) & (turns.c.owner == self._owner)
+        with suppress(Unavailable, TimeoutError):
+            async with asyncio.timeout(LEAVE_SECONDS), self._database.write() as connection:
+                await connection.execute(delete(turns).where(mine))

@@ -1,0 +1,101 @@
+"""Options and output for the terms of tenants and plans."""
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from loraplex.commands.output import BUDGETS, limits_text, moment, money, print_table
+from loraplex.commands.values import NO_LIMIT, Money, Target, Words
+
+ALL = "all"
+
+
+class ModelLimits(click.ParamType):
+    """JSON of limits by model; budgets in money, as in `--budget-per-month`."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        if isinstance(value, dict):
+            return value
+        try:
+            models = json.loads(value, parse_float=str)
+        except ValueError:
+            self.fail(f"{value!r} is not JSON", param, ctx)
+        if not isinstance(models, dict) or not all(isinstance(limits, dict) for limits in models.values()):
+            self.fail('expected an object of objects, like {"pirate": {"requests_per_minute": 10}}', param, ctx)
+        for limits in models.values():
+            for name in BUDGETS:
+                if limits.get(name) is not None:
+                    limits[name] = Money().convert(str(limits[name]), param, ctx)
+        return models
+
+
+class Tags(click.ParamType):
+    """Comma-separated tags, or `none`."""
+
+    name = "tags"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        return [] if value == NO_LIMIT else Words().convert(value, param, ctx)
+
+
+def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options for terms that are no limits of a kind."""
+    for option in (
+        click.option(
+            "--model-limits",
+            type=ModelLimits(),
+            help='All limits by model, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}; '
+            '"*" applies to all adapters without their own limits, together.',
+        ),
+        click.option(
+            "--on-token-limit",
+            type=click.Choice(["refuse", "shorten"]),
+            help="Refuse a request that exceeds the remaining tokens, or shorten its answer.",
+        ),
+        click.option("--priority", type=int, help="Priority from 0 (served first) to 9 (shed first)."),
+        click.option(
+            "--ttft-target",
+            type=Target(),
+            help="Wanted time to first token in seconds, or 'none'; the engines' metrics count the answers within it.",
+        ),
+        click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),
+    ):
+        command = option(command)
+    return command
+
+
+def term_names(given: Sequence[str]) -> list[str]:
+    """Return names of terms as the API spells them; `all` stands for every term."""
+    from gateway.records.terms import FIELDS
+
+    names = [name.replace("-", "_") for name in given]
+    return list(FIELDS) if names == [ALL] else names
+
+
+def in_money(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: money(row[name]) for name in BUDGETS if row.get(name) is not None}
+
+
+def print_fields(row: dict[str, Any]) -> None:
+    """Print a tenant or plan, a field a line, with the source of each term."""
+    sources = row["sources"]
+    apart = ("object", "sources", "model_limits", "prices", "month")
+    fields = {field: value for field, value in in_money(row).items() if field not in apart}
+    fields |= {f"model_limits of {model}": limits_text(limits) for model, limits in row["model_limits"].items()}
+    fields |= {f"price of {model}": price_text(price) for model, price in row.get("prices", {}).items()}
+    if month := row.get("month"):
+        fields |= {"spend this month": money(month["spend"]), "forecast of the month": money(month["forecast"])}
+        fields |= {"requests this month": month["requests"], "last_used_at": month["last_used_at"]}
+    fields |= {
+        field: moment(fields[field]) for field in ("created_at", "updated_at", "last_used_at") if fields.get(field)
+    }
+    rows = [{"field": field, "value": value, "source": sources.get(field)} for field, value in fields.items()]
+    print_table(rows, ("field", "value", "source") if any(row["source"] for row in rows) else ("field", "value"))
+
+
+def price_text(price: dict[str, int]) -> str:
+    return ",".join(f"{name}={money(price[name])}" for name in ("input", "cached", "output"))

@@ -1,0 +1,140 @@
+"""Adapters and the playground in a real browser: clean pages, an upload, a roll-back, a comparison, and no markup."""
+
+from pathlib import Path
+
+import pytest
+
+from testing.browser import SCHEMES, WIDTHS, Person, faults, person
+from testing.gateway.running import ADMIN_KEY, Client, Gateway
+from tests.gateway.api.test_adapters import files, push
+
+HOME = "/admin/tenants/acme/adapters/pirate"
+PAGES = (
+    "/admin/adapters",
+    "/admin/adapters?q=none",
+    HOME,
+    f"{HOME}?version=3",
+    f"{HOME}?tab=use",
+    f"{HOME}?tab=changes",
+    f"{HOME}/alias?alias=prod",
+    f"{HOME}/confirm?act=rollback&alias=prod",
+    f"{HOME}/confirm?act=delete",
+    "/admin/tenants/acme/adapter-upload?name=pirate",
+    "/admin/playground",
+    "/admin/playground?tenant=acme",
+)
+HOSTILE = '<img src=x onerror="window.stolen = 1"><script>window.stolen = 1</script>'
+
+
+async def fill(gateway: Gateway) -> Client:
+    """Add adapters with versions, an alias that was moved, a long name and some use."""
+    acme = await gateway.tenant("acme")
+    for seed in (1, 2):
+        assert (await push(acme, "pirate", files(seed))).status == 201
+    assert (await push(acme, "pirate", {**files(3), "adapter_config.json": b'{"r": "<b>"}'})).status == 400
+    assert (await push(acme, "x" * 64, files(4))).status == 201
+    path, tag = "/v1/adapters/pirate/aliases/prod", {}
+    for targets in ([{"version": 1}], [{"version": 1, "weight": 9}, {"version": 2}]):
+        moved = await acme.call("PUT", path, json={"targets": targets}, headers=tag)
+        tag = {"If-Match": moved.headers["ETag"]}
+    for user in ("ada", HOSTILE, "u" * 100):
+        assert (await acme.chat(model="pirate", user=user)).status == 200
+    return acme
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_the_pages_are_clean(gateway, upstream, browser, width, scheme, tmp_path):
+    acme = await fill(gateway)
+    upstream.resident = [(await acme.get("/v1/adapters/pirate")).json["digest"]]
+    found = {}
+    async with person(browser, gateway.url, width=width, scheme=scheme) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for i, page in enumerate(PAGES):
+            await operator.open(page)
+            if problems := await faults(operator):
+                found[page] = problems
+            await operator.page.screenshot(path=tmp_path / f"{scheme}-{width}-{i}.png", full_page=True)
+        assert await operator.page.evaluate("window.stolen") is None
+    assert not found, "\n".join(f"{page}: {each}" for page, every in found.items() for each in every)
+
+
+async def test_an_operator_uploads_a_version_and_rolls_an_alias_back(gateway, upstream, browser, tmp_path):
+    acme = await fill(gateway)
+    for name, content in files(7).items():
+        (tmp_path / name).write_bytes(content)
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/adapters?q=pir")
+        await operator.page.click("th a:has-text('pirate')")
+        await operator.page.click("text=Upload a version")
+        await operator.page.set_input_files("#f-files", [tmp_path / name for name in files()])
+        await operator.page.click("button:has-text('Upload')")
+        await operator.page.wait_for_url(f"**{HOME}?version=4&done=upload")
+        assert "The name means version 4." in await operator.text()
+        await operator.page.click("tr:has-text('prod') >> text=Roll back")
+        assert "version 1 (90 %), version 2 (10 %)" in await operator.text()
+        await operator.page.click("button:has-text('Roll back')")
+        await operator.page.wait_for_url(f"**{HOME}?done=rollback")
+        await operator.page.click("a:has-text('Changes')")
+        assert "rolled back" in await operator.text()
+        assert not operator.problems
+    [prod] = [each for each in (await acme.get("/v1/adapters/pirate/aliases")).json["data"] if each["alias"] == "prod"]
+    assert [target["version"] for target in prod["targets"]] == [1]
+
+
+async def ask(operator: Person, prompt: str) -> None:
+    await operator.open("/admin/playground?tenant=acme&a=pirate&b=base")
+    await operator.page.fill("#f-prompt", prompt)
+    # The test model's context is short.
+    await operator.page.fill("#f-max_tokens", "16")
+    await operator.page.click("#run")
+    for side in ("a", "b"):
+        await operator.page.wait_for_selector(f"#side-{side} [data-part=state]:has-text('complete')")
+
+
+async def test_two_models_answer_side_by_side_as_text(gateway, upstream, browser, tmp_path: Path):
+    await fill(gateway)
+    price = {"input": 1_000_000, "output": 1_000_000}
+    assert (await gateway.admin.call("PUT", "/admin/api/prices/base", json=price)).status == 200
+    upstream.says = [HOSTILE, " and more"]
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await ask(operator, HOSTILE)
+        page = operator.page
+        for side in ("a", "b"):
+            assert await page.inner_text(f"#side-{side} .answer") == f"{HOSTILE} and more"
+            assert "2 tokens" in await page.inner_text(f"#side-{side} [data-part=out]")
+            assert "USD" in await page.inner_text(f"#side-{side} [data-part=cost]")
+            assert "ms" in await page.inner_text(f"#side-{side} [data-part=ttft]")
+        await page.hover("#side-a .token >> nth=1")
+        tip = await page.inner_text("#token-tip")
+        assert "50 %" in tip
+        assert "other" in tip
+        await page.click("summary:has-text('curl')")
+        assert "chat/completions" in await page.inner_text("#curl")
+        await page.screenshot(path=tmp_path / "answers.png", full_page=True)
+        assert await page.evaluate("window.stolen") is None
+        assert await page.locator("main img, main script").count() == 0
+        # A link leads to the story of the request.
+        assert (await page.get_attribute("#side-a [data-part=request] a", "href")).startswith("/admin/requests/req_")
+        assert not await faults(operator)
+    models = {request["model"] for _, request in upstream.requests[-2:]}
+    assert "base" in models
+
+
+async def test_stop_ends_both_requests(gateway, upstream, browser):
+    await fill(gateway)
+    upstream.holds = True
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/playground?tenant=acme&a=pirate&b=base")
+        await operator.page.fill("#f-prompt", "Hi")
+        await operator.page.fill("#f-max_tokens", "16")
+        await operator.page.click("#run")
+        await operator.page.wait_for_selector("#run:disabled")
+        await operator.page.click("#stop")
+        for side in ("a", "b"):
+            await operator.page.wait_for_selector(f"#side-{side} [data-part=state]:has-text('stopped')")
+        assert await operator.page.is_enabled("#run")
+    upstream.holds = False

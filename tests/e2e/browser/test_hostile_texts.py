@@ -1,0 +1,133 @@
+"""Texts that tenants and people choose are inert on every page, in a real browser.
+
+The pages come from the table of routes: each is opened as it is, and once more with such a text in every parameter.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from urllib.parse import quote, urlencode
+
+from gateway.api.routes import ROUTES
+from testing.browser import Person, person
+from testing.gateway.running import ADMIN_KEY, Gateway, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.api.test_adapters import CONFIG, files, push
+
+# Each would set `marked`, open a dialog or count, if a page took it for markup, for a script or for a template.
+HOSTILE = (
+    "<script>marked=1;alert(1)</script>",
+    """"'><img src=x onerror="marked=1;alert(1)">""",
+    "javascript:marked=1,alert(1)",
+    "{{1234*4321}}",
+)
+ALL = "".join(HOSTILE)
+# At most 64 characters, of the second kind and the last.
+SHORT = """"'><img src=x onerror=alert(1)>{{1234*4321}}"""
+COUNTED = str(1234 * 4321)
+# Markup that no template contains. Links to other schemes than HTTP count too.
+INJECTED = """() => [...document.querySelectorAll("*")].filter(each =>
+    each.matches("script:not([src]), iframe, object, embed") ||
+    [...each.attributes].some(one => /^on/.test(one.name)) ||
+    ["href", "src", "action"].some(name => /^\\s*(javascript|data):/i.test(each.getAttribute(name) || ""))
+).map(each => each.outerHTML.slice(0, 200))"""
+
+
+async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
+    """Write such texts wherever somebody may write any text. Return the values of the paths' parameters."""
+    await gateway.tenant("acme", display_name=SHORT, note=ALL, contact=ALL, external_id=SHORT)
+    fields = {"label": SHORT, "scopes": ["inference", "adapters", "usage", "keys"]}
+    key = (await gateway.admin.post("/admin/api/tenants/acme/keys", fields)).json
+    owner = gateway.client(key["key"])
+    assert (await gateway.admin.post("/admin/api/keys", {"label": SHORT, "role": "viewer"})).status == 201
+    assert (await gateway.admin.call("PUT", "/admin/api/plans/pro", json={})).status == 200
+    price = {"input": 1, "output": 1}
+    priced = await gateway.admin.call("PUT", f"/admin/api/prices/{quote(SHORT, safe='')}?force=true", json=price)
+    assert priced.status == 200, priced.body
+    content = files(1)
+    about = json.loads(content[CONFIG]) | {"base_model_name_or_path": ALL, "revision": ALL}
+    pushed = await push(owner, "pirate", content | {CONFIG: json.dumps(about).encode()})
+    assert pushed.status == 201, pushed.body
+    assert (await push(owner, ALL, content)).status == 400
+    assert (await push(owner, "wrong", content | {CONFIG: json.dumps(about | {ALL: ALL}).encode()})).status == 400
+    assert (await owner.chat(model="pirate", user=SHORT, messages=[{"role": "user", "content": ALL}])).status == 200
+    assert (await owner.chat(model=HOSTILE[1])).status == 404
+    assert (await owner.chat(user=SHORT, x_engine={"status": 400})).status == 400
+    upstream.version = SHORT
+
+    async def is_recorded() -> bool:
+        return len((await gateway.admin.get("/admin/api/requests?tenant=acme")).json["data"]) >= 3
+
+    await until(is_recorded)
+    requests = (await gateway.admin.get("/admin/api/requests?tenant=acme&status=ok")).json["data"]
+    return {
+        "tenant": "acme",
+        "plan": "pro",
+        "model": quote(SHORT, safe=""),
+        "name": "pirate",
+        "key": key["id"],
+        "secret": key["key"],
+        "request": requests[0].get("request_id") or requests[0]["id"],
+    }
+
+
+def urls(home: str, known: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (page, page with hostile parameters) of every page below `home`."""
+    for route in ROUTES:
+        if route.method != "GET" or route.scope != "page" or not route.path.startswith(f"{home}/"):
+            continue
+        if route.path.endswith("/events"):
+            continue
+        ids = known | {"id": known["request" if "/requests/" in route.path else "key"]}
+        path = re.sub(r"{(\w+)[^}]*}", lambda found, ids=ids: ids[found[1]], route.path)
+        yield path, f"{path}?{urlencode({name: ALL for name in route.query if name != 'format'})}"
+
+
+async def check(who: Person, path: str) -> list[str]:
+    """Open a page and return what is wrong with it. An error page for a wrong parameter is right."""
+    await who.open(path)
+    found = [
+        each
+        for each in who.problems
+        if not re.search(r"status of 40[0-9]|does not conform to the required format", each)
+    ]
+    who.problems = []
+    found += await who.page.evaluate(INJECTED)
+    if await who.page.evaluate("window.marked"):
+        found.append("a script ran")
+    if COUNTED in await who.page.content():
+        found.append("a template counted")
+    return [f"{path}: {each}" for each in found]
+
+
+async def test_hostile_texts_are_inert_on_every_page(gateway, upstream, browser):
+    known = await fill(gateway, upstream)
+    found: list[str] = []
+    shown = 0
+    for home, key in (("/admin", ADMIN_KEY), ("/console", known["secret"])):
+        async with person(browser, gateway.url) as who:
+            await who.log_in(home, key)
+            for page, hostile in urls(home, known):
+                found += await check(who, page)
+                shown += SHORT in await who.text()
+                found += await check(who, hostile)
+    assert not found, "\n".join(found)
+    # The texts were there, as texts.
+    assert shown >= 5
+
+
+async def test_a_prompt_and_its_answer_are_text_in_the_playground(gateway, upstream, browser):
+    await gateway.tenant("acme")
+    upstream.says = (ALL,)
+    async with person(browser, gateway.url) as who:
+        await who.log_in("/admin", ADMIN_KEY)
+        await who.open(f"/admin/playground?tenant=acme&a=base&b={quote(ALL)}")
+        await who.page.fill("[name=prompt]", SHORT)
+        await who.page.fill("[name=max_tokens]", "2")
+        await who.page.click("#run")
+        await who.page.wait_for_selector("#side-a [data-part=state]:text-is('complete')")
+        await who.page.wait_for_selector("#side-b [data-part=error]:visible")
+        assert await who.page.locator("#side-a [data-part=answer]").inner_text() == ALL + ALL
+        assert HOSTILE[0] in await who.page.locator("#side-b [data-part=error]").inner_text()
+        assert await who.page.evaluate(INJECTED) == []
+        assert [each for each in who.problems if "status of 400" not in each] == []

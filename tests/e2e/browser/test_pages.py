@@ -1,0 +1,100 @@
+"""Every page in light and dark, wide and narrow: no console error, no axe violation, no sideways scroll."""
+
+import pytest
+
+from testing.browser import SCHEMES, WIDTHS, faults, person
+from testing.gateway.running import ADMIN_KEY
+
+# Pages of operators. {engine}: the URL of the gateway's engine. Add each new page here.
+ADMIN_PAGES = (
+    "/admin/",
+    "/admin/?period=1h&by=model",
+    "/admin/engines",
+    "/admin/engines/one?url={engine}",
+    "/admin/engines/residency",
+    "/admin/engines/drain?url={engine}",
+    "/admin/fairness",
+    "/admin/tenants",
+    "/admin/tenants/-/new",
+    "/admin/tenants/acme",
+    "/admin/tenants/acme?tab=limits",
+    "/admin/tenants/acme?tab=keys",
+    "/admin/tenants/acme?tab=audit",
+    "/admin/tenants/acme/edit",
+    "/admin/tenants/acme/suspend",
+    "/admin/keys",
+    "/admin/keys/new",
+    "/admin/tenants/acme/keys/new",
+    "/admin/plans",
+    "/admin/plans/-/new",
+    "/admin/prices",
+    "/admin/audit",
+    "/admin/requests",
+    "/admin/requests?live=1&key=none",
+    "/admin/refusals",
+    "/admin/refusals?tenant=acme&at=00:00&status=all",
+    "/admin/usage?period=24h",
+    "/admin/usage?group_by=key&measure=tokens",
+    "/admin/usage?group_by=day",
+    "/admin/search?q=none",
+    *(f"/admin/alerts?tab={tab}" for tab in ("events", "targets", "thresholds")),
+    "/admin/alerts/-/new",
+    "/admin/alerts/pager",
+    "/admin/alerts/pager/edit",
+    "/admin/alerts/pager/delete",
+    *(f"/admin/settings?tab={tab}" for tab in ("state", "settings", "migrations", "keys", "sessions")),
+    "/admin/?period=year",
+)
+# The browser writes a line for an answer of 400.
+REFUSED = {"/admin/?period=year"}
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("scheme", SCHEMES)
+async def test_every_page_is_clean(gateway, upstream, browser, width, scheme, tmp_path):
+    acme = await gateway.tenant("acme", budget_per_month=1_000_000)
+    await gateway.admin.call("PUT", "/admin/api/webhooks/pager", json={"url": "https://hooks.example.com/x"})
+    upstream.resident = ["sha256:" + "d" * 64]
+    for _ in range(3):
+        assert (await acme.complete()).status == 200
+    found = {}
+    async with person(browser, gateway.url, width=width, scheme=scheme) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for page in ADMIN_PAGES:
+            await operator.open(page.format(engine=upstream.url))
+            problems = [each for each in await faults(operator) if page not in REFUSED or "status of 400" not in each]
+            if problems:
+                found[page] = problems
+            await operator.page.screenshot(path=tmp_path / f"{len(list(tmp_path.glob('*.png')))}.png", full_page=True)
+    assert not found, "\n".join(f"{page}: {each}" for page, every in found.items() for each in every)
+
+
+async def test_an_operator_drains_and_resumes_an_engine(gateway, upstream, browser):
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/engines")
+        await operator.page.click("a.button:has-text('Drain')")
+        button = operator.page.locator("button.danger")
+        assert await button.is_disabled()
+        await operator.page.fill("input[name=typed]", upstream.url)
+        await button.click()
+        await operator.page.wait_for_url("**/admin/engines")
+        await operator.page.wait_for_selector("#engines td .state-warn")
+        # The strip follows by itself.
+        await operator.page.wait_for_selector("#strip .strip-bad")
+        await operator.page.click("button:has-text('Resume')")
+        await operator.page.wait_for_selector("#engines td .state-good")
+        await operator.page.wait_for_selector("#strip .strip-good")
+        assert not operator.problems
+    audit = (await gateway.admin.get("/admin/api/audit")).json["data"]
+    assert [entry["action"] for entry in audit[:2]] == ["engine.resume", "engine.drain"]
+
+
+async def test_the_colours_are_kept(gateway, browser):
+    async with person(browser, gateway.url, scheme="light") as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for theme in ("light", "dark"):
+            await operator.page.click("[data-theme-switch]")
+            await operator.page.reload()
+            assert await operator.page.get_attribute("html", "data-theme") == theme
+        assert await operator.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 17, 22)"

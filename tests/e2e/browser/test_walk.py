@@ -1,0 +1,181 @@
+"""People at work on a real stack with a real model, in a real browser: an operator, and people who may do less."""
+
+import json
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from testing.browser import Person, can_browse, chromium, person
+from testing.stack import ROOT, Stack, http
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+PIRATE = ROOT / "examples/adapters/pirate"
+FILES = (PIRATE / "adapter_config.json", PIRATE / "adapter_model.safetensors")
+SECRET = re.compile(r"lpx_\w{20,}")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def window(starts_servers: None) -> AsyncIterator[Any]:
+    """Return a browser that all tests of this file share."""
+    if not can_browse():
+        pytest.skip("Chromium or Playwright is not installed")
+    async with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def admin_key(stack: Stack) -> str:
+    return stack.demo["admin_key"]
+
+
+def status_of(stack: Stack, key: str) -> int:
+    return http("GET", f"{stack.demo['gateway']}/v1/models", key).status
+
+
+async def click(who: Person, text: str, within: str = "main") -> None:
+    """Click the link or button with exactly this text."""
+    await who.page.locator(f"{within} :is(a, button)").filter(has_text=re.compile(rf"^\s*{text}\s*$")).first.click()
+
+
+async def confirm(who: Person, name: str) -> None:
+    """Type the name on a page that asks for it. Its button is disabled before."""
+    button = who.page.locator("main button.danger")
+    assert await button.is_disabled()
+    await who.page.fill("input[name=typed]", name)
+    await button.click()
+
+
+async def shown_secret(who: Person) -> str:
+    """Return the secret of a new key, which no page shows again."""
+    secret = await who.page.locator(".copyable code").inner_text()
+    assert SECRET.fullmatch(secret)
+    await click(who, "Done")
+    await who.page.wait_for_selector("#keys")
+    assert secret not in await who.page.content()
+    return secret
+
+
+async def make_key(who: Person, label: str, *scopes: str) -> str:
+    """Fill the form of a new key and return the secret."""
+    await who.page.fill("input[name=label]", label)
+    for box in await who.page.locator("input[name=scopes]").all():
+        await box.set_checked(await box.get_attribute("value") in scopes)
+    await click(who, "Create")
+    return await shown_secret(who)
+
+
+async def ask(who: Person, model: str, prompt: str) -> str:
+    """Ask in the playground that is open. Return the answer."""
+    await who.page.fill("[name=prompt]", prompt)
+    await who.page.fill("[name=max_tokens]", "12")
+    await who.page.fill("[name=model_a]", model)
+    await who.page.click("#run")
+    await who.page.wait_for_selector("#side-a [data-part=state]:is(:text-is('complete'), :text('cut'))")
+    assert await who.page.locator("#side-a [data-part=error]").is_hidden()
+    return await who.page.locator("#side-a [data-part=answer]").inner_text()
+
+
+async def test_an_operator_takes_a_tenant_from_its_start_to_its_suspension(stack, window, admin_key):
+    async with person(window, stack.demo["gateway"]) as who:
+        page = who.page
+        await who.log_in("/admin", admin_key)
+        await click(who, "Tenants", "nav")
+        await click(who, "New tenant")
+        await page.fill("input[name=name]", "initech")
+        await click(who, "Create")
+        await page.wait_for_url("**/admin/tenants/initech?done=created")
+
+        await click(who, "New key")
+        key = await make_key(who, "first", "inference", "adapters", "usage", "keys")
+        assert status_of(stack, key) == 200
+
+        await upload(stack, key)
+        await click(who, "Adapters", "nav")
+        await page.wait_for_selector("#adapters tr:has-text('initech'):has-text('pirate')")
+
+        await who.open("/admin/playground?tenant=initech")
+        assert await ask(who, "pirate", "Why is the sky blue?")
+
+        await see(who, "/admin/tenants/initech", "table tr:has-text('pirate')")
+        await see(who, "/admin/engines/residency", "tr:has-text('initech/pirate') .cell-device")
+        for action in ("tenant.create", "key.create", "adapter.push"):
+            await see(who, "/admin/audit", f"tr:has-text('{action}'):has-text('initech')")
+
+        await who.open("/admin/tenants/initech?tab=keys")
+        await click(who, "Rotate")
+        await page.select_option("select[name=grace]", "0")
+        await click(who, "Rotate")
+        rotated = await shown_secret(who)
+        assert (status_of(stack, key), status_of(stack, rotated)) == (401, 200)
+
+        await click(who, "Revoke")
+        await confirm(who, "first")
+        await page.wait_for_url("**/admin/keys?done=revoked")
+        assert status_of(stack, rotated) == 401
+
+        await who.open("/admin/tenants/initech/keys/new")
+        second = await make_key(who, "second", "inference")
+        await click(who, "Suspend")
+        await confirm(who, "initech")
+        await page.wait_for_selector("main .badge:text-is('suspended')")
+        assert status_of(stack, second) == 403
+        assert who.problems == []
+
+
+async def upload(stack: Stack, key: str) -> None:
+    """Upload the example adapter over the API."""
+    edge = "----edge"
+    parts = [_part(edge, 'name="name"', b"pirate")]
+    parts += [_part(edge, f'name="{each.name}"; filename="{each.name}"', each.read_bytes()) for each in FILES]
+    body = b"".join(parts) + f"--{edge}--\r\n".encode()
+    made = http("POST", f"{stack.demo['gateway']}/v1/adapters", key, body, f"multipart/form-data; boundary={edge}")
+    assert made.status == 201, made.body
+
+
+def _part(edge: str, about: str, content: bytes) -> bytes:
+    return f"--{edge}\r\nContent-Disposition: form-data; {about}\r\n\r\n".encode() + content + b"\r\n"
+
+
+def _json(**fields: str) -> bytes:
+    return json.dumps(fields).encode()
+
+
+async def see(who: Person, path: str, selector: str) -> None:
+    """Open a page, and again until it shows the element: the ledger and the engines' reports follow within a second."""
+    for _ in range(100):
+        await who.open(path)
+        if await who.page.locator(selector).count():
+            return
+        await who.page.wait_for_timeout(100)
+    raise AssertionError(f"{path} never showed {selector}: {await who.text()}")
+
+
+# Pages that each role of operators may see, with the buttons and links there that only greater roles may use.
+READ = ("/admin/", "/admin/engines", "/admin/engines/residency", "/admin/tenants", "/admin/tenants/acme",
+        "/admin/tenants/acme?tab=limits", "/admin/tenants/acme?tab=keys", "/admin/tenants/acme?tab=audit",
+        "/admin/keys", "/admin/adapters", "/admin/plans", "/admin/prices", "/admin/audit")  # fmt: skip
+OF_OPERATORS = re.compile(r"(New|Suspend|Resume|Edit|Delete|Drain|Rotate|Revoke|Upload|Create|Change all)\b")
+OF_BILLING = re.compile(r"(Budget$|Set\b|Save\b)")
+
+
+@pytest.mark.parametrize("role", ["viewer", "billing", "operator"])
+async def test_a_role_sees_no_buttons_of_a_greater_one(stack, window, admin_key, role):
+    made = http("POST", f"{stack.demo['gateway']}/admin/api/keys", admin_key, _json(label=role, role=role)).json
+    operators, billing = set(), set()
+    async with person(window, stack.demo["gateway"]) as who:
+        await who.log_in("/admin", made["key"])
+        for path in READ:
+            await who.open(path)
+            texts = await who.page.locator("main :is(a, button, summary)").all_inner_texts()
+            operators |= {(path, text) for text in texts if OF_OPERATORS.match(text)}
+            billing |= {(path, text) for text in texts if OF_BILLING.match(text)}
+        assert (len(operators) > 10) == (role == "operator"), operators
+        assert not operators or role == "operator", operators
+        assert bool(billing) == (role != "viewer"), billing
+        assert ("Playground" in await who.page.inner_text("nav")) == (role == "operator")
+        assert who.problems == []
+        answer = await who.page.goto(f"{who.url}/admin/playground")
+        assert answer.status == (200 if role == "operator" else 403)

@@ -1,0 +1,117 @@
+"""Attacks on the log-in pages by anybody who can reach them."""
+
+import asyncio
+from collections import Counter
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from gateway.api.requests.memory import SMALL_AT_ONCE
+from gateway.pages import oidc_login
+from testing.gateway.running import ADMIN_KEY, Browser, Gateway
+from tests.gateway.access.test_oidc import at_provider, provider
+
+PROXIED = {"trusted_proxies": ["127.0.0.0/8"]}
+
+
+async def send(gateway: Gateway, text: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Send the text of a request, perhaps not all of it, on a connection of its own."""
+    parts = urlsplit(gateway.url)
+    reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+    writer.write(text.encode())
+    await writer.drain()
+    return reader, writer
+
+
+def form(*, path: str = "/console/login", address: str = "203.0.113.9", length: str = "Content-Length: 100") -> str:
+    return (
+        f"POST {path} HTTP/1.1\r\nHost: gateway\r\nX-Forwarded-For: {address}\r\n{length}\r\n"
+        "Content-Type: application/x-www-form-urlencoded\r\n\r\n"
+    )
+
+
+async def test_slow_forms_of_an_address_take_no_place_of_operators_or_other_people(serve: Any):
+    async with serve(**PROXIED) as gateway:
+        slow = [await send(gateway, form() + "csrf=") for _ in range(SMALL_AT_ONCE)]
+        try:
+            # A further form of the address is refused, which shows that all others wait for their rest.
+            for _ in range(200):
+                reader, writer = await send(gateway, form() + "csrf=")
+                slow.append((reader, writer))
+                try:
+                    async with asyncio.timeout(0.2):
+                        head = await reader.readline()
+                    break
+                except TimeoutError:
+                    continue
+            assert b"429" in head
+            assert (await gateway.admin.post("/admin/api/tenants", {"name": "acme"})).status == 201
+            async with Browser(gateway.url, "/admin") as browser:
+                assert (await browser.log_in(ADMIN_KEY)).status == 303
+        finally:
+            for _, writer in slow:
+                writer.close()
+
+
+async def test_a_form_of_unknown_length_is_read_to_its_limit_only(gateway: Gateway):
+    chunk = f"{0x1000:x}\r\n{'a' * 0x1000}\r\n"
+    head = form(length="Transfer-Encoding: chunked")
+    reader, writer = await send(gateway, head + chunk * 5)
+    async with asyncio.timeout(10):
+        assert b"413" in await reader.readline()
+    writer.close()
+
+
+async def test_a_compressed_form_is_not_expanded(gateway: Gateway):
+    got = await gateway.nobody.call(
+        "POST",
+        "/console/login",
+        data=b"\x1f\x8b" + b"\0" * 100,
+        headers={"Content-Encoding": "gzip", "Content-Type": "application/x-www-form-urlencoded"},
+    )
+    assert got.status == 400
+    assert "compressed" in got.error["message"]
+
+
+async def test_guesses_at_one_page_hide_no_failed_log_in_elsewhere_and_no_use_of_a_known_key(gateway: Gateway):
+    operator = gateway.client((await gateway.admin.post("/admin/api/keys")).json["key"])
+    revoked = (await gateway.admin.post("/admin/api/keys")).json
+    await gateway.admin.call("DELETE", f"/admin/api/keys/{revoked['id']}")
+    for home in ("/console", "/admin"):
+        async with Browser(gateway.url, home) as browser:
+            for _ in range(8):
+                await browser.log_in("lpx_guess")
+            if home == "/admin":
+                await browser.log_in(revoked["key"])
+    # The address is throttled now, except for issued keys.
+    audit = (await operator.get("/admin/api/audit?action=login.failed")).json["data"]
+    found = Counter((entry["target"], entry["actor"]) for entry in audit)
+    # The minute may end in between.
+    assert 1 <= found["/admin", revoked["id"]] <= 2
+    assert 1 <= found["/admin", "unknown"] <= 10
+    assert 1 <= found["/console", "unknown"] <= 10
+
+
+# The provider's own libraries warn of each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_wrong_answers_of_the_provider_count_by_address_and_fill_nothing(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(oidc_login, "USED_MOST", 3)
+    settings = {"oidc_client_id": "loraplex", "oidc_client_secret": "s", "oidc_roles": "ops=operator"} | PROXIED
+    with provider(ann=["ops"]) as url:
+        async with serve(oidc_issuer=url, **settings) as gateway:
+            statuses = []
+            for _ in range(14):
+                async with Browser(gateway.url, "/admin") as browser:
+                    browser.session.headers["X-Forwarded-For"] = "203.0.113.9"
+                    began = await browser.get("/admin/login/oidc")
+                    [state] = parse_qs(urlsplit(began.headers["Location"]).query)["state"]
+                    got = await browser.get(f"/admin/login/oidc/return?state={state}&code=wrong")
+                    statuses.append(got.status)
+            assert statuses[:10] == [401] * 10
+            assert statuses[-1] == 429
+            async with Browser(gateway.url, "/admin") as browser:
+                assert (await browser.get(await at_provider(browser, "ann"))).status == 200
+                assert (await browser.get("/admin/")).status == 200

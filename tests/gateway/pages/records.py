@@ -1,0 +1,89 @@
+"""Records for tests of pages, an application around handlers of pages, and a parser that finds scripts."""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from html.parser import HTMLParser
+from typing import Any
+
+import aiohttp
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from gateway.api.access_log import REQUEST_ID
+from gateway.billing.writer import UsageWriter
+from gateway.errors import Exceeded, error_boundary
+from gateway.records.database import Database
+from gateway.records.refused_requests import RefusalLog, RefusedRequest
+from testing.gateway.rows import NOON
+from tests.gateway.pages.conftest import Reader
+
+HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
+
+
+def refused(number: int, **changes: Any) -> RefusedRequest:
+    values: dict[str, Any] = {
+        "request_id": f"req_r{number:02}",
+        "at": NOON + timedelta(minutes=number, seconds=30),
+        "tenant_id": "t1",
+        "tenant": "acme",
+        "key_id": "k",
+        "method": "POST",
+        "route": "/v1/chat/completions",
+        "status": 429,
+        "code": "rate_limit_exceeded",
+        "latency_ms": 1,
+        "model": "pirate",
+        "exceeded": Exceeded(name="tokens_per_minute", owner="tenant", value=20_000, needed=4_096, remaining=310),
+    }
+    return RefusedRequest(**values | changes)
+
+
+async def fill(database: Database, *rows: Any) -> None:
+    """Write refused requests and usage rows."""
+    log = RefusalLog(database, lambda _: None)
+    for each in rows:
+        if isinstance(each, RefusedRequest):
+            log.note(each)
+    await log.flush()
+    await UsageWriter(database).write(each for each in rows if not isinstance(each, RefusedRequest))
+
+
+class Tags(HTMLParser):
+    """Parser that keeps the tags that could run a script."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unsafe: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        runs = any(name.startswith("on") or (value or "").strip().startswith("javascript:") for name, value in attrs)
+        if runs or tag == "img" or (tag == "script" and not (given.get("src") or "").startswith("/static/")):
+            self.unsafe.append(self.get_starttag_text() or tag)
+
+
+@web.middleware
+async def named(request: web.Request, handler: Any) -> web.StreamResponse:
+    request[REQUEST_ID] = "req_page"
+    return await handler(request)
+
+
+@asynccontextmanager
+async def serving(handlers: Mapping[str, Any]) -> AsyncIterator[Reader]:
+    """Serve handlers of GET by their paths, behind the middleware that makes errors into answers."""
+    app = web.Application(middlewares=[named, error_boundary])
+    for path, handler in handlers.items():
+        app.router.add_get(path, handler)
+    server = TestServer(app)
+    await server.start_server()
+    async with aiohttp.ClientSession() as session:
+        yield Reader(session, str(server.make_url("")).rstrip("/"))
+    await server.close()
+
+
+def unsafe(text: str) -> list[str]:
+    """Return the tags of a page that could run a script which is not its own."""
+    tags = Tags()
+    tags.feed(text)
+    return tags.unsafe

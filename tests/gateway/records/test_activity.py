@@ -1,0 +1,211 @@
+"""Activity for charts: exact sums by tenant, model and engine, curves that add up to them, and percentiles."""
+
+import random
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from gateway.billing.usage_row import UsageRow
+from gateway.billing.writer import UsageWriter
+from gateway.errors import BadRequest
+from gateway.records.activity import Activity, GroupBy, Order, Scope
+from gateway.records.activity_figures import ActivityReport, Curve, percentiles
+from gateway.records.activity_tables import BOUNDS
+from gateway.records.database import Database
+from testing.gateway.rows import row
+
+NOW = datetime.now(UTC)
+MODELS = ("base", "pirate", "terse", "pirate*0.5+terse*0.5", "pirate*0.4+terse*0.6")
+STATUSES = ("ok", "ok", "ok", "cancelled", "error", "limited")
+
+
+def some_rows(number: int, days: float) -> list[UsageRow]:
+    """Return random rows of the last `days`, more of them lately."""
+    chance = random.Random(5)
+    rows = []
+    for i in range(number):
+        model, tenant = chance.choice(MODELS), chance.randrange(4)
+        status = chance.choice(STATUSES)
+        rows.append(
+            row(
+                f"r{i}",
+                tenant_id=f"t{tenant}",
+                tenant=f"n{tenant}",
+                model=model,
+                adapter_digest=None if model == "base" else "d",
+                engine=chance.choice(["http://a", "http://b", None]),
+                created_at=NOW - timedelta(days=days * chance.random() ** 3),
+                status=status,
+                error_code=f"{status}_code" if status in ("error", "limited") else None,
+                prompt_tokens=chance.randrange(100),
+                completion_tokens=chance.randrange(100),
+                cached_tokens=chance.randrange(10),
+                cost=chance.randrange(1000),
+                queue_ms=chance.randrange(50),
+                latency_ms=round(chance.lognormvariate(6, 2)),
+                ttft_ms=chance.choice([None, 30]),
+            )
+        )
+    return rows
+
+
+ROWS = some_rows(1500, 70)
+
+
+@pytest.fixture
+async def activity(database: Database) -> Activity:
+    writer = UsageWriter(database)
+    for start in range(0, len(ROWS), 400):
+        await writer.write(ROWS[start : start + 450])
+    return Activity(database)
+
+
+def sums(rows: list[UsageRow]) -> tuple[int, ...]:
+    """Return requests, failures, tokens, cost and waits."""
+    failed = sum(each.status not in ("ok", "cancelled") for each in rows)
+    names = ("prompt_tokens", "cached_tokens", "completion_tokens", "cost", "queue_ms")
+    return len(rows), failed, *(sum(getattr(each, name) or 0 for each in rows) for name in names)
+
+
+def shown(figures: Any) -> tuple[int, ...]:
+    names = ("requests", "failed", "prompt_tokens", "cached_tokens", "completion_tokens", "cost", "queue_ms")
+    return tuple(getattr(figures, name) for name in names)
+
+
+def in_period(rows: list[UsageRow], report: ActivityReport) -> list[UsageRow]:
+    return [each for each in rows if report.since <= each.created_at]
+
+
+def in_the_one_before(rows: list[UsageRow], report: ActivityReport) -> list[UsageRow]:
+    return [each for each in rows if report.before_since <= each.created_at < report.since]
+
+
+def model_of(each: UsageRow) -> tuple[str | None, str]:
+    return (None, "base") if each.model == "base" else (each.tenant, "(mixtures)" if "*" in each.model else each.model)
+
+
+PERIODS = [timedelta(minutes=50), timedelta(hours=20), timedelta(days=6), timedelta(days=30)]
+
+
+@pytest.mark.parametrize("length", PERIODS, ids=str)
+async def test_sums_are_those_of_the_rows(activity: Activity, length: timedelta):
+    report = await activity.report(since=NOW - length)
+    rows = in_period(ROWS, report)
+    assert rows
+    assert shown(report.total) == sums(rows)
+    assert shown(report.before) == sums(in_the_one_before(ROWS, report))
+    assert report.total.statuses == {s: n for s in set(STATUSES) if (n := sum(r.status == s for r in rows))}
+    assert report.active_tenants == len({each.tenant for each in rows})
+    starts = [*(moment.timestamp() for moment in report.starts), report.until.timestamp() + report.step]
+    for i, start in enumerate(starts[:-1]):
+        here = [each for each in rows if start <= each.created_at.timestamp() < start + report.step]
+        found = tuple(getattr(report.curve, name)[i] for name in Curve.__struct_fields__)
+        assert found == sums(here)[:6]
+    assert sum(report.curve.requests) == report.total.requests
+
+
+GROUPINGS: list[tuple[GroupBy, Callable[[UsageRow], Any]]] = [
+    ("tenant", lambda each: (None, each.tenant)),
+    ("model", model_of),
+    ("engine", lambda each: (None, each.engine or "")),
+]
+
+
+@pytest.mark.parametrize("order", ["requests", "tokens", "cost"])
+@pytest.mark.parametrize(("group_by", "key"), GROUPINGS)
+async def test_groups_and_the_rest(activity: Activity, group_by: GroupBy, key: Any, order: Order):
+    report = await activity.report(since=NOW - timedelta(days=9), group_by=group_by, order=order, top=2)
+    rows, before = in_period(ROWS, report), in_the_one_before(ROWS, report)
+    groups: dict[Any, list[UsageRow]] = {}
+    for each in rows:
+        groups.setdefault(key(each), []).append(each)
+    assert report.num_groups == len(groups)
+
+    def amount(of: Any) -> int:
+        values = sums(groups[of])
+        return {"requests": values[0], "tokens": values[2] + values[4], "cost": values[5]}[order]
+
+    names = [(group.tenant, group.name) for group in report.groups]
+    assert [amount(name) for name in names] == sorted((amount(name) for name in groups), reverse=True)[:2]
+    for group, name in zip(report.groups, names, strict=True):
+        assert shown(group.sums) == sums(groups[name])
+        assert shown(group.before) == sums([each for each in before if key(each) == name])
+        assert sum(group.curve.cost) == group.sums.cost
+    assert report.others is not None
+    parts = [*(group.curve for group in report.groups), report.others]
+    for name in Curve.__struct_fields__:
+        lists = [getattr(part, name) for part in parts]
+        assert [sum(values) for values in zip(*lists, strict=True)] == getattr(report.curve, name)
+
+
+@pytest.mark.parametrize(
+    ("scope", "matches"),
+    [
+        (Scope(tenant="n1"), lambda each: each.tenant == "n1"),
+        (Scope(tenant_id="t1", model="terse"), lambda each: (each.tenant, each.model) == ("n1", "terse")),
+        (Scope(tenant_id="t1", model="base"), lambda each: (each.tenant, each.model) == ("n1", "base")),
+        (Scope(model="base"), lambda each: each.model == "base"),
+        (Scope(engine="http://b"), lambda each: each.engine == "http://b"),
+        (Scope(tenant="none"), lambda each: False),
+    ],
+)
+async def test_scopes(activity: Activity, scope: Scope, matches: Any):
+    report = await activity.report(since=NOW - timedelta(days=9), scope=scope)
+    assert shown(report.total) == sums([each for each in in_period(ROWS, report) if matches(each)])
+
+
+async def test_a_tenants_models_and_a_models_tenants(activity: Activity):
+    since = NOW - timedelta(days=9)
+    models = await activity.report(since=since, scope=Scope(tenant_id="t2"), group_by="model")
+    assert sorted(group.name for group in models.groups) == ["(mixtures)", "base", "pirate", "terse"]
+    assert models.others is None
+    tenants = await activity.report(since=since, scope=Scope(model="base"), group_by="tenant")
+    assert {group.tenant for group in tenants.groups} == {"n0", "n1", "n2", "n3"}
+    assert sum(group.sums.requests for group in tenants.groups) == tenants.total.requests
+    with pytest.raises(BadRequest, match=r"^group_by: there are no sums"):
+        await activity.report(since=since, scope=Scope(tenant="n1"), group_by="engine")
+
+
+async def test_failures_by_code(activity: Activity):
+    report = await activity.report(since=NOW - timedelta(hours=20), scope=Scope(tenant="n1"))
+    rows = [each for each in in_period(ROWS, report) if each.tenant == "n1"]
+    expected = {code: sum(each.error_code == code for each in rows) for code in ("error_code", "limited_code")}
+    assert {each.code: each.requests for each in report.refusals if each.requests} == expected
+    assert all(sum(each.curve) == each.requests for each in report.refusals)
+    everyone = await activity.report(since=NOW - timedelta(days=6))
+    every_row = in_period(ROWS, everyone)
+    assert sum(each.requests for each in everyone.refusals) == sum(each.error_code is not None for each in every_row)
+
+
+async def test_periods_without_sums_are_refused(activity: Activity):
+    for which in (
+        {"since": NOW + timedelta(hours=1)},
+        {"since": NOW, "until": NOW - timedelta(hours=1)},
+        {"since": NOW - timedelta(days=5), "step": 60},
+        {"since": NOW - timedelta(days=3000), "step": 3600},
+    ):
+        with pytest.raises(BadRequest, match=r"^(since|step): expected"):
+            await activity.report(**which)
+
+
+async def test_a_period_in_the_past(activity: Activity):
+    since, until = NOW - timedelta(days=20), NOW - timedelta(days=10)
+    report = await activity.report(since=since, until=until)
+    rows = [each for each in ROWS if report.since <= each.created_at < report.until]
+    assert shown(report.total) == sums(rows)
+    assert timedelta(0) <= report.until - until < timedelta(hours=1)
+
+
+def test_percentiles_lie_within_the_bucket_of_the_exact_ones():
+    assert percentiles([0] * 25) is None
+    values = sorted(random.Random(3).lognormvariate(6, 1.5) for _ in range(5000))
+    buckets = [0] * 25
+    for value in values:
+        buckets[sum(value > bound for bound in BOUNDS)] += 1
+    found = percentiles(buckets)
+    assert found is not None
+    for quantile, estimate in zip((0.5, 0.95, 0.99), (found.p50, found.p95, found.p99), strict=True):
+        exact = values[round(quantile * len(values))]
+        assert abs(estimate - exact) < 0.1 * exact

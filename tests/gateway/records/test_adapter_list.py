@@ -1,0 +1,115 @@
+"""List of adapters of all tenants on SQLite and PostgreSQL: its columns, filters, sorts, pages, and use."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+
+from gateway.billing.writer import UsageWriter
+from gateway.records.adapter_list import SORTS, AdapterList, ListFilter
+from gateway.records.adapter_rows import Reason
+from gateway.records.catalog import Catalog
+from gateway.records.database import Database
+from gateway.records.tenants import Tenant, Tenants
+from testing.gateway.rows import row
+from testing.gateway.versions import add, digest
+
+
+@pytest.fixture
+async def globex(database: Database) -> Tenant:
+    return await Tenants(database).create("globex", {}, "op")
+
+
+async def names(adapters: AdapterList, which: ListFilter | None = None, **options: Any) -> list[str]:
+    page = await adapters.page(which or ListFilter(), **options)
+    return [f"{each.tenant}/{each.name}" for each in page.adapters]
+
+
+async def test_each_adapter_has_its_present_and_its_newest_version(
+    catalog: Catalog, acme: Tenant, globex: Tenant, database: Database
+):
+    adapters = AdapterList(database)
+    await add(catalog, acme, "pirate", 1, 2)
+    await catalog.versions.refuse(acme, "pirate", [Reason(message="wrong shape")])
+    await catalog.versions.refuse(globex, "broken", [Reason(message="wrong shape")])
+    await add(catalog, globex, "waiting", 3, state="validating")
+    await add(catalog, globex, "over", 4)
+    past = {"expires_at": datetime.now(UTC) + timedelta(milliseconds=30)}
+    await catalog.versions.change(globex, "over", 1, past, "op")
+    found = {each.name: each for each in (await adapters.page(ListFilter())).adapters}
+    while found["over"].state == "ready":
+        found = {each.name: each for each in (await adapters.page(ListFilter())).adapters}
+    shown = {
+        name: (each.tenant, each.version, each.state, each.newest, each.newest_state, each.versions)
+        for name, each in found.items()
+    }
+    assert shown == {
+        "pirate": ("acme", 2, "ready", 3, "rejected", 3),
+        "broken": ("globex", 1, "rejected", 1, "rejected", 1),
+        "waiting": ("globex", 1, "validating", 1, "validating", 1),
+        "over": ("globex", 1, "retired", 1, "retired", 1),
+    }
+    assert (found["pirate"].digest, found["pirate"].rank, found["pirate"].num_bytes) == (digest(2), 8, 10)
+    assert found["broken"].digest == ""
+
+
+async def test_filters_sorts_and_pages(catalog: Catalog, acme: Tenant, globex: Tenant, database: Database):
+    adapters = AdapterList(database)
+    for tenant, name, number in ((acme, "a%b", 1), (acme, "pirate", 2), (globex, "json", 3), (globex, "pirate", 4)):
+        if "%" not in name:
+            await add(catalog, tenant, name, number)
+    await catalog.versions.refuse(acme, "broken", [Reason(message="no")])
+    every = ["acme/broken", "globex/json", "acme/pirate", "globex/pirate"]
+    assert await names(adapters) == every
+    assert await names(adapters, descending=True) == ["acme/pirate", "globex/pirate", "globex/json", "acme/broken"]
+    assert [await names(adapters, limit=3, page=page) for page in (1, 2, 3)] == [every[:3], every[3:], []]
+    assert [(await adapters.page(ListFilter(), limit=3, page=page)).total for page in (1, 2, 3)] == [4, 4, 4]
+    for which, expected in (
+        (ListFilter(tenant="globex"), ["globex/json", "globex/pirate"]),
+        (ListFilter(tenant_id=acme.id), ["acme/broken", "acme/pirate"]),
+        (ListFilter(search="PIR"), ["acme/pirate", "globex/pirate"]),
+        (ListFilter(search="glob"), ["globex/json", "globex/pirate"]),
+        (ListFilter(search=f"sha256:{digest(3)}"), ["globex/json"]),
+        (ListFilter(search="%"), []),
+        (ListFilter(state="rejected"), ["acme/broken"]),
+        (ListFilter(rank=8), ["globex/json", "acme/pirate", "globex/pirate"]),
+        (ListFilter(rank=9), []),
+        (ListFilter(base=digest(9)), []),
+    ):
+        assert await names(adapters, which) == expected, which
+    for sort in SORTS:
+        for descending in (False, True):
+            assert sorted(await names(adapters, sort=sort, descending=descending)) == sorted(every)
+
+
+async def test_use_is_that_of_the_tenants_own_name(catalog: Catalog, acme: Tenant, globex: Tenant, database: Database):
+    adapters, writer, now = AdapterList(database), UsageWriter(database), datetime.now(UTC)
+    for tenant in (acme, globex):
+        await add(catalog, tenant, "pirate", 1)
+        await add(catalog, tenant, "old", 2)
+    ages = {"pirate": (0, 1, 30), "old": (24 * 29,)}
+    for name, hours in ages.items():
+        for age in hours:
+            at = now - timedelta(hours=age)
+            await writer.write([row(f"r-{name}-{age}", tenant_id=acme.id, tenant="acme", model=name, created_at=at)])
+    await writer.write([row("gone", tenant_id=globex.id, model="old", created_at=now - timedelta(days=40))])
+    for page in (
+        await adapters.page(ListFilter()),
+        await adapters.page(ListFilter(), sort="requests", descending=True),
+        await adapters.page(ListFilter(), sort="last_used"),
+    ):
+        uses = {f"{each.tenant}/{each.name}": each for each in page.adapters}
+        assert {name: each.requests for name, each in uses.items()} == {
+            "acme/pirate": 2,
+            "acme/old": 0,
+            "globex/pirate": 0,
+            "globex/old": 0,
+        }
+        assert uses["acme/pirate"].last_used == now.replace(minute=0, second=0, microsecond=0)
+        assert uses["acme/old"].last_used is not None
+        assert uses["globex/old"].last_used is None
+    by_use = await names(adapters, sort="requests", descending=True)
+    assert by_use[0] == "acme/pirate"
+    assert await names(adapters, sort="last_used", descending=True, limit=2) == ["acme/pirate", "acme/old"]
+    unused = await adapters.page(ListFilter(is_unused=True))
+    assert ([each.tenant for each in unused.adapters], unused.total) == (["globex", "globex"], 2)

@@ -1,0 +1,55 @@
+"""Retention: old sums by minute and old usage rows go, sums by hour and day stay exact."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from sqlalchemy import Table, func, select
+
+from gateway.billing.writer import UsageWriter
+from gateway.records import retention
+from gateway.records.activity_tables import ACTIVITY, ENGINE
+from gateway.records.database import Database
+from gateway.records.refusal_tables import refusal_counts
+from gateway.records.retention import Retention
+from gateway.records.tables import usage, usage_daily
+from testing.gateway.rows import row
+
+NOW = datetime.now(UTC)
+
+
+async def fill(database: Database) -> None:
+    """Write a failed request for each of the last 80 hours."""
+    rows = [
+        row(f"r{i}", created_at=NOW - timedelta(hours=i), status="error", error_code="engine_error") for i in range(80)
+    ]
+    await UsageWriter(database).write(rows)
+
+
+async def count(database: Database, table: Table, *which: Any) -> int:
+    column = table.c.requests if "requests" in table.c else None
+    async with database.read() as connection:
+        amount = func.count() if column is None else func.coalesce(func.sum(column), 0)
+        return int((await connection.execute(select(amount).select_from(table).where(*which))).scalar_one())
+
+
+async def test_old_sums_by_minute_are_removed(database: Database, monkeypatch: Any):
+    monkeypatch.setattr(retention, "AT_ONCE", 7)
+    await fill(database)
+    assert await Retention(database).prune_minutes(timedelta(hours=48)) > 0
+    minute, hour, counts = ACTIVITY[60], ACTIVITY[3600], refusal_counts
+    # The hours up to 49 remain.
+    assert await count(database, minute, minute.c.kind == ENGINE) == 50
+    assert await count(database, counts, counts.c.level == 60, counts.c.tenant_id == "t1") == 50
+    assert await count(database, hour, hour.c.kind == ENGINE) == 80
+    assert await count(database, counts, counts.c.level == 86400, counts.c.tenant_id == "t1") == 80
+    assert await Retention(database).prune_minutes(timedelta(hours=48)) == 0
+
+
+async def test_old_usage_rows_are_removed_only_if_asked(database: Database, monkeypatch: Any):
+    monkeypatch.setattr(retention, "AT_ONCE", 7)
+    await fill(database)
+    assert await Retention(database).prune_usage(None) == 0
+    assert await count(database, usage) == 80
+    assert await Retention(database).prune_usage(timedelta(days=2)) == 32
+    assert await count(database, usage) == 48
+    assert await count(database, usage_daily) == 80

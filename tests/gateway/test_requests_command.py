@@ -1,0 +1,78 @@
+"""`loraplex requests` against a running gateway: as an operator and with a tenant's own key."""
+
+import asyncio
+import csv
+import io
+import json
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from loraplex.cli import main
+from testing.gateway.running import ADMIN_KEY, Gateway, until
+
+Run = Callable[..., Awaitable[Result]]
+
+
+@pytest.fixture
+def run(gateway: Gateway) -> Run:
+    """Run a command as a user does, in a thread beside the gateway; it must succeed unless `code` is given."""
+    clean = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
+    env = clean | {"LORAPLEX_GATEWAY": gateway.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
+
+    async def run(*arguments: str, code: int = 0, **options: Any) -> Result:
+        result = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env, **options)
+        assert result.exit_code == code, result.output
+        return result
+
+    return run
+
+
+async def test_requests_as_a_table_as_csv_and_one_by_one(run: Run, gateway: Gateway):
+    acme, globex = await gateway.tenant("acme", requests_per_minute=1), await gateway.tenant("globex")
+    served = await acme.chat(user="ann")
+    assert (await acme.chat()).status == 429
+    await globex.complete()
+
+    async def rows(*arguments: str) -> list[list[str]]:
+        return [line.split() for line in (await run("requests", *arguments)).stdout.splitlines()[1:]]
+
+    async def written() -> bool:
+        return len(await rows()) == 3
+
+    await until(written)
+    assert {row[2] for row in await rows()} == {"acme", "globex"}
+    [[_, request_id, tenant, model, status, code, *_]] = await rows("--tenant", "acme", "--status", "ok")
+    assert (request_id, tenant, model, status, code) == (served.headers["x-request-id"], "acme", "base", "ok", "-")
+    own = ("--api-key", acme.key or "")
+    assert [row[4:6] for row in await rows(*own)] == [["not_admitted", "rate_limit_exceeded"], ["ok", "-"]]
+    page = await run("requests", "--limit", "2")
+    after = page.stderr.split()[-1]
+    assert [row[1] for row in await rows("--after", after)] == [request_id]
+    table = list(csv.DictReader(io.StringIO((await run("requests", "--csv", "--end-user", "ann")).stdout)))
+    assert [(row["end_user"], row["key_id"]) for row in table] == [("ann", (acme.key or "").split("_")[1])]
+
+    story = (await run("requests", "show", served.json["id"], *own)).stdout
+    assert "latency_ms:" in story
+    assert "queue:" in story
+    assert "http://" not in story
+    [refused] = json.loads((await run("requests", "--code", "rate_limit_exceeded", "--json")).stdout)["data"]
+    shown = (await run("requests", "show", refused["request_id"])).stdout
+    assert "requests_per_minute of the tenant: 1" in shown
+    assert "needed 1, remaining 0" in shown
+    assert "no such request" in (await run("requests", "show", "req_none", code=1)).stderr
+    assert "--engine is for operators" in (await run("requests", "--engine", "http://e", *own, code=2)).stderr
+
+
+async def test_texts_of_tenants_are_no_formulas_in_csv(run: Run, gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    await acme.chat(user="=1+1")
+
+    async def table() -> list[dict[str, str]]:
+        return list(csv.DictReader(io.StringIO((await run("requests", "--csv")).stdout)))
+
+    await until(table)
+    assert [row["end_user"] for row in await table()] == ["'=1+1"]
