@@ -77,12 +77,14 @@ async def test_requests_whose_client_leaves_count(serve: Any, upstream: Upstream
     async with serve(unserved_per_second=RATE) as gateway:
         mallory = await gateway.tenant("mallory", max_concurrent=1000)
 
-        async def leave() -> None:
-            sent = asyncio.ensure_future(mallory.complete(x_engine={"delay": 60.0}))
-            await asyncio.sleep(0.5)
-            sent.cancel()
+        sent = [asyncio.ensure_future(mallory.complete(x_engine={"delay": 60.0})) for _ in range(BURST + 12)]
 
-        await asyncio.gather(*(leave() for _ in range(BURST + 12)))
+        async def arrived() -> bool:
+            return len(upstream.requests) == len(sent)
+
+        await until(arrived)
+        for request in sent:
+            request.cancel()
 
         # The gateway notices each departure a moment later. Two reads a second are within the rate by themselves.
         async def waits() -> bool:
