@@ -18,7 +18,7 @@ from gateway.errors import error_boundary
 from gateway.fleet.registry import Registry
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
-from gateway.pages.errors import error_pages
+from gateway.pages.frame.errors import error_pages
 from gateway.process.admin_port import keep_off_public_port
 from gateway.process.connections import Connections
 from gateway.process.drain import Drain

@@ -50,10 +50,10 @@ from gateway.api.webhook_desk import WebhookDesk
 from gateway.billing.recovery import Abandoned
 from gateway.fleet.addresses import own_fields
 from gateway.metrics import Metrics
-from gateway.pages.adapter_pages import AdapterParts, build_adapter_page
+from gateway.pages.adapters.build import AdapterParts, build_adapter_page
 from gateway.pages.build import build_pages
-from gateway.pages.frame import Frame
-from gateway.pages.setting_pages import build_setting_pages
+from gateway.pages.frame.frame import Frame
+from gateway.pages.settings.build import build_setting_pages
 from gateway.parts import Billing, Records, Serving, build_billing, build_records, build_serving
 from gateway.process.connections import Connections
 from gateway.process.disks import Disks

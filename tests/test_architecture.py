@@ -239,6 +239,18 @@ def test_no_circles_of_files():
     assert not graph, "circles among these files"
 
 
+def test_rooms_of_the_pages_stand_alone():
+    """Rooms of the pages share `frame` and `parts` and import no other room; the console is above all of them."""
+    pages = ROOT / "gateway" / "pages"
+    found = []
+    for path in pages.rglob("*/*.py"):
+        room = path.relative_to(pages).parts[0]
+        allowed = {"frame": ("frame",), "parts": ("frame", "parts")}.get(room, ("frame", "parts", room))
+        reached = {m.split(".")[2] for m in imports(path) if m.startswith("gateway.pages.")}
+        found += [f"{path.relative_to(ROOT)}: {other}" for other in reached - set(allowed) if room != "console"]
+    assert not found
+
+
 def test_tests_are_no_package():
     assert not list((ROOT / "tests").rglob("__init__.py"))
 

@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.errors import Forbidden
-from gateway.pages.frame import Frame
+from gateway.pages.frame.frame import Frame
 from gateway.parts import Records
 from gateway.quota.quota import Quota
 from gateway.sharing.turns import Turns

@@ -1,6 +1,6 @@
 """`/console/adapters`: the models that the tenant's requests may use, with their context and price.
 
-An adapter's own page, its actions and the upload are those of the operators' pages (gateway/pages/adapter_page.py).
+An adapter's own page, its actions and the upload are those of the operators' pages (gateway/pages/adapters/page.py).
 """
 
 from typing import NamedTuple
@@ -11,10 +11,10 @@ from aiohttp import web
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.adapters import read_filter, read_sort
 from gateway.errors import BadRequest
-from gateway.pages.adapters import COLUMNS as ALL_COLUMNS
-from gateway.pages.adapters import STATE_OPTIONS, TONES, UNUSED_OPTIONS
+from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
+from gateway.pages.adapters.list import STATE_OPTIONS, TONES, UNUSED_OPTIONS
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.tables import ROWS, Column, csv_response, read_table
+from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
 from gateway.records.adapter_list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter
 from gateway.records.catalog import Adapter, Model
 from gateway.records.priced_names import AdapterPrices

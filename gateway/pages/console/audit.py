@@ -9,9 +9,9 @@ from aiohttp import web
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.audit import read_audit
 from gateway.errors import BadRequest
-from gateway.pages.audit import COLUMNS, CSV_COLUMNS, MOST_CSV, audit_row, audit_table
 from gateway.pages.console.access import ConsolePages, needs
-from gateway.pages.tables import ROWS, csv_response
+from gateway.pages.parts.audit_rows import COLUMNS, CSV_COLUMNS, MOST_CSV, audit_row, audit_table
+from gateway.pages.parts.tables import ROWS, csv_response
 from gateway.quota.kinds import KINDS
 from gateway.records.audit import AuditEntry
 from gateway.records.tenants import Tenant

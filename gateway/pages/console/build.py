@@ -12,7 +12,7 @@ from gateway.pages.console.keys import ConsoleKeys
 from gateway.pages.console.playground import ConsolePlayground
 from gateway.pages.console.requests import ConsoleRequests
 from gateway.pages.console.usage import ConsoleUsage
-from gateway.pages.frame import Frame
+from gateway.pages.frame.frame import Frame
 from gateway.parts import Billing, Records
 from gateway.records.activity import Activity
 from gateway.records.priced_names import AdapterPrices

@@ -12,8 +12,8 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.console.places import example_models, origin
-from gateway.pages.forms import term_text
-from gateway.pages.limit_rows import LimitRow, used_row
+from gateway.pages.parts.forms import term_text
+from gateway.pages.parts.limit_rows import LimitRow, used_row
 from gateway.quota.kinds import BY_LETTER
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left

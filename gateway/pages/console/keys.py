@@ -13,9 +13,9 @@ from gateway.api.key_desk import KeyDesk
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
-from gateway.pages.keys import EXPIRIES, error_field, read_grace, read_new_key, rotate_form
-from gateway.pages.tables import csv_response, read_table, window
+from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
+from gateway.pages.parts.tables import csv_response, read_table, window
+from gateway.pages.tenants.keys import EXPIRIES, error_field, read_grace, read_new_key, rotate_form
 from gateway.records.key_list import Sort
 from gateway.records.keys import KEY_ID, ApiKey, unknown_key
 

@@ -7,7 +7,7 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.caller import CALLER
 from gateway.access.scopes import PRINCIPAL
-from gateway.pages.places import Places
+from gateway.pages.parts.places import Places
 
 ADAPTER = "/console/adapters/{name}"
 KEYS, REQUESTS = "/console/keys", "/console/requests"

@@ -8,8 +8,8 @@ import re
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
+from gateway.pages.adapters.playground import model_context
 from gateway.pages.console.access import ConsolePages, needs
-from gateway.pages.playground import model_context
 
 QUERY = ("a", "b")
 CHAT = "/console/playground/chat"

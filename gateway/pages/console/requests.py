@@ -5,12 +5,12 @@ from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.log_filter import read_log_filter
-from gateway.pages import requests
 from gateway.pages.console.access import Console, needs
 from gateway.pages.console.places import ConsolePlaces
-from gateway.pages.log_export import FIELDS
-from gateway.pages.requests import RequestPages
-from gateway.pages.tables import Column
+from gateway.pages.parts.tables import Column
+from gateway.pages.requests import log as requests
+from gateway.pages.requests.export import FIELDS
+from gateway.pages.requests.log import RequestPages
 from gateway.records.request_log import LogEntry, LogFilter, LogPage, RequestLog
 
 # Parts of the log that are about the service, not about the tenant.

@@ -3,11 +3,11 @@
 from functools import partial
 
 from gateway.api.route import Route, Upload
-from gateway.pages import adapter_page
-from gateway.pages.adapter_acts import ALIAS_QUERY, ASK_QUERY, AdapterActs
-from gateway.pages.adapter_page import AdapterPages
-from gateway.pages.adapter_upload import QUERY as UPLOAD_QUERY
-from gateway.pages.adapter_upload import AdapterUploads
+from gateway.pages.adapters import page as adapter_page
+from gateway.pages.adapters.actions import ALIAS_QUERY, ASK_QUERY, AdapterActs
+from gateway.pages.adapters.page import AdapterPages
+from gateway.pages.adapters.upload import QUERY as UPLOAD_QUERY
+from gateway.pages.adapters.upload import AdapterUploads
 from gateway.pages.console import adapters, audit, keys, playground, requests, usage
 from gateway.pages.console.adapters import ConsoleAdapters
 from gateway.pages.console.audit import ConsoleAudit

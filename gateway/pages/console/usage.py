@@ -9,11 +9,11 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.errors import BadRequest
-from gateway.pages import report_period
 from gateway.pages.console.access import ConsolePages, needs
-from gateway.pages.frame import link
-from gateway.pages.report_period import LAST_MONTH, MONTH, Span, read_span, segments_of
-from gateway.pages.tables import Column, csv_response, fill, read_table
+from gateway.pages.frame.frame import link
+from gateway.pages.parts import report_period
+from gateway.pages.parts.report_period import LAST_MONTH, MONTH, Span, read_span, segments_of
+from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.records.prices import MICRO_UNITS, exact_money
 from gateway.records.usage_report import UsagePage, UsageSums
 

@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from gateway.api.requests.memory import SMALL_AT_ONCE
-from gateway.pages import oidc_login
+from gateway.pages.login import oidc as oidc_login
 from testing.gateway.running import ADMIN_KEY, Browser, Gateway
 from tests.gateway.access.test_oidc import at_provider, provider
 

@@ -12,9 +12,9 @@ from aiohttp.test_utils import TestServer
 
 from gateway.api.health import State
 from gateway.fleet.engine import Address, EngineRecord
-from gateway.pages.assets import Assets
-from gateway.pages.frame import Frame
-from gateway.pages.strip import Strip
+from gateway.pages.frame.assets import Assets
+from gateway.pages.frame.frame import Frame
+from gateway.pages.frame.strip import Strip
 
 SINCE = datetime(2026, 11, 1, 4, 53, 47, tzinfo=UTC)
 

@@ -1,0 +1,69 @@
+"""Construction of the pages of adapters and of the playground."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from gateway.api.adapter_use import AdapterUseRoutes
+from gateway.api.adapters import AdapterIntake
+from gateway.api.golden.checking import GoldenChecks
+from gateway.api.versions import AdapterVersions
+from gateway.pages.adapters.actions import AdapterActs
+from gateway.pages.adapters.list import AdapterListPage
+from gateway.pages.adapters.page import AdapterPages, Reports
+from gateway.pages.adapters.playground import PlaygroundPages
+from gateway.pages.adapters.upload import AdapterUploads
+from gateway.pages.frame.frame import Frame
+from gateway.parts import Billing, Records, Serving
+from gateway.records.activity import Activity
+from gateway.records.golden import Golden
+from gateway.records.probes import Probes
+from gateway.records.uploads import Uploads
+from gateway.resources import Resources
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterParts:
+    """Objects of the API that the pages call."""
+
+    intake: AdapterIntake
+    checks: GoldenChecks
+    uses: AdapterUseRoutes
+    versions: AdapterVersions
+
+
+def build_adapter_pages(frame: Frame, resources: Resources, records: Records, serving: Serving) -> list[Any]:
+    """Return the objects of the list and of the playground."""
+    base_model, listed = resources.settings.base_model, records.adapter_list
+    return [
+        AdapterListPage(frame=frame, adapters=listed, registry=serving.registry),
+        PlaygroundPages(frame=frame, tenants=records.tenants, adapters=listed, base_model=base_model),
+    ]
+
+
+def build_adapter_page(
+    frame: Frame, resources: Resources, records: Records, billing: Billing, serving: Serving, parts: AdapterParts
+) -> list[Any]:
+    """Return the objects of an adapter's page."""
+    database, tenants, catalog = resources.database, records.tenants, records.catalog
+    pages = AdapterPages(
+        frame=frame,
+        tenants=tenants,
+        catalog=catalog,
+        reports=Reports(Uploads(database), Probes(database), Golden(database)),
+        uses=records.adapter_uses,
+        activity=Activity(database, timedelta(hours=resources.settings.minute_sums_hours)),
+        warming=serving.warming,
+    )
+    acts = AdapterActs(
+        frame=frame,
+        tenants=tenants,
+        catalog=catalog,
+        quota=billing.quota,
+        validation=parts.intake.validation,
+        checks=parts.checks,
+        versions=parts.versions,
+        uses=parts.uses,
+    )
+    uploads = AdapterUploads(frame=frame, tenants=tenants, auth=records.auth, quota=billing.quota, intake=parts.intake)
+    return [pages, acts, uploads]

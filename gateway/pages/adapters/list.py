@@ -1,0 +1,138 @@
+"""`/admin/adapters`: the adapters of all tenants."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from gateway.api.admin.adapters import read_filter, read_sort, resident_on
+from gateway.errors import BadRequest
+from gateway.fleet.registry import Registry
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.places import Places
+from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
+from gateway.records.adapter_list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter
+
+LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "format")
+COLUMNS = (
+    Column("name", "Adapter"),
+    Column("tenant", "Tenant"),
+    Column("version", "Version", hint="Version of the alias latest, and the newest version if it is another one"),
+    Column("state", "State"),
+    Column("rank", "Rank", numeric=True),
+    Column("size", "Size", numeric=True, hint="Size of the version's files"),
+    Column("base", "Trained for", sortable=False, hint="Base model on which the version was probed"),
+    Column("requests", "Requests 24 h", numeric=True),
+    Column("last_used", "Last used", hint="To the hour, within 30 days"),
+    Column("resident", "On device", sortable=False, hint="Engines that have it in device memory"),
+)
+STATE_OPTIONS = (("", "any"), *((state, state) for state in STATES))
+UNUSED_OPTIONS = (("", "any"), ("true", "not for 30 days"))
+# Tones of the states' badges.
+TONES = {
+    "ready": "good",
+    "validating": "info",
+    "uploading": "info",
+    "rejected": "bad",
+    "retired": "quiet",
+    "deleted": "quiet",
+}
+# Most rows of a CSV file.
+MAX_CSV = 20_000
+
+
+class Row(NamedTuple):
+    """An adapter in the table, and the URLs of the engines that have it on their device."""
+
+    adapter: ListedAdapter
+    resident: Sequence[str]
+
+
+def _csv_column(key: str, name: str) -> Column:
+    def value(row: Row) -> Any:
+        return getattr(row.adapter, name)
+
+    return Column(key, key, value=value)
+
+
+_FIELDS = (
+    *(("tenant", "tenant"), ("name", "name"), ("version", "version"), ("state", "state"), ("digest", "digest")),
+    *(("rank", "rank"), ("size_bytes", "num_bytes"), ("base", "base"), ("newest_version", "newest")),
+    *(("newest_state", "newest_state"), ("pinned", "pinned"), ("created_at", "created_at")),
+    *(("requests_24h", "requests"), ("last_used", "last_used")),
+)
+CSV_COLUMNS = (
+    *(_csv_column(key, name) for key, name in _FIELDS),
+    Column("resident", "resident", value=lambda row: " ".join(row.resident)),
+)
+
+
+class AdapterListPage:
+    """Page of all adapters."""
+
+    def __init__(self, *, frame: Frame, adapters: AdapterList, registry: Registry) -> None:
+        self._frame = frame
+        self._adapters = adapters
+        self._registry = registry
+
+    async def show(self, request: web.Request) -> web.Response:
+        """Return a page of the list, or all of it as CSV. An error of a filter is shown at its field."""
+        errors: dict[str, str] = {}
+        which, found = ListFilter(), AdapterPage(adapters=[], total=0)
+        table = read_table(request, "adapters", COLUMNS, "name")
+        try:
+            which = read_filter(request)
+            if request.query.get("format") == "csv":
+                return await self._csv(request, which)
+            found = await self._page(request, which, table.page, ROWS)
+        except BadRequest as error:
+            errors[error.param or ""] = error.message
+        return self._frame.render(
+            request,
+            "adapters.html",
+            title="Adapters",
+            status=400 if errors else 200,
+            table=_fill(table, [self._row(each) for each in found.adapters], found.total),
+            errors=errors,
+            bases=await self._bases(which.base),
+            states=STATE_OPTIONS,
+            unused=UNUSED_OPTIONS,
+            is_filtered=any(request.query.get(name) for name in LIST_QUERY[:6]),
+            num_up=len(self._registry.up),
+            tones=TONES,
+            place=Places(request),
+        )
+
+    async def _page(self, request: web.Request, which: ListFilter, page: int, limit: int) -> AdapterPage:
+        sort, descending = read_sort(request)
+        return await self._adapters.page(which, sort=sort, descending=descending, page=page, limit=limit)
+
+    async def _csv(self, request: web.Request, which: ListFilter) -> web.Response:
+        rows: list[Row] = []
+        for page in range(1, MAX_CSV // MAX_PAGE + 1):
+            found = await self._page(request, which, page, MAX_PAGE)
+            rows += [self._row(each) for each in found.adapters]
+            if len(found.adapters) < MAX_PAGE:
+                break
+        return await asyncio.to_thread(csv_response, "adapters", CSV_COLUMNS, rows)
+
+    def _row(self, adapter: ListedAdapter) -> Row:
+        return Row(adapter, resident_on(self._registry, adapter.digest))
+
+    async def _bases(self, chosen: str | None) -> list[tuple[str, str]]:
+        """Return the options of the base model: those of the engines, and those that versions are bound to."""
+        served = {engine.state.base_digest: engine.state.model for engine in self._registry.up}
+        known = {*await self._adapters.bases(), *(digest for digest in served if digest)}
+        if chosen is not None:
+            known.add(chosen)
+        shown = [
+            (f"sha256:{digest}", f"{served.get(digest) or 'not served'} · {digest[:8]}") for digest in sorted(known)
+        ]
+        return [("", "any"), *shown]
+
+
+def _fill(table: Table, rows: Sequence[Row], total: int) -> Table:
+    table.rows, table.total = rows, total
+    table.has_next = table.last < total
+    return table

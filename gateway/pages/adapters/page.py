@@ -1,0 +1,289 @@
+"""Page of one adapter: versions with their reports, aliases, residency, use, and changes."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from gateway.api.adapter_caller import AdapterCaller
+from gateway.errors import BadRequest, RecordNotFound
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.warming import Warming
+from gateway.pages.adapters.list import TONES
+from gateway.pages.adapters.place import AdapterPlace, find_place
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.places import Places
+from gateway.records.activity import Activity, Scope
+from gateway.records.adapter_rows import Version
+from gateway.records.adapter_use import AdapterUses, Change
+from gateway.records.aliases import Alias, Targets
+from gateway.records.catalog import Catalog
+from gateway.records.golden import Golden, GoldenSet
+from gateway.records.probes import Probes, Recorded
+from gateway.records.tenants import Tenants
+from gateway.records.uploads import Uploads
+
+QUERY = ("tab", "version", "period", "done")
+TABS = (("versions", "Versions"), ("use", "Use"), ("changes", "Changes"))
+PERIODS = {"24h": timedelta(hours=24), "7d": timedelta(days=7), "30d": timedelta(days=30)}
+# Banners after an action, by the value of `done`.
+DONE = {
+    "retire": "The version is retired: requests for it get a 404.",
+    "ready": "The version is ready again.",
+    "pin": "The version is pinned: engines keep it in host memory from the next 5 s on.",
+    "unpin": "The version is no longer pinned.",
+    "expire": "The end of the version is changed.",
+    "probe": "The version was probed again.",
+    "prefetch": "The engine has the version in its host memory.",
+    "check": "The golden answers were checked on every available engine of the base model.",
+    "rollback": "The alias is rolled back. New requests use its earlier versions.",
+    "move": "The alias is moved. New requests use its versions.",
+    "delete_alias": "The alias is deleted.",
+    "delete_version": "The version is deleted.",
+    "upload": "The upload is accepted.",
+}
+
+
+class VersionRow(NamedTuple):
+    """A version in the table. aliases: those that refer to it. by: the person or key that uploaded it."""
+
+    version: Version
+    aliases: Sequence[str]
+    by: str
+    on_device: int
+    in_host: int
+
+
+class AliasRow(NamedTuple):
+    """An alias. shares: (version, per cent). earlier: the targets that a rollback restores; None if there are none."""
+
+    alias: Alias
+    shares: Sequence[tuple[int, float]]
+    earlier: Targets | None
+
+
+class EngineRow(NamedTuple):
+    """An engine and the place of a version there: "device", "host" or "none". may_load: whether it takes prefetches."""
+
+    url: str
+    place: str
+    running: int
+    serves_base: bool
+    may_load: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Reports:
+    """Records of versions beside the catalog."""
+
+    uploads: Uploads
+    probes: Probes
+    golden: Golden
+
+
+class AdapterPages:
+    """Page of an adapter, for operators and for its tenant."""
+
+    def __init__(
+        self,
+        *,
+        frame: Frame,
+        tenants: Tenants,
+        catalog: Catalog,
+        reports: Reports,
+        uses: AdapterUses,
+        activity: Activity,
+        warming: Warming,
+    ) -> None:
+        self._frame = frame
+        self._tenants = tenants
+        self._catalog = catalog
+        self._reports = reports
+        self._uses = uses
+        self._activity = activity
+        self._warming = warming
+
+    async def show(self, request: web.Request) -> web.Response:
+        """Show the tab of the query. Raises RecordNotFound, BadRequest."""
+        place = await find_place(request, self._tenants)
+        tab = request.query.get("tab", "versions")
+        if tab not in dict(TABS):
+            raise BadRequest(f"tab: expected one of {', '.join(dict(TABS))}.", param="tab")
+        versions = await self._catalog.versions.list(place.tenant, place.name)
+        aliases = await self._catalog.aliases.list(place.tenant, place.name)
+        shown = {"versions": self._versions, "use": self._use, "changes": self._changes}[tab]
+        present = [each for each in versions if each.state != "deleted"]
+        latest = next((alias.targets[0].version for alias in aliases if alias.alias == "latest"), None)
+        return self._frame.render(
+            request,
+            "adapter.html",
+            title=place.name,
+            place=place,
+            places=Places(request),
+            tab=tab,
+            tabs=[(title, f"{place.home}?tab={key}", key == tab) for key, title in TABS],
+            tones=TONES,
+            done=DONE.get(request.query.get("done", "")),
+            latest=latest,
+            num_versions=len(present),
+            num_deleted=len(versions) - len(present),
+            **await shown(request, place, present, aliases),
+        )
+
+    async def _versions(
+        self, request: web.Request, place: AdapterPlace, versions: Sequence[Version], aliases: Sequence[Alias]
+    ) -> dict[str, Any]:
+        chosen = _chosen(request, versions, aliases)
+        pushed = _uploaders(await self._uses.changes(place.tenant, place.name, by_tenant=not place.is_operators))
+        served = {each.version for each in versions if each.is_served}
+        rows = [self._row(each, aliases, pushed) for each in reversed(versions)]
+        found = await self._report(place.caller, place.name, chosen) if chosen is not None else {}
+        return {
+            "rows": rows,
+            "aliases": [_alias_row(alias, served) for alias in aliases],
+            "chosen": chosen,
+            "uploads": await self._reports.uploads.of_name(place.tenant, place.name),
+            **found,
+        }
+
+    async def _report(self, caller: AdapterCaller, name: str, version: Version) -> dict[str, Any]:
+        """Return the probe, the golden answers and the residency of a version."""
+        probe: Recorded | None = None
+        golden: GoldenSet | None = None
+        with suppress(RecordNotFound):
+            probe = await self._reports.probes.get(caller.tenant, name, version.version)
+        with suppress(RecordNotFound):
+            golden = await self._reports.golden.get(caller.tenant, name, version.version)
+        base = probe.base_digest if probe is not None else None
+        engines = self._engines(version, () if base is None else (base,)) if caller.principal is None else []
+        return {"probe": probe, "golden": golden, "engines": engines}
+
+    def _engines(self, version: Version, bases: Sequence[str]) -> list[EngineRow]:
+        able = {engine.url for engine in self._warming.engines(bases)}
+        rows = []
+        for engine in sorted(self._warming.up, key=lambda engine: engine.url):
+            at = _place_on(engine, version.digest)
+            may_load = version.is_served and engine.url in able and at == "none"
+            running = engine.requests.by_digest[version.digest] if version.digest else 0
+            rows.append(EngineRow(engine.url, at, running, engine.serves_bases(bases), may_load))
+        return rows
+
+    def _row(self, version: Version, aliases: Sequence[Alias], pushed: Mapping[int, str]) -> VersionRow:
+        number = version.version
+        named = [each.alias for each in aliases if any(target.version == number for target in each.targets)]
+        places = [_place_on(engine, version.digest) for engine in self._warming.up]
+        by = pushed.get(number, "")
+        return VersionRow(version, named, by, places.count("device"), places.count("host"))
+
+    async def _use(
+        self, request: web.Request, place: AdapterPlace, _: Sequence[Version], __: Sequence[Alias]
+    ) -> dict[str, Any]:
+        period = request.query.get("period", "24h")
+        if period not in PERIODS:
+            raise BadRequest(f"period: expected one of {', '.join(PERIODS)}.", param="period")
+        scope = Scope(tenant_id=place.tenant.id, model=place.name)
+        report = await self._activity.report(since=datetime.now(UTC) - PERIODS[period], scope=scope)
+        times = [int(start.timestamp()) for start in report.starts]
+        curve = report.curve
+
+        def chart(unit: str, *series: tuple[str, Sequence[int]]) -> dict[str, Any]:
+            listed = [{"name": name, "values": list(values)} for name, values in series]
+            return {"times": times, "unit": unit, "series": listed, "stacked": True, "kind": "area"}
+
+        served = [all_ - failed for all_, failed in zip(curve.requests, curve.failed, strict=True)]
+        computed = [all_ - hit for all_, hit in zip(curve.prompt_tokens, curve.cached_tokens, strict=True)]
+        tokens = (("prompt", computed), ("prompt, cached", curve.cached_tokens), ("answer", curve.completion_tokens))
+        return {
+            "report": report,
+            "use": await self._uses.of(place.tenant, place.name),
+            "requests_chart": chart("requests", ("completed", served), ("failed", curve.failed)),
+            "tokens_chart": chart("tokens", *tokens),
+            "periods": [(name, f"{place.home}?tab=use&period={name}", name == period) for name in PERIODS],
+        }
+
+    async def _changes(
+        self, _: web.Request, place: AdapterPlace, __: Sequence[Version], ___: Sequence[Alias]
+    ) -> dict[str, Any]:
+        changes = await self._uses.changes(place.tenant, place.name, by_tenant=not place.is_operators)
+        return {"changes": [(change, _what(change)) for change in changes]}
+
+
+def earlier_targets(alias: Alias, served: set[int]) -> Targets | None:
+    """Return the targets that a rollback restores, as `Aliases.rollback` chooses them."""
+    for targets in reversed(alias.history):
+        if targets != alias.targets and all(target.version in served for target in targets):
+            return targets
+    return None
+
+
+def shares_of(targets: Targets) -> list[tuple[int, float]]:
+    """Return each version's share of an alias's requests in per cent, the largest first."""
+    total = sum(target.weight for target in targets)
+    shares = [(target.version, 100 * target.weight / total) for target in targets]
+    return sorted(shares, key=lambda share: (-share[1], share[0]))
+
+
+def shown_targets(targets: Targets) -> str:
+    return ", ".join(f"version {version} ({share:.4g} %)" for version, share in shares_of(targets))
+
+
+def _alias_row(alias: Alias, served: set[int]) -> AliasRow:
+    return AliasRow(alias, shares_of(alias.targets), earlier_targets(alias, served))
+
+
+def _chosen(request: web.Request, versions: Sequence[Version], aliases: Sequence[Alias]) -> Version | None:
+    """Return the version of `?version=`, by default that of `latest` or the newest."""
+    by_number = {each.version: each for each in versions}
+    given = request.query.get("version")
+    if given is not None:
+        found = by_number.get(int(given)) if given.isascii() and given.isdecimal() and len(given) < 10 else None
+        if found is None:
+            raise RecordNotFound("The adapter has no version of this number.", param="version")
+        return found
+    latest = [target.version for alias in aliases if alias.alias == "latest" for target in alias.targets]
+    return by_number.get(latest[0] if latest else -1) or (versions[-1] if versions else None)
+
+
+def _place_on(engine: EngineRecord, digest: str) -> str:
+    """Return where an engine has an adapter: "device", "host" (as far as this process knows) or "none"."""
+    if digest in engine.resident:
+        return "device"
+    return "host" if digest and engine.prefetched.has(digest) else "none"
+
+
+def _uploaders(changes: Sequence[Change]) -> dict[int, str]:
+    """Return who uploaded each version, as far as the changes go back."""
+    pushes = [change for change in changes if change.action == "adapter.push"]
+    return {change.detail.get("version", 0): change.actor_label or change.actor for change in pushes}
+
+
+ACTIONS = {
+    "adapter.push": "uploaded",
+    "adapter.version": "changed",
+    "adapter.alias": "moved",
+    "adapter.rollback": "rolled back",
+    "adapter.alias_delete": "deleted",
+    "adapter.delete": "deleted",
+    "adapter.golden": "golden answers",
+}
+
+
+def _what(change: Change) -> tuple[str, str]:
+    """Return a change in words: the action, and its detail."""
+    detail, words = change.detail, ACTIONS.get(change.action, change.action)
+    if change.action == "adapter.push":
+        return words, f"version {detail.get('version')}"
+    if "targets" in detail or "before" in detail:
+        return words, " from ".join(_targets(detail[key]) for key in ("targets", "before") if detail.get(key))
+    return words, ", ".join(f"{key} {value}" for key, value in detail.items())
+
+
+def _targets(targets: Any) -> str:
+    if not isinstance(targets, list):
+        return str(targets)
+    total = sum(target.get("weight", 1) for target in targets) or 1
+    parts = (f"{target.get('version')} ({100 * target.get('weight', 1) / total:.4g} %)" for target in targets)
+    return f"version {', '.join(parts)}"

@@ -1,0 +1,50 @@
+"""Form that uploads an adapter, with its progress. The upload is that of `POST /v1/adapters`."""
+
+from aiohttp import web
+
+from gateway.access.auth import Authenticator
+from gateway.api.adapters import AdapterIntake
+from gateway.errors import Forbidden
+from gateway.pages.adapters.place import find_place
+from gateway.pages.frame.frame import Frame
+from gateway.quota.quota import Quota
+from gateway.records.tenants import Tenants
+
+QUERY = ("name",)
+MAX_NAME = 64
+
+
+class AdapterUploads:
+    """Pages of uploads."""
+
+    def __init__(
+        self, *, frame: Frame, tenants: Tenants, auth: Authenticator, quota: Quota, intake: AdapterIntake
+    ) -> None:
+        self._frame = frame
+        self._tenants = tenants
+        self._auth = auth
+        self._quota = quota
+        self._intake = intake
+
+    async def form(self, request: web.Request) -> web.Response:
+        place = await find_place(request, self._tenants)
+        if not place.may_change:
+            raise Forbidden("Only an operator may upload adapters here.", code="role_needed")
+        name = request.query.get("name", "")[:MAX_NAME]
+        return self._frame.render(
+            request,
+            "adapter_upload.html",
+            title="Upload a version" if name else "Upload an adapter",
+            place=place,
+            name=name,
+            max_bytes=self._intake.max_bytes,
+        )
+
+    async def upload(self, request: web.Request) -> web.Response:
+        """Take the form of the page's script, and answer in JSON."""
+        place = await find_place(request, self._tenants)
+        if not place.may_change:
+            raise Forbidden("Only an operator may upload adapters here.", code="role_needed")
+        size, most = request.content_length, self._intake.max_bytes
+        async with place.caller.uploading(request, self._auth, self._quota, size=size, most=most) as received:
+            return await self._intake.push(request, place.caller, received)

@@ -1,0 +1,25 @@
+"""Construction of the pages of engines and of the tenants' shares."""
+
+from typing import Any
+
+from gateway.api.admin.engines import AdminEngines
+from gateway.api.admin.fleet_views import FleetViews, Residents
+from gateway.pages.fleet.engines import EnginePages
+from gateway.pages.fleet.fairness import FairnessPages
+from gateway.pages.frame.frame import Frame
+from gateway.parts import Records, Serving
+from gateway.records.residency import Residency
+from gateway.resources import Resources
+
+
+def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serving: Serving) -> list[Any]:
+    """Return the objects of these pages, and those of the JSON routes of engines."""
+    registry, history = serving.registry, serving.history
+    acts = AdminEngines(registry=registry, drains=serving.drains, audit=records.audit)
+    residents = Residents(registry=registry, rates=serving.fleet.rates, residency=Residency(resources.database))
+    return [
+        acts,
+        EnginePages(frame=frame, registry=registry, history=history, residents=residents, acts=acts),
+        FleetViews(registry=registry, history=history, residents=residents),
+        FairnessPages(frame=frame, fairness=serving.fairness, gate=serving.gate),
+    ]

@@ -1,0 +1,244 @@
+"""`/admin/engines`: the engines, one engine with its history, where adapters are resident, and drain and resume."""
+
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from gateway.access.page_guard import FORM
+from gateway.access.sessions import VISITOR
+from gateway.api.admin.engines import AdminEngines, find_engine
+from gateway.api.admin.fleet_views import ResidentRow, Residents
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.history import History, Sample
+from gateway.fleet.registry import Registry
+from gateway.pages.frame.frame import Frame
+from gateway.pages.frame.strip import EngineView, view_engine
+from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+
+# Points of a chart; more samples are thinned out.
+MAX_POINTS = 240
+
+
+class EngineRow(NamedTuple):
+    """An engine in the table."""
+
+    view: EngineView
+    kind: str
+    version: str
+    in_flight: int
+    running: int
+    waiting: int
+    slots: int
+    kv_used: float | None
+    pages_used: float | None
+    hits: float | None
+    tokens: float | None
+    resident: int
+    loads: int | None
+    evictions: int | None
+    preemptions: int | None
+    drained: bool
+
+    @property
+    def url(self) -> str:
+        return self.view.url
+
+    @property
+    def state(self) -> str:
+        return self.view.state
+
+
+COLUMNS = (
+    Column("url", "Engine"),
+    Column("state", "State"),
+    Column("running", "Running", numeric=True, hint="Requests in the engine's batch, of all gateways"),
+    Column("waiting", "Queue", numeric=True, hint="Requests that wait in the engine"),
+    Column("tokens", "Tokens/s", numeric=True, hint="Generated tokens per second over the last 5 s"),
+    Column("kv_used", "KV cache", hint="Used part of the KV blocks"),
+    Column("hits", "Prefix hits", numeric=True, hint="Part of the prompt tokens that the prefix cache had"),
+    Column("pages_used", "Adapter pages", hint="Used part of the adapter memory on the device"),
+    Column("resident", "Adapters", numeric=True, hint="Adapters on the device"),
+    Column("loads", "Loads", numeric=True, hint="Adapters loaded, and below those evicted, since the engine's start"),
+    Column("drained", "", sortable=False),
+)
+CSV_COLUMNS = (*COLUMNS, Column("evictions", "Evictions"), Column("preemptions", "Preemptions"))
+
+
+MATRIX = (
+    Column("name", "Adapter"),
+    Column("rate", "Requests/s", numeric=True, hint="Recent requests per second through this gateway process"),
+    Column("engines", "Engines", numeric=True, hint="Engines that have it on the device"),
+)
+
+
+class EnginePages:
+    """Pages of the engines. All but the adapters' names comes from memory."""
+
+    def __init__(
+        self,
+        *,
+        frame: Frame,
+        registry: Registry,
+        history: History,
+        residents: Residents,
+        acts: AdminEngines,
+    ) -> None:
+        self._frame = frame
+        self._registry = registry
+        self._history = history
+        self._residents = residents
+        self._acts = acts
+
+    async def list(self, request: web.Request) -> web.Response:
+        table = read_table(request, "engines", COLUMNS, "url")
+        now = datetime.now(UTC)
+        rows = [self._row(engine, now) for engine in self._registry.engines]
+        wanted = request.query.get("q", "").strip().lower()
+        state = request.query.get("state", "")
+        kept = [row for row in rows if wanted in row.url.lower() and (not state or row.state.startswith(state))]
+        if request.query.get("format") == "csv":
+            return csv_response("engines", CSV_COLUMNS, kept)
+        queue = _thinned(list(self._history.queue))
+        chart = {
+            "times": [at for at, _, _ in queue],
+            "series": [
+                {"name": "on engines", "values": [inside for _, _, inside in queue]},
+                {"name": "waiting", "values": [waiting for _, waiting, _ in queue]},
+            ],
+            "unit": "requests",
+            "stacked": True,
+        }
+        return self._frame.render(
+            request, "engines.html", title="Engines", table=fill(table, kept), queue=chart, num=len(rows)
+        )
+
+    async def one(self, request: web.Request) -> web.Response:
+        engine = find_engine(self._registry, request.query.get("url", ""))
+        history = self._history.of(engine.url)
+        return self._frame.render(
+            request,
+            "engine.html",
+            title=engine.url,
+            row=self._row(engine, datetime.now(UTC)),
+            engine=engine,
+            state=engine.state.reported,
+            charts=_charts(_thinned(list(history.samples))),
+            changes=list(reversed(history.changes)),
+        )
+
+    async def residency(self, request: web.Request) -> web.Response:
+        """Show where adapters are: on an engine's device, in its host memory, or not there."""
+        table = read_table(request, "residency", MATRIX, "-rate")
+        matrix = await self._residents.read(request.query.get("q", ""))
+        engines, rows = matrix.engines, matrix.rows
+        if request.query.get("format") == "csv":
+            placed = [Column(engine.url, engine.url, value=_place_on(i)) for i, engine in enumerate(engines)]
+            return csv_response("residency", (Column("digest", "Digest"), *MATRIX, *placed), rows)
+        return self._frame.render(
+            request,
+            "residency.html",
+            title="Where adapters are resident",
+            table=fill(table, rows),
+            engines=engines,
+            missing=matrix.missing,
+        )
+
+    async def ask(self, request: web.Request) -> web.Response:
+        """Show the page that confirms a drain."""
+        return self._confirm(request, find_engine(self._registry, request.query.get("url", "")), None)
+
+    async def drain(self, request: web.Request) -> web.Response:
+        form = request[FORM]
+        engine = find_engine(self._registry, form.get("url", ""))
+        if form.get("typed", "") != engine.url:
+            return self._confirm(request, engine, "This is not the engine's URL. Type it as it stands above.")
+        await self._acts.drain_engine(engine.url, request[VISITOR].subject)
+        return _back("/admin/engines")
+
+    async def resume(self, request: web.Request) -> web.Response:
+        await self._acts.resume_engine(request[FORM].get("url", ""), request[VISITOR].subject)
+        return _back("/admin/engines")
+
+    def _confirm(self, request: web.Request, engine: EngineRecord, error: str | None) -> web.Response:
+        others = sum(other.available for other in self._registry.engines if other is not engine)
+        left = f"{others} other {'engine serves' if others == 1 else 'engines serve'} requests meanwhile."
+        return self._frame.confirm(
+            request,
+            title="Drain an engine",
+            name=engine.url,
+            text=f"No gateway sends this engine new requests until you resume it. Its {engine.load} running requests "
+            + "go on. "
+            + (left if others else "No other engine serves requests, so clients get errors until you resume it."),
+            button="Drain the engine",
+            action="/admin/engines/drain",
+            fields={"url": engine.url},
+            cancel="/admin/engines",
+            error=error,
+        )
+
+    def _row(self, engine: EngineRecord, now: datetime) -> EngineRow:
+        state, last = engine.state, self._history.of(engine.url).last
+        reported = state.reported if engine.is_up else {}
+        queried = reported.get("prefix_query_tokens")
+        return EngineRow(
+            view=view_engine(engine, now),
+            kind=engine.address.traits.name,
+            version=str(state.version or "")[:64],
+            in_flight=engine.requests.in_flight,
+            running=state.running if engine.is_up else 0,
+            waiting=state.waiting if engine.is_up else 0,
+            slots=engine.slots,
+            kv_used=last.kv_used if last else None,
+            pages_used=last.pages_used if last else None,
+            hits=reported.get("prefix_hit_tokens", 0) / queried if queried else None,
+            tokens=last.tokens if last else None,
+            resident=len(engine.resident),
+            loads=reported.get("adapter_loads"),
+            evictions=reported.get("adapter_evictions"),
+            preemptions=reported.get("preemptions"),
+            drained=engine.drained is not None,
+        )
+
+
+def _place_on(index: int) -> Callable[[ResidentRow], str]:
+    return lambda row: row.places[index][0]
+
+
+def _charts(samples: Sequence[Sample]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (id, title, data) of an engine's charts."""
+    times = [sample.at for sample in samples]
+
+    def chart(unit: str, series: dict[str, list[float | int | None]], *, stacked: bool = False) -> dict[str, Any]:
+        listed = [{"name": name, "values": values} for name, values in series.items()]
+        return {"times": times, "unit": unit, "series": listed, "stacked": stacked}
+
+    def parts(name: str) -> list[float | int | None]:
+        return [None if (part := getattr(each, name)) is None else round(100 * part, 1) for each in samples]
+
+    def rates(name: str) -> list[float | int | None]:
+        return [None if (rate := getattr(each, name)) is None else round(rate, 2) for each in samples]
+
+    load: dict[str, list[float | int | None]] = {
+        "running": [each.running for each in samples],
+        "queue": [each.waiting for each in samples],
+    }
+    memory = {"KV cache": parts("kv_used"), "adapter pages": parts("pages_used"), "prefix hits": parts("hits")}
+    return [
+        ("load", "Requests", chart("requests", load, stacked=True)),
+        ("tokens", "Generated tokens", chart("tokens/s", {"generated": rates("tokens")})),
+        ("memory", "Memory and prefix cache", chart("%", memory)),
+        ("steps", "Time of a step", chart("ms", {"mean of 5 s": rates("step_ms")})),
+        ("loads", "Adapters", chart("per minute", {"loads": rates("loads"), "evictions": rates("evictions")})),
+    ]
+
+
+def _thinned(points: Sequence[Any]) -> list[Any]:
+    """Return at most MAX_POINTS of the points, evenly spaced, with the last one."""
+    step = -(-len(points) // MAX_POINTS) or 1
+    return list(points[(len(points) - 1) % step :: step])
+
+
+def _back(path: str) -> web.Response:
+    return web.Response(status=303, headers={"Location": path, "Cache-Control": "no-store"})

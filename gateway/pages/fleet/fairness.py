@@ -1,0 +1,150 @@
+"""`/admin/fairness` and `/admin/api/fairness`: the tenants' shares against their weights, waits and preemptions."""
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.requests.fields import json_response
+from gateway.errors import BadRequest
+from gateway.fleet.fairness import Fairness, TenantFairness
+from gateway.fleet.queue import Gate
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+
+# Tenants with a curve of their own.
+MAX_CURVES = 8
+STATES = {"waiting": "Waits", "behind": "Waits, below its share"}
+
+COLUMNS = (
+    Column("tenant", "Tenant"),
+    Column("weight", "Weight", numeric=True),
+    Column("now", "Share now", value=lambda row: row.now.share, hint="Part of the service of the last minute"),
+    Column("due", "Due now", numeric=True, value=lambda row: row.now.due, hint="Its weight's part of that service"),
+    Column("hour", "Share, 1 h", numeric=True, value=lambda row: row.hour.share, hint="Part of the last hour"),
+    Column("due_hour", "Due, 1 h", numeric=True, value=lambda row: row.hour.due),
+    Column("waiting", "Waits", numeric=True, value=lambda row: row.waiting + row.waiting_on_engines,
+           hint="Requests that wait in this gateway process and in the engines"),
+    Column("oldest", "Longest", numeric=True, hint="Longest wait in this gateway process now"),
+    Column("p50", "Wait p50", numeric=True, hint="Waits of the requests admitted in the last hour"),
+    Column("p95", "Wait p95", numeric=True),
+    Column("service", "Counter", numeric=True, hint="Tokens of service per weight, over all gateway processes"),
+)  # fmt: skip
+
+
+class FairnessPages:
+    """Page and JSON route. Everything comes from the memory of this gateway process."""
+
+    def __init__(self, *, frame: Frame, fairness: Fairness, gate: Gate) -> None:
+        self._frame = frame
+        self._fairness = fairness
+        self._gate = gate
+
+    async def page(self, request: web.Request) -> web.Response:
+        table = read_table(request, "fairness", COLUMNS, "-now")
+        state, wanted = request.query.get("state", ""), request.query.get("q", "").strip().lower()
+        if state and state not in STATES:
+            raise BadRequest(f"state: expected one of {', '.join(STATES)}.", param="state")
+        rows = self._fairness.tenants()
+        kept = [row for row in rows if wanted in row.tenant.lower() and _is(row, state)]
+        if request.query.get("format") == "csv":
+            return csv_response("fairness", COLUMNS, kept)
+        p50, p95 = self._fairness.waits()
+        return self._frame.render(
+            request,
+            "fairness.html",
+            title="Fairness",
+            table=fill(table, kept),
+            states=STATES,
+            num=len(rows),
+            jain=self._fairness.jain(),
+            jain_hour=self._fairness.jain_hour(),
+            num_waiting=sum(row.waiting + row.waiting_on_engines > 0 for row in rows),
+            num_behind=sum(row.is_behind for row in rows),
+            waiting=self._gate.waiting,
+            longest=self._gate.longest_wait,
+            p50=p50,
+            p95=p95,
+            charts=self._charts(),
+            preemptions=self._fairness.preemptions()[:50],
+            since=datetime.fromtimestamp(self._fairness.since, UTC),
+            process=os.getpid(),
+        )
+
+    async def describe(self, _: web.Request) -> web.Response:
+        """Return the same as JSON."""
+        p50, p95 = self._fairness.waits()
+        points = list(self._fairness.points)
+        jain = {"now": self._fairness.jain(), "hour": self._fairness.jain_hour()}
+        names = _largest(self._fairness)
+        return json_response(
+            {
+                "object": "fairness",
+                "process": os.getpid(),
+                "since": datetime.fromtimestamp(self._fairness.since, UTC),
+                "jain": jain,
+                "waits": {
+                    "waiting": self._gate.waiting,
+                    "oldest": self._gate.longest_wait,
+                    "p50": p50,
+                    "p95": p95,
+                },
+                "data": [_described(row) for row in self._fairness.tenants()],
+                "history": {
+                    "times": [point.at for point in points],
+                    "jain": [point.jain for point in points],
+                    "shares": {self._fairness.name(each): _curve(points, each) for each in names},
+                },
+                "preemptions": [row._asdict() for row in self._fairness.preemptions()],
+            }
+        )
+
+    def _charts(self) -> list[tuple[str, str, dict[str, Any]]]:
+        """Return (id, title, data) of the charts."""
+        points = list(self._fairness.points)
+        times, names = [point.at for point in points], _largest(self._fairness)
+        series = [
+            {"name": self._fairness.name(each), "values": [_percent(value) for value in _curve(points, each)]}
+            for each in names
+        ]
+        if len(self._fairness.hour.service) > len(names):
+            rest = [
+                None if point.total <= 0 else 1 - sum(point.service.get(each, 0.0) for each in names) / point.total
+                for point in points
+            ]
+            series.append({"name": "others", "values": [_percent(value) for value in rest]})
+        index = [None if point.jain is None else round(point.jain, 3) for point in points]
+        return [
+            ("shares", "Share of the service", {"times": times, "unit": "%", "series": series, "stacked": True}),
+            (
+                "jain",
+                "Jain's index of the tenants that wait",
+                {"times": times, "unit": "1 is fair", "series": [{"name": "index", "values": index}], "stacked": False},
+            ),
+        ]
+
+
+def _largest(fairness: Fairness) -> list[str]:
+    """Return the ids of the tenants with most service in the last hour."""
+    service = fairness.hour.service
+    return sorted(service, key=lambda each: -service[each])[:MAX_CURVES]
+
+
+def _curve(points: Sequence[Any], tenant_id: str) -> list[float | None]:
+    return [point.share(tenant_id).share for point in points]
+
+
+def _percent(value: float | None) -> float | None:
+    return None if value is None else round(100 * max(0.0, value), 1)
+
+
+def _is(row: TenantFairness, state: str) -> bool:
+    if state == "behind":
+        return row.is_behind
+    return not state or row.waiting + row.waiting_on_engines > 0
+
+
+def _described(row: TenantFairness) -> dict[str, Any]:
+    return {**row._asdict(), "now": row.now._asdict(), "hour": row.hour._asdict(), "is_behind": row.is_behind}

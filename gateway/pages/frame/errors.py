@@ -1,0 +1,64 @@
+"""Errors of pages as pages: a browser gets a sentence in the frame instead of JSON."""
+
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+
+from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
+from gateway.errors import ERROR_CODE, REQUEST_ID, Handler, RecordNotFound, translate
+from gateway.pages.frame.frame import Frame
+
+TITLES = {
+    400: "This cannot be shown",
+    401: "Log in",
+    403: "Not allowed",
+    404: "There is nothing here",
+    409: "This has changed",
+    413: "Too large",
+    429: "Too many requests",
+    503: "Not available now",
+}
+HINTS = {
+    503: "The gateway tries again by itself. The status strip at the top shows the fault and when it began.",
+    404: "It may have been deleted or renamed.",
+}
+
+
+def error_pages(frame: Frame) -> Middleware:
+    """Return the middleware. It goes inside the error boundary, outside of everything that raises."""
+
+    @web.middleware
+    async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not _is_page(request):
+            return await handler(request)
+        try:
+            return await handler(request)
+        except web.HTTPRedirection:
+            raise
+        except Exception as error:  # noqa: BLE001  (the boundary of pages: translated and logged once)
+            failure = _no_page() if isinstance(error, web.HTTPNotFound) else translate(error, request[REQUEST_ID])
+            request[ERROR_CODE] = failure.code or failure.kind
+            response = frame.render(
+                request,
+                "error.html",
+                title=TITLES.get(failure.status, "This did not work"),
+                status=failure.status,
+                message=failure.message,
+                hint=HINTS.get(failure.status),
+                code=failure.status,
+                request_id=request[REQUEST_ID],
+            )
+            response.headers.update({name: value for name, value in failure.headers.items() if name == "Retry-After"})
+            return response
+
+    return middleware
+
+
+def _no_page() -> RecordNotFound:
+    return RecordNotFound("No page has this address.", code="unknown_url")
+
+
+def _is_page(request: web.Request) -> bool:
+    """Return whether the request is a browser's for a page: not for the JSON API, and HTML is accepted."""
+    path, home = request.path, f"{ADMIN_PATH}/"
+    is_below = path.startswith((home, f"{CONSOLE_PATH}/")) and not path.startswith(f"{ADMIN_PATH}/api/")
+    return is_below and "text/html" in request.headers.get("Accept", "")

@@ -1,0 +1,143 @@
+"""Frame of every page: navigation by role, status strip, security headers, and the templates' filters."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any, Protocol
+from urllib.parse import urlencode
+
+import jinja2
+from aiohttp import web
+from markupsafe import Markup, escape
+
+from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
+from gateway.pages.frame.assets import Assets
+from gateway.pages.frame.filters import filters
+from gateway.pages.frame.navigation import ROLE_TITLES, TENANTS, groups_for
+from gateway.pages.frame.strip import Strip
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
+    "connect-src 'self'; form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+THEME_COOKIE = "loraplex_theme"
+THEMES = ("light", "dark")
+
+
+class Viewer(Protocol):
+    """Person in front of a page; `gateway/access/sessions.py` has the class."""
+
+    @property
+    def label(self) -> str: ...
+    @property
+    def role(self) -> str: ...
+    @property
+    def scopes(self) -> frozenset[str]: ...
+    @property
+    def csrf(self) -> str: ...
+
+
+class Frame:
+    """Renderer of the pages. visitor_of: returns the request's visitor, None on pages without a session.
+
+    currency: the deployment's unit of money.
+    """
+
+    def __init__(
+        self,
+        strip: Strip,
+        assets: Assets,
+        visitor_of: Callable[[web.Request], Viewer | None],
+        currency: str,
+    ) -> None:
+        self._strip = strip
+        self._visitor_of = visitor_of
+        self._environment = jinja2.Environment(
+            loader=jinja2.PackageLoader("gateway.pages"),
+            autoescape=True,
+            undefined=jinja2.StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.filters.update(filters(currency))
+        self._environment.filters["data"] = as_attribute
+        self._environment.globals["asset"] = assets.url
+        self._environment.globals["currency"] = currency
+
+    def render(
+        self, request: web.Request, template: str, *, title: str, status: int = 200, **context: Any
+    ) -> web.Response:
+        """Return the page as a response. template: its name below `templates/`. context: the template's variables."""
+        html = self.html(request, template, title=title, **context)
+        return web.Response(text=html, status=status, content_type="text/html", headers=HEADERS)
+
+    def html(self, request: web.Request, template: str, *, title: str, **context: Any) -> str:
+        """Return the page's text."""
+        visitor = self._visitor_of(request)
+        role = visitor.role if visitor is not None else ""
+        is_tenants = role in TENANTS or request.path.startswith(CONSOLE_PATH)
+        variables = {
+            "title": title,
+            "visitor": visitor,
+            "csrf": visitor.csrf if visitor is not None else "",
+            "role": role,
+            "role_title": ROLE_TITLES.get(role, role),
+            "is_tenants": is_tenants,
+            "root": CONSOLE_PATH if is_tenants else ADMIN_PATH,
+            "nav_groups": groups_for(role, visitor.scopes, request) if visitor is not None else [],
+            "status": self._strip.read(),
+            "theme": _theme(request),
+            "here": request.path_qs,
+            "path": request.path,
+            "query": request.query,
+            "link": lambda **changes: link(request, **changes),
+            "now": datetime.now(UTC),
+        }
+        return self._environment.get_template(template).render(variables | context)
+
+    def strip_html(self, *, is_tenants: bool) -> str:
+        """Return the strip alone, for live updates. is_tenants: leave out addresses and reasons."""
+        template = self._environment.get_template("parts/strip.html")
+        return template.render(status=self._strip.read(), is_tenants=is_tenants, now=datetime.now(UTC))
+
+    def confirm(
+        self, request: web.Request, *, title: str, name: str, text: str, button: str, **context: Any
+    ) -> web.Response:
+        """Return the page that asks the person to type `name` before a destructive act; "" asks for no name.
+
+        text: what happens. Its form posts to the present URL with the fields `typed` and `csrf`, and with `fields`, a
+        mapping, hidden. Other variables: `changes`, rows of (label, old, new); `cancel`, the URL back; `error`.
+        """
+        defaults: dict[str, Any] = {"fields": {}, "changes": (), "cancel": None, "error": None, "action": request.path}
+        status = 400 if context.get("error") else 200
+        return self.render(
+            request,
+            "confirm.html",
+            title=title,
+            status=status,
+            **defaults | {"name": name, "text": text, "button": button} | context,
+        )
+
+
+def link(request: web.Request, **changes: Any) -> str:
+    """Return the present URL with other query parameters; None removes one. The number of the page is not kept."""
+    query = {key: value for key, value in request.query.items() if key not in ("page", "format")}
+    query.update({key: str(value) for key, value in changes.items() if value is not None})
+    kept = [(key, value) for key, value in query.items() if value and not (key in changes and changes[key] is None)]
+    return f"{request.path}?{urlencode(kept)}" if kept else request.path
+
+
+def as_attribute(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
+    """Return a value as JSON for an attribute in double quotes; every quote and bracket is escaped."""
+    return escape(json.dumps(value, separators=(",", ":")))
+
+
+def _theme(request: web.Request) -> str:
+    theme = request.cookies.get(THEME_COOKIE, "")
+    return theme if theme in THEMES else "auto"

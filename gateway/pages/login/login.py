@@ -1,0 +1,227 @@
+"""`/admin/login` and `/console/login`: log-in with an API key, and log-out.
+
+Each log-in makes a new token, so no token that was known before opens the new session. The form is protected by a
+cookie of its own: no other site can log a browser in to a session of its choice.
+"""
+
+import hmac
+import math
+import secrets
+import time
+from collections import OrderedDict
+from datetime import timedelta
+
+from aiohttp import web
+
+from gateway.access.auth import Authenticator
+from gateway.access.caller import CALLER
+from gateway.access.login_audit import NOBODY, LoginAudit
+from gateway.access.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
+from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
+from gateway.access.sessions import COOKIE, VISITOR, Newcomer, Sessions, by_bootstrap_key, by_key
+from gateway.access.throttle import FailedLogins, client_network
+from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
+from gateway.pages.frame.frame import Frame
+
+LOGIN_COOKIE = "loraplex_login"
+# Log-ins of one key or person: this number at once, then one every LOGIN_SECONDS.
+LOGIN_BURST, LOGIN_SECONDS = 10, 6.0
+MAX_SUBJECTS = 10_000
+MAX_KEY_CHARS = 1000
+# Largest log-in form. Anybody may send one, before a key is known.
+MAX_LOGIN_BYTES = 16 * 2**10
+TITLES = {ADMIN_PATH: "Operator log-in", CONSOLE_PATH: "Tenant log-in"}
+LABELS = {ADMIN_PATH: "Admin key", CONSOLE_PATH: "API key"}
+WRONG = "This key is not valid here. Check it and try again."
+
+
+class LoginRate:
+    """Token buckets of successful log-ins by subject, since each one is a write to the database."""
+
+    def __init__(self) -> None:
+        # Subject -> time (monotonic) at which its bucket is full again.
+        self._full: OrderedDict[str, float] = OrderedDict()
+
+    def take(self, subject: str) -> None:
+        """Count a log-in. Raises TooManyFailures."""
+        now = time.monotonic()
+        full = max(now, self._full.get(subject, 0.0)) + LOGIN_SECONDS
+        if full - now > LOGIN_BURST * LOGIN_SECONDS:
+            raise TooManyFailures(retry_after=math.ceil(full - now - LOGIN_BURST * LOGIN_SECONDS))
+        self._full[subject] = full
+        self._full.move_to_end(subject)
+        if len(self._full) > MAX_SUBJECTS:
+            self._full.popitem(last=False)
+
+
+class LoginPages:
+    """Routes for log-in and log-out, of operators and of tenants. provider: name of the OpenID Connect provider."""
+
+    def __init__(
+        self,
+        *,
+        frame: Frame,
+        auth: Authenticator,
+        sessions: Sessions,
+        throttle: FailedLogins,
+        audit: LoginAudit,
+        lifetime: timedelta,
+        provider: str | None = None,
+    ) -> None:
+        self._auth = auth
+        self._sessions = sessions
+        self._throttle = throttle
+        self._audit = audit
+        self._max_age = int(lifetime.total_seconds())
+        self._rate = LoginRate()
+        self._frame = frame
+        self._provider = provider
+
+    async def form(self, request: web.Request) -> web.Response:
+        home = home_of_request(request)
+        return self._form(request, safe_next(request.query.get("next"), home))
+
+    async def log_in(self, request: web.Request) -> web.StreamResponse:
+        """Open a session for the key in the form, and go to the page that asked for it."""
+        home = home_of_request(request)
+        refuse_other_sites(request)
+        form = await read_form(request, _owner(), MAX_LOGIN_BYTES)
+        then = safe_next(form.get("next"), home)
+        known = request.cookies.get(LOGIN_COOKIE, "")
+        if not known or not hmac.compare_digest(
+            known.encode("utf-8", "replace"), form.get("csrf", "").encode("utf-8", "replace")
+        ):
+            return self._form(request, then, "The form had expired. Try again.", status=403)
+        try:
+            person = await self._recognise(request, home, form.get("key", "").strip())
+            self._rate.take(person.subject)
+        except (InvalidKey, Forbidden) as error:
+            return await self._refuse(request, then, error)
+        except TooManyFailures as error:
+            return self.too_many(request, then, error)
+        return await self.admit(request, person, then)
+
+    async def admit(
+        self, request: web.Request, person: Newcomer, then: str, *, from_elsewhere: bool = False
+    ) -> web.Response:
+        """Open a session for a person whose identity is proved, and go to `then`. Ends the browser's earlier session.
+
+        from_elsewhere: whether another site led here. A page then goes on, because the browser would leave the cookie
+        out of a redirect.
+        """
+        home = home_of_request(request)
+        await self._end_old(request.cookies.get(COOKIE, ""))
+        token = await self._sessions.open(person)
+        response = web.Response(status=303, headers={"Location": then, **NO_STORE})
+        if from_elsewhere:
+            response = continue_page(then)
+        self._set_cookie(response, COOKIE, token, home, self._max_age)
+        response.del_cookie(LOGIN_COOKIE, path=f"{home}/login")
+        return response
+
+    async def log_out(self, request: web.Request) -> web.Response:
+        """End the session."""
+        visitor = request[VISITOR]
+        await self._end(visitor.session_id, visitor.subject)
+        response = web.Response(status=303, headers={"Location": f"{visitor.home}/login", **NO_STORE})
+        response.del_cookie(COOKIE, path=visitor.home)
+        return response
+
+    async def _end_old(self, token: str) -> None:
+        try:
+            old = await self._sessions.find(token)
+            if old is not None:
+                await self._end(old.session_id, old.subject)
+        except Unavailable:
+            # Its token is overwritten in the browser.
+            return
+
+    async def _end(self, session_id: str, actor: str) -> None:
+        try:
+            await self._sessions.close(session_id, actor, action="session.close")
+        except RecordNotFound:
+            # It has just been ended elsewhere.
+            return
+
+    async def _recognise(self, request: web.Request, home: str, presented: str) -> Newcomer:
+        """Return the owner of a key. Raises TooManyFailures, WrongKey, InvalidKey or Forbidden."""
+        if not presented or len(presented) > MAX_KEY_CHARS:
+            raise InvalidKey("The field is empty or too long.")
+        self._throttle.refuse_guess(request, presented)
+        proof = self._auth.bootstrap_proof
+        if home == ADMIN_PATH and proof is not None and self._auth.is_bootstrap(presented):
+            return by_bootstrap_key(proof)
+        key = await self._auth.recognise(presented)
+        if (key.tenant is None) != (home == ADMIN_PATH):
+            raise WrongKey
+        return by_key(key)
+
+    async def _refuse(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
+        home, caller = home_of_request(request), CALLER.get()
+        is_wrong = isinstance(error, WrongKey)
+        if is_wrong:
+            await self._throttle.count_form(request)
+        actor = (caller.key_id if caller is not None else None) or NOBODY
+        await self._audit.failed(home, "wrong key" if is_wrong else error.message, actor)
+        return self._form(request, then, WRONG if is_wrong else error.message, status=401)
+
+    def refuse_guesses(self, request: web.Request) -> None:
+        """Raise TooManyFailures after too many failed log-ins from the request's address."""
+        self._throttle.refuse_guess(request, "")
+
+    def too_many(self, request: web.Request, then: str, error: TooManyFailures) -> web.Response:
+        """Return the form with the time after which the next log-in is tried."""
+        wait = error.headers["Retry-After"]
+        message = f"Too many log-ins from your address or with this key. Try again in {wait} s."
+        return self._form(request, then, message, status=429)
+
+    async def refuse_oidc(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
+        """Return the form with the reason why the provider's answer opens no session."""
+        if not isinstance(error, Unavailable):
+            await self._throttle.count_form(request)
+            await self._audit.failed(home_of_request(request), error.message)
+        return self._form(request, then, error.message, status=error.status)
+
+    def _form(self, request: web.Request, then: str, message: str | None = None, status: int = 200) -> web.Response:
+        home, csrf = home_of_request(request), request.cookies.get(LOGIN_COOKIE, "")
+        if len(csrf) != 64 or not csrf.isalnum():
+            csrf = secrets.token_hex(32)
+        response = self._frame.render(
+            request,
+            "login.html",
+            title=TITLES[home],
+            status=status,
+            label=LABELS[home],
+            home=home,
+            then=then,
+            form_csrf=csrf,
+            message=message,
+            provider=self._provider,
+        )
+        self._set_cookie(response, LOGIN_COOKIE, csrf, f"{home}/login", None)
+        return response
+
+    def _set_cookie(self, response: web.Response, name: str, value: str, path: str, max_age: int | None) -> None:
+        caller = CALLER.get()
+        response.set_cookie(
+            name,
+            value,
+            path=path,
+            max_age=max_age,
+            httponly=True,
+            samesite="Strict",
+            secure=caller is not None and caller.is_https,
+        )
+
+
+def home_of_request(request: web.Request) -> str:
+    """Return the path of the pages that a log-in or log-out is for."""
+    resource = request.match_info.route.resource
+    assert resource is not None  # only routes of the table get here
+    return ADMIN_PATH if resource.canonical.startswith(ADMIN_PATH) else CONSOLE_PATH
+
+
+def _owner() -> str:
+    """Return the owner of a log-in form's memory: the client's address, so that slow forms hold no place of others."""
+    caller = CALLER.get()
+    return f"address {client_network(caller.address) if caller is not None else ''}"

@@ -1,0 +1,168 @@
+"""`/admin/login/oidc` and `/console/login/oidc`: log-in at the OpenID Connect provider."""
+
+import base64
+import hmac
+import re
+import secrets
+import time
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from redis.exceptions import RedisError
+
+from gateway.access.auth import Authenticator
+from gateway.access.caller import CALLER
+from gateway.access.oidc import LoginRefused, Oidc
+from gateway.access.page_guard import NO_STORE, safe_next
+from gateway.access.roles import ADMIN_PATH, ADMIN_ROLES, TENANT_ROLES
+from gateway.access.sessions import Newcomer
+from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
+from gateway.pages.login.login import LoginPages, home_of_request
+from gateway.records.tenants import Tenants
+
+STATE_COOKIE = "loraplex_oidc"
+# Time for a log-in at the provider.
+STATE_SECONDS = 600
+USED_MOST = 10_000
+# Subjects that stand in the audit and the log as they are; others are hashed. With their prefix they fit into the
+# columns for a key's id, because a tenant's person may send requests from the playground.
+PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9._@|:-]{1,27}")
+HASHED_CHARS = 24
+STALE = "This log-in was not begun here, has expired or was used already. Begin it again."
+
+
+class _State(msgspec.Struct, frozen=True):
+    state: str
+    nonce: str
+    verifier: str
+    then: str
+    until: int
+
+
+class OidcPages:
+    """Routes for the log-in at the provider. oidc: None if there is none. A state is kept in a sealed cookie of the
+    browser that began the log-in, and is used once.
+    """
+
+    def __init__(
+        self, *, oidc: Oidc | None, auth: Authenticator, tenants: Tenants, pages: LoginPages, redis: Any
+    ) -> None:
+        self._oidc = oidc
+        self._auth = auth
+        self._tenants = tenants
+        self._pages = pages
+        self._redis = redis
+        self._used: dict[str, int] = {}
+
+    async def begin(self, request: web.Request) -> web.Response:
+        """Redirect to the provider."""
+        oidc, home = self._client(), home_of_request(request)
+        then = safe_next(request.query.get("next"), home)
+        state, nonce, verifier = (secrets.token_urlsafe(32) for _ in range(3))
+        kept = _State(state, nonce, verifier, then, int(time.time()) + STATE_SECONDS)
+        try:
+            where = await oidc.authorization_url(
+                redirect=_redirect(request, home), state=kept.state, nonce=kept.nonce, verifier=kept.verifier
+            )
+        except Unavailable as error:
+            return await self._pages.refuse_oidc(request, then, error)
+        response = web.Response(status=303, headers={"Location": where, **NO_STORE})
+        caller = CALLER.get()
+        response.set_cookie(
+            STATE_COOKIE,
+            self._sealed(kept),
+            path=f"{home}/login/oidc",
+            max_age=STATE_SECONDS,
+            httponly=True,
+            # The provider's redirect comes from another site.
+            samesite="Lax",
+            secure=caller is not None and caller.is_https,
+        )
+        return response
+
+    async def finish(self, request: web.Request) -> web.StreamResponse:
+        """Open a session for the person whom the provider names."""
+        oidc, home, then = self._client(), home_of_request(request), f"{home_of_request(request)}/"
+        try:
+            # Each answer costs a request to the provider.
+            self._pages.refuse_guesses(request)
+            kept = await self._unsealed(request)
+            then = kept.then
+            if "error" in request.query or not request.query.get("code"):
+                raise LoginRefused("The log-in provider did not log you in.")
+            redirect = _redirect(request, home)
+            token = await oidc.redeem(request.query["code"], redirect=redirect, verifier=kept.verifier)
+            person = await self._person(await oidc.verify(token, kept.nonce), home)
+        except TooManyFailures as error:
+            return self._pages.too_many(request, then, error)
+        except (LoginRefused, Forbidden, Unavailable) as error:
+            response = await self._pages.refuse_oidc(request, then, error)
+        else:
+            response = await self._pages.admit(request, person, then, from_elsewhere=True)
+        response.del_cookie(STATE_COOKIE, path=f"{home}/login/oidc")
+        return response
+
+    async def _person(self, claims: dict[str, Any], home: str) -> Newcomer:
+        """Return the person, with the greatest role that the groups give below `home`. Raises Forbidden."""
+        provider = self._client().provider
+        grant = provider.grant_of(claims, ADMIN_ROLES if home == ADMIN_PATH else TENANT_ROLES)
+        tenant = None
+        if grant.tenant is not None:
+            try:
+                tenant = await self._tenants.get(grant.tenant)
+            except RecordNotFound as error:
+                raise Forbidden("The tenant of your group does not exist.", code="role_needed") from error
+            if tenant.suspended:
+                raise Forbidden("This tenant is suspended; ask the operator.", code="tenant_suspended")
+        subject = claims["sub"]
+        if not PLAIN_SUBJECT.fullmatch(subject):
+            subject = self._auth.seal("oidc-subject", subject)[:HASHED_CHARS]
+        label = next((claims[name] for name in ("email", "name", "preferred_username") if claims.get(name)), subject)
+        shown = "".join(character for character in str(label) if character.isprintable())[:100]
+        return Newcomer(subject=f"oidc:{subject}", label=shown, role=grant.role, tenant=tenant, proof=provider.proof)
+
+    def _client(self) -> Oidc:
+        if self._oidc is None:
+            raise web.HTTPNotFound
+        return self._oidc
+
+    def _sealed(self, kept: _State) -> str:
+        text = base64.urlsafe_b64encode(msgspec.json.encode(kept)).decode().rstrip("=")
+        return f"{text}.{self._auth.seal('oidc-state', text)}"
+
+    async def _unsealed(self, request: web.Request) -> _State:
+        """Return the state of the log-in that the browser began. Raises LoginRefused."""
+        text, _, seal = request.cookies.get(STATE_COOKIE, "").partition(".")
+        if not hmac.compare_digest(seal.encode("utf-8", "replace"), self._auth.seal("oidc-state", text).encode()):
+            raise LoginRefused(STALE)
+        kept = msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_State)
+        given = request.query.get("state", "").encode("utf-8", "replace")
+        if not hmac.compare_digest(given, kept.state.encode()) or time.time() > kept.until:
+            raise LoginRefused(STALE)
+        if not await self._use(kept):
+            raise LoginRefused(STALE)
+        return kept
+
+    async def _use(self, kept: _State) -> bool:
+        """Return whether the state is used for the first time: at any gateway, or at this one while Redis is away.
+
+        Anybody can use states up, so a full memory must not refuse log-ins while Redis answers.
+        """
+        now = int(time.time())
+        self._used = {state: until for state, until in self._used.items() if until >= now}
+        if kept.state in self._used:
+            return False
+        if has_room := len(self._used) < USED_MOST:
+            self._used[kept.state] = kept.until
+        try:
+            return bool(await self._redis.set(f"loraplex:oidc:{kept.state}", "1", nx=True, ex=STATE_SECONDS))
+        except (RedisError, OSError, TimeoutError):
+            return has_room
+
+
+def _redirect(request: web.Request, home: str) -> str:
+    """Return the URL to which the provider sends the browser back; the provider knows which ones are allowed."""
+    caller = CALLER.get()
+    scheme = "https" if caller is not None and caller.is_https else "http"
+    return f"{scheme}://{request.host}{home}/login/oidc/return"

@@ -1,0 +1,179 @@
+"""Pages of plans."""
+
+from collections.abc import Mapping, Sequence
+
+from aiohttp import web
+from msgspec.structs import replace
+
+from gateway.access.page_guard import FORM
+from gateway.access.scopes import ACTOR
+from gateway.api.admin.plans import NewPlan
+from gateway.api.requests.fields import read_fields
+from gateway.errors import BadRequest, Conflict, GatewayError
+from gateway.pages.frame.frame import Frame
+from gateway.pages.money.prices import AMOUNTS, read_price
+from gateway.pages.parts.forms import read_terms, term_fields, term_text
+from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.parts import Records
+from gateway.records.plans import Plan
+from gateway.records.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
+from gateway.records.terms import DEFAULTS, NO_TERMS, given_terms
+
+PLANS = "/admin/plans"
+
+
+def _terms_text(plan: Plan) -> str:
+    shown = {name: term_text(name, v) for name, v in given_terms(plan.terms).items() if name != "model_limits"}
+    return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the defaults"
+
+
+def _prices_text(plan: Plan) -> str:
+    return "; ".join(f"{model}: {_price_text(price)}" for model, price in plan.prices.items())
+
+
+def _price_text(price: Price) -> str:
+    return ", ".join(f"{name} {format_money(getattr(price, name))}" for name, _ in AMOUNTS)
+
+
+PLAN_COLUMNS = (
+    Column("name", "Plan"),
+    Column("num_tenants", "Tenants", numeric=True),
+    Column("terms", "Terms", sortable=False, value=_terms_text),
+    Column("prices", "Prices", sortable=False, value=_prices_text),
+    Column("updated_at", "Changed"),
+)
+PricedFields = tuple[str, list[tuple[str, str, str]]]
+"""Title of a priced model, and (field, label, value) of its amounts."""
+
+
+class PlanPages:
+    """Pages of plans. currency: of budgets and prices."""
+
+    def __init__(self, frame: Frame, records: Records, currency: str) -> None:
+        self._frame = frame
+        self._records = records
+        self._currency = currency
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        plans = await self._records.plans.list()
+        table = fill(read_table(request, "plans", PLAN_COLUMNS, "name"), plans)
+        if request.query.get("format") == "csv":
+            return csv_response("plans", PLAN_COLUMNS, plans)
+        done = {"saved": "The plan is saved.", "deleted": "The plan is deleted."}.get(request.query.get("done", ""))
+        return self._frame.render(request, "plans.html", title="Plans", table=table, done=done, terms_text=_terms_text)
+
+    async def edit(self, request: web.Request) -> web.StreamResponse:
+        """Return the form of a plan, or of a new one; with a form, save it."""
+        name = request.match_info.get("plan")
+        plan = None if name is None else await self._records.plans.get(name)
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            values, _ = read_terms(form, errors)
+            prices = self._read_prices(form, errors)
+            if not errors:
+                try:
+                    given = read_fields({**values, "prices": prices}, NewPlan)
+                    await self._save(request, plan, form.get("name", "").strip(), given)
+                except GatewayError as error:
+                    errors[(error.param or "").split("[")[0]] = error.message
+                else:
+                    raise web.HTTPSeeOther(f"{PLANS}?done=saved")
+        return self._frame.render(
+            request,
+            "plan_form.html",
+            title=f"Plan {plan.name}" if plan else "New plan",
+            status=400 if errors else 200,
+            plan=plan,
+            name=form.get("name", "") if form else "",
+            fields=term_fields(plan.terms if plan else NO_TERMS, DEFAULTS, form, self._currency),
+            models=self._models(plan, form),
+            errors=errors,
+        )
+
+    async def prices(self, request: web.Request) -> web.StreamResponse:
+        """Return the form of a plan's prices; with a form, save them."""
+        plan = await self._records.plans.get(request.match_info["plan"])
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            prices = self._read_prices(form, errors)
+            if not errors:
+                try:
+                    given = read_fields({"prices": prices}, NewPlan)
+                    known = {model: price.price() for model, price in given.prices.items()}
+                    await self._records.plans.put_prices(plan.name, known, request[ACTOR])
+                    await self._records.price_list.refresh()
+                except GatewayError as error:
+                    errors[""] = error.message
+                else:
+                    raise web.HTTPSeeOther(f"{PLANS}?done=saved")
+        return self._frame.render(
+            request,
+            "plan_prices.html",
+            title=f"Prices of plan {plan.name}",
+            status=400 if errors else 200,
+            plan=plan,
+            models=self._models(plan, form),
+            errors=errors,
+        )
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        plan = await self._records.plans.get(request.match_info["plan"])
+        form, error = request.get(FORM), None
+        if form is not None:
+            error = f"Type {plan.name} to confirm."
+            if form.get("typed", "").strip() == plan.name:
+                try:
+                    await self._records.plans.delete(plan.name, request[ACTOR])
+                    raise web.HTTPSeeOther(f"{PLANS}?done=deleted")
+                except Conflict as conflict:
+                    error = conflict.message
+        whose = "1 tenant has" if plan.num_tenants == 1 else f"{plan.num_tenants:,} tenants have"
+        return self._frame.confirm(
+            request,
+            title=f"Delete plan {plan.name}",
+            name=plan.name,
+            text=f"{whose} this plan. Only a plan without tenants can be deleted.",
+            button="Delete",
+            cancel=PLANS,
+            error=error,
+        )
+
+    async def _save(self, request: web.Request, plan: Plan | None, name: str, given: NewPlan) -> None:
+        """Save a plan under its name; a new one, if `plan` is None, under `name`."""
+        if plan is None and name in await self._records.plans.terms():
+            raise BadRequest(f"A plan named '{name}' exists already.", param="name")
+        terms = given.terms()
+        if plan is not None:
+            # The form does not have them.
+            name, terms = plan.name, replace(terms, model_limits=plan.terms.model_limits)
+        prices = {model: price.price() for model, price in given.prices.items()}
+        await self._records.plans.put(name, terms, prices, request[ACTOR])
+        await self._records.price_list.refresh()
+        await self._records.auth.catch_up()
+
+    def _priced(self) -> Sequence[tuple[str, str, str]]:
+        """Return (field, model, title) of the models that a plan can price."""
+        base = self._records.catalog.base_model
+        return [
+            ("base", base, f"Base model {base}"),
+            ("adapters", ALL_ADAPTERS, "All adapters"),
+            ("all", EVERYTHING, "Everything else"),
+        ]
+
+    def _models(self, plan: Plan | None, form: Mapping[str, str] | None) -> Sequence[PricedFields]:
+        found = []
+        for field, model, title in self._priced():
+            price = plan.prices.get(model) if plan else None
+            values = {name: "" if price is None else format_money(getattr(price, name)) for name, _ in AMOUNTS}
+            if form is not None:
+                values = {name: form.get(f"{field}_{name}", "") for name, _ in AMOUNTS}
+            found.append((title, [(f"{field}_{name}", label, values[name]) for name, label in AMOUNTS]))
+        return found
+
+    def _read_prices(self, form: Mapping[str, str], errors: dict[str, str]) -> dict[str, dict[str, int]]:
+        prices = {}
+        for field, model, _ in self._priced():
+            price = read_price(form, f"{field}_", errors)
+            if price:
+                prices[model] = price
+        return prices

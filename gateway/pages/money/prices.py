@@ -1,0 +1,120 @@
+"""Pages of prices."""
+
+from collections.abc import Mapping
+
+from aiohttp import web
+
+from gateway.access.page_guard import FORM
+from gateway.access.scopes import ACTOR
+from gateway.api.admin.prices import NewPrice
+from gateway.api.requests.fields import read_fields
+from gateway.errors import BadRequest, GatewayError, RecordNotFound
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.forms import read_money
+from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.parts import Records
+from gateway.records.prices import EVERYTHING
+
+PRICES = "/admin/prices"
+AMOUNTS = (("input", "Input"), ("output", "Output"), ("cached", "Cached"))
+PRICE_COLUMNS = (
+    Column("model", "Model"),
+    Column("input", "Input", numeric=True, value=lambda row: row.price.input),
+    Column("cached", "Cached", numeric=True, value=lambda row: row.price.cached),
+    Column("output", "Output", numeric=True, value=lambda row: row.price.output),
+    Column("updated_at", "Changed"),
+)
+
+
+class PricePages:
+    """Pages of prices."""
+
+    def __init__(self, frame: Frame, records: Records) -> None:
+        self._frame = frame
+        self._records = records
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        """List the prices; with a form, set one."""
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            price, model = read_price(form, "", errors), form.get("model", "").strip()
+            try:
+                if not errors:
+                    await self._check(model)
+                    known = read_fields(price, NewPrice).price()
+                    await self._records.prices.put(model, known, request[ACTOR])
+                    await self._refresh()
+                    raise web.HTTPSeeOther(f"{PRICES}?done=saved")
+            except GatewayError as error:
+                errors[error.param or ""] = error.message
+        prices = await self._records.prices.list()
+        if request.query.get("format") == "csv":
+            return csv_response("prices", PRICE_COLUMNS, prices)
+        done = {"saved": "The price is set.", "deleted": "The price is deleted."}.get(request.query.get("done", ""))
+        return self._frame.render(
+            request,
+            "prices.html",
+            title="Prices",
+            status=400 if errors else 200,
+            table=fill(read_table(request, "prices", PRICE_COLUMNS, "model"), prices),
+            base_model=self._records.catalog.base_model,
+            values=form or {"model": request.query.get("model", "")},
+            errors=errors,
+            done=done,
+        )
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        model = request.match_info["model"]
+        form, error = request.get(FORM), None
+        if form is not None:
+            error = f"Type {model} to confirm."
+            if form.get("typed", "").strip() == model:
+                await self._records.prices.delete(model, request[ACTOR])
+                await self._refresh()
+                raise web.HTTPSeeOther(f"{PRICES}?done=deleted")
+        return self._frame.confirm(
+            request,
+            title="Delete a price",
+            name=model,
+            text=f"From then on the next more general price holds for {model}, or none.",
+            button="Delete",
+            cancel=PRICES,
+            error=error,
+        )
+
+    async def _check(self, model: str) -> None:
+        """Raise BadRequest for a model that is neither general nor a tenant's."""
+        if model in (EVERYTHING, self._records.catalog.base_model):
+            return
+        owner, slash, adapter = model.partition("/")
+        try:
+            tenant = await self._records.tenants.get(owner)
+        except RecordNotFound:
+            tenant = None
+        known = tenant is not None and (adapter == EVERYTHING or await self._records.catalog.knows(tenant, adapter))
+        if not (slash and known):
+            base = self._records.catalog.base_model
+            message = f"Expected the base model ('{base}'), '*', 'tenant/*', or an adapter as tenant/name."
+            raise BadRequest(message, param="model")
+
+    async def _refresh(self) -> None:
+        await self._records.price_list.refresh()
+        await self._records.auth.catch_up()
+
+
+def read_price(form: Mapping[str, str], prefix: str, errors: dict[str, str]) -> dict[str, int]:
+    """Return the amounts of a price; empty if all fields are. Adds a message to `errors` for each wrong field."""
+    texts = {name: form.get(prefix + name, "").strip() for name, _ in AMOUNTS}
+    price = {}
+    if not any(texts.values()) and prefix:
+        return {}
+    for name, text in texts.items():
+        if not text and name == "cached":
+            continue
+        try:
+            price[name] = read_money(text)
+            if price[name] > 10**9:
+                raise ValueError("Expected at most 1,000 per million tokens.")
+        except ValueError as error:
+            errors[prefix + name] = str(error)
+    return price

@@ -1,0 +1,104 @@
+"""The list "Needs attention" of the overview: each entry has a sentence and a link to the act."""
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+from markupsafe import Markup
+
+from gateway.billing.ledger import Ledger
+from gateway.errors import Unavailable
+from gateway.pages.frame.strip import Level, Status, verb_of
+from gateway.records.attention import Attention, Concerns
+
+# The records are read again after this time, by all viewers together.
+FRESH_SECONDS = 30.0
+LONG_WAIT, MANY_ROWS = 5.0, 1000
+
+
+class Entry(NamedTuple):
+    """Entry of the list. act: the link's title, and its URL; None without one."""
+
+    level: Level
+    text: str | Markup
+    act: tuple[str, str] | None
+
+    def described(self) -> dict[str, Any]:
+        """Return the entry for JSON, with plain text."""
+        text = self.text.striptags() if isinstance(self.text, Markup) else self.text
+        act = None if self.act is None else {"title": self.act[0], "url": self.act[1]}
+        return {"level": self.level, "text": text, "act": act}
+
+
+class Needs:
+    """Reader of the list. money: shows an amount."""
+
+    def __init__(self, records: Attention, ledger: Ledger, money: Callable[[int], Any]) -> None:
+        self._records = records
+        self._ledger = ledger
+        self._money = money
+        self._concerns = Concerns([], [], [])
+        self._read_at = 0.0
+
+    async def entries(self, status: Status) -> list[Entry]:
+        """Return the entries, the worst first. Those of records are old while the database is unavailable."""
+        if time.monotonic() - self._read_at > FRESH_SECONDS or not self._read_at:
+            # A single viewer reads; the others get the last result.
+            self._read_at = time.monotonic()
+            try:
+                self._concerns = await self._records.read()
+            except Unavailable:
+                self._read_at = 0.0
+        found = [*self._of_memory(status), *self._of_records()]
+        return sorted(found, key=lambda entry: ("bad", "warn", "good").index(entry.level))
+
+    def _of_memory(self, status: Status) -> list[Entry]:
+        text: str | Markup
+        found = [
+            Entry(
+                part.level,
+                Markup("{} {} faulty: {}.").format(part.title, verb_of(part.title), part.text.rstrip(".")),
+                None,
+            )
+            for part in status.faults
+        ]
+        for engine in status.engines:
+            if engine.level != "good":
+                act = ("Show the engine", f"/admin/engines/one?{urlencode({'url': engine.url})}")
+                text = Markup("Engine {} is {}: {}.").format(engine.url, engine.state, engine.reason.rstrip("."))
+                found.append(Entry(engine.level, text, act))
+        if status.waiting and status.longest_wait > LONG_WAIT:
+            text = f"{status.waiting:,} requests wait for an engine, the longest for {status.longest_wait:.0f} s."
+            found.append(Entry("warn", text, ("Show the engines", "/admin/engines")))
+        if self._ledger.waiting > MANY_ROWS:
+            text = f"The ledger is behind: {self._ledger.waiting:,} usage rows wait for the database."
+            found.append(Entry("warn", text, None))
+        if self._ledger.rejected:
+            text = f"The database refused {self._ledger.rejected:,} usage rows; they are in the table usage_rejected."
+            found.append(Entry("bad", text, None))
+        return found
+
+    def _of_records(self) -> list[Entry]:
+        found: list[Entry] = []
+        text: str | Markup
+        for budget in self._concerns.budgets:
+            level: Level = "bad" if budget.spent >= budget.budget else "warn"
+            text = Markup("{} spent {} of {} this month, {:.0f} %.").format(
+                *(budget.tenant, self._money(budget.spent), self._money(budget.budget)),
+                100 * budget.spent / budget.budget,
+            )
+            found.append(Entry(level, text, ("Change the budget", f"/admin/tenants/{budget.tenant}")))
+        for key in self._concerns.keys:
+            owner = f"of {key.tenant}" if key.tenant else "of an operator"
+            label = key.label or key.id
+            text = f"Key {label} {owner} expires on {key.expires_at:%Y-%m-%d %H:%M} UTC."
+            where = {"tenant": key.tenant} if key.tenant else {}
+            found.append(Entry("warn", text, ("Rotate the key", f"/admin/keys?{urlencode(where)}")))
+        for version in self._concerns.rejected:
+            text = (
+                f"Version {version.version} of {version.tenant}/{version.name} was rejected at {version.at:%H:%M} UTC."
+            )
+            where = {"tenant": version.tenant, "q": version.name}
+            found.append(Entry("warn", text, ("Read the report", f"/admin/adapters?{urlencode(where)}")))
+        return found

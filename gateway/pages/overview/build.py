@@ -1,0 +1,31 @@
+"""Construction of the overview and the search box."""
+
+from typing import Any
+
+from gateway.pages.frame.filters import money
+from gateway.pages.frame.frame import Frame
+from gateway.pages.frame.strip import Strip
+from gateway.pages.overview.attention import Needs
+from gateway.pages.overview.overview import Overview
+from gateway.pages.overview.search import SearchPage
+from gateway.parts import Billing, Records
+from gateway.records.activity import Activity
+from gateway.records.attention import Attention
+from gateway.records.search import Search
+from gateway.resources import Resources
+
+
+def build_overview(
+    frame: Frame, strip: Strip, resources: Resources, records: Records, billing: Billing, activity: Activity
+) -> list[Any]:
+    """Return the objects of these pages."""
+    database, currency = resources.database, resources.settings.currency
+    needs = Needs(
+        Attention(database, records.tenants, records.report),
+        billing.ledger,
+        lambda micro_units: money(micro_units, currency),
+    )
+    return [
+        Overview(frame=frame, strip=strip, activity=activity, needs=needs),
+        SearchPage(frame, Search(database)),
+    ]

@@ -1,0 +1,207 @@
+"""`/admin/`: what happens now, compared with the period before, and what needs attention."""
+
+import asyncio
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from aiohttp import web
+
+from gateway.api.requests.fields import json_response
+from gateway.errors import BadRequest, Unavailable
+from gateway.pages.frame.frame import Frame
+from gateway.pages.frame.strip import Strip
+from gateway.pages.overview.attention import Needs
+from gateway.pages.parts.periods import PERIODS, TITLES, Shown, read_period
+from gateway.records.activity import Activity
+from gateway.records.activity_figures import ActivityReport, Curve, Percentiles, Refusals
+from gateway.records.prices import MICRO_UNITS
+
+GROUPS = ("tenant", "model", "engine")
+# Points of a sparkline.
+SPARK_POINTS = 40
+
+
+class Figures(NamedTuple):
+    """Figures of a period for the tiles, and their relative changes from the period before; None without one."""
+
+    requests: float
+    tokens: float
+    errors: float | None
+    limited: float | None
+    ttft: Percentiles | None
+    cost: int
+    changes: dict[str, float | None]
+
+
+class Overview:
+    """The page. It shows the engines, the queue and the strip also while the database is away."""
+
+    def __init__(self, *, frame: Frame, strip: Strip, activity: Activity, needs: Needs) -> None:
+        self._frame = frame
+        self._strip = strip
+        self._activity = activity
+        self._needs = needs
+
+    async def redirect(self, _: web.Request) -> web.Response:
+        """Redirect `/admin` to the page, whose links are relative to `/admin/`."""
+        return web.Response(status=308, headers={"Location": "/admin/"})
+
+    async def attention(self, _: web.Request) -> web.Response:
+        """Return the list "Needs attention" as JSON."""
+        return json_response(
+            {"object": "list", "data": [entry.described() for entry in await self._needs.entries(self._strip.read())]}
+        )
+
+    async def page(self, request: web.Request) -> web.Response:
+        period, group = read_period(request), request.query.get("by", "tenant")
+        if group not in GROUPS:
+            raise BadRequest(f"by: expected one of {', '.join(GROUPS)}.", param="by")
+        now = datetime.now(UTC)
+        midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
+        missing, report, today = None, None, None
+        try:
+            report, today = await asyncio.gather(
+                self._activity.report(since=period.since, until=period.until, group_by=group),  # type: ignore[arg-type]
+                self._activity.report(since=min(midnight, now.replace(second=0, microsecond=0)), step=86400),
+            )
+        except Unavailable as error:
+            missing = error.message
+        status = self._strip.read()
+        return self._frame.render(
+            request,
+            "overview.html",
+            title="Overview",
+            missing=missing,
+            period=period,
+            periods=[(TITLES[name], name) for name in PERIODS],
+            group=group,
+            report=report,
+            figures=None if report is None else figures(report, period),
+            today=None if today is None else today.total.cost,
+            charts=[] if report is None else charts(report, group),
+            sparks={} if report is None else _sparks(report),
+            needs=await self._needs.entries(status),
+        )
+
+
+def figures(report: ActivityReport, period: Shown) -> Figures:
+    """Return the figures of the tiles."""
+    seconds = max(1.0, (report.until - report.since).total_seconds())
+    now, before = report.total, report.before
+    attempts, attempts_before = (_attempts(report, is_before=flag) for flag in (False, True))
+    errors, errors_before = (_part(report.refusals, 500, flag) for flag in (False, True))
+    limited, limited_before = (_part(report.refusals, 429, flag) for flag in (False, True))
+    changes = {
+        "requests": _change(now.requests, before.requests),
+        "tokens": _change(now.completion_tokens, before.completion_tokens),
+        "cost": _change(now.cost, before.cost),
+        "errors": _change(_ratio(errors, attempts), _ratio(errors_before, attempts_before)),
+        "limited": _change(_ratio(limited, attempts), _ratio(limited_before, attempts_before)),
+        "ttft50": None if not (now.ttft and before.ttft) else _change(now.ttft.p50, before.ttft.p50),
+        "ttft95": None if not (now.ttft and before.ttft) else _change(now.ttft.p95, before.ttft.p95),
+    }
+    return Figures(
+        requests=now.requests / seconds,
+        tokens=now.completion_tokens / seconds,
+        errors=_ratio(errors, attempts),
+        limited=_ratio(limited, attempts),
+        ttft=now.ttft,
+        cost=now.cost,
+        changes=changes,
+    )
+
+
+def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (id, title, data) of the charts."""
+    times = [int(start.timestamp()) for start in report.starts]
+    step = report.step
+
+    def stacked(unit: str, values: Any) -> dict[str, Any]:
+        named = [
+            (f"{each.tenant}/{each.name}" if each.tenant else each.name or "none", each.curve) for each in report.groups
+        ]
+        if report.others is not None:
+            named.append((f"{report.num_groups - len(report.groups)} others", report.others))
+        series = [{"name": name, "values": values(curve)} for name, curve in named]
+        return {"times": times, "unit": unit, "series": series, "stacked": True}
+
+    def per_second(name: str) -> Any:
+        return lambda curve: [round(value / step, 3) for value in getattr(curve, name)]
+
+    def costs(curve: Curve) -> list[float]:
+        return [round(value / MICRO_UNITS, 6) for value in curve.cost]
+
+    def lines(values: Sequence[Percentiles | None]) -> dict[str, Any]:
+        series = [
+            {"name": name, "values": [None if each is None else round(getattr(each, name)) for each in values]}
+            for name in ("p50", "p95", "p99")
+        ]
+        return {"times": times, "unit": "ms", "series": series, "stacked": False}
+
+    by = f"by {group}"
+    failed = [
+        {"name": f"{each.code}{f' ({each.limit})' if each.limit else ''}", "values": each.curve}
+        for each in report.refusals[:8]
+        if each.requests
+    ]
+    return [
+        ("requests", f"Requests {by}", stacked("per s", per_second("requests"))),
+        ("tokens", f"Output tokens {by}", stacked("per s", per_second("completion_tokens"))),
+        ("cost", f"Cost {by}", stacked("currency", costs)),
+        ("ttft", "Time to first token", lines(report.times.ttft)),
+        ("failed", "Errors and refusals by reason", {"times": times, "unit": "", "series": failed, "stacked": True}),
+        ("latency", "Time of a whole answer", lines(report.times.latency)),
+    ]
+
+
+def _sparks(report: ActivityReport) -> dict[str, list[float | None]]:
+    """Return the values of the tiles' sparklines."""
+    ttft = report.times.ttft
+    curves: dict[str, list[float | None]] = {
+        "requests": list(report.curve.requests),
+        "tokens": list(report.curve.completion_tokens),
+        "cost": list(report.curve.cost),
+        "ttft50": [None if each is None else each.p50 for each in ttft],
+        "ttft95": [None if each is None else each.p95 for each in ttft],
+        "errors": _summed([each.curve for each in report.refusals if each.status >= 500 or not each.status]),
+        "limited": _summed([each.curve for each in report.refusals if each.status == 429]),
+    }
+    return {name: _thinned(values) for name, values in curves.items()}
+
+
+def _summed(curves: Sequence[Sequence[int]]) -> list[float | None]:
+    return [float(sum(values)) for values in zip(*curves, strict=True)]
+
+
+def _thinned(values: list[float | None]) -> list[float | None]:
+    """Return at most SPARK_POINTS means of consecutive values."""
+    width = -(-len(values) // SPARK_POINTS) or 1
+    parts = [[value for value in values[i : i + width] if value is not None] for i in range(0, len(values), width)]
+    return [sum(part) / len(part) if part else None for part in parts]
+
+
+def _attempts(report: ActivityReport, *, is_before: bool) -> int:
+    """Return the number of requests that were admitted or refused."""
+    admitted = report.before.requests if is_before else report.total.requests
+    return admitted + sum(_number(each, is_before) for each in report.refusals if each.status)
+
+
+def _part(refusals: Sequence[Refusals], status: int, is_before: bool) -> int:
+    """Return the number of requests with an HTTP status; 500 counts all faults of the gateway and of engines."""
+    if status == 500:
+        return sum(_number(each, is_before) for each in refusals if each.status >= 500 or not each.status)
+    return sum(_number(each, is_before) for each in refusals if each.status == status)
+
+
+def _number(refusals: Refusals, is_before: bool) -> int:
+    return refusals.before if is_before else refusals.requests
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def _change(now: float | None, before: float | None) -> float | None:
+    """Return the relative difference; None without a value before."""
+    return None if now is None or not before else now / before - 1

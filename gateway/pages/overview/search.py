@@ -1,0 +1,63 @@
+"""Search box of the pages: a text with a single match redirects to its page, any other text to a list of matches.
+
+The box is a form with POST, because people paste whole keys, which must not be in a URL.
+"""
+
+import re
+from urllib.parse import quote
+
+from aiohttp import web
+
+from gateway.access.page_guard import FORM
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.places import Places
+from gateway.records.search import Found, Search
+
+MAX_CHARS = 128
+_REQUEST = re.compile(r"(?:req_|chatcmpl-|cmpl-)[0-9a-zA-Z_-]{1,60}")
+_KEY = re.compile(r"lpx_([0-9a-f]{16})_[0-9a-f]*")
+SEARCH = "/admin/search"
+
+
+class SearchPage:
+    """Routes of the search box."""
+
+    def __init__(self, frame: Frame, search: Search) -> None:
+        self._frame = frame
+        self._search = search
+
+    async def submit(self, request: web.Request) -> web.StreamResponse:
+        """Redirect to the page for the form's text. A whole key is first cut to its id."""
+        form = request.get(FORM)
+        text = clean("" if form is None else str(form.get("q", "")))
+        if _REQUEST.fullmatch(text):
+            raise web.HTTPSeeOther(Places(request).request(text))
+        raise web.HTTPSeeOther(f"{SEARCH}?q={quote(text)}")
+
+    async def results(self, request: web.Request) -> web.StreamResponse:
+        """Return the matches, or redirect to the only one."""
+        text, place = clean(request.query.get("q", "")), Places(request)
+        found = await self._search.find(text) if text else Found(tenants=[], versions=[], keys=[])
+        if (only := _only(found, text, place)) is not None:
+            raise web.HTTPSeeOther(only)
+        return self._frame.render(request, "search.html", title="Search", text=text, found=found, place=place)
+
+
+def clean(text: str) -> str:
+    """Return the text to search for; of a key its id."""
+    text = "".join(char for char in text.strip() if char.isprintable())[:MAX_CHARS]
+    key = _KEY.fullmatch(text)
+    return key[1] if key else text
+
+
+def _only(found: Found, text: str, place: Places) -> str | None:
+    """Return the page of the only match, or of the tenant of that name."""
+    if found.tenants == [text]:
+        return place.tenant(text)
+    if found.number != 1:
+        return None
+    if found.tenants:
+        return place.tenant(found.tenants[0])
+    if found.versions:
+        return place.adapter(found.versions[0].tenant, found.versions[0].name)
+    return place.key(found.keys[0].id)

@@ -1,0 +1,88 @@
+"""Table of the audit log, on the page of the whole log, on a tenant's page and in its console."""
+
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from gateway.pages.frame.frame import link
+from gateway.pages.parts.forms import MONEY
+from gateway.pages.parts.tables import Column, Table
+from gateway.records.audit import AuditEntry
+from gateway.records.prices import format_money
+
+MOST_CSV = 10_000
+AMOUNTS = ("input", "cached", "output")
+COLUMNS = (
+    Column("at", "Time", sortable=False),
+    Column("action", "Action", sortable=False),
+    Column("tenant", "Tenant", sortable=False),
+    Column("target", "Target", sortable=False),
+    Column("actor", "Actor", sortable=False),
+    Column("address", "Address", sortable=False),
+    Column("changes", "Before → after", sortable=False, value=lambda row: row.text),
+)
+# The file has these too.
+CSV_COLUMNS = (*COLUMNS, Column("actor_label", "Actor's label"), Column("request_id", "Request"), Column("id", "Id"))
+
+
+class AuditRow(NamedTuple):
+    """Entry as the page shows it. changes: (field, earlier value or None, new value) as texts."""
+
+    id: str
+    at: datetime
+    action: str
+    tenant: str | None
+    target: str
+    actor: str
+    actor_label: str | None
+    address: str | None
+    request_id: str | None
+    changes: Sequence[tuple[str, str | None, str]]
+
+    @property
+    def text(self) -> str:
+        return "; ".join(f"{name}: {f'{old} -> ' if old is not None else ''}{new}" for name, old, new in self.changes)
+
+
+def audit_table(request: web.Request, rows: Sequence[AuditRow], *, has_more: bool) -> Table:
+    next_link = link(request, after=rows[-1].id) if has_more else None
+    previous = link(request, after=None) if request.query.get("after") else None
+    return Table("audit", COLUMNS, rows, next_link=next_link, previous_link=previous)
+
+
+def audit_row(entry: AuditEntry) -> AuditRow:
+    before, changes = entry.before or {}, []
+    for name in {**before, **entry.detail}:
+        old, new = before.get(name), entry.detail.get(name)
+        if name not in before or old != new:
+            changes.append((name, _text(name, old) if name in before else None, _text(name, new)))
+    return AuditRow(
+        entry.id,
+        entry.at,
+        entry.action,
+        entry.tenant,
+        entry.target,
+        entry.actor,
+        entry.actor_label,
+        entry.address,
+        entry.request_id,
+        changes,
+    )
+
+
+def _text(name: str, value: Any) -> str:
+    """Return a value for people: money as money, no limit as `none`."""
+    value = _in_money(name, value)
+    if value is None:
+        return "none"
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _in_money(name: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _in_money(key, each) for key, each in value.items()}
+    is_amount = isinstance(value, int) and not isinstance(value, bool) and (name in MONEY or name in AMOUNTS)
+    return format_money(value) if is_amount else value

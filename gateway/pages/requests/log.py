@@ -1,0 +1,182 @@
+"""Pages of the request log: `/admin/requests`, its exports, and one request."""
+
+import math
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.requests.log_filter import FILTERS, read_log_filter, read_text
+from gateway.errors import BadRequest
+from gateway.pages.frame.frame import Frame, link
+from gateway.pages.parts.places import Places
+from gateway.pages.parts.tables import ROWS, Column, Table
+from gateway.pages.requests.export import FIELDS, export_log
+from gateway.pages.requests.request_texts import (
+    OUTCOMES,
+    amount,
+    decode_rate,
+    explain,
+    limit_title,
+    outcome,
+    reason,
+    settled_tokens,
+    stages,
+)
+from gateway.records.request_log import LogEntry, LogFilter, LogPage, RequestLog
+
+QUERY = (*FILTERS, "id", "after", "live", "format")
+COLUMNS = (
+    Column("at", "Time (UTC)", sortable=False),
+    Column("tenant", "Tenant and key", sortable=False),
+    Column("model", "Model and end user", sortable=False),
+    Column("status", "Outcome", sortable=False),
+    Column("prompt_tokens", "In", numeric=True, sortable=False, hint="Prompt tokens; below, those from the cache"),
+    Column("completion_tokens", "Out", numeric=True, sortable=False, hint="Tokens of the answer"),
+    Column("cost", "Cost", numeric=True, sortable=False),
+    Column("queue_ms", "Queue", numeric=True, sortable=False, hint="Wait for an engine, after the admission"),
+    Column("ttft_ms", "First token", numeric=True, sortable=False, hint="From the arrival; streams only"),
+    Column("latency_ms", "Total", numeric=True, sortable=False, hint="From the arrival to the end"),
+    Column("engine", "Engine", sortable=False),
+)
+STATUS_OPTIONS = (
+    ("", "any"),
+    ("failed", "all but completed"),
+    *((status, words) for status, (words, _) in OUTCOMES.items()),
+)
+# Filters that the bar shows at first; the others are behind "More filters" until one of them is in use.
+FIRST = ("tenant", "model", "status", "since", "until")
+# Time before and after a request that "around" covers.
+AROUND = timedelta(minutes=1)
+
+
+class RequestPages:
+    """Pages of the request log. currency: of costs. The console's pages (console/requests.py) replace the hooks."""
+
+    columns: Sequence[Column] = COLUMNS
+    fields: Sequence[str] = FIELDS
+    filters: Sequence[str] = FILTERS
+
+    def __init__(self, frame: Frame, log: RequestLog, currency: str) -> None:
+        self._frame = frame
+        self._log = log
+        self._currency = currency
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        """Return a page of the log, or with `?format=` all of it. An error of the filter is shown at its field."""
+        if given := request.query.get("id", "").strip():
+            raise web.HTTPSeeOther(self.places(request).request(given))
+        if request.query.get("format"):
+            return await export_log(
+                request, partial(self.page, request), self.read_filter(request), self._currency, self.fields
+            )
+        errors: dict[str, str] = {}
+        page, which = LogPage(entries=[], next=None), LogFilter()
+        try:
+            which = self.read_filter(request)
+            page = await self.page(request, which, after=read_text(request, "after"), limit=ROWS)
+        except BadRequest as error:
+            errors[error.param or ""] = error.message
+        used = [name for name in self.filters if request.query.get(name)]
+        return self._frame.render(
+            request,
+            "requests.html",
+            title="Requests",
+            status=400 if errors else 200,
+            table=_table(request, page, self.columns),
+            errors=errors,
+            is_live=request.query.get("live") == "1" and not request.query.get("after"),
+            has_more_filters=any(name not in FIRST for name in used),
+            is_filtered=bool(used),
+            statuses=STATUS_OPTIONS,
+            times={"since": _local(which.since), "until": _local(which.until)},
+            place=self.places(request),
+            outcome=outcome,
+            limit_title=limit_title,
+        )
+
+    async def one(self, request: web.Request) -> web.StreamResponse:
+        """Return the page of a request by its id or its answer's id."""
+        given = request.match_info["id"]
+        try:
+            entry = await self.find(request, given)
+        except BadRequest:
+            entry = None
+        if entry is None:
+            return self._frame.render(request, "request_missing.html", title="Request", status=404, given=given)
+        return self._frame.render(request, "request.html", title="Request", **self._story(request, entry))
+
+    def places(self, request: web.Request) -> Places:
+        return Places(request)
+
+    def read_filter(self, request: web.Request) -> LogFilter:
+        return read_log_filter(request)
+
+    async def page(self, request: web.Request, which: LogFilter, *, after: str | None = None, limit: int) -> LogPage:
+        return await self._log.page(which, after=after, limit=limit)
+
+    async def find(self, request: web.Request, given: str) -> LogEntry | None:
+        return await self._log.find(given)
+
+    def _story(self, request: web.Request, entry: LogEntry) -> dict[str, Any]:
+        way = stages(entry)
+        settled = settled_tokens(entry)
+        words, tone = outcome(entry)
+        limit = entry.limit
+        return {
+            "entry": entry,
+            "words": words,
+            "tone": tone,
+            "place": self.places(request),
+            "stages": way,
+            "total_ms": max(entry.latency_ms, way[-1].end if way else 0, 1),
+            "marks": _marks(entry.latency_ms),
+            "settled": settled,
+            "unused": None if entry.reserved_tokens is None else entry.reserved_tokens - settled,
+            "rate": decode_rate(entry),
+            "reason": reason(entry, self._currency),
+            "help": explain(entry),
+            "limit_shown": None
+            if limit is None
+            else {
+                name: amount(limit.name, getattr(limit, name), self._currency)
+                for name in ("value", "needed", "remaining")
+            },
+            "limit_title": limit_title,
+            "answer_ids": [entry.request_id.replace("req_", prefix, 1) for prefix in ("chatcmpl-", "cmpl-")],
+            "around": {
+                "tenant": entry.tenant,
+                "since": _local(entry.at - AROUND),
+                "until": _local(entry.at + AROUND + timedelta(seconds=1)),
+            },
+        }
+
+
+def _table(request: web.Request, page: LogPage, columns: Sequence[Column]) -> Table:
+    is_first = not request.query.get("after")
+    return Table(
+        "requests",
+        columns,
+        rows=page.entries,
+        next_link=None if page.next is None else link(request, after=page.next, live=None),
+        previous_link=None if is_first else link(request, after=None),
+        previous_title="Newest",
+        formats=("json",),
+    )
+
+
+def _local(moment: datetime | None) -> str:
+    """Return a UTC time in the format of HTML's `datetime-local` fields."""
+    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
+
+
+def _marks(latency_ms: int) -> list[int]:
+    """Return three to six round times within a request's way, for the scale of its waterfall."""
+    if latency_ms < 4:
+        return []
+    rough = latency_ms / 5
+    unit = 10 ** math.floor(math.log10(rough))
+    step = int(next(unit * factor for factor in (1, 2, 5, 10) if unit * factor >= rough)) or 1
+    return list(range(0, latency_ms + 1, step))

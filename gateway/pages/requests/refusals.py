@@ -1,0 +1,143 @@
+"""Page `/admin/refusals`: why requests were refused, by tenant, limit and time, and reserved against settled tokens."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.admin.refusals import ALL, read_group, read_refusal_filter
+from gateway.errors import BadRequest
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts import report_period
+from gateway.pages.parts.places import Places
+from gateway.pages.parts.report_period import Span, as_field, read_span, segments_of
+from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_table
+from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
+from gateway.pages.requests.request_texts import limit_title
+from gateway.records.refusal_report import (
+    GROUPS,
+    OTHERS,
+    RESERVED_HOURS,
+    Cause,
+    RefusalReport,
+    RefusalSums,
+)
+
+QUERY = (*report_period.QUERY, "tenant", "code", "limit_name", "status", "group_by", "sort", "page", "format")
+PERIODS = ("1h", "24h", "7d", "30d")
+COLUMNS = (
+    Column("tenant", "Tenant"),
+    Column("limit_name", "Limit"),
+    Column("code", "Code"),
+    Column("status", "Status", numeric=True),
+    Column("requests", "Refused", numeric=True),
+)
+RESERVED_COLUMNS = (
+    Column("tenant", "Tenant", sortable=False),
+    Column("requests", "Requests", numeric=True, sortable=False),
+    Column("reserved", "Reserved", numeric=True, sortable=False, hint="Tokens that admission reserved"),
+    Column("settled", "Settled", numeric=True, sortable=False, hint="Tokens that were charged at the end"),
+    Column("unused", "Unused", numeric=True, sortable=False, hint="Reserved tokens that were released at the end"),
+    Column("unused_share", "Share unused", sortable=False),
+)
+
+
+class RefusalPages:
+    """Page of refusals. currency: of budgets."""
+
+    def __init__(self, frame: Frame, report: RefusalReport, currency: str) -> None:
+        self._frame = frame
+        self._report = report
+        self._currency = currency
+
+    async def page(self, request: web.Request) -> web.StreamResponse:
+        """Return the page, or its table with `?format=csv`. An error of the filter is shown at its field."""
+        now = datetime.now(UTC)
+        errors: dict[str, str] = {}
+        try:
+            span, which, group_by = read_span(request, "24h", now), read_refusal_filter(request), read_group(request)
+            table = read_table(request, "refusals", COLUMNS, "-requests")
+            sums = await self._report.sums(which, since=span.since, until=span.until, group_by=group_by)
+        except BadRequest as error:
+            if request.query.get("format"):
+                raise
+            errors[error.param or ""] = error.message
+            return self._show(request, now, errors=errors)
+        if request.query.get("format") == "csv":
+            return csv_response("refusals", COLUMNS, sums.causes)
+        reserved = Table(
+            "reserved",
+            RESERVED_COLUMNS,
+            rows=await self._report.reserved(since=span.since, until=span.until, tenant=which.tenant),
+            csv=False,
+        )
+        return self._show(
+            request, now, span=span, sums=sums, table=fill(table, sums.causes), group_by=group_by, reserved=reserved
+        )
+
+    def _show(
+        self,
+        request: web.Request,
+        now: datetime,
+        *,
+        span: Span | None = None,
+        sums: RefusalSums | None = None,
+        **context: Any,
+    ) -> web.Response:
+        defaults: dict[str, Any] = {"errors": {}, "table": None, "reserved": None, "group_by": GROUPS[0]}
+        shown = defaults | context
+        return self._frame.render(
+            request,
+            "refusals.html",
+            title="Why 429",
+            status=400 if shown["errors"] else 200,
+            span=span,
+            sums=sums,
+            periods=segments_of(request, span or Span("", now, now), PERIODS),
+            group_names=GROUPS,
+            chart=None if sums is None else _chart(sums, shown["group_by"]),
+            findings=[] if sums is None else [self._finding(cause, sums, request, now) for cause in _explained(sums)],
+            place=Places(request),
+            limit_title=limit_title,
+            no_key=NO_KEY,
+            reserved_hours=RESERVED_HOURS,
+            bounds={} if sums is None else {"since": as_field(sums.since), "until": as_field(sums.until)},
+            is_all=request.query.get("status") == ALL,
+            **shown,
+        )
+
+    def _finding(self, cause: Cause, sums: RefusalSums, request: web.Request, now: datetime) -> dict[str, str]:
+        return {
+            "tenant": cause.tenant,
+            "title": title(cause),
+            "sentence": sentence(cause, self._currency, now, sums.step),
+            "needs": needs(cause, self._currency),
+            "advice": advice(cause),
+            "requests": Places(request).requests(
+                tenant=cause.tenant,
+                code=cause.code,
+                limit_name=cause.limit_name,
+                status="not_admitted" if cause.status else "failed",
+                since=as_field(sums.since),
+                until=as_field(sums.until),
+            ),
+        }
+
+
+def _explained(sums: RefusalSums) -> list[Cause]:
+    return [cause for cause in sums.causes if cause.peak is not None]
+
+
+def _chart(sums: RefusalSums, group_by: str) -> dict[str, Any]:
+    def name(group: str) -> str:
+        if group in ("", OTHERS):
+            return "others" if group else NO_KEY
+        return limit_title(group) if group_by == "limit" else group
+
+    return {
+        "times": [int(start.timestamp()) for start in sums.starts] if sums.total else [],
+        "series": [{"name": name(group), "values": values} for group, values in sums.curves.items()],
+        "unit": "requests",
+        "stacked": True,
+        "kind": "bar",
+    }

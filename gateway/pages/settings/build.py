@@ -1,0 +1,48 @@
+"""Construction of the pages of alerts, settings and the audit log."""
+
+from datetime import timedelta
+from typing import Any
+
+from gateway.alerts.build import Alerts
+from gateway.api.admin.settings import AdminSettings
+from gateway.api.condition import Conditions
+from gateway.api.shown_settings import shown_settings
+from gateway.api.webhook_desk import WebhookDesk
+from gateway.pages.frame.frame import Frame
+from gateway.pages.settings.alerts import AlertPages
+from gateway.pages.settings.audit import AuditPages
+from gateway.pages.settings.settings import SettingPages
+from gateway.parts import Billing, Records
+from gateway.records.budgeted_tenants import BudgetedTenants
+from gateway.records.session_list import SessionLists
+from gateway.records.webhook_list import TargetLists
+from gateway.resources import Resources
+
+
+def build_setting_pages(
+    frame: Frame, resources: Resources, records: Records, billing: Billing, alerts: Alerts, desk: WebhookDesk
+) -> list[Any]:
+    """Return the objects of the pages, and that of the JSON route of settings."""
+    settings, database = resources.settings, resources.database
+    conditions = Conditions(settings, database, billing.quota.ping)
+    shown = shown_settings(settings)
+    return [
+        AdminSettings(shown=shown, conditions=conditions),
+        AlertPages(
+            frame=frame,
+            desk=desk,
+            targets=TargetLists(database),
+            events=alerts.events,
+            tenants=BudgetedTenants(database),
+            currency=settings.currency,
+        ),
+        AuditPages(frame, records.audit),
+        SettingPages(
+            frame=frame,
+            shown=shown,
+            conditions=conditions,
+            keys=records.key_lists,
+            sessions=records.sessions,
+            session_lists=SessionLists(database, timedelta(seconds=settings.session_idle_seconds)),
+        ),
+    ]

@@ -1,0 +1,120 @@
+"""Rows of events, on the page of alerts and in its CSV file."""
+
+import csv
+import io
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import msgspec
+from aiohttp import web
+
+from gateway.alerts.messages import MONEY, title
+from gateway.api.files import send_file
+from gateway.pages.parts.tables import Column
+from gateway.records.events import Event, Events
+from gateway.records.prices import exact_money, format_money
+from wire.csv_cells import cell
+
+# Events that are read and encoded at a time.
+AT_ONCE = 200
+EVENT_TITLES = {
+    "budget.threshold": "Budget reached a threshold",
+    "budget.exhausted": "Budget used up",
+    "tenant.suspended": "Tenant suspended",
+    "key.expiring": "Key expires soon",
+    "engine.down": "Engine down",
+    "engine.up": "Engine up again",
+    "adapter.rejected": "Adapter rejected",
+    "keys.guessed": "Wrong keys in a burst",
+}
+TONES = {
+    "budget.threshold": "warn",
+    "budget.exhausted": "bad",
+    "tenant.suspended": "info",
+    "key.expiring": "warn",
+    "engine.down": "bad",
+    "engine.up": "good",
+    "adapter.rejected": "warn",
+    "keys.guessed": "bad",
+}
+STATE_TONES = {"delivered": "good", "pending": "info", "failed": "bad"}
+EVENT_COLUMNS = (
+    Column("at", "Time", sortable=False),
+    Column("type", "Event", sortable=False),
+    Column("tenant", "Tenant", sortable=False),
+    Column("details", "Details", sortable=False),
+    Column("deliveries", "Delivered to", sortable=False),
+)
+FIELDS = ("id", "created_at", "type", "tenant", "title", "data", "deliveries")
+
+
+class EventRow(NamedTuple):
+    """Event as the page shows it. details: (field, text). deliveries: (webhook, state, tone)."""
+
+    id: str
+    at: datetime
+    type: str
+    tone: str
+    tenant: str | None
+    title: str
+    details: Sequence[tuple[str, str]]
+    deliveries: Sequence[tuple[str, str, str]]
+
+
+def event_row(event: Event, currency: str) -> EventRow:
+    return EventRow(
+        event.id,
+        event.created_at,
+        event.type,
+        TONES.get(event.type, "quiet"),
+        event.tenant,
+        _title(event),
+        [(name, _detail(name, value, currency)) for name, value in event.data.items() if value is not None],
+        [(name, state, STATE_TONES.get(state, "quiet")) for name, state in event.deliveries.items()],
+    )
+
+
+async def export_events(request: web.Request, events: Events, which: Mapping[str, Any]) -> web.StreamResponse:
+    """Stream all events of a filter as CSV, from its `after` on. Raises BadRequest, Unavailable before it begins."""
+    first = await events.list(**which, limit=AT_ONCE)
+    return await send_file(request, "events.csv", "text/csv", _parts(events, which, first))
+
+
+async def _parts(events: Events, which: Mapping[str, Any], page: tuple[Sequence[Event], bool]) -> AsyncIterator[bytes]:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(FIELDS)
+    while True:
+        found, has_more = page
+        for event in found:
+            writer.writerow([cell(value) for value in _cells(event)])
+        yield text.getvalue().encode()
+        text.seek(0)
+        text.truncate()
+        if not has_more:
+            return
+        page = await events.list(**{**which, "after": found[-1].id}, limit=AT_ONCE)
+
+
+def _cells(event: Event) -> tuple[Any, ...]:
+    data = {name: exact_money(value) if name in MONEY else value for name, value in event.data.items()}
+    deliveries = " ".join(f"{name}:{state}" for name, state in event.deliveries.items())
+    at = event.created_at.isoformat()
+    return event.id, at, event.type, event.tenant, _title(event), msgspec.json.encode(data).decode(), deliveries
+
+
+def _title(event: Event) -> str:
+    """Return the event in one line. An event of a newer release has its type only."""
+    try:
+        return title(event.type, event.tenant, event.data)
+    except (KeyError, TypeError):
+        return event.type
+
+
+def _detail(name: str, value: Any, currency: str) -> str:
+    if name in MONEY and isinstance(value, int):
+        return f"{format_money(value)} {currency}"
+    if name == "threshold" and isinstance(value, int | float):
+        return f"{100 * value:g} %"
+    return str(value)

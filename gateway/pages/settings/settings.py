@@ -1,0 +1,137 @@
+"""Page of settings: condition of the gateway, effective settings, migrations, admin keys, and sessions of browsers."""
+
+from typing import Any, cast
+
+from aiohttp import web
+
+from gateway.access.scopes import ACTOR
+from gateway.access.sessions import VISITOR, Sessions
+from gateway.api.condition import Conditions
+from gateway.api.shown_settings import ShownSetting
+from gateway.errors import BadRequest
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
+from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
+from gateway.pages.parts.tables import Column, csv_response, fill, read_table, window
+from gateway.pages.parts.tabs import show_tab
+from gateway.records.key_list import KeyFilter, KeyLists, Sort
+from gateway.records.session_list import SessionFilter, SessionLists
+from gateway.records.session_list import Sort as SessionSort
+
+SETTINGS = "/admin/settings"
+QUERY = ("tab", "q", "changed", "tenant", "sort", "page", "format", "done")
+MAX_CHARS = 64
+SETTING_COLUMNS = (
+    Column("name", "Setting"),
+    Column("value", "Value", sortable=False),
+    Column("default", "Default", sortable=False),
+)
+MIGRATION_COLUMNS = (
+    Column("revision", "Revision"),
+    Column("title", "Change", sortable=False),
+    Column("state", "State", sortable=False, value=lambda row: "applied" if row[1] else "not applied"),
+)
+SESSION_COLUMNS = (
+    Column("label", "Person"),
+    Column("role", "Role"),
+    Column("tenant", "Tenant"),
+    Column("address", "Address", sortable=False),
+    Column("created_at", "Logged in"),
+    Column("last_used_at", "Last use", hint="Exact to a minute"),
+    Column("expires_at", "Ends"),
+)
+
+
+class SettingPages:
+    """Pages of settings. shown: the effective settings, which do not change while the process runs."""
+
+    def __init__(
+        self,
+        *,
+        frame: Frame,
+        shown: list[ShownSetting],
+        conditions: Conditions,
+        keys: KeyLists,
+        sessions: Sessions,
+        session_lists: SessionLists,
+    ) -> None:
+        self._frame = frame
+        self._shown = shown
+        self._conditions = conditions
+        self._keys = keys
+        self._sessions = sessions
+        self._session_lists = session_lists
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """Return a tab of the page. Only the tabs of keys and sessions need the database."""
+        return await show_tab(
+            request,
+            self._frame,
+            "settings.html",
+            {
+                "state": ("State", self._state),
+                "settings": ("Settings", self._settings),
+                "migrations": ("Migrations", self._migrations),
+                "keys": ("Admin keys", self._admin_keys),
+                "sessions": ("Sessions", self._session_part),
+            },
+            title="Settings",
+            done="The session is ended." if request.query.get("done") == "ended" else None,
+        )
+
+    async def end_session(self, request: web.Request) -> web.StreamResponse:
+        """End a session at once, maybe the visitor's own."""
+        await self._sessions.close(request.match_info["id"], request[ACTOR])
+        raise web.HTTPSeeOther(f"{SETTINGS}?tab=sessions&done=ended")
+
+    async def _state(self, _: web.Request) -> dict[str, Any]:
+        return {"condition": await self._conditions.read()}
+
+    async def _settings(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
+        words, only_changed = _text(request, "q").lower(), request.query.get("changed") == "true"
+        found = [each for each in self._shown if words in each.name.lower() and (each.is_set or not only_changed)]
+        table = read_table(request, "settings", SETTING_COLUMNS, "name")
+        if request.query.get("format") == "csv":
+            return csv_response("settings", SETTING_COLUMNS, found)
+        return {"table": fill(table, found)}
+
+    async def _migrations(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
+        condition = await self._conditions.read()
+        # They are applied in the order of their revisions, which are numbers.
+        rows = [(each, condition.revision is not None and each.revision <= condition.revision)
+                for each in condition.migrations]  # fmt: skip
+        columns = (MIGRATION_COLUMNS[0]._replace(value=lambda row: row[0].revision),
+                   MIGRATION_COLUMNS[1]._replace(value=lambda row: row[0].title), MIGRATION_COLUMNS[2])  # fmt: skip
+        if request.query.get("format") == "csv":
+            return csv_response("migrations", columns, rows)
+        return {"table": fill(read_table(request, "migrations", columns, "-revision"), rows), "condition": condition}
+
+    async def _admin_keys(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
+        table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
+        is_csv = request.query.get("format") == "csv"
+        which = KeyFilter(tenant="", q=_text(request, "q") or None)
+        part = window(table, is_csv=is_csv)
+        table.rows, table.total = await self._keys.page(which, sort=cast(Sort, table.sort), **part)
+        if is_csv:
+            return csv_response("admin-keys", KEY_CSV_COLUMNS, table.rows)
+        table.has_next = table.offset + len(table.rows) < table.total
+        return key_context(table)
+
+    async def _session_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
+        table = read_table(request, "sessions", SESSION_COLUMNS, "-last_used_at")
+        is_csv = request.query.get("format") == "csv"
+        which = SessionFilter(tenant=_text(request, "tenant") or None, q=_text(request, "q") or None)
+        part = window(table, is_csv=is_csv)
+        table.rows, table.total = await self._session_lists.page(which, sort=cast(SessionSort, table.sort), **part)
+        if is_csv:
+            return csv_response("sessions", (Column("id", "Id"), *SESSION_COLUMNS), table.rows)
+        table.has_next = table.offset + len(table.rows) < table.total
+        return {"table": table, "own": request[VISITOR].session_id}
+
+
+def _text(request: web.Request, name: str) -> str:
+    """Return a filter's text, "" if it is absent. Raises BadRequest."""
+    text = request.query.get(name, "")
+    if len(text) > MAX_CHARS or not text.isprintable():
+        raise BadRequest(f"{name}: expected at most {MAX_CHARS} printable characters.", param=name)
+    return text

@@ -1,0 +1,21 @@
+"""Construction of the pages of tenants and keys."""
+
+from typing import Any
+
+from gateway.api.key_desk import KeyDesk
+from gateway.pages.frame.frame import Frame
+from gateway.pages.tenants.keys import KeyPages
+from gateway.pages.tenants.page import TenantPage
+from gateway.pages.tenants.tenants import TenantPages
+from gateway.parts import Records
+from gateway.quota.quota import Quota
+
+
+def build_tenant_pages(frame: Frame, records: Records, quota: Quota, currency: str) -> list[Any]:
+    """Return the objects of these pages. currency: of budgets."""
+    desk = KeyDesk(auth=records.auth, keys=records.keys, catalog=records.catalog)
+    return [
+        TenantPages(frame, records, currency),
+        TenantPage(frame, records, quota, currency),
+        KeyPages(frame, records, desk),
+    ]

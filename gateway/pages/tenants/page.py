@@ -1,0 +1,116 @@
+"""Page of one tenant: its usage, limits with what is left of them, keys and changes."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from aiohttp import web
+
+from gateway.access.auth import TenantPrincipal
+from gateway.errors import Unavailable
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.audit_rows import audit_row, audit_table
+from gateway.pages.parts.forms import OTHERS, term_text
+from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
+from gateway.pages.parts.limit_rows import LimitRow, used_row
+from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
+from gateway.pages.tenants.tenants import DONE, LIST
+from gateway.parts import Records
+from gateway.quota.kinds import KINDS, REQUEST_KINDS
+from gateway.quota.peek import Left
+from gateway.quota.quota import Quota
+from gateway.records.tenants import Tenant
+from gateway.records.terms import NO_TERMS, own_terms, sources
+
+QUERY = ("tab", "sort", "page", "after", "done")
+DAYS = 30
+USAGE_COLUMNS = (
+    Column("model", "Model"),
+    Column("requests", "Requests", numeric=True),
+    Column("prompt_tokens", "In", numeric=True),
+    Column("cached_tokens", "Cached", numeric=True),
+    Column("completion_tokens", "Out", numeric=True),
+    Column("cost", "Cost", numeric=True),
+)
+LIMIT_COLUMNS = (
+    Column("title", "Limit", sortable=False),
+    Column("used", "Used now", sortable=False),
+    Column("source", "From", sortable=False, hint="The tenant itself, its plan, or the default"),
+    Column("resets_at", "All free again", sortable=False, hint="If nothing more is used"),
+)
+
+
+class TenantPage:
+    """Page of one tenant. currency: of its budgets."""
+
+    def __init__(self, frame: Frame, records: Records, quota: Quota, currency: str) -> None:
+        self._frame = frame
+        self._records = records
+        self._quota = quota
+        self._currency = currency
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        tenant = await self._records.tenants.get(request.match_info["tenant"])
+        tabs = {"usage": self._usage, "limits": self._limits, "keys": self._keys, "audit": self._audit}
+        tab = request.query.get("tab", "usage")
+        tab = tab if tab in tabs else "usage"
+        months = await self._records.tenant_lists.months([tenant])
+        return self._frame.render(
+            request,
+            "tenant.html",
+            title=tenant.name,
+            tenant=tenant,
+            month=months[tenant.id],
+            tab=tab,
+            tabs=_tabs(request, tenant, tab),
+            done=DONE.get(request.query.get("done", "")),
+            **{"is_away": False} | await tabs[tab](request, tenant),
+        )
+
+    async def _usage(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        since = datetime.now(UTC) - timedelta(days=DAYS)
+        page = await self._records.report.page(("model",), tenant_id=tenant.id, since=since, limit=1000)
+        table = fill(read_table(request, "usage", USAGE_COLUMNS, "-cost"), page.groups)
+        table.csv = False
+        return {"table": table}
+
+    async def _limits(self, _: web.Request, tenant: Tenant) -> dict[str, Any]:
+        left: dict[str, Left] = {}
+        is_away = False
+        try:
+            found = await self._quota.peek(TenantPrincipal(key_id="", tenant=tenant))
+            left = {each.limit.name: each for each in found if each.limit.owner == "tenant"}
+        except Unavailable:
+            is_away = True
+        of_plan = (await self._records.plans.terms()).get(tenant.plan or "", NO_TERMS)
+        terms = tenant.terms()
+        origin = sources(of_plan, own_terms(tenant.own, of_plan, terms))
+        titles = [(kind.name, kind.help) for kind in KINDS] + [(name, title) for name, title, _ in OTHERS]
+        rows, now = [], datetime.now(UTC)
+        for name, title in titles:
+            text = term_text(name, terms[name])
+            if name in left and name in {kind.name for kind in REQUEST_KINDS}:
+                rows.append(used_row(left[name], title, text, origin[name], self._currency, now))
+            else:
+                rows.append(LimitRow(title, text, origin[name]))
+        return {"table": Table("limits", LIMIT_COLUMNS, rows, csv=False), "is_away": is_away}
+
+    async def _keys(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
+        keys = await self._records.keys.list(tenant)
+        table.csv = False
+        return key_context(fill(table, keys))
+
+    async def _audit(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+        after = request.query.get("after") or None
+        entries, has_more = await self._records.audit.list(tenant=tenant.name, after=after, limit=ROWS)
+        table = audit_table(request, [audit_row(entry) for entry in entries], has_more=has_more)
+        table.csv = False
+        return {"table": table}
+
+
+def _tabs(request: web.Request, tenant: Tenant, here: str) -> list[tuple[str, str, bool]]:
+    own = (("usage", "Usage"), ("limits", "Limits now"), ("keys", "Keys"), ("audit", "Audit"))
+    tabs = [(title, f"{LIST}/{tenant.name}?tab={name}", name == here) for name, title in own]
+    served = {resource.canonical for resource in request.app.router.resources()}
+    others = (("Adapters", "/admin/adapters"), ("Requests", "/admin/requests"))
+    return tabs + [(title, f"{path}?tenant={tenant.name}", False) for title, path in others if path in served]

@@ -1,0 +1,190 @@
+"""Page of refusals: numbers, causes in sentences, links to the requests, and reserved against settled tokens."""
+
+import csv
+import html
+import io
+import json
+import re
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from gateway.api.admin.refusals import AdminRefusals
+from gateway.errors import Exceeded
+from gateway.pages.requests.log import RequestPages
+from gateway.pages.requests.refusals import RefusalPages
+from gateway.records.database import Database
+from gateway.records.refusal_report import RefusalReport
+from gateway.records.request_log import RequestLog
+from testing.gateway.rows import row
+from tests.gateway.pages.conftest import Reader, World
+from tests.gateway.pages.records import HOSTILE, fill, refused, serving, unsafe
+
+
+@pytest.fixture
+async def reader(starts_servers: None, world: World, database: Database) -> AsyncIterator[Reader]:
+    report = RefusalReport(database)
+    pages = RefusalPages(world.frame, report, "EUR")
+    handlers = {
+        "/admin/refusals": pages.page,
+        "/admin/api/refusals": AdminRefusals(report=report).get,
+        "/admin/requests": RequestPages(world.frame, RequestLog(database), "EUR").list,
+    }
+    async with serving(handlers) as reader:
+        yield reader
+
+
+def plain(text: str) -> str:
+    """Return the text of a page without its tags."""
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
+
+
+def chart(text: str) -> dict[str, int]:
+    """Return the sums of the chart's series by name."""
+    [data] = re.findall(r'data-chart="([^"]*)"', text)
+    return {each["name"]: sum(each["values"]) for each in json.loads(html.unescape(data))["series"]}
+
+
+def an_hour_ago(minutes: int = 0, seconds: int = 0) -> datetime:
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) - timedelta(hours=1)
+    return hour + timedelta(minutes=minutes, seconds=seconds)
+
+
+async def test_the_page_says_why_a_tenant_got_429s_at_a_time(reader: Reader, database: Database):
+    exceeded = Exceeded(name="requests_per_minute", owner="key", value=60, needed=1, remaining=0)
+    await fill(
+        database,
+        *(refused(i, at=an_hour_ago(40, i)) for i in range(20)),
+        *(refused(i, at=an_hour_ago(41, i - 20)) for i in range(20, 25)),
+        *(refused(30 + i, at=an_hour_ago(10), exceeded=exceeded) for i in range(3)),
+        refused(40, at=an_hour_ago(40), tenant_id="t2", tenant="globex"),
+    )
+    at = f"{an_hour_ago(40):%H:%M}"
+    _, text = await reader.get(f"/admin/refusals?tenant=acme&at={at}")
+    shown = plain(text)
+    assert (
+        f"acme : 25 requests were refused by the limit tokens per minute of the tenant (20,000 tokens), from "
+        f"{an_hour_ago(40):%H:%M:%S} to {an_hour_ago(41, 4):%H:%M:%S}, most at {at} (20). On average a refused request "
+        "needed 4,096 tokens, and 310 tokens were left." in shown
+    )
+    assert "globex" not in shown
+    assert "requests per minute" not in shown
+    [link] = re.findall(r'href="([^"]+)">See the requests', text)
+    _, log = await reader.get(html.unescape(link))
+    assert len(re.findall(r'<th scope="row"><a href="/admin/requests/', log)) == 25
+
+
+async def test_the_peak_of_a_long_period_names_its_step(reader: Reader, database: Database):
+    await fill(database, *(refused(i, at=an_hour_ago(40, i)) for i in range(3)))
+    # With the date, if it is not today's.
+    quarter = rf"most in the 15 minutes from (\d+ \w+ )?{an_hour_ago(30):%H:%M} \(3\)\."
+    assert re.search(quarter, plain((await reader.get("/admin/refusals?period=24h"))[1]))
+    at = an_hour_ago()
+    assert " most in the hour from " in plain((await reader.get("/admin/refusals?period=7d"))[1])
+    assert f" most on {at.day} {at:%b} (3)." in plain((await reader.get("/admin/refusals?period=30d"))[1])
+
+
+async def test_the_chart_and_the_table_agree(reader: Reader, database: Database):
+    overloaded = {"exceeded": None, "code": "server_overloaded"}
+    await fill(
+        database,
+        *(refused(i, at=an_hour_ago(i)) for i in range(4)),
+        *(refused(10 + i, at=an_hour_ago(i), tenant_id="t2", tenant="globex", **overloaded) for i in range(3)),
+        refused(20, at=an_hour_ago(), status=404, code="model_not_found", exceeded=None),
+    )
+    _, text = await reader.get("/admin/refusals")
+    assert chart(text) == {"tokens per minute": 4, "server overloaded": 3}
+    assert "7 refused" in plain(text)
+    _, text = await reader.get("/admin/refusals?group_by=tenant&status=all")
+    assert chart(text) == {"acme": 5, "globex": 3}
+    _, text = await reader.get("/admin/refusals?status=all&format=csv")
+    rows = list(csv.DictReader(io.StringIO(text)))
+    assert [(each["tenant"], each["code"], each["requests"]) for each in rows] == [
+        ("acme", "rate_limit_exceeded", "4"),
+        ("globex", "server_overloaded", "3"),
+        ("acme", "model_not_found", "1"),
+    ]
+
+
+async def test_more_groups_than_colours_are_others(reader: Reader, database: Database):
+    many = (refused(i, at=an_hour_ago(), tenant_id=f"t{i}", tenant=f"n{i:02}") for i in range(12))
+    await fill(database, *many)
+    _, text = await reader.get("/admin/refusals?group_by=tenant")
+    assert chart(text) == {f"n{i:02}": 1 for i in range(8)} | {"others": 4}
+
+
+async def test_requests_without_a_key_are_counted_but_belong_to_no_tenant(reader: Reader, database: Database):
+    await fill(database, refused(1, at=an_hour_ago(), tenant_id="", tenant="", key_id="", exceeded=None, status=401))
+    _, text = await reader.get("/admin/refusals?status=all&group_by=tenant")
+    assert "Unknown callers" in plain(text)
+    assert chart(text) == {"requests without a valid key": 1}
+
+
+async def test_unused_reservations_by_tenant(reader: Reader, database: Database):
+    at = an_hour_ago(5)
+    await fill(
+        database,
+        row("req_1", created_at=at, reserved_tokens=1000, prompt_tokens=50, completion_tokens=40, surcharge=10),
+        row("req_2", created_at=at, reserved_tokens=200, prompt_tokens=50, completion_tokens=50),
+        row("req_3", created_at=at, tenant_id="t2", tenant="globex", reserved_tokens=100, prompt_tokens=90),
+        row("req_4", created_at=at - timedelta(days=3), tenant_id="t3", tenant="initech", reserved_tokens=9000),
+        row("req_5", created_at=at, tenant_id="t4", tenant="umbrella"),
+    )
+    _, text = await reader.get("/admin/refusals?period=7d")
+    shown = plain(text)
+    assert re.search(r"acme 2 1,200 200 1,000 83 %", shown)
+    assert re.search(r"globex 1 100 95 5 5 %", shown)
+    assert "initech" not in shown
+    assert "umbrella" not in shown
+
+
+async def test_the_json_route_has_the_same_figures(reader: Reader, database: Database):
+    await fill(database, *(refused(i, at=an_hour_ago(40, i)) for i in range(5)))
+    _, text = await reader.get("/admin/api/refusals?tenant=acme")
+    found = json.loads(text)
+    [cause] = found["causes"]
+    assert (found["total"], cause["requests"], cause["limit_name"]) == (5, 5, "tokens_per_minute")
+    assert (cause["evidence"]["value"], cause["evidence"]["needed"]) == (20_000, 4_096)
+    assert sum(found["curves"]["tokens_per_minute"]) == 5
+    assert (await reader.get("/admin/api/refusals?status=ok"))[0].status == 400
+
+
+async def test_a_period_without_refusals_leads_on(reader: Reader):
+    _, text = await reader.get("/admin/refusals")
+    assert "No request was refused in this period." in text
+    assert 'href="/admin/refusals?period=30d"' in text
+
+
+async def test_a_wrong_period_is_named(reader: Reader):
+    for query, expected in {
+        "at=25:00": "at",
+        "since=2026-01-02&until=2026-01-01": "since",
+        "since=2090-01-01": "since",
+    }.items():
+        response, text = await reader.get(f"/admin/refusals?{query}")
+        assert response.status == 400, query
+        assert f'<small class="error" id="e-{expected}">' in text
+    for query in ("period=1y", "group_by=colour", "status=ok", "sort=x"):
+        response, text = await reader.get(f"/admin/refusals?{query}")
+        assert response.status == 400, query
+        assert "expected" in text
+
+
+async def test_links_of_the_table_carry_the_period(reader: Reader, database: Database):
+    await fill(database, refused(1, at=an_hour_ago(30)))
+    _, text = await reader.get("/admin/refusals?period=24h")
+    [link] = re.findall(r'<td class="n"><a href="([^"]+)">1</a>', text)
+    query = parse_qs(urlsplit(html.unescape(link)).query)
+    assert query["limit_name"] == ["tokens_per_minute"]
+    assert query["status"] == ["not_admitted"]
+    assert query["since"][0] < f"{an_hour_ago(30):%Y-%m-%dT%H:%M:%S}" < query["until"][0]
+
+
+async def test_hostile_texts_are_inert(reader: Reader, database: Database):
+    hostile = refused(1, at=an_hour_ago(), tenant=HOSTILE[:64], code=HOSTILE[:60], exceeded=None)
+    await fill(database, hostile, row("req_1", tenant=HOSTILE[:64], created_at=an_hour_ago(), reserved_tokens=9))
+    for query in ("", "?group_by=tenant", "?group_by=code", f"?tenant={HOSTILE[:20]}&at=%3Cb%3E"):
+        _, text = await reader.get(f"/admin/refusals{query}")
+        assert unsafe(text) == []
