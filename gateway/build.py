@@ -8,8 +8,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from gateway.alerts.build import Alerts, build_alerts
-from gateway.api.adapter_use import AdapterUseRoutes
-from gateway.api.adapters import AdapterIntake, Adapters, served, upload_rules
+from gateway.api.adapters.adapters import AdapterIntake, Adapters, served, upload_rules
+from gateway.api.adapters.probes import ProbeRoutes
+from gateway.api.adapters.saved_mixtures import SavedMixtureRoutes
+from gateway.api.adapters.use import AdapterUseRoutes
+from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.admin.adapters import AdminAdapters
 from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
@@ -21,9 +24,6 @@ from gateway.api.admin.sessions import AdminSessions
 from gateway.api.admin.tenant_bulk import AdminTenantBulk
 from gateway.api.admin.tenant_chats import TenantChats
 from gateway.api.admin.tenants import AdminTenants
-from gateway.api.admission import Admission
-from gateway.api.completions import Completions
-from gateway.api.delivery import Deliveries, make_deliveries
 from gateway.api.description import Description, describe_routes
 from gateway.api.engines import Engines
 from gateway.api.golden.build import build_golden
@@ -32,20 +32,20 @@ from gateway.api.golden.upgrades import Upgrades
 from gateway.api.health import Health, MetricsPage
 from gateway.api.home import Home
 from gateway.api.idempotency import Idempotency
+from gateway.api.inference.admission import Admission
+from gateway.api.inference.completions import Completions
+from gateway.api.inference.delivery import Deliveries, make_deliveries
 from gateway.api.key import OwnKey
 from gateway.api.key_desk import KeyDesk
 from gateway.api.models import Models
-from gateway.api.probes import ProbeRoutes
-from gateway.api.request_log import ActivityRoutes, RequestLogRoutes
+from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
+from gateway.api.reports.usage import Usage
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
-from gateway.api.saved_mixtures import SavedMixtureRoutes
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
-from gateway.api.usage import Usage
-from gateway.api.versions import AdapterVersions
 from gateway.api.webhook_desk import WebhookDesk
 from gateway.billing.recovery import Abandoned
 from gateway.fleet.addresses import own_fields
@@ -58,11 +58,11 @@ from gateway.parts import Billing, Records, Serving, build_billing, build_record
 from gateway.process.connections import Connections
 from gateway.process.disks import Disks
 from gateway.process.drain import Drain
+from gateway.records.adapters.probes import Probes
+from gateway.records.adapters.uploads import Uploads
 from gateway.records.housekeeping import Chore, Housekeeping
-from gateway.records.priced_names import AdapterPrices
-from gateway.records.probes import Probes
+from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.retention import Retention
-from gateway.records.uploads import Uploads
 from gateway.resources import Resources, open_resources
 from gateway.settings import Settings
 

@@ -9,7 +9,7 @@ from aiohttp import web
 
 from gateway.build import Gateway
 from gateway.process.background import running
-from gateway.records.keys import Keys
+from gateway.records.keys.keys import Keys
 from gateway.settings import OFF, Settings, SettingsError
 
 log = logging.getLogger(__name__)

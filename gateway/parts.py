@@ -39,24 +39,24 @@ from gateway.fleet.shared_service import SharedService
 from gateway.fleet.warming import Warming
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
-from gateway.records.activity import Activity
-from gateway.records.adapter_list import AdapterList
-from gateway.records.adapter_use import AdapterUses
+from gateway.records.activity.activity import Activity
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.list import AdapterList
+from gateway.records.adapters.pins import pinned_bases
+from gateway.records.adapters.use import AdapterUses
 from gateway.records.audit import Audit
-from gateway.records.catalog import Catalog
 from gateway.records.changes import TRUST_SECONDS, Changes
-from gateway.records.key_list import KeyLists
-from gateway.records.keys import Keys
-from gateway.records.pins import pinned_bases
-from gateway.records.plans import Plans
-from gateway.records.prices import PriceList, Prices
-from gateway.records.refused_requests import RefusalLog
-from gateway.records.request_log import RequestLog
-from gateway.records.sessions import SessionRecords
-from gateway.records.tenant_bulk import TenantBulk
-from gateway.records.tenant_list import TenantLists
-from gateway.records.tenants import Tenants
-from gateway.records.usage_report import UsageReport
+from gateway.records.keys.keys import Keys
+from gateway.records.keys.list import KeyLists
+from gateway.records.keys.sessions import SessionRecords
+from gateway.records.money.prices import PriceList, Prices
+from gateway.records.money.usage_report import UsageReport
+from gateway.records.requests.log import RequestLog
+from gateway.records.requests.refused import RefusalLog
+from gateway.records.tenants.bulk import TenantBulk
+from gateway.records.tenants.list import TenantLists
+from gateway.records.tenants.plans import Plans
+from gateway.records.tenants.tenants import Tenants
 from gateway.resources import Resources
 from gateway.settings import OFF
 

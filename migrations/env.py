@@ -2,7 +2,7 @@
 
 from alembic import context
 
-from gateway.records.event_tables import events
+from gateway.records.events.tables import events
 
 connection = context.config.attributes.get("connection")
 if connection is None:

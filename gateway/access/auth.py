@@ -25,10 +25,10 @@ from gateway.access.caller import note_key
 from gateway.access.roles import AdminRole, admin_role
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, Changes
-from gateway.records.keys import TENANT_ITSELF, ApiKey, Keys
-from gateway.records.limits import Limits
+from gateway.records.keys.keys import TENANT_ITSELF, ApiKey, Keys
 from gateway.records.lookups import Lookups
-from gateway.records.tenants import Tenant
+from gateway.records.tenants.limits import Limits
+from gateway.records.tenants.tenants import Tenant
 
 log = logging.getLogger(__name__)
 

@@ -22,10 +22,10 @@ from gateway.access.caller import CALLER, note_key
 from gateway.access.roles import AdminRole, Role, TenantRole, admin_role, home_of, tenant_role, tenant_scopes
 from gateway.errors import Unavailable
 from gateway.records.changes import Changes
-from gateway.records.keys import ApiKey
+from gateway.records.keys.keys import ApiKey
+from gateway.records.keys.sessions import Session, SessionRecords
 from gateway.records.lookups import Lookups
-from gateway.records.sessions import Session, SessionRecords
-from gateway.records.tenants import Tenant
+from gateway.records.tenants.tenants import Tenant
 
 COOKIE = "loraplex_session"
 TOKEN_BYTES, CHECK_HEX = 32, 16
@@ -70,7 +70,7 @@ VISITOR = web.RequestKey("visitor", Visitor)
 
 
 class Newcomer(msgspec.Struct, frozen=True, kw_only=True):
-    """Person whose identity has just been proved. Fields as in `gateway.records.sessions.Session`."""
+    """Person whose identity has just been proved. Fields as in `gateway.records.keys.sessions.Session`."""
 
     subject: str
     label: str

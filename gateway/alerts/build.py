@@ -7,11 +7,11 @@ from gateway.alerts.outbox import Outbox
 from gateway.alerts.sending import Sender
 from gateway.alerts.watch import Watch
 from gateway.parts import Records, Serving
-from gateway.records.budgeted_tenants import BudgetedTenants
-from gateway.records.events import Events
-from gateway.records.spending import Spending
+from gateway.records.events.events import Events
+from gateway.records.events.webhooks import Webhooks
+from gateway.records.money.spending import Spending
+from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.records.turns import Turn
-from gateway.records.webhooks import Webhooks
 from gateway.resources import Resources
 
 # A process that dies leaves its turn to others after this time. The watch looks less often than the outbox.

@@ -12,7 +12,7 @@ from gateway.alerts.addresses import PublicResolver
 from gateway.alerts.mail import Mailer, MailFailed
 from gateway.alerts.messages import body, text, title
 from gateway.alerts.signing import signed_headers, webhook_secret
-from gateway.records.webhooks import Webhook
+from gateway.records.events.webhooks import Webhook
 
 SECONDS = 10.0
 # Size limit of an answer's head. The answer's body is not read.

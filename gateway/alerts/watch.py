@@ -19,10 +19,10 @@ from gateway.metrics import Metrics
 from gateway.process.background import running
 from gateway.quota.kinds import BUDGET, BUDGET_PERIOD
 from gateway.quota.periods import period_start
-from gateway.records.budgeted_tenants import BudgetedTenant, BudgetedTenants
-from gateway.records.events import Events
-from gateway.records.expiring_keys import expiring_keys
-from gateway.records.spending import Spending
+from gateway.records.events.events import Events
+from gateway.records.keys.expiring import expiring_keys
+from gateway.records.money.spending import Spending
+from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
 from gateway.records.turns import Turn
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from aiohttp.hdrs import METH_ALL as METHODS
 from aiohttp.typedefs import Middleware
 
 from gateway.access.caller import CALLER, OPERATOR_KEY, Caller, find_address, is_https
-from gateway.api.admission import ASKED
-from gateway.api.log_fields import LOG_FIELDS
+from gateway.api.inference.admission import ASKED
+from gateway.api.inference.log_fields import LOG_FIELDS
 from gateway.billing.usage_row import printable, shown_user
 from gateway.error_codes import code_of, known_code
 from gateway.errors import (
@@ -29,7 +29,7 @@ from gateway.errors import (
 )
 from gateway.log_format import FIELDS
 from gateway.metrics import Metrics
-from gateway.records.refused_requests import RefusalLog, RefusedRequest
+from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from gateway.settings import Network
 from gateway.spans import describe_caller
 from wire.telemetry.spans import NO_SPAN, SPAN

@@ -16,7 +16,7 @@ from gateway.billing.journal import SUFFIX, journal_folder
 from gateway.errors import GatewayError
 from gateway.process.disks import room
 from gateway.records.database import Database, Migration, migrations
-from gateway.records.events import KEPT
+from gateway.records.events.events import KEPT
 from gateway.records.tables import adapter_versions
 from gateway.settings import Settings
 

@@ -15,7 +15,7 @@ from gateway.quota.kinds import BUDGET, BY_LETTER, GAUGE
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
-from gateway.records.prices import exact_money
+from gateway.records.money.prices import exact_money
 from gateway.sharing.turns import Turns
 
 # Concurrent reads, at most one for each tenant: a read can need sums of the ledger. After a read its tenant waits as

@@ -16,9 +16,9 @@ from gateway.access.roles import ADMIN_SCOPES, DEFAULT_SCOPES, TENANT_SCOPES, Ad
 from gateway.api.admin.tenants import LimitFields, ModelName
 from gateway.api.requests.named_models import check_names
 from gateway.errors import BadRequest, Forbidden
-from gateway.records.catalog import Catalog
-from gateway.records.keys import KEY_ID, ApiKey, Keys, unknown_key
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.keys.keys import KEY_ID, ApiKey, Keys, unknown_key
+from gateway.records.tenants.tenants import Tenant
 
 Label = Annotated[str, Meta(max_length=100)]
 Moment = Annotated[datetime, Meta(tz=True)]

@@ -9,13 +9,13 @@ from aiohttp import web
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
 from gateway.errors import ModelNotFound
-from gateway.records.adapter_rows import READY, Version
-from gateway.records.catalog import Adapter, Catalog, Model
-from gateway.records.mixtures import names_in, resolve_model
-from gateway.records.priced_names import AdapterPrices
-from gateway.records.prices import FREE, Price, exact_money
-from gateway.records.saved_mixtures import SavedMixture
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.catalog import Adapter, Catalog, Model
+from gateway.records.adapters.mixtures import names_in, resolve_model
+from gateway.records.adapters.rows import READY, Version
+from gateway.records.adapters.saved_mixtures import SavedMixture
+from gateway.records.money.priced_names import AdapterPrices
+from gateway.records.money.prices import FREE, Price, exact_money
+from gateway.records.tenants.tenants import Tenant
 from wire.mixtures import is_mixture
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.access.scopes import Guards
-from gateway.api.adapter_routes import ADAPTER_ROUTES
+from gateway.api.adapters.routes import ADAPTER_ROUTES
 from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
 from gateway.api.admin.engines import AdminEngines, EngineUrl
@@ -23,20 +23,20 @@ from gateway.api.admin.sessions import AdminSessions
 from gateway.api.admin.settings import AdminSettings
 from gateway.api.admin.tenant_bulk import AdminTenantBulk, NewBulk
 from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
-from gateway.api.completions import Completions
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
 from gateway.api.health import Health, MetricsPage
 from gateway.api.home import Home
+from gateway.api.inference.completions import Completions
 from gateway.api.key import KeyInfo, OwnKey
 from gateway.api.key_desk import NewAdminKey, Rotation
 from gateway.api.models import Models
-from gateway.api.request_log_routes import REQUEST_LOG
+from gateway.api.reports.routes import REQUEST_LOG
+from gateway.api.reports.usage import Usage
+from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
+from gateway.api.reports.usage_export import UsageExport
 from gateway.api.route import Route, Upload
 from gateway.api.route_groups import FORCE, key_routes
-from gateway.api.usage import Usage
-from gateway.api.usage_export import QUERY as EXPORT_QUERY
-from gateway.api.usage_export import UsageExport
 from gateway.api.webhook_desk import NewWebhook
 from gateway.pages.routes import PAGES
 from wire.requests import ChatCompletionRequest, CompletionRequest

@@ -12,10 +12,10 @@ from gateway.alerts.sending import Sender
 from gateway.alerts.signing import webhook_secret
 from gateway.api.requests.fields import parse_period
 from gateway.errors import BadRequest
-from gateway.records.event_types import EventType
-from gateway.records.events import EVENT_TYPES
-from gateway.records.tenants import Tenants
-from gateway.records.webhooks import Webhook, Webhooks
+from gateway.records.events.events import EVENT_TYPES
+from gateway.records.events.types import EventType
+from gateway.records.events.webhooks import Webhook, Webhooks
+from gateway.records.tenants.tenants import Tenants
 
 MAX_CHARS = 64
 

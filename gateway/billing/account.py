@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
-from gateway.api.delivery import ClientGone
+from gateway.api.inference.delivery import ClientGone
 from gateway.api.requests.prompts import InferenceRequest
 from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
@@ -23,8 +23,8 @@ from gateway.metrics import Metrics
 from gateway.process.outage import Outage
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
-from gateway.records.catalog import Model
-from gateway.records.prices import Price
+from gateway.records.adapters.catalog import Model
+from gateway.records.money.prices import Price
 from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)

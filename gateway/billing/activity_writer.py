@@ -1,4 +1,4 @@
-"""Writer of the sums for charts (gateway/records/activity_tables.py), in the transaction of their usage rows."""
+"""Writer of the sums for charts (gateway/records/activity/tables.py), in the transaction of their usage rows."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
@@ -11,7 +11,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.billing.usage_row import UsageRow
-from gateway.records.activity_tables import (
+from gateway.records.activity.tables import (
     ACTIVITY,
     BASE,
     BOUNDS,

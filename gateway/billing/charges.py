@@ -16,7 +16,7 @@ from gateway.errors import (
     Unavailable,
 )
 from gateway.fleet.call import EngineRefused
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from wire.requests import CompletionRequest, SamplingRequest
 
 # Number of log-probabilities at a position that cost one token of the token rates.

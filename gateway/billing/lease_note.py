@@ -10,8 +10,8 @@ import msgspec
 
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.charges import Weights
-from gateway.records.catalog import Model
-from gateway.records.prices import Price
+from gateway.records.adapters.catalog import Model
+from gateway.records.money.prices import Price
 
 
 class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_, select, union_all
 
+from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.database import Database
-from gateway.records.removed_versions import all_versions
+from gateway.records.money.usage_report import TIMES, segments
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
-from gateway.records.usage_report import TIMES, segments
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):

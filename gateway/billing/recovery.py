@@ -17,7 +17,7 @@ from gateway.errors import Unavailable
 from gateway.metrics import Metrics
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from gateway.billing.activity_writer import ActivityWriter
 from gateway.billing.usage_row import UsageRow, decode, encode
 from gateway.errors import Unavailable
 from gateway.records.database import Database, is_datas_fault
-from gateway.records.refusal_tables import refusal_counts
-from gateway.records.refused_requests import MINUTE, Counted, sums_of
+from gateway.records.requests.refusal_tables import refusal_counts
+from gateway.records.requests.refused import MINUTE, Counted, sums_of
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 
 log = logging.getLogger(__name__)

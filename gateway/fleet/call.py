@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     # Imported for type checking only: settings import the engine kinds, and these modules import settings.
     from gateway.fleet.engine import EngineRecord
     from gateway.quota.growth import Hold
-    from gateway.records.catalog import Model
-    from gateway.records.tenants import Tenant
+    from gateway.records.adapters.catalog import Model
+    from gateway.records.tenants.tenants import Tenant
 
 
 class EngineGone(Exception):

@@ -16,8 +16,8 @@ from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import choose
 from gateway.fleet.shared_deaths import Suspect
-from gateway.records.adapter_rows import Reason
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.rows import Reason
+from gateway.records.tenants.tenants import Tenant
 from wire.digests import digest_name
 from wire.probes import AdapterProbe
 

@@ -22,7 +22,7 @@ from gateway.pages.requests.build import build_request_pages
 from gateway.pages.tenants.build import build_tenant_pages
 from gateway.parts import Billing, Records, Serving
 from gateway.process.drain import Drain
-from gateway.records.activity import Activity
+from gateway.records.activity.activity import Activity
 from gateway.resources import Resources
 
 

@@ -6,7 +6,7 @@ import msgspec
 
 from gateway.quota.kinds import TOKEN_RATE
 from gateway.quota.limits import Limit
-from gateway.records.prices import FREE, Price
+from gateway.records.money.prices import FREE, Price
 from wire.responses import ASK_TOKENS
 
 # A new request leaves 1 / HEADROOM of a token rate's limit to the growth of running ones.

@@ -15,7 +15,7 @@ from gateway.quota.local import GAUGE_WAIT_MS, Grown
 from gateway.quota.refusals import cut_off
 from gateway.quota.reservation import Reservation
 from gateway.quota.without_redis import WithoutRedis
-from gateway.records.catalog import Model
+from gateway.records.adapters.catalog import Model
 
 
 class Holds:

@@ -7,9 +7,9 @@ import msgspec
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.past import ALL, Part
 from gateway.quota.kinds import BUDGET, BY_LETTER, KINDS, REQUEST_KINDS, TAKES_ONE
-from gateway.records.catalog import Model
-from gateway.records.limits import Limits
-from gateway.records.tenants import ANY_ADAPTER
+from gateway.records.adapters.catalog import Model
+from gateway.records.tenants.limits import Limits
+from gateway.records.tenants.tenants import ANY_ADAPTER
 
 CLASSES = {letter: kind.limit_class for letter, kind in BY_LETTER.items()}
 

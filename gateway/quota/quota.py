@@ -30,7 +30,7 @@ from gateway.quota.reservation import ExpiredLease, Progress, Reservation, momen
 from gateway.quota.running import read_notes
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation
-from gateway.records.catalog import Model
+from gateway.records.adapters.catalog import Model
 from gateway.redis.client import Client, QuotaStore, unavailable
 from gateway.redis.settings_check import SettingsCheck
 

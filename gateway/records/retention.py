@@ -4,10 +4,10 @@ from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import ColumnElement, Table, delete, select, tuple_
 
-from gateway.records.activity_period import MINUTE, SPARE
-from gateway.records.activity_tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
+from gateway.records.activity.periods import MINUTE, SPARE
+from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
 from gateway.records.database import Database
-from gateway.records.refusal_tables import refusal_counts
+from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.tables import usage
 
 # Rows of one transaction, so that no other writer waits for long, and rows of one run.

@@ -20,7 +20,7 @@ from gateway.records.schema import UtcDateTime as UtcDateTime
 from gateway.records.schema import metadata as metadata
 
 # Limits that the previous release stores in columns of their own, in `tenants` and `api_keys`; see
-# gateway.records.limits. NULL: not limited.
+# gateway.records.tenants.limits. NULL: not limited.
 FORMER_COLUMNS = (
     "requests_per_minute",
     "tokens_per_minute",
@@ -48,15 +48,15 @@ tenants = Table(
     # JSON: a model's name -> its limits.
     Column("model_limits", Text, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
-    # JSON (gateway/records/adapter_limits.py); NULL means the defaults.
+    # JSON (gateway/records/adapters/limits.py); NULL means the defaults.
     Column("adapter_limits", Text, nullable=True),
-    # All limits on requests, as JSON, here and in api_keys (gateway/records/limits.py).
+    # All limits on requests, as JSON, here and in api_keys (gateway/records/tenants/limits.py).
     Column("limits", Text, nullable=True),
-    # JSON: a list of shares of the budget; NULL means the default (gateway/records/tenants.py).
+    # JSON: a list of shares of the budget; NULL means the default (gateway/records/tenants/tenants.py).
     Column("budget_warn_at", Text, nullable=True),
     # Seconds; NULL means no target.
     Column("ttft_target", Float, nullable=True),
-    # Name of the tenant's plan. The columns above contain the effective values (gateway/records/terms.py).
+    # Name of the tenant's plan. The columns above contain the effective values (gateway/records/tenants/terms.py).
     Column("plan", String(64), nullable=True, index=True),
     # JSON: the terms that the tenant sets itself, which override its plan's; NULL in a row of the previous release.
     Column("own_terms", Text, nullable=True),
@@ -70,7 +70,7 @@ tenants = Table(
     Index("ix_tenants_external_id", "external_id", unique=True),
 )
 
-# Named terms of tenants (gateway/records/plans.py). terms, prices: JSON.
+# Named terms of tenants (gateway/records/tenants/plans.py). terms, prices: JSON.
 plans = Table(
     "plans",
     metadata,
@@ -102,7 +102,7 @@ api_keys = Table(
     Column("limits", Text, nullable=True),
 )
 
-# See gateway.records.prices: micro-units of the deployment's currency per million tokens.
+# See gateway.records.money.prices: micro-units of the deployment's currency per million tokens.
 prices = Table(
     "prices",
     metadata,
@@ -155,7 +155,7 @@ adapter_versions = Table(
     Column("rank", Integer, nullable=False),
     Column("num_bytes", BigInteger, nullable=False),
     Column("created_at", UtcDateTime, nullable=False),
-    # gateway.records.adapter_rows.State. The digest of a refused upload is empty.
+    # gateway.records.adapters.rows.State. The digest of a refused upload is empty.
     Column("state", String(16), nullable=False, server_default="ready"),
     # JSON: the reasons of a rejection.
     Column("reasons", Text, nullable=True),
@@ -164,7 +164,7 @@ adapter_versions = Table(
     Column("pinned", Boolean, nullable=False, server_default=false()),
 )
 
-# Newest probe of each version (gateway/records/probes.py). result: JSON of `AdapterProbe`.
+# Newest probe of each version (gateway/records/adapters/probes.py). result: JSON of `AdapterProbe`.
 adapter_probes = Table(
     "adapter_probes",
     metadata,
@@ -178,7 +178,7 @@ adapter_probes = Table(
     ),
 )
 
-# Golden answers of versions (gateway/records/golden.py). prompts, answers: JSON. tag: random; each new set has another.
+# Golden answers of versions (gateway/records/adapters/golden.py). prompts, answers: JSON. tag: new for each set.
 golden_answers = Table(
     "golden_answers",
     metadata,
@@ -209,7 +209,7 @@ golden_checks = Table(
     ),
 )
 
-# Aliases beside `latest` (gateway/records/aliases.py).
+# Aliases beside `latest` (gateway/records/adapters/aliases.py).
 adapter_aliases = Table(
     "adapter_aliases",
     metadata,
@@ -233,7 +233,7 @@ adapter_alias_targets = Table(
     Column("expires_at", UtcDateTime, nullable=True),
 )
 
-# Mixtures that a tenant saved under a name (gateway/records/saved_mixtures.py). tag: random, replaced by each change.
+# Mixtures that a tenant saved under a name (gateway/records/adapters/saved_mixtures.py). tag: new at each change.
 saved_mixtures = Table(
     "saved_mixtures",
     metadata,
@@ -244,8 +244,8 @@ saved_mixtures = Table(
     Column("created_at", UtcDateTime, nullable=False),
 )
 
-# Versions that a deletion or a newer version has removed (gateway/records/removed_versions.py). num_bytes: 0 once the
-# content does not count for the tenant any longer.
+# Versions that a deletion or a newer version has removed (gateway/records/adapters/removed_versions.py). num_bytes: 0
+# once the content does not count for the tenant any longer.
 removed_versions = Table(
     "removed_versions",
     metadata,
@@ -258,7 +258,7 @@ removed_versions = Table(
     Column("version", Integer, nullable=True),
 )
 
-# Uploads that arrive in parts (gateway/records/uploads.py). The bytes are in the adapter store.
+# Uploads that arrive in parts (gateway/records/adapters/uploads.py). The bytes are in the adapter store.
 adapter_uploads = Table(
     "adapter_uploads",
     metadata,

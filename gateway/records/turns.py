@@ -13,7 +13,7 @@ from sqlalchemy.exc import IntegrityError
 
 from gateway.errors import Unavailable
 from gateway.records.database import Database
-from gateway.records.event_tables import turns
+from gateway.records.events.tables import turns
 
 # A process that stops waits no longer for a slow database.
 LEAVE_SECONDS = 1.0

@@ -56,7 +56,7 @@ def read_file(path: Path) -> TenantFile:
 
 
 def _read_entry(line: int, node: yaml.Node, where: str, *, of_plan: bool) -> Entry:
-    from gateway.records.terms import FIELDS
+    from gateway.records.tenants.terms import FIELDS
 
     others = ("prices",) if of_plan else ("plan", "suspended", "tags", *TEXTS)
     entry = Entry(line)

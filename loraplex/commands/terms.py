@@ -70,7 +70,7 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def term_names(given: Sequence[str]) -> list[str]:
     """Return names of terms as the API spells them; `all` stands for every term."""
-    from gateway.records.terms import FIELDS
+    from gateway.records.tenants.terms import FIELDS
 
     names = [name.replace("-", "_") for name in given]
     return list(FIELDS) if names == [ALL] else names

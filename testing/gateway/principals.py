@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
-from gateway.records.tenants import Limits, Tenant
+from gateway.records.tenants.tenants import Limits, Tenant
 
 
 def principal(

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from gateway.records.catalog import Catalog
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.tenants.tenants import Tenant
 
 
 def digest(number: int) -> str:

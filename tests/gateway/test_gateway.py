@@ -182,7 +182,7 @@ async def test_an_unexpected_error_is_500_without_its_story(
     async def broken(*_: object) -> None:
         raise ZeroDivisionError("an inner secret")
 
-    monkeypatch.setattr("gateway.records.prices.Prices.list", broken)
+    monkeypatch.setattr("gateway.records.money.prices.Prices.list", broken)
     got = await gateway.admin.get("/admin/api/prices")
     assert (got.status, got.error["code"]) == (500, "internal_error")
     assert got.headers["x-request-id"] in got.error["message"]

@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.api.requests.fields import json_response, read_flag, read_limit, read_number
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
-from gateway.records.adapter_list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter, Sort
+from gateway.records.adapters.list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter, Sort
 from wire.digests import bare_digest, digest_name, named_digest
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "limit")

@@ -8,8 +8,8 @@ from gateway.access.scopes import ACTOR
 from gateway.alerts.addresses import shown_url
 from gateway.api.requests.fields import json_response, read_body, read_limit
 from gateway.api.webhook_desk import NewWebhook, WebhookDesk, read_event_filter
-from gateway.records.events import Events
-from gateway.records.webhooks import Webhook
+from gateway.records.events.events import Events
+from gateway.records.events.webhooks import Webhook
 
 DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
 

@@ -12,7 +12,7 @@ from gateway.fleet.engine import AdapterPlace, EngineRecord
 from gateway.fleet.history import History
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Rates
-from gateway.records.residency import Residency
+from gateway.records.adapters.residency import Residency
 from wire.digests import digest_name
 
 DEFAULT_ROWS, MAX_PAGE = 100, 1000

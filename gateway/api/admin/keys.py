@@ -6,15 +6,15 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import ACTOR
-from gateway.api.adapter_caller import AdapterCaller, find_caller, read_small
+from gateway.api.adapters.caller import AdapterCaller, find_caller, read_small
 from gateway.api.key_desk import KeyDesk, NewAdminKey, NewKey, Rotation, describe_key
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import BadRequest
 from gateway.quota.quota import Quota
-from gateway.records.key_list import MAX_PAGE, SORTS, KeyLists, Sort
-from gateway.records.keys import ApiKey
-from gateway.records.tenants import Tenants
+from gateway.records.keys.keys import ApiKey
+from gateway.records.keys.list import MAX_PAGE, SORTS, KeyLists, Sort
+from gateway.records.tenants.tenants import Tenants
 
 LIST_QUERY = ("tenant", "all", "state", "q", "sort", "limit", "page")
 DEFAULT_ROWS = 100

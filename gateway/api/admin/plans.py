@@ -13,9 +13,9 @@ from gateway.api.admin.prices import NewPrice
 from gateway.api.admin.tenants import ModelName, TermFields, read_terms_body
 from gateway.api.requests.fields import json_response, read_body
 from gateway.errors import BadRequest
-from gateway.records.plans import Plan, Plans
-from gateway.records.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
-from gateway.records.terms import FIELDS, Terms, resolve, sources
+from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
+from gateway.records.tenants.plans import Plan, Plans
+from gateway.records.tenants.terms import FIELDS, Terms, resolve, sources
 
 PriceTable = Annotated[dict[ModelName, NewPrice], Meta(max_length=100)]
 

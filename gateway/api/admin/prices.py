@@ -11,9 +11,9 @@ from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import check_text, json_response, read_body, read_flag
 from gateway.api.requests.named_models import FORCE, check_models
 from gateway.errors import BadRequest, RecordNotFound
-from gateway.records.catalog import Catalog
-from gateway.records.prices import EVERYTHING, Price, PricedModel, PriceList, Prices
-from gateway.records.tenants import Tenants
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.money.prices import EVERYTHING, Price, PricedModel, PriceList, Prices
+from gateway.records.tenants.tenants import Tenants
 
 # At most 1,000 currency units per million tokens: the quota script computes exactly up to this price.
 MicroUnits = Annotated[int, Meta(ge=0, le=10**9)]

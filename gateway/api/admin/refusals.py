@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.api.requests.fields import json_response
 from gateway.api.requests.log_filter import read_bounds, read_text
 from gateway.errors import BadRequest
-from gateway.records.refusal_report import GROUPS, LIMITED, GroupBy, RefusalFilter, RefusalReport
+from gateway.records.requests.refusal_report import GROUPS, LIMITED, GroupBy, RefusalFilter, RefusalReport
 
 QUERY = ("tenant", "code", "limit_name", "status", "since", "until", "group_by")
 ALL = "all"

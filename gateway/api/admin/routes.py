@@ -7,17 +7,17 @@ from importlib.metadata import version
 
 from aiohttp import web
 
-from gateway.api.adapter_caller import find_caller
-from gateway.api.adapters import AdapterIntake
+from gateway.api.adapters.adapters import AdapterIntake
+from gateway.api.adapters.caller import find_caller
+from gateway.api.reports.usage import usage_answer
 from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.uploads.resumable import ResumableUploads
-from gateway.api.usage import usage_answer
 from gateway.errors import RecordNotFound
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes
-from gateway.records.tenants import TENANT_NAME, Tenant, Tenants
-from gateway.records.usage_report import UsageReport
+from gateway.records.money.usage_report import UsageReport
+from gateway.records.tenants.tenants import TENANT_NAME, Tenant, Tenants
 
 
 class Admin:

@@ -7,8 +7,8 @@ from aiohttp import web
 from gateway.access.scopes import ACTOR
 from gateway.access.sessions import Sessions
 from gateway.api.requests.fields import json_response, read_limit
-from gateway.records.sessions import Session, SessionRecords
-from gateway.records.tenants import Tenants
+from gateway.records.keys.sessions import Session, SessionRecords
+from gateway.records.tenants.tenants import Tenants
 
 MAX_SESSIONS = 1000
 

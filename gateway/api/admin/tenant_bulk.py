@@ -10,9 +10,9 @@ from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import Tag
 from gateway.api.requests.fields import json_response, read_body, read_flag
 from gateway.errors import BadRequest
-from gateway.records.tenant_bulk import BulkChange, TenantBulk
-from gateway.records.tenant_list import TenantFilter
-from gateway.records.terms import FIELDS
+from gateway.records.tenants.bulk import BulkChange, TenantBulk
+from gateway.records.tenants.list import TenantFilter
+from gateway.records.tenants.terms import FIELDS
 
 # Most tenants that a preview lists; its `count` has all.
 MOST_LISTED = 1000

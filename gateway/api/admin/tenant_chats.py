@@ -9,12 +9,12 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.caller import OPERATOR_KEY, note_key
 from gateway.access.scopes import ACTOR, PRINCIPAL
-from gateway.api.completions import Completions
+from gateway.api.inference.completions import Completions
 from gateway.api.requests.fields import json_response
 from gateway.errors import Forbidden
-from gateway.records.adapter_list import AdapterList
+from gateway.records.adapters.list import AdapterList
 from gateway.records.audit import Audit
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Most characters of a `key_id`.
 MAX_KEY_ID = 32

@@ -15,12 +15,12 @@ from gateway.api.requests.fields import json_response, read_body, read_limit, re
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
 from gateway.quota.kinds import ADAPTER_KINDS, REQUEST_KINDS, Kind
-from gateway.records.catalog import Catalog
-from gateway.records.limits import Limits
-from gateway.records.plans import Plans
-from gateway.records.tenant_list import SORTS, Sort, TenantFilter, TenantLists
-from gateway.records.tenants import Tenant, Tenants
-from gateway.records.terms import FIELDS, NO_TERMS, OnTokenLimit, Terms, own_terms, sources
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.tenants.limits import Limits
+from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists
+from gateway.records.tenants.plans import Plans
+from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.records.tenants.terms import FIELDS, NO_TERMS, OnTokenLimit, Terms, own_terms, sources
 
 T = TypeVar("T")
 MAX_TENANTS = 1000

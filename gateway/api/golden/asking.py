@@ -11,10 +11,10 @@ from typing import Any, Protocol
 import msgspec
 
 from gateway.access.auth import Authenticator, TenantPrincipal
-from gateway.api.admission import Admission
+from gateway.api.inference.admission import Admission
+from gateway.api.inference.time_limit import while_allowed
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
-from gateway.api.time_limit import while_allowed
 from gateway.billing.account import Account, Accounting
 from gateway.billing.charges import Ending, ending_of
 from gateway.errors import EngineMismatch, RateLimited, UpstreamFailed
@@ -24,9 +24,9 @@ from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Bill, Fleet
 from gateway.fleet.engine import EngineRecord
 from gateway.metrics import Metrics
-from gateway.records.catalog import Model
-from gateway.records.golden import GoldenAnswer, GoldenPrompt
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.catalog import Model
+from gateway.records.adapters.golden import GoldenAnswer, GoldenPrompt
+from gateway.records.tenants.tenants import Tenant
 from wire.deadlines import MOST_PRIORITY
 from wire.model_names import version_name
 

@@ -1,14 +1,14 @@
 """Construction of the parts of golden answers."""
 
-from gateway.api.admission import Admission
 from gateway.api.golden.asking import Asking
 from gateway.api.golden.checking import GoldenChecks
 from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.golden.upgrades import Upgrades
+from gateway.api.inference.admission import Admission
 from gateway.api.requests.memory import BodyMemory
 from gateway.parts import Billing, Records, Serving
-from gateway.records.golden import Golden
-from gateway.records.probes import Probes
+from gateway.records.adapters.golden import Golden
+from gateway.records.adapters.probes import Probes
 from gateway.resources import Resources
 
 

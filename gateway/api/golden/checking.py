@@ -11,9 +11,9 @@ from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
 from gateway.fleet.engine import EngineRecord, EngineSoftware
 from gateway.fleet.registry import Registry
 from gateway.metrics import Metrics
-from gateway.records.golden import Difference, Golden, GoldenCheck, GoldenSet
-from gateway.records.probes import Probes
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.golden import Difference, Golden, GoldenCheck, GoldenSet
+from gateway.records.adapters.probes import Probes
+from gateway.records.tenants.tenants import Tenant
 from wire.errors import BadRequest as ProtocolError
 from wire.text.tokenizer import ChatTemplateError, Tokenizer
 

@@ -8,16 +8,16 @@ from aiohttp import web
 from msgspec import Meta, Struct
 
 from gateway.access.auth import Authenticator, TenantPrincipal
-from gateway.api.adapter_caller import AdapterCaller, find_caller, version_of
+from gateway.api.adapters.caller import AdapterCaller, find_caller, version_of
 from gateway.api.golden.asking import Asking, Question
 from gateway.api.golden.checking import GoldenChecks
 from gateway.api.requests.fields import json_response, read_raw
 from gateway.errors import BadRequest, NoEngine, translate
 from gateway.fleet.engine import EngineRecord, EngineSoftware
 from gateway.quota.quota import Quota
-from gateway.records.catalog import Catalog
-from gateway.records.golden import Golden, GoldenCheck, GoldenPrompt, GoldenSet
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.golden import Golden, GoldenCheck, GoldenPrompt, GoldenSet
+from gateway.records.tenants.tenants import Tenant, Tenants
 from wire.decoding import decode
 from wire.digests import digest_name
 from wire.errors import BadRequest as ProtocolError

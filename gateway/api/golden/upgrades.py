@@ -20,8 +20,8 @@ from gateway.fleet.engine import EngineRecord, EngineSoftware
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.process.background import running
-from gateway.records.golden import Golden, Unchecked
-from gateway.records.tenants import Tenants
+from gateway.records.adapters.golden import Golden, Unchecked
+from gateway.records.tenants.tenants import Tenants
 
 log = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 from aiohttp import web
 
 from gateway.errors import BadRequest
-from gateway.records.key_list import STATES, KeyFilter
+from gateway.records.keys.list import STATES, KeyFilter
 
 MAX_CHARS = 100
 

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from gateway.api.requests.fields import read_moment
 from gateway.errors import BadRequest
-from gateway.records.request_log import STATUSES, LogFilter
+from gateway.records.requests.log import STATUSES, LogFilter
 from wire.model_names import MAX_VERSION
 
 # Parameters of a filter.

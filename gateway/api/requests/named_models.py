@@ -6,8 +6,8 @@ from aiohttp import web
 
 from gateway.api.requests.fields import read_flag
 from gateway.errors import BadRequest
-from gateway.records.catalog import Catalog
-from gateway.records.tenants import ANY_ADAPTER, Tenant
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.tenants.tenants import ANY_ADAPTER, Tenant
 
 FORCE = "To accept a name that does not exist yet, use --force or ?force=true"
 # Most names that a message lists.

@@ -21,15 +21,15 @@ from aiohttp import web
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.store_s3 import Bucket
 from gateway.access.auth import Authenticator
-from gateway.api.adapter_caller import find_caller
-from gateway.api.adapters import AdapterIntake
+from gateway.api.adapters.adapters import AdapterIntake
+from gateway.api.adapters.caller import find_caller
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, Forbidden, Unavailable
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
-from gateway.records.catalog import Catalog
-from gateway.records.tenants import Tenants
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.tenants.tenants import Tenants
 
 log = logging.getLogger(__name__)
 

@@ -18,8 +18,8 @@ from adapters.check import ARCHIVE
 from adapters.manifest import AdapterError
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
-from gateway.api.adapter_caller import AdapterCaller, find_caller
-from gateway.api.adapters import AdapterIntake, storing
+from gateway.api.adapters.adapters import AdapterIntake, storing
+from gateway.api.adapters.caller import AdapterCaller, find_caller
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
@@ -27,9 +27,9 @@ from gateway.errors import BadRequest, CheckFailed, RecordNotFound, TooLarge, Wr
 from gateway.process.reads import large_reads
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
-from gateway.records.catalog import Catalog
-from gateway.records.tenants import Tenant, Tenants
-from gateway.records.uploads import PartialUpload, Uploads
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.uploads import PartialUpload, Uploads
+from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Minimum and maximum size of a part; the last part may be smaller. The minimum bounds the number of parts.
 LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 20, 64 << 20

@@ -13,10 +13,10 @@ from gateway.billing.sweeps import Client, is_first
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
 from gateway.process.background import running
-from gateway.records.adapter_rows import READY, Reason, State
-from gateway.records.catalog import Adapter, Catalog
-from gateway.records.probes import Probes
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.adapters.catalog import Adapter, Catalog
+from gateway.records.adapters.probes import Probes
+from gateway.records.adapters.rows import READY, Reason, State
+from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.sharing.turns import Turns
 from wire.probes import AdapterProbe
 

@@ -20,7 +20,7 @@ from gateway.fleet.kinds.recent_uses import RecentUses
 from wire.digests import digest_name
 
 if TYPE_CHECKING:
-    from gateway.records.catalog import Model
+    from gateway.records.adapters.catalog import Model
 
 PROBE_TIMEOUT = ClientTimeout(total=3.0)
 CONNECT_SECONDS = 5.0

@@ -30,7 +30,7 @@ from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
 from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
-    from gateway.records.catalog import Model
+    from gateway.records.adapters.catalog import Model
 
 log = logging.getLogger(__name__)
 

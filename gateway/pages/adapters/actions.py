@@ -9,18 +9,18 @@ from aiohttp import web
 
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
-from gateway.api.adapter_use import AdapterUseRoutes
+from gateway.api.adapters.use import AdapterUseRoutes
+from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.golden.checking import GoldenChecks
 from gateway.api.uploads.validating import Validation
-from gateway.api.versions import AdapterVersions
 from gateway.errors import AdapterInUse, BadRequest, Forbidden, GatewayError, NoEngine
 from gateway.pages.adapters.page import earlier_targets, shown_targets
 from gateway.pages.adapters.place import AdapterPlace, find_place
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
-from gateway.records.aliases import Alias, Target
-from gateway.records.catalog import Catalog
-from gateway.records.tenants import Tenants
+from gateway.records.adapters.aliases import Alias, Target
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.tenants.tenants import Tenants
 from wire.model_names import MAX_VERSION, version_name
 
 ASK_QUERY = ("act", "version", "alias")

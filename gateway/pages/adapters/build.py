@@ -4,10 +4,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from gateway.api.adapter_use import AdapterUseRoutes
-from gateway.api.adapters import AdapterIntake
+from gateway.api.adapters.adapters import AdapterIntake
+from gateway.api.adapters.use import AdapterUseRoutes
+from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.golden.checking import GoldenChecks
-from gateway.api.versions import AdapterVersions
 from gateway.pages.adapters.actions import AdapterActs
 from gateway.pages.adapters.list import AdapterListPage
 from gateway.pages.adapters.page import AdapterPages, Reports
@@ -15,10 +15,10 @@ from gateway.pages.adapters.playground import PlaygroundPages
 from gateway.pages.adapters.upload import AdapterUploads
 from gateway.pages.frame.frame import Frame
 from gateway.parts import Billing, Records, Serving
-from gateway.records.activity import Activity
-from gateway.records.golden import Golden
-from gateway.records.probes import Probes
-from gateway.records.uploads import Uploads
+from gateway.records.activity.activity import Activity
+from gateway.records.adapters.golden import Golden
+from gateway.records.adapters.probes import Probes
+from gateway.records.adapters.uploads import Uploads
 from gateway.resources import Resources
 
 

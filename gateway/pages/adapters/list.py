@@ -12,7 +12,7 @@ from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.places import Places
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
-from gateway.records.adapter_list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter
+from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "format")
 COLUMNS = (

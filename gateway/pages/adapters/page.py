@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from gateway.api.adapter_caller import AdapterCaller
+from gateway.api.adapters.caller import AdapterCaller
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.warming import Warming
@@ -16,15 +16,15 @@ from gateway.pages.adapters.list import TONES
 from gateway.pages.adapters.place import AdapterPlace, find_place
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.places import Places
-from gateway.records.activity import Activity, Scope
-from gateway.records.adapter_rows import Version
-from gateway.records.adapter_use import AdapterUses, Change
-from gateway.records.aliases import Alias, Targets
-from gateway.records.catalog import Catalog
-from gateway.records.golden import Golden, GoldenSet
-from gateway.records.probes import Probes, Recorded
-from gateway.records.tenants import Tenants
-from gateway.records.uploads import Uploads
+from gateway.records.activity.activity import Activity, Scope
+from gateway.records.adapters.aliases import Alias, Targets
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.golden import Golden, GoldenSet
+from gateway.records.adapters.probes import Probes, Recorded
+from gateway.records.adapters.rows import Version
+from gateway.records.adapters.uploads import Uploads
+from gateway.records.adapters.use import AdapterUses, Change
+from gateway.records.tenants.tenants import Tenants
 
 QUERY = ("tab", "version", "period", "done")
 TABS = (("versions", "Versions"), ("use", "Use"), ("changes", "Changes"))

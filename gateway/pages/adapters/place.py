@@ -8,9 +8,9 @@ from typing import NamedTuple
 from aiohttp import web
 
 from gateway.access.sessions import VISITOR
-from gateway.api.adapter_caller import AdapterCaller, find_caller
+from gateway.api.adapters.caller import AdapterCaller, find_caller
 from gateway.errors import Forbidden
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 
 ADMIN, CONSOLE = "/admin/tenants/{tenant}/adapters", "/console/adapters"
 SCOPE = "adapters"

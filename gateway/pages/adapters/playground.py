@@ -10,8 +10,8 @@ from aiohttp import web
 
 from gateway.errors import RecordNotFound
 from gateway.pages.frame.frame import Frame
-from gateway.records.adapter_list import AdapterList, TenantModel
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.adapters.list import AdapterList, TenantModel
+from gateway.records.tenants.tenants import Tenant, Tenants
 
 QUERY = ("tenant", "a", "b")
 # Kinds of models in the order of the page, and their titles.

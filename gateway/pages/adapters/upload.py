@@ -3,12 +3,12 @@
 from aiohttp import web
 
 from gateway.access.auth import Authenticator
-from gateway.api.adapters import AdapterIntake
+from gateway.api.adapters.adapters import AdapterIntake
 from gateway.errors import Forbidden
 from gateway.pages.adapters.place import find_place
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 
 QUERY = ("name",)
 MAX_NAME = 64

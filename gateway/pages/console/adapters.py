@@ -15,11 +15,11 @@ from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
 from gateway.pages.adapters.list import STATE_OPTIONS, TONES, UNUSED_OPTIONS
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
-from gateway.records.adapter_list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter
-from gateway.records.catalog import Adapter, Model
-from gateway.records.priced_names import AdapterPrices
-from gateway.records.prices import Price, exact_money
-from gateway.records.tenants import Tenant
+from gateway.records.adapters.catalog import Adapter, Model
+from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter
+from gateway.records.money.priced_names import AdapterPrices
+from gateway.records.money.prices import Price, exact_money
+from gateway.records.tenants.tenants import Tenant
 
 QUERY = ("q", "state", "rank", "unused", "sort", "page", "format")
 # Columns about engines and other tenants are the operators'.

@@ -14,7 +14,7 @@ from gateway.pages.parts.audit_rows import COLUMNS, CSV_COLUMNS, MOST_CSV, audit
 from gateway.pages.parts.tables import ROWS, csv_response
 from gateway.quota.kinds import KINDS
 from gateway.records.audit import AuditEntry
-from gateway.records.tenants import Tenant
+from gateway.records.tenants.tenants import Tenant
 
 QUERY = ("action", "since", "until", "after", "format")
 # Changes that a tenant may see, by the first word of the action.

@@ -14,9 +14,9 @@ from gateway.pages.console.requests import ConsoleRequests
 from gateway.pages.console.usage import ConsoleUsage
 from gateway.pages.frame.frame import Frame
 from gateway.parts import Billing, Records
-from gateway.records.activity import Activity
-from gateway.records.priced_names import AdapterPrices
-from gateway.records.request_log import RequestLog
+from gateway.records.activity.activity import Activity
+from gateway.records.money.priced_names import AdapterPrices
+from gateway.records.requests.log import RequestLog
 from gateway.resources import Resources
 
 

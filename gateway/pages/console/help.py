@@ -11,7 +11,7 @@ from markupsafe import Markup
 from gateway.access.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.console.places import example_models, origin
-from gateway.records.adapter_rows import READY
+from gateway.records.adapters.rows import READY
 
 # A copy of docs/using-your-key.md, which an installed wheel does not have; a test holds them equal.
 SOURCE = "using-your-key.md"

@@ -17,9 +17,9 @@ from gateway.pages.parts.limit_rows import LimitRow, used_row
 from gateway.quota.kinds import BY_LETTER
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
-from gateway.records.activity import Activity, Scope
-from gateway.records.activity_figures import ActivityReport, Curve
-from gateway.records.adapter_rows import READY
+from gateway.records.activity.activity import Activity, Scope
+from gateway.records.activity.figures import ActivityReport, Curve
+from gateway.records.adapters.rows import READY
 
 OWNERS = {"tenant": "tenant", "key": "your key"}
 # Models of the charts; the others are one series.

@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.roles import DEFAULT_SCOPES
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.adapter_caller import tenants_caller
+from gateway.api.adapters.caller import tenants_caller
 from gateway.api.key_desk import KeyDesk
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
@@ -16,8 +16,8 @@ from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import csv_response, read_table, window
 from gateway.pages.tenants.keys import EXPIRIES, error_field, read_grace, read_new_key, rotate_form
-from gateway.records.key_list import Sort
-from gateway.records.keys import KEY_ID, ApiKey, unknown_key
+from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
+from gateway.records.keys.list import Sort
 
 LIST = "/console/keys"
 LIST_QUERY = ("state", "q", "sort", "page", "format", "done")

@@ -11,7 +11,7 @@ from gateway.pages.parts.tables import Column
 from gateway.pages.requests import log as requests
 from gateway.pages.requests.export import FIELDS
 from gateway.pages.requests.log import RequestPages
-from gateway.records.request_log import LogEntry, LogFilter, LogPage, RequestLog
+from gateway.records.requests.log import LogEntry, LogFilter, LogPage, RequestLog
 
 # Parts of the log that are about the service, not about the tenant.
 HIDDEN = ("tenant", "tenant_id", "engine")

@@ -14,8 +14,8 @@ from gateway.pages.frame.frame import link
 from gateway.pages.parts import report_period
 from gateway.pages.parts.report_period import LAST_MONTH, MONTH, Span, read_span, segments_of
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
-from gateway.records.prices import MICRO_UNITS, exact_money
-from gateway.records.usage_report import UsagePage, UsageSums
+from gateway.records.money.prices import MICRO_UNITS, exact_money
+from gateway.records.money.usage_report import UsagePage, UsageSums
 
 QUERY = (*report_period.QUERY[:3], "by", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", MONTH, LAST_MONTH)

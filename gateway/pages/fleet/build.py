@@ -8,7 +8,7 @@ from gateway.pages.fleet.engines import EnginePages
 from gateway.pages.fleet.fairness import FairnessPages
 from gateway.pages.frame.frame import Frame
 from gateway.parts import Records, Serving
-from gateway.records.residency import Residency
+from gateway.records.adapters.residency import Residency
 from gateway.resources import Resources
 
 

@@ -19,7 +19,7 @@ from gateway.access.roles import ADMIN_PATH, ADMIN_ROLES, TENANT_ROLES
 from gateway.access.sessions import Newcomer
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
 from gateway.pages.login.login import LoginPages, home_of_request
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 
 STATE_COOKIE = "loraplex_oidc"
 # Time for a log-in at the provider.

@@ -15,9 +15,9 @@ from gateway.pages.money.prices import AMOUNTS, read_price
 from gateway.pages.parts.forms import read_terms, term_fields, term_text
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
-from gateway.records.plans import Plan
-from gateway.records.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
-from gateway.records.terms import DEFAULTS, NO_TERMS, given_terms
+from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
+from gateway.records.tenants.plans import Plan
+from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, given_terms
 
 PLANS = "/admin/plans"
 

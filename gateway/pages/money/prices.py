@@ -13,7 +13,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.forms import read_money
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
-from gateway.records.prices import EVERYTHING
+from gateway.records.money.prices import EVERYTHING
 
 PRICES = "/admin/prices"
 AMOUNTS = (("input", "Input"), ("output", "Output"), ("cached", "Cached"))

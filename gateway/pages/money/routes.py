@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from gateway.api import usage_export
+from gateway.api.reports import usage_export
 from gateway.api.route import Route
 from gateway.pages.money import usage
 from gateway.pages.money.plans import PlanPages

@@ -6,16 +6,16 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
+from gateway.api.reports.usage_export import UsageExport
 from gateway.api.requests.log_filter import read_text
-from gateway.api.usage_export import UsageExport
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import report_period
 from gateway.pages.parts.places import Places
 from gateway.pages.parts.report_period import MONTH, TITLES, Span, as_field, read_span, segments_of
 from gateway.pages.parts.tables import ROWS, Column, read_table
-from gateway.records.prices import MICRO_UNITS
-from gateway.records.usage_ranking import (
+from gateway.records.money.prices import MICRO_UNITS
+from gateway.records.money.usage_ranking import (
     CURVES,
     GROUPS,
     MEASURES,
@@ -28,7 +28,7 @@ from gateway.records.usage_ranking import (
     Step,
     UsageRanking,
 )
-from gateway.records.usage_report import UsageFilter
+from gateway.records.money.usage_report import UsageFilter
 
 QUERY = (*report_period.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", "month", "last_month")

@@ -10,7 +10,7 @@ from markupsafe import Markup
 from gateway.billing.ledger import Ledger
 from gateway.errors import Unavailable
 from gateway.pages.frame.strip import Level, Status, verb_of
-from gateway.records.attention import Attention, Concerns
+from gateway.records.events.attention import Attention, Concerns
 
 # The records are read again after this time, by all viewers together.
 FRESH_SECONDS = 30.0

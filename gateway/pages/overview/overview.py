@@ -13,9 +13,9 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
 from gateway.pages.parts.periods import PERIODS, TITLES, Shown, read_period
-from gateway.records.activity import Activity
-from gateway.records.activity_figures import ActivityReport, Curve, Percentiles, Refusals
-from gateway.records.prices import MICRO_UNITS
+from gateway.records.activity.activity import Activity
+from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
+from gateway.records.money.prices import MICRO_UNITS
 
 GROUPS = ("tenant", "model", "engine")
 # Points of a sparkline.

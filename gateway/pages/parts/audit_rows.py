@@ -11,7 +11,7 @@ from gateway.pages.frame.frame import link
 from gateway.pages.parts.forms import MONEY
 from gateway.pages.parts.tables import Column, Table
 from gateway.records.audit import AuditEntry
-from gateway.records.prices import format_money
+from gateway.records.money.prices import format_money
 
 MOST_CSV = 10_000
 AMOUNTS = ("input", "cached", "output")

@@ -6,8 +6,8 @@ from decimal import Decimal, DecimalException
 from typing import Any, NamedTuple
 
 from gateway.quota.kinds import KINDS
-from gateway.records.prices import MICRO_UNITS, format_money
-from gateway.records.terms import Terms, given_terms
+from gateway.records.money.prices import MICRO_UNITS, format_money
+from gateway.records.tenants.terms import Terms, given_terms
 
 NO_LIMIT = "none"
 MONEY = frozenset(kind.name for kind in KINDS if kind.takes == "cost")

@@ -6,8 +6,8 @@ from typing import Any
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import Column, Table
 from gateway.quota.kinds import REQUEST_KINDS
-from gateway.records.key_list import key_state
-from gateway.records.keys import ApiKey
+from gateway.records.keys.keys import ApiKey
+from gateway.records.keys.list import key_state
 
 
 def limits_text(key: ApiKey) -> str:

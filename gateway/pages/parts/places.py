@@ -8,7 +8,7 @@ from urllib.parse import quote, urlencode
 
 from aiohttp import web
 
-from gateway.records.request_log import LogEntry
+from gateway.records.requests.log import LogEntry
 
 TENANT, ADAPTER = "/admin/tenants/{tenant}", "/admin/tenants/{tenant}/adapters/{name}"
 ADAPTERS, ENGINE, KEYS, REQUESTS, REFUSALS, USAGE = (

@@ -8,7 +8,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.requests.log import RequestPages
 from gateway.pages.requests.refusals import RefusalPages
 from gateway.parts import Records
-from gateway.records.refusal_report import RefusalReport
+from gateway.records.requests.refusal_report import RefusalReport
 from gateway.resources import Resources
 
 

@@ -9,10 +9,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.files import send_file
+from gateway.api.reports.files import send_file
 from gateway.errors import BadRequest
-from gateway.records.prices import exact_money
-from gateway.records.request_log import LogEntry, LogFilter, LogPage
+from gateway.records.money.prices import exact_money
+from gateway.records.requests.log import LogEntry, LogFilter, LogPage
 from wire.csv_cells import cell
 
 # Entries that are read and encoded at a time: a few ms of the event loop.

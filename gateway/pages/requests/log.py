@@ -25,7 +25,7 @@ from gateway.pages.requests.request_texts import (
     settled_tokens,
     stages,
 )
-from gateway.records.request_log import LogEntry, LogFilter, LogPage, RequestLog
+from gateway.records.requests.log import LogEntry, LogFilter, LogPage, RequestLog
 
 QUERY = (*FILTERS, "id", "after", "live", "format")
 COLUMNS = (

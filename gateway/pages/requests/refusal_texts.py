@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 
 from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount, limit_title
-from gateway.records.refusal_report import Cause
+from gateway.records.requests.refusal_report import Cause
 
 # Advice by the class of the limit, and by the code of a refusal without a limit.
 ADVICE = {

@@ -14,7 +14,7 @@ from gateway.pages.parts.report_period import Span, as_field, read_span, segment
 from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_table
 from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
 from gateway.pages.requests.request_texts import limit_title
-from gateway.records.refusal_report import (
+from gateway.records.requests.refusal_report import (
     GROUPS,
     OTHERS,
     RESERVED_HOURS,

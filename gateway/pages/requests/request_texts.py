@@ -3,8 +3,8 @@
 from typing import Literal, NamedTuple
 
 from gateway.quota.kinds import KINDS
-from gateway.records.prices import format_money
-from gateway.records.request_log import NOT_ADMITTED, LogEntry
+from gateway.records.money.prices import format_money
+from gateway.records.requests.log import NOT_ADMITTED, LogEntry
 
 Tone = Literal["good", "warn", "bad", "info", "quiet"]
 

@@ -17,10 +17,10 @@ from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_t
 from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
 from gateway.quota.kinds import BY_LETTER
-from gateway.records.budgeted_tenants import BudgetedTenant, BudgetedTenants
-from gateway.records.events import EVENT_TYPES, Event, Events
-from gateway.records.webhook_list import STATES, Sort, Target, TargetFilter, TargetLists
-from gateway.records.webhooks import Webhook
+from gateway.records.events.events import EVENT_TYPES, Event, Events
+from gateway.records.events.webhook_list import STATES, Sort, Target, TargetFilter, TargetLists
+from gateway.records.events.webhooks import Webhook
+from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
 
 ALERTS = "/admin/alerts"
 EVENT_QUERY = ("type", "tenant", "since", "until", "after")

@@ -13,9 +13,9 @@ from gateway.pages.settings.alerts import AlertPages
 from gateway.pages.settings.audit import AuditPages
 from gateway.pages.settings.settings import SettingPages
 from gateway.parts import Billing, Records
-from gateway.records.budgeted_tenants import BudgetedTenants
-from gateway.records.session_list import SessionLists
-from gateway.records.webhook_list import TargetLists
+from gateway.records.events.webhook_list import TargetLists
+from gateway.records.keys.session_list import SessionLists
+from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.resources import Resources
 
 

@@ -10,10 +10,10 @@ import msgspec
 from aiohttp import web
 
 from gateway.alerts.messages import MONEY, title
-from gateway.api.files import send_file
+from gateway.api.reports.files import send_file
 from gateway.pages.parts.tables import Column
-from gateway.records.events import Event, Events
-from gateway.records.prices import exact_money, format_money
+from gateway.records.events.events import Event, Events
+from gateway.records.money.prices import exact_money, format_money
 from wire.csv_cells import cell
 
 # Events that are read and encoded at a time.

@@ -14,9 +14,9 @@ from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table, window
 from gateway.pages.parts.tabs import show_tab
-from gateway.records.key_list import KeyFilter, KeyLists, Sort
-from gateway.records.session_list import SessionFilter, SessionLists
-from gateway.records.session_list import Sort as SessionSort
+from gateway.records.keys.list import KeyFilter, KeyLists, Sort
+from gateway.records.keys.session_list import SessionFilter, SessionLists
+from gateway.records.keys.session_list import Sort as SessionSort
 
 SETTINGS = "/admin/settings"
 QUERY = ("tab", "q", "changed", "tenant", "sort", "page", "format", "done")

@@ -18,8 +18,8 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import csv_response, read_table, window
 from gateway.parts import Records
-from gateway.records.key_list import Sort
-from gateway.records.keys import KEY_ID, ApiKey, unknown_key
+from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
+from gateway.records.keys.list import Sort
 
 LIST = "/admin/keys"
 LIST_QUERY = ("tenant", "state", "q", "sort", "page", "format", "done")

@@ -18,8 +18,8 @@ from gateway.parts import Records
 from gateway.quota.kinds import KINDS, REQUEST_KINDS
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
-from gateway.records.tenants import Tenant
-from gateway.records.terms import NO_TERMS, own_terms, sources
+from gateway.records.tenants.tenants import Tenant
+from gateway.records.tenants.terms import NO_TERMS, own_terms, sources
 
 QUERY = ("tab", "sort", "page", "after", "done")
 DAYS = 30

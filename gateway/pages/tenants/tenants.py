@@ -15,10 +15,10 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.forms import read_money, read_terms, term_fields, term_text
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table, window
 from gateway.parts import Records
-from gateway.records.tenant_bulk import BulkChange
-from gateway.records.tenant_list import Sort, TenantFilter
-from gateway.records.tenants import TEXTS, Tenant
-from gateway.records.terms import DEFAULTS, NO_TERMS, resolve
+from gateway.records.tenants.bulk import BulkChange
+from gateway.records.tenants.list import Sort, TenantFilter
+from gateway.records.tenants.tenants import TEXTS, Tenant
+from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, resolve
 
 LIST = "/admin/tenants"
 FILTERS = ("q", "plan", "tag", "suspended", "over_budget", "idle_days")

@@ -14,8 +14,8 @@ from gateway.access.auth import Authenticator
 from gateway.errors import Forbidden
 from gateway.records.changes import Changes
 from gateway.records.database import Database
-from gateway.records.keys import Keys
-from gateway.records.tenants import Tenants
+from gateway.records.keys.keys import Keys
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, Answer, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
 

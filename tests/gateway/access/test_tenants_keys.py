@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.records import keys as key_records
+from gateway.records.keys import keys as key_records
 from testing.gateway.running import BASE_MODEL, Client, Gateway
 
 ALL = ["adapters", "inference", "keys", "usage"]

@@ -12,11 +12,11 @@ from sqlalchemy import func, select, update
 
 from gateway.alerts.outbox import Outbox
 from gateway.records.database import Database
-from gateway.records.event_tables import event_deliveries, events, webhooks
-from gateway.records.events import MAX_PER_HOUR, Events
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.events.events import MAX_PER_HOUR, Events
+from gateway.records.events.tables import event_deliveries, events, webhooks
+from gateway.records.events.webhooks import MAX_OF_TENANT, Webhook, Webhooks
+from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.records.turns import Turn
-from gateway.records.webhooks import MAX_OF_TENANT, Webhook, Webhooks
 from testing.gateway.running import until
 
 Take = Callable[[str, str], Awaitable[str | None]]
@@ -145,7 +145,7 @@ async def test_every_event_is_delivered_once_by_one_of_two_gateways(database: Da
 
 
 async def test_a_failed_delivery_is_tried_again_until_it_succeeds(database: Database, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.records.webhooks.BACKOFF", (0.05, 0.1))
+    monkeypatch.setattr("gateway.records.events.webhooks.BACKOFF", (0.05, 0.1))
     await add(database, "one")
     errors = ["first", "second", None]
 
@@ -190,7 +190,7 @@ async def test_pauses_grow_and_end_after_a_day(database: Database):
 async def test_an_event_that_a_target_refuses_does_not_hold_up_its_others(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.records.webhooks.BACKOFF", (0.02,))
+    monkeypatch.setattr("gateway.records.events.webhooks.BACKOFF", (0.02,))
     await add(database, "one")
     for number in range(3):
         await record(database, f"event {number}")

@@ -20,7 +20,7 @@ from gateway.alerts.mail import Mailer, MailFailed
 from gateway.alerts.sending import Sender
 from gateway.alerts.signing import signed_headers, webhook_secret
 from gateway.errors import BadRequest
-from gateway.records.webhooks import Webhook
+from gateway.records.events.webhooks import Webhook
 from testing.ports import free_port
 
 PATHS = ("/redirect", "/error", "/slow")

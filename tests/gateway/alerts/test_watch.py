@@ -11,13 +11,13 @@ from sqlalchemy import delete, insert
 from gateway.alerts.watch import DOWN_SECONDS, WRONG_KEYS, Watch
 from gateway.fleet.health import Condition, Health
 from gateway.metrics import Metrics
-from gateway.records.budgeted_tenants import BudgetedTenants
 from gateway.records.database import Database
-from gateway.records.event_tables import events
-from gateway.records.events import Event, Events
-from gateway.records.spending import Spending
+from gateway.records.events.events import Event, Events
+from gateway.records.events.tables import events
+from gateway.records.money.spending import Spending
 from gateway.records.tables import api_keys, usage_daily
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.budgeted import BudgetedTenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.records.turns import Turn
 
 MONTH = {"period": "month", "since": f"{datetime.now(UTC):%Y-%m}-01"}
@@ -109,8 +109,8 @@ async def test_each_period_has_its_thresholds(database: Database):
 
 async def test_tenants_are_read_in_pages(database: Database, monkeypatch: pytest.MonkeyPatch):
     """The last tenant of a page, the first of the next and those without a budget are all seen."""
-    monkeypatch.setattr("gateway.records.budgeted_tenants.AT_ONCE", 2)
-    monkeypatch.setattr("gateway.records.spending.AT_ONCE", 2)
+    monkeypatch.setattr("gateway.records.tenants.budgeted.AT_ONCE", 2)
+    monkeypatch.setattr("gateway.records.money.spending.AT_ONCE", 2)
     tenants = Tenants(database)
     fields: list[dict[str, Any]] = [{"budget_per_month": 100}, {"budget_per_day": 100}, {"budget_per_week": 0}, {}]
     for number in range(12):

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from gateway.api.events import visible_event
+from gateway.api.inference.events import visible_event
 from testing.gateway.running import BASE_MODEL, HI_TOKENS, Client, Gateway, until
 from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.parquet import Field, ParquetWriter
+from gateway.api.reports.parquet import Field, ParquetWriter
 
 FIELDS = (
     Field("tenant", "text"),

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from gateway.api import usage
+from gateway.api.reports import usage
 from gateway.billing.writer import UsageWriter
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 from loraplex.cli import main
 from testing.gateway.rows import row
 from testing.gateway.running import Gateway, until

@@ -21,9 +21,9 @@ from gateway.billing.sweeps import register
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, Progress, Reservation
-from gateway.records.catalog import Model
-from gateway.records.prices import FREE
-from gateway.records.tenants import Limits, Tenant
+from gateway.records.adapters.catalog import Model
+from gateway.records.money.prices import FREE
+from gateway.records.tenants.tenants import Limits, Tenant
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON

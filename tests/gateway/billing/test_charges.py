@@ -12,7 +12,7 @@ from aiohttp import web
 
 from gateway.billing.charges import CUT, Ending, Used, Weights, charge, check_answer_size, weights_of
 from gateway.errors import BadRequest
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from testing.gateway.running import CONTEXT, HI, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from wire.errors import BadRequest as ProtocolError

@@ -15,11 +15,11 @@ from gateway.errors import RateLimited
 from gateway.quota.demand import Need
 from gateway.quota.limits import limits_of
 from gateway.quota.quota import Quota
-from gateway.records import removed_versions
-from gateway.records.catalog import Catalog
+from gateway.records.adapters import removed_versions
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
-from gateway.records.prices import Price, PriceList, Prices
-from gateway.records.tenants import Limits, Tenant, Tenants
+from gateway.records.money.prices import Price, PriceList, Prices
+from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON, row

@@ -12,11 +12,11 @@ from sqlalchemy import func, select
 from gateway.billing.usage_row import decode, encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
-from gateway.records import usage_report
 from gateway.records.database import Database
+from gateway.records.money import usage_report
+from gateway.records.money.usage_report import SUMMED, UsageReport, UsageSums
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
-from gateway.records.tenants import Tenants
-from gateway.records.usage_report import SUMMED, UsageReport, UsageSums
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.rows import NOON, row
 
 

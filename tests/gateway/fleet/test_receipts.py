@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from gateway.records.database import Database
-from gateway.records.usage_report import UsageReport
+from gateway.records.money.usage_report import UsageReport
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push

@@ -14,7 +14,7 @@ from gateway.api.access_log import REQUEST_ID
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Exceeded, error_boundary
 from gateway.records.database import Database
-from gateway.records.refused_requests import RefusalLog, RefusedRequest
+from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from testing.gateway.rows import NOON
 from tests.gateway.pages.conftest import Reader
 

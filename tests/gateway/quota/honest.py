@@ -6,7 +6,7 @@ from engine.answering.report import REPORT_SECONDS
 from gateway.quota.growth import Expectations, Pace
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
-from gateway.records.prices import FREE
+from gateway.records.money.prices import FREE
 from tests.gateway.quota.scripted import SECOND, START, Bucket, demand
 from wire.responses import ASK_TOKENS
 

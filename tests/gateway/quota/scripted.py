@@ -11,7 +11,7 @@ from gateway.quota.kinds import WINDOW
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 
 SOURCE = script.source()
 CLOCK = "redis.call('TIME')"

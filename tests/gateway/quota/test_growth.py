@@ -14,7 +14,7 @@ from gateway.quota import growth
 from gateway.quota.growth import MARGIN, Expectations, Pace
 from gateway.quota.limits import Limit
 from gateway.quota.local import Grown, LocalLimits
-from gateway.records.prices import FREE
+from gateway.records.money.prices import FREE
 from testing.gateway.running import HI_TOKENS, Gateway, until
 from testing.gateway.upstream import PROMPT_TOKENS, Upstream
 from tests.gateway.quota.honest import LIMIT, Clients

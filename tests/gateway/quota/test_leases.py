@@ -6,7 +6,7 @@ import pytest
 
 from gateway.errors import RateLimited
 from gateway.quota.quota import SWEEPER, Quota
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from gateway.redis.client import Client
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gateway.quota.kinds import WINDOW
 from gateway.quota.limits import Limit
-from gateway.records.prices import FREE
+from gateway.records.money.prices import FREE
 from tests.gateway.quota.scripted import DAY, SECOND, START, Bucket, Script, Twin
 
 values = st.one_of(st.integers(2, 100), st.integers(1000, 10**7))

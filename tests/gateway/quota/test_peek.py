@@ -16,7 +16,7 @@ from gateway.quota.kinds import RECALLED, TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import Quota
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from gateway.redis.client import Client
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take

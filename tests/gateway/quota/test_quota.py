@@ -18,7 +18,7 @@ from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.quota.refusals import check_possible, describe_wait, format_duration, refusal
 from gateway.quota.reservation import Reservation
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from gateway.redis.client import Client, QuotaStore, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take

@@ -14,7 +14,7 @@ from gateway.quota.kinds import BY_LETTER, WINDOW
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from tests.gateway.quota.scripted import DAY, MS, SECOND, START, Script, demand
 
 

@@ -18,7 +18,7 @@ from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.records.database import Database
-from gateway.records.prices import Price
+from gateway.records.money.prices import Price
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
 from testing.gateway.running import running, settings, until

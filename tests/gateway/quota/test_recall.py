@@ -29,8 +29,8 @@ from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.recall import DAY, HOUR, still_counted
 from gateway.records.database import Database
-from gateway.records.prices import Price
-from gateway.records.usage_report import UsageReport
+from gateway.records.money.prices import Price
+from gateway.records.money.usage_report import UsageReport
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON, row

@@ -18,7 +18,7 @@ from gateway.errors import RateLimited
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, Reservation
 from gateway.records.database import Database
-from gateway.records.usage_report import UsageReport
+from gateway.records.money.usage_report import UsageReport
 from gateway.redis.client import Client, connect
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take

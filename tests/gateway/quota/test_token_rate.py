@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.quota.limits import Limit
-from gateway.records.prices import FREE
+from gateway.records.money.prices import FREE
 from tests.gateway.quota.scripted import DAY, SECOND, Bucket, Script, Twin
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import pytest
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
-from gateway.records.activity import Activity, GroupBy, Order, Scope
-from gateway.records.activity_figures import ActivityReport, Curve, percentiles
-from gateway.records.activity_tables import BOUNDS
+from gateway.records.activity.activity import Activity, GroupBy, Order, Scope
+from gateway.records.activity.figures import ActivityReport, Curve, percentiles
+from gateway.records.activity.tables import BOUNDS
 from gateway.records.database import Database
 from testing.gateway.rows import row
 

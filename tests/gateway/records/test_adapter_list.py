@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 from gateway.billing.writer import UsageWriter
-from gateway.records.adapter_list import SORTS, AdapterList, ListFilter
-from gateway.records.adapter_rows import Reason
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.list import SORTS, AdapterList, ListFilter
+from gateway.records.adapters.rows import Reason
 from gateway.records.database import Database
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.rows import row
 from testing.gateway.versions import add, digest
 

@@ -7,11 +7,11 @@ import pytest
 from sqlalchemy import update
 
 from gateway.errors import AdapterLimitExceeded
-from gateway.records.adapter_limits import KEPT_VERSIONS, AdapterLimits
-from gateway.records.catalog import Adapter, Catalog
+from gateway.records.adapters.catalog import Adapter, Catalog
+from gateway.records.adapters.limits import KEPT_VERSIONS, AdapterLimits
 from gateway.records.database import Database
 from gateway.records.tables import tenants as table
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 
 
 async def add(catalog: Catalog, tenant: Tenant, name: str, number: int) -> Adapter:

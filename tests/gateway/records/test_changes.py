@@ -10,12 +10,12 @@ from sqlalchemy import event, text
 
 from gateway.access.auth import Authenticator
 from gateway.errors import Forbidden, InvalidKey, Unavailable
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.changes import OPERATORS, PRICES, Changes, count_change
 from gateway.records.database import Database
-from gateway.records.keys import ApiKey, Keys
-from gateway.records.prices import Price, PriceList, Prices
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.keys.keys import ApiKey, Keys
+from gateway.records.money.prices import Price, PriceList, Prices
+from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.running import ADMIN_KEY, PEPPER, until
 
 

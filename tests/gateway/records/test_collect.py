@@ -16,7 +16,7 @@ from adapters.open_store import open_store
 from adapters.spool import PREFIX
 from gateway.errors import Unavailable
 from gateway.records import housekeeping
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.housekeeping import TURN, Housekeeping
 from gateway.redis.client import connect
 from testing.gateway.running import Gateway, until

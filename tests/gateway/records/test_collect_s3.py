@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-import gateway.api.adapters
-from gateway.api.adapters import UNUSED_SECONDS
+import gateway.api.adapters.adapters
+from gateway.api.adapters.adapters import UNUSED_SECONDS
 from testing.s3_server import BUCKET, S3Server
 from tests.gateway.api.test_adapters import files, push
 from tests.gateway.records.test_collect import COLLECT
@@ -24,7 +24,7 @@ async def test_a_deleted_tenants_weights_leave_the_bucket_and_the_local_folder(
         assert (await push(globex, "same", files(0))).json["digest"][7:] == shared
         assert (await running.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
         assert (await running.admin.post(COLLECT)).json["removed"] == 0
-        monkeypatch.setattr(gateway.api.adapters, "UNUSED_SECONDS", -5.0)
+        monkeypatch.setattr(gateway.api.adapters.adapters, "UNUSED_SECONDS", -5.0)
         dry = (await running.admin.post(f"{COLLECT}?dry_run=true")).json
         assert (dry["removed"], dry["dry_run"]) == (1, True)
         assert len(s3.keys("collected")) == 4
@@ -32,7 +32,7 @@ async def test_a_deleted_tenants_weights_leave_the_bucket_and_the_local_folder(
         assert (done["removed"], done["bytes"]) == (1, dry["bytes"])
         assert {key.split("/")[1] for key in s3.keys("collected")} == {shared}
         assert not [path for path in cache.rglob("*") if own in str(path) or path.is_file()]
-        monkeypatch.setattr(gateway.api.adapters, "UNUSED_SECONDS", UNUSED_SECONDS)
+        monkeypatch.setattr(gateway.api.adapters.adapters, "UNUSED_SECONDS", UNUSED_SECONDS)
         # The content is uploaded as a whole again although another tenant has it: the objects are new.
         key = f"{shared[:2]}/{shared}/adapter_config.json"
         s3.client("collected").put(key, b"{}")

@@ -9,14 +9,14 @@ from sqlalchemy import func, select, update
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.fleet.engine import EngineSoftware
-from gateway.records import golden
-from gateway.records.adapter_rows import lock_known_name
-from gateway.records.catalog import Catalog
+from gateway.records.adapters import golden
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt
+from gateway.records.adapters.probes import Probes
+from gateway.records.adapters.rows import lock_known_name
 from gateway.records.database import Database
-from gateway.records.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt
-from gateway.records.probes import Probes
 from gateway.records.tables import adapter_versions, golden_answers, golden_checks
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 from wire.probes import AdapterProbe
 
 DIGEST = "a" * 64

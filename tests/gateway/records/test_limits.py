@@ -10,9 +10,9 @@ from sqlalchemy import text
 
 import migrations
 from gateway.records.database import Database
-from gateway.records.keys import Keys
-from gateway.records.limits import DEFAULT_LIMITS, Limits
-from gateway.records.tenants import Tenants
+from gateway.records.keys.keys import Keys
+from gateway.records.tenants.limits import DEFAULT_LIMITS, Limits
+from gateway.records.tenants.tenants import Tenants
 
 TENANT = (
     "INSERT INTO tenants (id, name, requests_per_minute, tokens_per_day, budget_per_month, weight, priority,"

@@ -9,16 +9,16 @@ from msgspec.structs import replace
 from sqlalchemy import update
 
 from gateway.errors import BadRequest, Conflict, NameTaken, RecordNotFound
+from gateway.records.adapters.catalog import Model
 from gateway.records.audit import Audit
-from gateway.records.catalog import Model
 from gateway.records.changes import PRICES, Changes
 from gateway.records.database import Database
-from gateway.records.limits import Limits
-from gateway.records.plans import Plans
-from gateway.records.prices import FREE, Price, PriceList, Prices
+from gateway.records.money.prices import FREE, Price, PriceList, Prices
 from gateway.records.tables import tenants as table
-from gateway.records.tenants import Tenants
-from gateway.records.terms import NO_TERMS, Terms, resolve, sources
+from gateway.records.tenants.limits import Limits
+from gateway.records.tenants.plans import Plans
+from gateway.records.tenants.tenants import Tenants
+from gateway.records.tenants.terms import NO_TERMS, Terms, resolve, sources
 from testing.gateway.running import Gateway, until
 
 

@@ -6,10 +6,10 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.records.catalog import Model
+from gateway.records.adapters.catalog import Model
 from gateway.records.database import Database
-from gateway.records.prices import FREE, Price, PriceList, Prices, format_money
-from gateway.records.tenants import Tenants
+from gateway.records.money.prices import FREE, Price, PriceList, Prices, format_money
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import BASE_MODEL, HI_TOKENS, Gateway, until
 
 amounts = st.integers(0, 10**9)

@@ -5,12 +5,12 @@ import pytest
 from sqlalchemy import func, select
 
 from gateway.errors import RecordNotFound
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.pins import pinned_bases
+from gateway.records.adapters.probes import PER_TENANT, Probes, Unprobed
 from gateway.records.database import Database
-from gateway.records.pins import pinned_bases
-from gateway.records.probes import PER_TENANT, Probes, Unprobed
 from gateway.records.tables import adapter_probes
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 from wire.probes import AdapterProbe, ProbeReason
 
 DIGEST = "a" * 64

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.errors import RecordNotFound
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
-from gateway.records.tenants import Tenants
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import Gateway
 
 

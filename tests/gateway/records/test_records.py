@@ -13,11 +13,11 @@ from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, ModelNotFound, NameTaken, RecordNotFound
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.changes import Changes
 from gateway.records.database import Database, migrate
 from gateway.records.tables import audit, metadata
-from gateway.records.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
+from gateway.records.tenants.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
 from gateway.settings import SettingsError
 from testing.gateway.running import running, settings
 from testing.gateway.upstream import Upstream

@@ -7,10 +7,10 @@ import pytest
 
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Exceeded
-from gateway.records import request_log
 from gateway.records.database import Database
-from gateway.records.refused_requests import RefusalLog, RefusedRequest
-from gateway.records.request_log import LogFilter, RequestLog
+from gateway.records.requests import log as request_log
+from gateway.records.requests.log import LogFilter, RequestLog
+from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from testing.gateway.rows import NOON, row
 
 

@@ -7,9 +7,9 @@ from sqlalchemy import Table, func, select
 
 from gateway.billing.writer import UsageWriter
 from gateway.records import retention
-from gateway.records.activity_tables import ACTIVITY, ENGINE
+from gateway.records.activity.tables import ACTIVITY, ENGINE
 from gateway.records.database import Database
-from gateway.records.refusal_tables import refusal_counts
+from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.retention import Retention
 from gateway.records.tables import usage, usage_daily
 from testing.gateway.rows import row

@@ -12,13 +12,13 @@ from gateway.errors import (
     PreconditionRequired,
     RecordNotFound,
 )
-from gateway.records import saved_mixtures
-from gateway.records.adapter_rows import Reason
-from gateway.records.aliases import Target
-from gateway.records.catalog import Catalog
+from gateway.records.adapters import saved_mixtures
+from gateway.records.adapters.aliases import Target
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.mixtures import resolve_model
+from gateway.records.adapters.rows import Reason
 from gateway.records.database import Database
-from gateway.records.mixtures import resolve_model
-from gateway.records.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.versions import add
 
 

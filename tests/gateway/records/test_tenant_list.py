@@ -9,13 +9,13 @@ from sqlalchemy import insert, update
 from gateway.errors import BadRequest, Conflict
 from gateway.records.audit import Audit
 from gateway.records.database import Database
-from gateway.records.plans import Plans
 from gateway.records.tables import api_keys, usage_daily
 from gateway.records.tables import tenants as table
-from gateway.records.tenant_bulk import AT_ONCE, BulkChange, TenantBulk
-from gateway.records.tenant_list import TenantFilter, TenantLists
-from gateway.records.tenants import Tenants
-from gateway.records.terms import NO_TERMS, Terms
+from gateway.records.tenants.bulk import AT_ONCE, BulkChange, TenantBulk
+from gateway.records.tenants.list import TenantFilter, TenantLists
+from gateway.records.tenants.plans import Plans
+from gateway.records.tenants.tenants import Tenants
+from gateway.records.tenants.terms import NO_TERMS, Terms
 from testing.gateway.running import Gateway
 
 DAY = timedelta(days=1)

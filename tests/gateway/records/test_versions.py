@@ -25,16 +25,16 @@ from gateway.errors import (
     PreconditionRequired,
     RecordNotFound,
 )
-from gateway.records.adapter_limits import KEPT_VERSIONS
-from gateway.records.adapter_rows import Reason
-from gateway.records.aliases import Target
-from gateway.records.catalog import Catalog
+from gateway.records.adapters.aliases import Target
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.limits import KEPT_VERSIONS
+from gateway.records.adapters.mixtures import names_in, resolve_model
+from gateway.records.adapters.rows import Reason
+from gateway.records.adapters.versions import KEPT_REFUSED
 from gateway.records.changes import Changes
 from gateway.records.database import Database
-from gateway.records.mixtures import names_in, resolve_model
 from gateway.records.tables import audit
-from gateway.records.tenants import Tenant, Tenants
-from gateway.records.versions import KEPT_REFUSED
+from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.rows import NOON, row
 from testing.gateway.versions import add, digest
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from gateway.api.admission import Admission
+from gateway.api.inference.admission import Admission
 from gateway.sharing.rounds import REQUESTS_EACH, Rounds
 from testing.gateway.upstream import Upstream
 

@@ -14,7 +14,7 @@ from gateway.api.golden import upgrades
 from gateway.api.golden.checking import DIED, NOT_ASKED, num_equal
 from gateway.billing.sweeps import is_first
 from gateway.fleet.engine import Address, Condition, EngineRecord, Health
-from gateway.records import golden
+from gateway.records.adapters import golden
 from gateway.redis.client import connect
 from loraplex.cli import main
 from testing.adapter_files import upload_form

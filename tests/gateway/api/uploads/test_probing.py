@@ -13,9 +13,9 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 
-from gateway.api.probes import changes
+from gateway.api.adapters.probes import changes
 from gateway.api.uploads import validating
-from gateway.records.adapter_rows import READY
+from gateway.records.adapters.rows import READY
 from loraplex.cli import main
 from testing.adapter_files import upload_form
 from testing.engine import RunningServer

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-import gateway.records.uploads
+import gateway.records.adapters.uploads
 from gateway.api.uploads import receiving, resumable
 from gateway.sharing.pace import Pace
 from loraplex import resumable_push
@@ -196,12 +196,12 @@ async def test_unfinished_uploads_count_and_go(start: Start, tmp_path: Path, mon
             assert (await acme.post(f"{PATH}/{upload}/complete")).status == 400
             assert (await acme.get(f"{PATH}/{upload}")).status == 404
         assert stored(tmp_path) == []
-        monkeypatch.setattr(gateway.records.uploads, "MAX_UPLOADS", 1)
+        monkeypatch.setattr(gateway.records.adapters.uploads, "MAX_UPLOADS", 1)
         assert (await begin(acme, b"1", "f")).status == 403
         monkeypatch.undo()
         upload = (await begin(acme, b"1", "f")).json["id"]
         assert (await put(acme, upload, 0, b"1")).status == 200
-        monkeypatch.setattr(gateway.records.uploads, "KEPT", timedelta(0))
+        monkeypatch.setattr(gateway.records.adapters.uploads, "KEPT", timedelta(0))
         assert (await acme.get(f"{PATH}/{upload}")).status == 404
         assert (await gateway_.admin.post(COLLECT)).status == 200
         assert stored(tmp_path) == []

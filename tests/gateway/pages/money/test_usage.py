@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from gateway.api.usage_export import UsageExport
+from gateway.api.reports.usage_export import UsageExport
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.pages.money.usage import UsagePages
 from gateway.records.database import Database
+from gateway.records.money.usage_ranking import UsageRanking
+from gateway.records.money.usage_report import UsageReport
 from gateway.records.tables import usage
-from gateway.records.usage_ranking import UsageRanking
-from gateway.records.usage_report import UsageReport
 from testing.gateway.rows import row
 from tests.gateway.pages.conftest import Reader, World
 from tests.gateway.pages.records import HOSTILE, fill, serving, unsafe
@@ -186,7 +186,7 @@ async def test_an_export_is_of_one_moment(reader: Reader, database: Database):
     """Rows that are written while an export is read are in none of its groups."""
     await fill(database, *rows(3000))
     report = UsageReport(database)
-    from gateway.records.usage_report import UsageFilter
+    from gateway.records.money.usage_report import UsageFilter
 
     found, wrote = 0, False
     async for part in report.stream(("model", "hour"), UsageFilter(), None, None, at_once=100):

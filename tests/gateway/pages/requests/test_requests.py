@@ -11,7 +11,7 @@ import pytest
 
 from gateway.pages.requests.log import RequestPages
 from gateway.records.database import Database
-from gateway.records.request_log import RequestLog
+from gateway.records.requests.log import RequestLog
 from testing.gateway.rows import NOON, row
 from tests.gateway.pages.conftest import Reader, World
 from tests.gateway.pages.records import HOSTILE, fill, refused, serving, unsafe

@@ -1,0 +1,285 @@
+"""`/v1/adapters`: a tenant's adapters, managed by the tenant or by an operator on its behalf."""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any
+
+from aiohttp import web
+
+from adapters.manifest import AdapterError, BaseShape
+from adapters.store import AdapterStore
+from gateway.access.auth import Authenticator
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.adapters.caller import AdapterCaller, tenants_caller
+from gateway.api.idempotency import Idempotency
+from gateway.api.requests.fields import json_response
+from gateway.api.uploads.checking import Checked, Checker, Served
+from gateway.api.uploads.copying import Copies
+from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
+from gateway.api.uploads.validating import Validation
+from gateway.errors import CheckFailed, TooSlow, Unavailable, translate
+from gateway.fleet.engine import EngineRecord
+from gateway.quota.quota import Quota
+from gateway.quota.uploading import ReceivedBytes
+from gateway.records.adapters.catalog import Adapter, Catalog
+from gateway.records.adapters.rows import Reason
+from gateway.records.tenants.tenants import Tenant
+from gateway.settings import Settings
+from wire.digests import digest_name
+
+log = logging.getLogger(__name__)
+
+# Used until an engine reports its own; also the default of our engine.
+DEFAULT_MAX_RANK = 64
+# Removed content stays in the store for the longest time that a request may use it.
+UNUSED_SECONDS = 3600.0
+# References are looked up in batches of this size.
+COLLECT_AT_ONCE = 200
+
+
+class AdapterIntake:
+    """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it.
+
+    copies: runs long copies of content that does not arrive with the request.
+    """
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        store: AdapterStore,
+        base: BaseShape,
+        rules: UploadRules,
+        idempotency: Idempotency,
+        served: Callable[[], Served],
+        validation: Validation,
+    ) -> None:
+        self._catalog = catalog
+        self.validation = validation
+        self._store = store
+        self._rules = rules
+        self.max_bytes = rules.max_bytes
+        self._idempotency = idempotency
+        self._checker = Checker(base, rules.max_bytes, served)
+        self.copies = Copies()
+
+    async def push(
+        self,
+        request: web.Request,
+        caller: AdapterCaller,
+        received: ReceivedBytes,
+    ) -> web.Response:
+        """Add the uploaded version and return 201; requests use the version from this response on. Return 202 for a
+        version whose probe takes long; it is ready after the probe.
+
+        received: counts the body's bytes. Raises BadRequest and TooLarge for the form, and what `take` raises.
+        """
+        refuse_too_large(request, self._rules)
+        await self._catalog.check_declared(caller.tenant, request.content_length or 0)
+
+        async def read_form(place: Workplace) -> str:
+            name = await receive(request, place, self._rules, received)
+            self._catalog.check_name(name)
+            caller.check_name(name)
+            return name
+
+        return await self.take(request, caller.tenant, caller.actor, caller.owner, read_form)
+
+    async def take(
+        self,
+        request: web.Request,
+        tenant: Tenant,
+        actor: str,
+        owner: str,
+        receive: Callable[[Workplace], Awaitable[str]],
+        upload_id: str | None = None,
+    ) -> web.Response:
+        """Add the version that `receive` writes into a workplace, and return 201 or 202.
+
+        receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
+        the owners' checks take turns. upload_id: of the upload in parts that is completed; else the adapter's name and
+        digest identify the request for its Idempotency-Key. Raises TooSlow, Forbidden for a limit, AdapterError for an
+        adapter that cannot be served, Unavailable, TooManyRefusedUploads before anything is received.
+        """
+        self._checker.check_refused(owner)
+        with storing(self._rules.seconds):
+            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
+                name = await receive(place)
+                checked = await self._check(place, tenant, name, owner)
+                content = (upload_id or f"{name} {checked.digest}").encode()
+                add = partial(self._add, tenant, name, checked, actor, upload_id)
+                return await place.finish(self._idempotency.once(request, actor, content, add))
+
+    async def _check(self, place: Workplace, tenant: Tenant, name: str, owner: str) -> Checked:
+        """Check the upload. A refused one stays on record as a rejected version."""
+        try:
+            return await self._checker.check(place, owner)
+        except (AdapterError, CheckFailed) as error:
+            refusal = translate(error, "")
+            reason = Reason(message=refusal.message, param=refusal.param, code=refusal.code)
+            try:
+                await self._catalog.versions.refuse(tenant, name, [reason])
+            except Unavailable as lost:
+                log.warning("a refused upload is not on record: %s", lost)
+            raise
+
+    async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
+        """Return the kept response of a request with an Idempotency-Key. content: identifies the request."""
+        return await self._idempotency.kept(request, actor, content)
+
+    async def _add(
+        self, tenant: Tenant, name: str, checked: Checked, actor: str, upload_id: str | None
+    ) -> web.Response:
+        """Add the version and publish its content."""
+        await self._catalog.check_declared(tenant, checked.num_bytes, upload_id)
+        await asyncio.to_thread(self._store.stage, checked.folder, checked.digest)
+
+        async def publish() -> None:
+            await asyncio.to_thread(self._store.publish, checked.folder, checked.digest)
+
+        adapter = await self._catalog.add_version(
+            tenant,
+            name,
+            digest=checked.digest,
+            rank=checked.rank,
+            num_bytes=checked.num_bytes,
+            actor=actor,
+            publish=publish,
+            state=self.validation.first_state,
+        )
+        adapter = await self.validation.finish(tenant, adapter)
+        return json_response(describe(adapter), status=202 if adapter.state == "validating" else 201)
+
+    async def collect(self, *, dry_run: bool = False) -> tuple[int, int]:
+        """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.
+
+        dry_run: remove nothing, and return what would be removed.
+
+        A concurrent upload is safe: it renews the timestamp of content that it finds in the store. Either its version
+        is on record at the second check, or it stores the content again.
+        """
+        since = datetime.now(UTC) - timedelta(seconds=UNUSED_SECONDS)
+        stored = await asyncio.to_thread(lambda: list(self._store.list()))
+        removed = num_bytes = 0
+        for start in range(0, len(stored), COLLECT_AT_ONCE):
+            some = stored[start : start + COLLECT_AT_ONCE]
+            for digest in sorted(set(some) - await self._catalog.referenced(some, since)):
+                if dry_run:
+                    size = await asyncio.to_thread(self._store.unused_bytes, digest, UNUSED_SECONDS)
+                    removed, num_bytes = removed + (size is not None), num_bytes + (size or 0)
+                    continue
+                aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
+                if aside is None:
+                    continue
+                try:
+                    is_used = bool(await self._catalog.referenced([digest], since))
+                except BaseException:
+                    # A thread, because a bucket may take a minute; shielded, because the caller may have left.
+                    await asyncio.shield(asyncio.to_thread(aside.bring_back))
+                    raise
+                if is_used:
+                    await asyncio.to_thread(aside.bring_back)
+                    continue
+                await asyncio.to_thread(aside.remove)
+                num_bytes += aside.num_bytes
+                removed += 1
+        if not dry_run:
+            await self._catalog.collected(since)
+        return removed, num_bytes
+
+    async def run(self, _: web.Application) -> AsyncIterator[None]:
+        """Clean the store before the first upload; at the end wait until the last upload's folder is removed."""
+        await asyncio.to_thread(self._store.clean)
+        yield
+        await Workplace.all_closed()
+        self._checker.close()
+        self._store.close()
+
+    async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
+        """Return the tenant's adapters. may_see: whether the key may see a name."""
+        adapters = await self._catalog.list(tenant)
+        return json_response({"object": "list", "data": [describe(each) for each in adapters if may_see(each.name)]})
+
+
+class Adapters:
+    """Routes for a tenant's own adapters."""
+
+    def __init__(self, *, auth: Authenticator, catalog: Catalog, intake: AdapterIntake, quota: Quota) -> None:
+        self._auth = auth
+        self._quota = quota
+        self._catalog = catalog
+        self._intake = intake
+
+    async def push(self, request: web.Request) -> web.Response:
+        caller, size, most = tenants_caller(request), request.content_length, self._intake.max_bytes
+        async with caller.uploading(request, self._auth, self._quota, size=size, most=most) as received:
+            return await self._intake.push(request, caller, received)
+
+    async def list(self, request: web.Request) -> web.Response:
+        principal = request[PRINCIPAL]
+        return await self._intake.list(principal.tenant, principal.may_use)
+
+    async def get(self, request: web.Request) -> web.Response:
+        principal = request[PRINCIPAL]
+        name = request.match_info["name"]
+        principal.check_model(name)
+        return json_response(describe(await self._catalog.get(principal.tenant, name)))
+
+
+@contextmanager
+def storing(seconds: float) -> Iterator[None]:
+    """Translate the failures of an upload: raises TooSlow for a time-out, Unavailable for the store's OSError."""
+    begun = time.monotonic()
+    try:
+        yield
+    except TimeoutError as error:
+        if time.monotonic() - begun < seconds:
+            raise
+        raise TooSlow(f"The upload exceeded the time limit of {seconds:g} s.") from error
+    except OSError as error:
+        # The error's full message names paths of this machine, so only `strerror` is logged.
+        log.warning("an upload could not be stored: %s", error.strerror)
+        raise Unavailable("The adapter store cannot be written.", code="adapter_store_unavailable") from error
+
+
+def upload_rules(settings: Settings) -> UploadRules:
+    """Return the limits of an upload."""
+    return UploadRules(
+        max_bytes=settings.max_upload_bytes,
+        seconds=settings.upload_timeout,
+        read_seconds=settings.body_timeout,
+        min_rate=settings.upload_min_rate,
+        grace_seconds=settings.body_timeout,
+    )
+
+
+def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
+    """Return the largest rank and adapter size that the engines serve.
+
+    max_rank: the operator's setting, which takes precedence over the engines' rank.
+    """
+
+    states = [engine.state for engine in engines]
+    return Served(
+        max_rank=max_rank or max((state.max_lora_rank for state in states), default=0) or DEFAULT_MAX_RANK,
+        max_adapter_bytes=max((state.max_adapter_bytes for state in states), default=0),
+    )
+
+
+def describe(adapter: Adapter) -> dict[str, Any]:
+    """Return an adapter as the API shows it."""
+    return {
+        "object": "adapter",
+        "name": adapter.name,
+        "version": adapter.version,
+        "digest": digest_name(adapter.digest),
+        "rank": adapter.rank,
+        "size_bytes": adapter.num_bytes,
+        "created_at": adapter.created_at,
+        "state": adapter.state,
+    }

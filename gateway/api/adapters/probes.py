@@ -1,0 +1,113 @@
+"""Routes of probes: the result of a version's probe, and the base models to which versions are bound."""
+
+import math
+from collections import defaultdict
+from typing import Any
+
+from aiohttp import web
+
+from gateway.api.adapters.caller import find_caller, version_of
+from gateway.api.requests.fields import json_response
+from gateway.api.uploads.validating import Validation
+from gateway.errors import Forbidden
+from gateway.fleet.registry import Registry
+from gateway.quota.quota import Quota
+from gateway.records.adapters.probes import Probes
+from gateway.records.tenants.tenants import Tenants
+from wire.digests import digest_name
+from wire.model_names import version_name
+from wire.probes import AdapterProbe
+
+# Relative difference of two measurements that counts as a change: engines with other kernels round differently.
+TOLERANCE = 0.05
+
+
+class ProbeRoutes:
+    """Routes for tenants and, under `/admin/api`, for operators."""
+
+    def __init__(
+        self, tenants: Tenants, probes: Probes, registry: Registry, validation: Validation, quota: Quota
+    ) -> None:
+        self._validation = validation
+        self._quota = quota
+        self._tenants = tenants
+        self._probes = probes
+        self._registry = registry
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Return the newest probe of a version, and the base model that the version is bound to."""
+        caller = await find_caller(request, self._tenants)
+        name, number = request.match_info["name"], version_of(request)
+        found = await self._probes.get(caller.tenant, name, number)
+        recorded = {"probed_at": found.probed_at, "bound_to": _base(found.base_digest)}
+        return json_response(_describe(name, number, found.probe) | recorded)
+
+    async def verify(self, request: web.Request) -> web.Response:
+        """Probe a version again, and return the result with its changes since the newest probe on record.
+
+        The state stays as it is. A version without a probe gets its first one. An operator may name the engine. Raises
+        Unavailable if no engine can probe it now.
+        """
+        caller = await find_caller(request, self._tenants)
+        name, number = request.match_info["name"], version_of(request)
+        await caller.count_change(request, self._quota)
+        engine = request.query.get("engine")
+        if engine is not None and caller.principal is not None:
+            raise Forbidden("engine: only an operator names an engine.", param="engine")
+        before, now = await self._validation.verify(caller.tenant, name, number, engine)
+        return json_response(_describe(name, number, now) | {"changes": [] if before is None else changes(before, now)})
+
+    async def bases(self, _: web.Request) -> web.Response:
+        """List the base models, with the engines that serve each and the versions that were probed on it."""
+        engines, versions = defaultdict(list), defaultdict(list)
+        for engine in self._registry.up:
+            engines[engine.state.base_digest].append(engine.url)
+        for bound in await self._probes.bound():
+            name = f"{bound.tenant}/{version_name(bound.name, bound.version)}"
+            versions[bound.base_digest].append({"name": name, "state": bound.state})
+        known = sorted({*versions, *(digest for digest in engines if digest is not None)})
+        data = [
+            {
+                "object": "base",
+                "digest": _base(digest),
+                "engines": sorted(engines[digest]),
+                "versions": versions[digest],
+            }
+            for digest in known
+        ]
+        return json_response({"object": "list", "data": data})
+
+
+def changes(before: AdapterProbe, now: AdapterProbe) -> list[dict[str, Any]]:
+    """Return the fields of a probe that differ by more than TOLERANCE, with both values."""
+    found = []
+    for field in ("base_digest", "engine_version", "reasons", "largest_difference", "divergence"):
+        old, new = getattr(before, field), getattr(now, field)
+        if isinstance(old, float) and isinstance(new, float) and math.isclose(old, new, rel_tol=TOLERANCE):
+            continue
+        if old != new:
+            found.append({"field": "base" if field == "base_digest" else field, "before": old, "now": new})
+    return found
+
+
+def _describe(name: str, version: int, probe: AdapterProbe) -> dict[str, Any]:
+    return {
+        "object": "adapter.probe",
+        "name": name,
+        "version": version,
+        "engine_version": probe.engine_version,
+        "base": _base(probe.base_digest),
+        "digest": probe.digest,
+        "rank": probe.rank,
+        "modules": probe.num_modules,
+        "host_bytes": probe.host_bytes,
+        "device_bytes": probe.device_bytes,
+        "device_pages": probe.device_pages,
+        "largest_difference": probe.largest_difference,
+        "divergence": probe.divergence,
+        "reasons": probe.reasons,
+    }
+
+
+def _base(digest: str | None) -> Any:
+    return None if digest is None else digest_name(digest)

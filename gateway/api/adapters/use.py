@@ -1,0 +1,80 @@
+"""Routes of an adapter's use and changes, for a tenant itself and for operators; and the operator's prefetch."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.adapters.caller import find_caller, version_of
+from gateway.api.requests.fields import json_response
+from gateway.errors import BadRequest
+from gateway.fleet.warming import Warming
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.probes import Probes
+from gateway.records.adapters.use import AdapterUses, Use
+from gateway.records.money.prices import exact_money
+from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.sharing.turns import Turns
+
+# Limit of concurrent queries, of which each tenant has at most one, and a tenant's pause after a query.
+READS, REST = 2, 1.0
+
+
+class AdapterUseRoutes:
+    """Routes of use. currency: of the costs."""
+
+    def __init__(
+        self,
+        *,
+        tenants: Tenants,
+        catalog: Catalog,
+        uses: AdapterUses,
+        probes: Probes,
+        warming: Warming,
+        currency: str,
+    ) -> None:
+        self._tenants = tenants
+        self._catalog = catalog
+        self._uses = uses
+        self._probes = probes
+        self._warming = warming
+        self._currency = currency
+        self._reads = Turns(READS, rest=REST)
+
+    async def use(self, request: web.Request) -> web.Response:
+        """Return the keys, end users and versions of an adapter's requests of the last 24 h, and its changes."""
+        caller, name = await find_caller(request, self._tenants), request.match_info["name"]
+        async with self._reads.turn(caller.tenant.id):
+            # Refuses an unknown name.
+            await self._catalog.versions.list(caller.tenant, name)
+            found = await self._uses.of(caller.tenant, name)
+            changes = await self._uses.changes(caller.tenant, name, by_tenant=caller.principal is not None)
+        body: dict[str, Any] = {"object": "adapter.use", "name": name, "currency": self._currency}
+        body |= {each: [_describe(use) for use in getattr(found, each)] for each in ("keys", "users", "versions")}
+        changed = [msgspec.to_builtins(change) for change in changes]
+        return json_response({**body, "is_partial": found.is_partial, "changes": changed})
+
+    async def prefetch(self, request: web.Request) -> web.Response:
+        """Load a version into the host memory of an engine. Answers after the load."""
+        caller, name, number = (
+            await find_caller(request, self._tenants),
+            request.match_info["name"],
+            version_of(request),
+        )
+        engine = await self.load(caller.tenant, name, number, request.query.get("engine", ""))
+        return json_response({"object": "adapter.prefetch", "name": name, "version": number, "engine": engine})
+
+    async def load(self, tenant: Tenant, name: str, number: int, url: str) -> str:
+        """Load a version into the host memory of the engine at `url`, and return its URL.
+
+        Raises RecordNotFound, BadRequest, Unavailable.
+        """
+        version = await self._catalog.versions.get(tenant, name, number)
+        if not version.is_served:
+            raise BadRequest(f"version: the version is {version.state}; expected a ready one.", param="version")
+        bases = await self._probes.base(tenant, name, number)
+        return (await self._warming.load(url, version.digest, bases, tenant.id)).url
+
+
+def _describe(use: Use) -> dict[str, Any]:
+    return {**msgspec.structs.asdict(use), "cost": exact_money(use.cost), "cost_micros": use.cost}

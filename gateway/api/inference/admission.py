@@ -1,0 +1,157 @@
+"""Admission of inference requests: the key, the body, the model's name and the reservation of the tenant's limits."""
+
+import sys
+import time
+from contextlib import ExitStack
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.auth import TenantPrincipal
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.requests.fields import read_shared
+from gateway.api.requests.forms import FORM, Forms
+from gateway.api.requests.memory import BODY_MEMORY, BodyShare
+from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
+from gateway.billing.account import Account, Accounting
+from gateway.billing.lease_note import lease_note
+from gateway.billing.usage_row import shown_user
+from gateway.errors import REQUEST_ID, RateLimited
+from gateway.fleet.dispatch import Fleet
+from gateway.metrics import Metrics
+from gateway.quota.demand import Need
+from gateway.quota.quota import Quota
+from gateway.records.adapters.catalog import Catalog, Model
+from gateway.records.adapters.mixtures import names_in, resolve_model
+from gateway.records.money.prices import PriceList
+from gateway.records.tenants.tenants import Tenant
+from gateway.sharing.turns import Turns
+
+# Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
+# that the event loop handles other tenants' requests in between.
+ADMISSIONS_EACH = 8
+# Names the session of a request without `user`; a session always gets the same version of a canary.
+SESSION_HEADER = "x-loraplex-session"
+# Characters of a user that count, because the choice of a version hashes them.
+MAX_USER_CHARS = 512
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Model and `user` of a request's body, as the client sent them."""
+
+    model: str
+    user: str | None
+
+
+# Set once a request's body is checked, for the request log.
+ASKED = web.RequestKey("asked", Asked)
+
+
+class Admission:
+    """Admission of requests to the engines. forms: the structured output forms that it refuses on their behalf."""
+
+    def __init__(
+        self,
+        *,
+        catalog: Catalog,
+        prompts: PromptReader,
+        quota: Quota,
+        prices: PriceList,
+        fleet: Fleet,
+        accounting: Accounting,
+        metrics: Metrics,
+    ) -> None:
+        self._catalog = catalog
+        self._prompts = prompts
+        self._quota = quota
+        self._prices = prices
+        self._fleet = fleet
+        self._accounting = accounting
+        self._metrics = metrics
+        self._turns = Turns(sys.maxsize, ADMISSIONS_EACH)
+        self.forms = Forms()
+
+    async def admit(
+        self, request: web.Request, endpoint: Endpoint, held: ExitStack
+    ) -> tuple[InferenceRequest, Account]:
+        """Admit the request. Returns the request, limited to the granted tokens, and its account."""
+        arrived = time.monotonic()
+        principal = request[PRINCIPAL]
+        tenant = principal.tenant
+        share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
+        raw = await read_shared(request, share)
+        async with self._turns.turn(tenant.id):
+            return await self._check_and_reserve(request, endpoint, principal, raw, share, arrived)
+
+    async def _check_and_reserve(
+        self,
+        request: web.Request,
+        endpoint: Endpoint,
+        principal: TenantPrincipal,
+        raw: bytes,
+        share: BodyShare,
+        arrived: float,
+    ) -> tuple[InferenceRequest, Account]:
+        """Check the body and reserve its amounts."""
+        tenant = principal.tenant
+        if (form := await self.forms.read(tenant.id, raw, share)) is not None:
+            request[FORM] = form
+        parsed = await self._prompts.parse(raw, endpoint, share)
+        request[ASKED] = Asked(parsed.model, parsed.user)
+        for name in names_in(parsed.model, self._catalog.base_model):
+            principal.check_model(name)
+        user = parsed.user or request.headers.get(SESSION_HEADER)
+        user = user and user[:MAX_USER_CHARS]
+        model = await resolve_model(self._catalog, tenant, parsed.model, user)
+        asked = await self._prompts.measure(parsed, raw, share)
+        account = await self.reserve(principal, model, asked, endpoint, request[REQUEST_ID], arrived)
+        share.admitted()
+        return asked, account
+
+    async def read(
+        self, tenant: Tenant, raw: bytes, endpoint: Endpoint, share: BodyShare
+    ) -> tuple[Model, InferenceRequest]:
+        """Return the model and the checked form of a request that the gateway itself makes for a tenant."""
+        async with self._turns.turn(tenant.id):
+            parsed = await self._prompts.parse(raw, endpoint, share)
+            model = await resolve_model(self._catalog, tenant, parsed.model)
+            asked = await self._prompts.measure(parsed, raw, share)
+        share.admitted()
+        return model, asked
+
+    async def reserve(
+        self,
+        principal: TenantPrincipal,
+        model: Model,
+        asked: InferenceRequest,
+        endpoint: Endpoint,
+        request_id: str,
+        arrived: float,
+    ) -> Account:
+        """Reserve a request's amounts on the tenant's limits, and limit it to the granted tokens."""
+        tenant = principal.tenant
+        self._fleet.check(tenant.id, model.adapters, asked.body)
+        self._accounting.check_room()
+        price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
+        try:
+            reservation = await self._quota.acquire(
+                principal,
+                model,
+                request_id,
+                Need(
+                    asked.prompt_tokens * weights.prompt,
+                    asked.max_tokens,
+                    choices=asked.choices * weights.completion,
+                    price=weights.price(price),
+                    grows=asked.stream or self._fleet.keeps_allowances,
+                    currency=self._prices.currency,
+                    by_default=asked.has_default_length,
+                ),
+                lease_note(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user"))),
+            )
+        except RateLimited as refusal:
+            self._metrics.refused(tenant.name, refusal.kind)
+            raise
+        if reservation.max_tokens < asked.max_tokens:
+            asked.shorten(reservation.max_tokens)
+        return Account(principal, reservation, endpoint.name, model, price, asked, arrived)

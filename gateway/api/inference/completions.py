@@ -1,0 +1,310 @@
+"""`/v1/chat/completions` and `/v1/completions`: dispatch and delivery of admitted requests."""
+
+import re
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, contextmanager
+from functools import partial
+
+import msgspec
+from aiohttp import ClientError, web
+
+from gateway.access.auth import Authenticator
+from gateway.api.inference.admission import Admission
+from gateway.api.inference.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
+from gateway.api.inference.events import add_cost, head_of, shortened, visible_event
+from gateway.api.inference.log_fields import LOG_FIELDS, log_fields
+from gateway.api.inference.time_limit import while_allowed
+from gateway.api.requests.forms import FORM
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
+from gateway.billing.account import Account, Accounting
+from gateway.billing.charges import Ending, ending_after, ending_of
+from gateway.error_codes import code_of
+from gateway.errors import (
+    ENDING,
+    ERROR_CODE,
+    HAS_USAGE,
+    REQUEST_ID,
+    EngineMismatch,
+    EngineShareUsed,
+    RateLimited,
+    error_body,
+    translate,
+)
+from gateway.fleet import receipts
+from gateway.fleet.answers import Fields, public_error, read_answer, read_events
+from gateway.fleet.call import Call, EngineRefused
+from gateway.fleet.dispatch import Answering, Fleet
+from gateway.fleet.engine import EngineRecord
+from gateway.metrics import Metrics
+from gateway.spans import TRUST_TRACEPARENT, describe_request
+from wire.telemetry.spans import NO_SPAN, SPAN
+
+STREAM_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    # Makes nginx and similar proxies pass on events without buffering them.
+    "X-Accel-Buffering": "no",
+}
+# The header of W3C Trace Context, level 1. A value of another form is not passed on.
+TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+class Completions:
+    """Inference routes. Errors pass through, and `gateway.errors` turns them into HTTP responses."""
+
+    def __init__(
+        self,
+        *,
+        admission: Admission,
+        auth: Authenticator,
+        fleet: Fleet,
+        accounting: Accounting,
+        metrics: Metrics,
+        deliveries: Deliveries,
+        max_answer_bytes: int,
+        request_timeout: float,
+    ) -> None:
+        self._admission = admission
+        self._auth = auth
+        self._fleet = fleet
+        self._accounting = accounting
+        self._metrics = metrics
+        self._deliveries = deliveries
+        self._max_answer_bytes = max_answer_bytes
+        self._request_timeout = request_timeout
+
+    async def chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, CHAT)
+
+    async def completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._serve(request, COMPLETIONS)
+
+    async def _serve(self, request: web.Request, endpoint: Endpoint) -> web.StreamResponse:
+        span = request.get(SPAN, NO_SPAN)
+        with ExitStack() as held:
+            with span.child("admission"):
+                asked, account = await self._admission.admit(request, endpoint, held)
+            try:
+                with self._accounting.open(account):
+                    return await self._forward(request, endpoint, asked, account)
+            finally:
+                # Without an engine there is no usage row, so the request log needs a row of the refusal.
+                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.lost_engine is not None
+                if account.ending is not Ending.FINISHED:
+                    request[ENDING] = account.ending.value
+                request[LOG_FIELDS] = log_fields(account)
+                if span.is_recording:
+                    describe_request(span, endpoint.path, account)
+
+    async def _forward(
+        self, request: web.Request, endpoint: Endpoint, asked: InferenceRequest, account: Account
+    ) -> web.StreamResponse:
+        """Send the request to an engine and the engine's answer to the client."""
+        call = Call(
+            request_id=request[REQUEST_ID],
+            path=endpoint.path,
+            body=asked.body,
+            model=account.model,
+            tenant=account.principal.tenant,
+            prompt_tokens=asked.prompt_tokens,
+            span=request.get(SPAN, NO_SPAN),
+            trace=_trace(request),
+            hold=account.hold,
+            on_progress=account.observe_report,
+        )
+        delivery = self._deliveries.open(request, account.principal.tenant.id)
+        try:
+            async with AsyncExitStack() as stack:
+                async with self._time_limit(account):
+                    answering = await stack.enter_async_context(self._fleet.open(call, account))
+                    stack.enter_context(self._mark_mismatch(answering.engine))
+                    self._admission.forms.served(call.tenant.id, request.get(FORM))
+                    account.observe_receipt(answering.response.headers.get(receipts.HEADER))
+                    if not asked.stream:
+                        return await self._relay_answer(answering, account, delivery)
+                return await self._relay_stream(request, answering, asked, account, delivery)
+        except RateLimited as refusal:
+            # The token rates have no room for a whole answer.
+            self._limited(account, refusal)
+            account.failed(code_of(refusal))
+            await self._accounting.close_and_wait(account, Ending.LIMITED)
+            refusal.headers = {**account.reservation.headers, **refusal.headers}
+            raise
+        except EngineRefused as refusal:
+            if isinstance(refusal.error, EngineShareUsed) and refusal.error.param is not None:
+                self._admission.forms.refused(call.tenant.id, request.get(FORM), refusal.error.retry_after)
+            account.failed(code_of(refusal.error))
+            await self._accounting.close_and_wait(account, ending_of(refusal))
+            refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
+            raise refusal.error from refusal
+        finally:
+            delivery.is_open = False
+
+    async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
+        async def reserve(size: int) -> None:
+            if size > FREE_BYTES:
+                # The engine has finished; only the wait for this gateway's memory is left.
+                answering.release()
+                await delivery.reserve(size)
+
+        answer = await read_answer(answering.response, self._max_answer_bytes, reserve)
+        account.observe_answer(answer)
+        if account.is_beyond_hold:
+            assert account.hold is not None
+            refused = account.hold.refused()
+            if account.principal.tenant.on_token_limit != "shorten":
+                raise refused
+            self._limited(account, refused)
+        answer.pop("loraplex", None)
+        answer.update(head_of(account))
+        add_cost(answer, account)
+        body = msgspec.json.encode(answer)
+        await self._accounting.close_ahead(account)
+        delivery.whole(len(body))
+        return web.Response(body=body, content_type="application/json", headers=_headers(account))
+
+    async def _relay_stream(
+        self,
+        request: web.Request,
+        answering: Answering,
+        asked: InferenceRequest,
+        account: Account,
+        delivery: Delivery,
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={**STREAM_HEADERS, **_headers(account)})
+        delivery.on_full = partial(_hold_back, account, answering)
+        head = head_of(account)
+        try:
+            await _prepare(response, request)
+            try:
+                async with self._time_limit(account):
+                    async for event in read_events(answering.response, self._deliveries.reader_bytes):
+                        account.observe_event(event)
+                        if "error" in event:
+                            failed = public_error(event, answering.engine.address.traits)
+                            account.failed(_code(failed))
+                            await self._accounting.close_and_wait(account, Ending.BROKEN)
+                            request[ERROR_CODE] = _code(failed)
+                            await _send(delivery, response, msgspec.json.encode(failed))
+                            return response
+                        if account.is_beyond_hold and not await self._grow(account, answering):
+                            for last in shortened(event, head, asked, account):
+                                await _send(delivery, response, msgspec.json.encode(last))
+                            break
+                        visible = visible_event(event, head, asked.include_usage)
+                        if visible is not None:
+                            add_cost(visible, account)
+                            await _send(delivery, response, msgspec.json.encode(visible))
+                await self._accounting.close_ahead(account)
+                await _send(delivery, response, b"[DONE]")
+            except ClientGone:
+                raise
+            except Exception as raised:  # noqa: BLE001  (the status line is already sent: an event reports the error)
+                error = account.cut or raised
+                failure = translate(error, request[REQUEST_ID])
+                request[ERROR_CODE] = failure.code or failure.kind
+                account.failed(request[ERROR_CODE])
+                # Closing the connection stops the engine, which can then report its final counts.
+                answering.response.close()
+                if isinstance(error, EngineMismatch):
+                    self._mismatched(answering.engine)
+                await self._accounting.close_and_wait(account, ending_after(error))
+                body = error_body(failure.message, failure.kind, failure.param, failure.code)
+                await _send(delivery, response, body)
+        except ClientGone:
+            self._accounting.close(account, Ending.CANCELLED)
+            if request.transport is not None:
+                request.transport.abort()
+        return response
+
+    async def _grow(self, account: Account, answering: Answering) -> bool:
+        """Return whether the stream goes on: its token rates have room for the tokens that the engine has sent.
+
+        Without room, a tenant whose answers are shortened gets its stream and account closed. For other tenants this
+        raises RateLimited.
+        """
+        assert account.hold is not None
+        try:
+            if account.ended_by_allowance:
+                raise account.hold.refused()
+            await account.hold.cover()
+        except RateLimited as refusal:
+            self._limited(account, refusal)
+            if account.principal.tenant.on_token_limit != "shorten":
+                raise
+            if account.ended_by_allowance:
+                # The engine has ended the answer itself, as if it had reached its maximum length.
+                return True
+            account.finish_reason = "length"
+            # Closing the connection stops the engine, which can then report its final counts.
+            answering.response.close()
+            await self._accounting.close_and_wait(account, Ending.SHORTENED)
+            return False
+        return True
+
+    def _limited(self, account: Account, refusal: RateLimited) -> None:
+        """Count an answer that ends because its token rates have no more room."""
+        account.was_limited = True
+        self._metrics.refused(account.principal.tenant.name, refusal.kind)
+
+    @contextmanager
+    def _mark_mismatch(self, engine: EngineRecord) -> Iterator[None]:
+        try:
+            yield
+        except EngineMismatch:
+            self._mismatched(engine)
+            raise
+
+    def _mismatched(self, engine: EngineRecord) -> None:
+        """Count an answer with the wrong adapter, and send its engine no requests until it is restarted."""
+        self._metrics.adapter_mismatch(engine.url)
+        engine.mark_mismatched()
+
+    def _time_limit(self, account: Account) -> AbstractAsyncContextManager[None]:
+        return while_allowed(self._auth, account.principal, account.arrived, self._request_timeout)
+
+
+def _hold_back(account: Account, answering: Answering) -> None:
+    """Free the engine's places while a client does not read.
+
+    The engine goes on generating, so the request's hold grows to all the tokens that it may use. If that growth is
+    refused and the engine keeps no allowance, the request is stopped.
+    """
+    answering.release()
+
+    def cut(refusal: RateLimited) -> None:
+        if not answering.engine.keeps_allowances:
+            account.cut = refusal
+            answering.response.close()
+
+    if account.hold is not None:
+        account.hold.cover_all_behind(cut)
+
+
+def _trace(request: web.Request) -> dict[str, str]:
+    """Return the trace header of a trusted client for the engine. A span of the gateway replaces it."""
+    given = request.headers.get("traceparent") if request.app.get(TRUST_TRACEPARENT) else None
+    return {"traceparent": given} if given is not None and TRACEPARENT.fullmatch(given) else {}
+
+
+def _code(event: Fields) -> str:
+    """Return the code of a stream's error event, or its type if it has no code."""
+    error = msgspec.json.decode(event["error"])
+    return str(error.get("code") or error.get("type")) if isinstance(error, dict) else "engine_error"
+
+
+async def _prepare(response: web.StreamResponse, request: web.Request) -> None:
+    try:
+        await response.prepare(request)
+    except (ClientError, ConnectionError) as error:
+        raise ClientGone from error
+
+
+async def _send(delivery: Delivery, response: web.StreamResponse, data: bytes) -> None:
+    await delivery.write(response, b"data: " + data + b"\n\n")
+
+
+def _headers(account: Account) -> dict[str, str]:
+    if account.served_digest is None:
+        return account.reservation.headers
+    return {**account.reservation.headers, receipts.HEADER: receipts.as_receipt(account.served_digest)}

@@ -1,0 +1,72 @@
+"""Events of a stream as the client receives them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from gateway.api.requests.prompts import CHAT, COMPLETIONS, InferenceRequest
+from gateway.billing.account import Account
+from gateway.fleet.answers import Fields, decode_choices, decode_field
+from gateway.records.money.prices import exact_money
+
+# Prefix of an answer's id by the name of its endpoint.
+ID_PREFIXES = {CHAT.name: "chatcmpl-", COMPLETIONS.name: "cmpl-"}
+
+
+def head_of(account: Account) -> Fields:
+    """Return the fields that the gateway decides in an answer: its id, which ends like the request's, and its model."""
+    answer_id = ID_PREFIXES[account.endpoint] + account.reservation.request_id.removeprefix("req_")
+    return {"id": _as_json(answer_id), "model": _as_json(account.model.shown)}
+
+
+def _as_json(value: str) -> Raw:
+    return Raw(msgspec.json.encode(value))
+
+
+def add_cost(answer: Fields, account: Account) -> None:
+    """Add the cost so far and its currency to the `usage` of an answer or of a stream's event, if it has one."""
+    if _says_something(answer, "usage"):
+        usage = decode_field(answer, "usage")
+        if isinstance(usage, dict):
+            answer["usage"] = Raw(msgspec.json.encode(usage | _cost(account)))
+
+
+def _cost(account: Account) -> dict[str, Any]:
+    # A JSON number with all of its decimals, as OpenRouter's clients expect.
+    return {"cost": Raw(exact_money(account.cost).encode()), "currency": account.reservation.currency}
+
+
+def visible_event(event: Fields, head: Fields, include_usage: bool) -> Fields | None:
+    """Return a stream's event as the client receives it; None for an event that only the gateway requested."""
+    event.pop("loraplex", None)
+    event.update(head)
+    if not include_usage:
+        event.pop("usage", None)
+    return event if _says_something(event, "choices") or _says_something(event, "usage") else None
+
+
+def shortened(event: Fields, head: Fields, asked: InferenceRequest, account: Account) -> Iterator[dict[str, Any]]:
+    """Yield the last events of a shortened stream. The client receives them instead of `event`."""
+    envelope = {name: event[name] for name in ("object", "created") if name in event} | head
+    text: dict[str, Any] = {"delta": {}} if account.endpoint == CHAT.name else {"text": ""}
+    unseen = {choice.index for choice in decode_choices(event)}
+    left = [index for index in range(asked.choices) if index not in account.ended_choices - unseen]
+    choices = [{"index": index, **text, "logprobs": None, "finish_reason": "length"} for index in left]
+    yield {**envelope, "choices": choices}
+    if asked.include_usage:
+        used = account.used
+        counts = {
+            "prompt_tokens": used.prompt,
+            "completion_tokens": used.completion,
+            "total_tokens": used.prompt + used.completion,
+            "prompt_tokens_details": {"cached_tokens": used.cached},
+            **_cost(account),
+        }
+        yield {**envelope, "choices": [], "usage": counts}
+
+
+def _says_something(event: Fields, name: str) -> bool:
+    raw = memoryview(event.get(name, b""))
+    return raw.nbytes > len(b"null") or bytes(raw) not in (b"", b"[]", b"null")

@@ -1,0 +1,128 @@
+"""The request log and the activity: `/admin/api/requests`, `/admin/api/activity`, and `/v1/requests` for a tenant."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.requests.fields import json_response, read_limit, read_period
+from gateway.api.requests.log_filter import read_log_filter, read_text
+from gateway.errors import BadRequest, RecordNotFound
+from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
+from gateway.records.activity.periods import STEPS
+from gateway.records.money.prices import exact_money
+from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, steps
+from gateway.sharing.turns import Turns
+
+DEFAULT_ENTRIES = 50
+DEFAULT_GROUPS = 8
+# A tenant's reads: see gateway/api/reports/usage.py.
+READS, REST = 4, 3.0
+# Fields that only operators see.
+OPERATORS = ("engine", "tenant_id")
+
+
+class RequestLogRoutes:
+    """Routes of the request log, for operators and for a tenant's own requests. currency: of the costs."""
+
+    def __init__(self, *, log: RequestLog, currency: str) -> None:
+        self._log = log
+        self._currency = currency
+        self._reads = Turns(READS, rest=REST)
+
+    async def list(self, request: web.Request) -> web.Response:
+        """List requests of all tenants or of `?tenant=`, newest first."""
+        return self._answer(await self._page(request, read_log_filter(request)), ())
+
+    async def get(self, request: web.Request) -> web.Response:
+        entry = await self._log.find(request.match_info["id"])
+        return self._one(entry, ())
+
+    async def list_own(self, request: web.Request) -> web.Response:
+        """List the tenant's requests with the models that the key may use."""
+        principal = request[PRINCIPAL]
+        own = {"tenant_id": principal.tenant.id, "models": principal.allowed_models}
+        which = msgspec.structs.replace(read_log_filter(request), **own)
+        async with self._reads.turn(principal.tenant.id):
+            return self._answer(await self._page(request, which), OPERATORS)
+
+    async def get_own(self, request: web.Request) -> web.Response:
+        principal = request[PRINCIPAL]
+        async with self._reads.turn(principal.tenant.id):
+            entry = await self._log.find(request.match_info["id"], tenant_id=principal.tenant.id)
+        if entry is not None and not principal.may_use(entry.model or ""):
+            entry = None
+        return self._one(entry, OPERATORS)
+
+    async def _page(self, request: web.Request, which: LogFilter) -> LogPage:
+        limit = read_limit(request, DEFAULT_ENTRIES, MAX_PAGE)
+        return await self._log.page(which, after=read_text(request, "after"), limit=limit)
+
+    def _answer(self, page: LogPage, hidden: tuple[str, ...]) -> web.Response:
+        entries = [_shown(entry, hidden) for entry in page.entries]
+        return json_response({"object": "list", "currency": self._currency, "data": entries, "next": page.next})
+
+    def _one(self, entry: LogEntry | None, hidden: tuple[str, ...]) -> web.Response:
+        if entry is None:
+            raise RecordNotFound("There is no such request on record. It may still be running.", param="id")
+        shown = _shown(entry, hidden)
+        return json_response({"object": "request", "currency": self._currency, **shown, "steps": steps(entry)})
+
+
+class ActivityRoutes:
+    """Route of the activity of a period, for charts. currency: of the costs."""
+
+    def __init__(self, *, activity: Activity, currency: str) -> None:
+        self._activity = activity
+        self._currency = currency
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Report the activity since `?since=`, by default in the last day."""
+        since, until = read_period(request)
+        report = await self._activity.report(
+            since=since or (until or datetime.now(UTC)) - timedelta(days=1),
+            until=until,
+            scope=Scope(**{name: read_text(request, name) for name in ("tenant", "model", "engine")}),
+            group_by=_read_choice(request, "group_by", GROUPS),
+            order=_read_choice(request, "order", ORDERS) or "requests",
+            top=read_limit(request, DEFAULT_GROUPS, MAX_GROUPS),
+            step=_read_step(request),
+        )
+        found = _with_money(msgspec.to_builtins(report))
+        return json_response({"object": "activity", "currency": self._currency, **found})
+
+
+def _shown(entry: LogEntry, hidden: tuple[str, ...]) -> dict[str, Any]:
+    found: dict[str, Any] = msgspec.to_builtins(entry)
+    for name in hidden:
+        del found[name]
+    return {**found, "cost": exact_money(entry.cost), "cost_micros": entry.cost}
+
+
+def _with_money(value: Any) -> Any:
+    """Return figures with each sum of costs as an exact decimal too; the costs of a curve are in micro-units only."""
+    if isinstance(value, list):
+        return [_with_money(item) for item in value] if value and isinstance(value[0], dict) else value
+    if not isinstance(value, dict):
+        return value
+    found = {name: _with_money(item) for name, item in value.items()}
+    if "cost" in found:
+        cost = found.pop("cost")
+        found |= {"cost_micros": cost} if isinstance(cost, list) else {"cost": exact_money(cost), "cost_micros": cost}
+    return found
+
+
+def _read_step(request: web.Request) -> int | None:
+    given = request.query.get("step")
+    if given is not None and given not in map(str, STEPS):
+        raise BadRequest(f"step: expected one of {', '.join(map(str, STEPS))} (seconds).", param="step")
+    return None if given is None else int(given)
+
+
+def _read_choice(request: web.Request, name: str, choices: tuple[Any, ...]) -> Any:
+    given = request.query.get(name)
+    if given is not None and given not in choices:
+        raise BadRequest(f"{name}: expected one of {', '.join(choices)}.", param=name)
+    return given

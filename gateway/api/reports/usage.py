@@ -1,0 +1,68 @@
+"""Usage reports: `/v1/usage` for the tenant itself, and the same report for operators."""
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.requests.fields import json_response, read_limit, read_period
+from gateway.errors import BadRequest
+from gateway.records.money.prices import exact_money
+from gateway.records.money.usage_report import GROUPS, UsageReport
+from gateway.sharing.turns import Turns
+
+# Concurrent reports, at most one for each tenant, so that database connections stay free for other work. After a report
+# its tenant waits for three times the report's duration, so that a tenant uses at most a quarter of a core.
+READS, REST = 4, 3.0
+MAX_GROUPS = 1000
+
+
+class Usage:
+    """Route for a tenant's own usage. currency: of its costs."""
+
+    def __init__(self, *, report: UsageReport, currency: str) -> None:
+        self._report = report
+        self._currency = currency
+        self._reads = Turns(READS, rest=REST)
+
+    async def get(self, request: web.Request) -> web.Response:
+        """Report on the models that the key may use."""
+        principal = request[PRINCIPAL]
+        tenant_id = principal.tenant.id
+        async with self._reads.turn(tenant_id):
+            which = {"tenant_id": tenant_id, "models": principal.allowed_models}
+            return await usage_answer(request, self._report, self._currency, **which)
+
+
+async def usage_answer(request: web.Request, report: UsageReport, currency: str, **which: Any) -> web.Response:
+    """Return a page of sums by tenant and by the groups of `?group_by=`, and the total of all groups.
+
+    currency: of the costs. which: the filters of `UsageReport.page`.
+    """
+    since, until = read_period(request)
+    page = await report.page(
+        _read_groups(request),
+        since=since,
+        until=until,
+        after=request.query.get("after"),
+        limit=read_limit(request, MAX_GROUPS, MAX_GROUPS),
+        **which,
+    )
+    groups = [_with_money(msgspec.to_builtins(sums)) for sums in page.groups]
+    total = _with_money(page.total)
+    return json_response({"object": "usage", "currency": currency, "data": groups, "total": total, "next": page.next})
+
+
+def _with_money(sums: dict[str, Any]) -> dict[str, Any]:
+    """Return sums with their cost as an exact decimal, and in micro-units as `cost_micros`."""
+    return {**sums, "cost": exact_money(sums["cost"]), "cost_micros": sums["cost"]}
+
+
+def _read_groups(request: web.Request) -> list[str]:
+    given = request.query.get("group_by", "model").split(",")
+    for name in given:
+        if name not in GROUPS:
+            expected = ", ".join(GROUPS)
+            raise BadRequest(f"group_by: expected one or more of {expected}, comma separated.", param="group_by")
+    return given

@@ -1,0 +1,160 @@
+"""Exports of usage as CSV, JSON or Parquet: sums of one moment, streamed, so that they add up to the ledger exactly."""
+
+import asyncio
+import csv
+import io
+from collections.abc import AsyncIterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from gateway.api.reports.files import send_file
+from gateway.api.reports.parquet import Field, ParquetWriter
+from gateway.api.requests.log_filter import read_bounds, read_text
+from gateway.errors import BadRequest, Unavailable
+from gateway.records.money.prices import exact_money
+from gateway.records.money.usage_report import GROUPS, UsageFilter, UsageReport, UsageSums
+from wire.csv_cells import cell
+
+FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "application/vnd.apache.parquet"}
+QUERY = ("format", "group_by", "since", "until", "tenant", "model", "key")
+# Groups that are read and encoded at a time: a few ms of the event loop. Row groups of Parquet are encoded in a thread.
+AT_ONCE, ROW_GROUP = 200, 2000
+# Exports at once, each of which holds a connection, and their longest time in seconds.
+EXPORTS, EXPORT_SECONDS = 3, 600.0
+FIELDS = (
+    Field("tenant", "text"),
+    Field("deleted", "flag"),
+    Field("month", "time", optional=True),
+    Field("day", "time", optional=True),
+    Field("hour", "time", optional=True),
+    Field("model", "text", optional=True),
+    Field("version", "integer", optional=True),
+    Field("key_id", "text", optional=True),
+    Field("key", "text", optional=True),
+    Field("end_user", "text", optional=True),
+    Field("requests", "integer"),
+    Field("prompt_tokens", "integer"),
+    Field("cached_tokens", "integer"),
+    Field("completion_tokens", "integer"),
+    Field("cost", "money"),
+    Field("currency", "text"),
+)
+# Fields that a report has only if it groups by one of these.
+_ONLY_BY = {"version": ("version",), "key_id": ("key",), "key": ("key",), "model": ("model", "version")}
+
+
+class UsageExport:
+    """Route `/admin/api/usage/export`, and the same file for the page of usage. currency: of the costs."""
+
+    def __init__(self, report: UsageReport, currency: str) -> None:
+        self._report = report
+        self._currency = currency
+        self._places = asyncio.Semaphore(EXPORTS)
+
+    async def get(self, request: web.Request) -> web.StreamResponse:
+        """Stream the sums of `?group_by=` in the format of `?format=`.
+
+        Raises BadRequest, and Unavailable if too many exports are running.
+        """
+        form, group_by = _read_format(request), _read_groups(request)
+        since, until = read_bounds(request)
+        model = read_text(request, "model")
+        which = UsageFilter(
+            tenant=read_text(request, "tenant"),
+            models=None if model is None else [model],
+            key_id=read_text(request, "key"),
+        )
+        fields = [field for field in FIELDS if _is_in(field.name, group_by)]
+        if self._places.locked():
+            raise Unavailable(f"{EXPORTS} exports are running; try again when one has ended.")
+        async with self._places:
+            parts = self._report.stream(group_by, which, since, until, AT_ONCE)
+            # The first part is read before the answer begins, so that its errors have a status of their own.
+            first: list[UsageSums] = await anext(parts, [])
+            rows = self._rows(first, parts)
+            name = f"usage-{'-'.join(group_by)}.{form}"
+            encoded = {"csv": _csv, "json": _json, "parquet": _parquet}[form](rows, fields)
+            try:
+                return await send_file(request, name, FORMATS[form], encoded, EXPORT_SECONDS)
+            finally:
+                await parts.aclose()
+
+    async def _rows(
+        self, first: list[UsageSums], parts: AsyncIterator[list[UsageSums]]
+    ) -> AsyncIterator[list[dict[str, Any]]]:
+        yield [self._row(sums) for sums in first]
+        async for part in parts:
+            yield [self._row(sums) for sums in part]
+
+    def _row(self, sums: UsageSums) -> dict[str, Any]:
+        return msgspec.structs.asdict(sums) | {"currency": self._currency}
+
+
+def _is_in(name: str, group_by: Sequence[str]) -> bool:
+    needed = _ONLY_BY.get(name, (name,) if name in GROUPS and name != "tenant" else None)
+    return needed is None or any(group in group_by for group in needed)
+
+
+def _read_format(request: web.Request) -> str:
+    given = request.query.get("format", "")
+    if given not in FORMATS:
+        raise BadRequest(f"format: expected one of {', '.join(FORMATS)}.", param="format")
+    return given
+
+
+def _read_groups(request: web.Request) -> list[str]:
+    given = (request.query.get("group_by") or "tenant").split(",")
+    if not set(given) <= set(GROUPS):
+        raise BadRequest(f"group_by: expected one or more of {', '.join(GROUPS)}, comma separated.", param="group_by")
+    return [name for name in GROUPS if name in given]
+
+
+async def _csv(rows: AsyncIterator[list[dict[str, Any]]], fields: Sequence[Field]) -> AsyncIterator[bytes]:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow([field.name for field in fields])
+    async for part in rows:
+        writer.writerows([_cell(_plain(field, row[field.name])) for field in fields] for row in part)
+        yield text.getvalue().encode()
+        text.seek(0)
+        text.truncate()
+
+
+async def _json(rows: AsyncIterator[list[dict[str, Any]]], fields: Sequence[Field]) -> AsyncIterator[bytes]:
+    """Yield a JSON array with a group on each line."""
+    mark = b"[\n"
+    async for part in rows:
+        out = bytearray()
+        for row in part:
+            out += mark + msgspec.json.encode({field.name: _plain(field, row[field.name]) for field in fields})
+            mark = b",\n"
+        yield bytes(out)
+    yield b"[]\n" if mark == b"[\n" else b"\n]\n"
+
+
+async def _parquet(rows: AsyncIterator[list[dict[str, Any]]], fields: Sequence[Field]) -> AsyncIterator[bytes]:
+    writer = ParquetWriter(fields)
+    yield writer.begin()
+    held: list[dict[str, Any]] = []
+    async for part in rows:
+        held += part
+        if len(held) >= ROW_GROUP:
+            yield await asyncio.to_thread(writer.rows, held)
+            held = []
+    yield await asyncio.to_thread(writer.rows, held)
+    yield writer.end()
+
+
+def _plain(field: Field, value: Any) -> Any:
+    if field.kind == "money":
+        return exact_money(value)
+    if isinstance(value, datetime):
+        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return value
+
+
+def _cell(value: Any) -> Any:
+    return str(value).lower() if isinstance(value, bool) else cell(value)

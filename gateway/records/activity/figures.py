@@ -1,0 +1,183 @@
+"""Figures of activity: sums, percentiles and curves, as the API and the pages show them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
+
+import msgspec
+
+from gateway.records.activity.tables import BOUNDS, LATENCY, STATUSES, TTFT
+
+# Columns of groups' curves, and all columns of sums and percentiles.
+SHOWN = ("requests", *STATUSES, "prompt_tokens", "cached_tokens", "completion_tokens", "cost", "queue_ms")
+COLUMNS = (*SHOWN, *LATENCY, *TTFT)
+Values = Mapping[str, int]
+"""Sums by column."""
+
+
+QUANTILES = (0.5, 0.95, 0.99)
+
+
+class Percentiles(msgspec.Struct, frozen=True):
+    """Percentiles in ms, estimated from a histogram within its bucket."""
+
+    p50: float
+    p95: float
+    p99: float
+
+
+class Sums(msgspec.Struct, frozen=True, kw_only=True):
+    """Sums of admitted requests. failed: those that did not end as "ok" or "cancelled". cost: micro-units.
+
+    ttft, latency: None without a request that has it. queue_ms: the sum of the waits for an engine.
+    """
+
+    requests: int
+    statuses: dict[str, int]
+    failed: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost: int
+    queue_ms: int
+    ttft: Percentiles | None
+    latency: Percentiles | None
+
+
+class Curve(msgspec.Struct, frozen=True, kw_only=True):
+    """Values of a group by step, as many as the report's `starts`."""
+
+    requests: list[int]
+    failed: list[int]
+    prompt_tokens: list[int]
+    cached_tokens: list[int]
+    completion_tokens: list[int]
+    cost: list[int]
+
+
+class Times(msgspec.Struct, frozen=True, kw_only=True):
+    """Percentiles by step in ms; None in a step without requests."""
+
+    ttft: list[Percentiles | None]
+    latency: list[Percentiles | None]
+
+
+class Group(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant, a model or an engine.
+
+    name: the tenant's, the model's or the engine's URL ("" for requests without an engine). tenant: the owner of a
+    model; None for a base model of all tenants. before: the sums of the period before.
+    """
+
+    name: str
+    tenant: str | None = None
+    sums: Sums
+    before: Sums
+    curve: Curve
+
+
+class Refusals(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of failed requests by code. status: of HTTP; 0 for requests that failed after their admission.
+
+    limit: the name of the limit, "" without one.
+    """
+
+    code: str
+    status: int
+    limit: str
+    requests: int
+    before: int
+    curve: list[int]
+
+
+class ActivityReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Activity of `[since, until)`, which is rounded to whole minutes, or hours where minutes are not kept.
+
+    step: seconds between `starts`. total, before: the sums of all groups in this period and in the one before it, which
+    begins at `before_since`. curve, times: of all groups. groups: the first in the order, by their sums; others: the
+    curve of all the rest, None if there is none. num_groups: of all. active_tenants: tenants with requests.
+    """
+
+    since: datetime
+    until: datetime
+    before_since: datetime
+    step: int
+    starts: list[datetime]
+    total: Sums
+    before: Sums
+    curve: Curve
+    times: Times
+    groups: list[Group]
+    others: Curve | None
+    num_groups: int
+    active_tenants: int
+    refusals: list[Refusals]
+
+
+def as_sums(values: Values) -> Sums:
+    statuses = {status: values.get(status, 0) for status in STATUSES}
+    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost", "queue_ms")
+    return Sums(
+        **{name: values.get(name, 0) for name in names},
+        statuses={status: number for status, number in statuses.items() if number},
+        failed=_failed(values),
+        ttft=percentiles([values.get(name, 0) for name in TTFT]),
+        latency=percentiles([values.get(name, 0) for name in LATENCY]),
+    )
+
+
+def _failed(values: Values) -> int:
+    return values.get("requests", 0) - values.get("ok", 0) - values.get("cancelled", 0)
+
+
+def added(every: Iterable[Values]) -> Values:
+    total = dict.fromkeys(COLUMNS, 0)
+    for values in every:
+        for name in COLUMNS:
+            total[name] += values[name]
+    return total
+
+
+def as_curve(starts: Sequence[int], by_step: Mapping[int, Values]) -> Curve:
+    found = [by_step.get(start, {}) for start in starts]
+    names = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+    lists = {name: [values.get(name, 0) for values in found] for name in names}
+    return Curve(**lists, failed=[_failed(values) for values in found])
+
+
+def as_times(starts: Sequence[int], by_step: Mapping[int, Values]) -> Times:
+    found = [by_step.get(start) for start in starts]
+    return Times(
+        ttft=[None if each is None else percentiles([each[name] for name in TTFT]) for each in found],
+        latency=[None if each is None else percentiles([each[name] for name in LATENCY]) for each in found],
+    )
+
+
+def rest_of(every: Curve, groups: Sequence[Curve]) -> Curve:
+    """Return the rest of a curve beside its groups."""
+    fields = {}
+    for name in Curve.__struct_fields__:
+        parts = [getattr(group, name) for group in groups]
+        whole = getattr(every, name)
+        fields[name] = [max(0, value - sum(part[i] for part in parts)) for i, value in enumerate(whole)]
+    return Curve(**fields)
+
+
+def percentiles(buckets: Sequence[int]) -> Percentiles | None:
+    """Return percentiles of a histogram with the bounds BOUNDS, None if it is empty.
+
+    Values are taken to lie evenly within a bucket, and those beyond the last bound at this bound.
+    """
+    total = sum(buckets)
+    if not total:
+        return None
+    found = []
+    for quantile in QUANTILES:
+        left = quantile * total
+        for i, number in enumerate(buckets):
+            if number and left <= number:
+                low = BOUNDS[i - 1] if i else 0
+                high = BOUNDS[min(i, len(BOUNDS) - 1)]
+                found.append(round(low + (high - low) * left / number, 1))
+                break
+            left -= number
+    return Percentiles(*found)

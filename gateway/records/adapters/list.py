@@ -1,0 +1,269 @@
+"""List of adapters of all tenants, or of one, with their use: filtered, sorted and paged by the database."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, get_args
+
+import msgspec
+from sqlalchemy import ColumnElement, Subquery, and_, case, func, literal, or_, select, union_all
+from sqlalchemy.engine import Row
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.adapters.rows import READY, State
+from gateway.records.database import Database
+from gateway.records.tables import (
+    adapter_aliases,
+    adapter_probes,
+    adapter_versions,
+    adapters,
+    saved_mixtures,
+    tenants,
+    usage_daily,
+    usage_hourly,
+)
+from wire.model_names import version_name
+
+Sort = Literal["name", "tenant", "version", "state", "size", "rank", "created", "requests", "last_used"]
+SORTS: tuple[Sort, ...] = get_args(Sort)
+BY_USE: tuple[Sort, ...] = ("requests", "last_used")
+# States that a listed adapter may have.
+STATES: tuple[State, ...] = ("ready", "validating", "rejected", "retired")
+# Period of `requests`, and the longest time for which the last use is known. An adapter without a use since then counts
+# as unused.
+RECENT, KNOWN = timedelta(hours=24), timedelta(days=30)
+MAX_PAGE = 1000
+MOST_NAMES, MOST_TENANTS = 500, 2000
+# Columns of the sorts that are named otherwise, and the fields that a row has.
+COLUMNS: dict[str, str] = {"size": "num_bytes", "created": "created_at"}
+OF_ROW = (
+    *("tenant_id", "tenant", "name", "version", "state", "digest", "rank", "num_bytes", "created_at"),
+    *("newest", "newest_state", "base"),
+)
+
+
+class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Filter of adapters; None: any.
+
+    tenant: its name. search: part of the adapter's or the tenant's name, or the beginning of a digest. state: of
+    `latest` or of the newest version. base: digest of the base model, without prefix. is_unused: whether the adapter
+    has had no request for KNOWN. names: only these adapters.
+    """
+
+    tenant: str | None = None
+    tenant_id: str | None = None
+    search: str | None = None
+    state: State | None = None
+    rank: int | None = None
+    base: str | None = None
+    is_unused: bool = False
+    names: Sequence[str] | None = None
+
+
+class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter of a tenant.
+
+    version, state, digest, rank, num_bytes, created_at, pinned: of the version of `latest`; of the newest version if
+    `latest` has none. newest: number of the newest version, and newest_state its state. versions: number of versions on
+    record. base: the base model that the version is bound to. requests: within RECENT. last_used: start of the hour or
+    day of the last request within KNOWN.
+    """
+
+    tenant_id: str
+    tenant: str
+    name: str
+    version: int
+    state: State
+    digest: str
+    rank: int
+    num_bytes: int
+    created_at: datetime
+    pinned: bool
+    newest: int
+    newest_state: State
+    versions: int
+    base: str | None
+    requests: int = 0
+    last_used: datetime | None = None
+
+
+class TenantModel(msgspec.Struct, frozen=True, kw_only=True):
+    """A text that a tenant's requests may have as their model. means: the text of a saved mixture."""
+
+    id: str
+    kind: Literal["adapter", "alias", "version", "mixture"]
+    means: str | None = None
+
+
+class AdapterPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of adapters and the number of all adapters that match."""
+
+    adapters: list[ListedAdapter]
+    total: int
+
+
+class AdapterList:
+    """Queries of the list. Raises Unavailable while the database is away."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def page(
+        self, which: ListFilter, *, sort: Sort = "name", descending: bool = False, page: int = 1, limit: int = 50
+    ) -> AdapterPage:
+        """Return a page, by number from 1."""
+        now = datetime.now(UTC)
+        listed = _listed(now)
+        query = select(listed).where(*_conditions(listed, which))
+        order: ColumnElement[Any] = listed.c[COLUMNS.get(sort, sort)] if sort not in BY_USE else literal(0)
+        counted = select(func.count()).select_from(query.subquery())
+        if sort in BY_USE or which.is_unused:
+            uses = _uses(now, which.tenant_id, only_recent=sort == "requests" and not which.is_unused)
+            same = and_(uses.c.tenant_id == listed.c.tenant_id, uses.c.model == listed.c.name)
+            query = query.outerjoin(uses, same)
+            if sort in BY_USE:
+                order = uses.c[sort]
+            if which.is_unused:
+                query = query.where(uses.c.last_used.is_(None))
+                counted = select(func.count()).select_from(query.subquery())
+        by = order.desc().nullslast() if descending else order.asc().nullsfirst()
+        query = query.order_by(by, listed.c.name, listed.c.tenant).limit(limit).offset((page - 1) * limit)
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query)).all()
+            is_all = page == 1 and len(rows) < limit
+            total = len(rows) if is_all else (await connection.execute(counted)).scalar_one()
+            return AdapterPage(adapters=await _complete(connection, rows, now), total=total)
+
+    async def bases(self) -> Sequence[str]:
+        """Return the digests of the base models that versions are bound to."""
+        query = select(adapter_probes.c.base_digest).where(adapter_probes.c.base_digest.is_not(None)).distinct()
+        async with self._database.read() as connection:
+            return [str(digest) for digest in (await connection.execute(query.limit(MAX_PAGE))).scalars()]
+
+    async def models(self, tenant_id: str) -> list[TenantModel]:
+        """Return the names that a tenant's requests can use beside the base model, at most MOST_NAMES of each kind."""
+        names, own, aliases = adapters.c, adapter_versions.c, adapter_aliases.c
+        owned = names.tenant_id == tenant_id
+        is_served = and_(own.state == READY, or_(own.expires_at.is_(None), own.expires_at > datetime.now(UTC)))
+        versions = select(names.name, own.version).join(adapters, names.id == own.adapter_id).where(owned, is_served)
+        by_alias = select(names.name, aliases.alias).join(adapters, names.id == aliases.adapter_id).where(owned)
+        mixtures = select(saved_mixtures.c.name, saved_mixtures.c.model).where(saved_mixtures.c.tenant_id == tenant_id)
+        async with self._database.read() as connection:
+            numbers = await connection.execute(versions.order_by(names.name, own.version.desc()).limit(MOST_NAMES))
+            found = [(row.name, row.version) for row in numbers]
+            named = await connection.execute(by_alias.order_by(names.name, aliases.alias).limit(MOST_NAMES))
+            pointed = [(row.name, row.alias) for row in named]
+            saved = await connection.execute(mixtures.order_by(saved_mixtures.c.name).limit(MOST_NAMES))
+            mixed = [(row.name, row.model) for row in saved]
+        plain = dict.fromkeys(name for name, _ in found)
+        return [
+            *(TenantModel(id=name, kind="adapter") for name in plain),
+            *(TenantModel(id=alias_name(*each), kind="alias") for each in pointed),
+            *(TenantModel(id=version_name(*each), kind="version") for each in found),
+            *(TenantModel(id=name, kind="mixture", means=model) for name, model in mixed),
+        ]
+
+    async def tenants(self) -> list[str]:
+        """Return the first MOST_TENANTS names of tenants."""
+        query = select(tenants.c.name).order_by(tenants.c.name).limit(MOST_TENANTS)
+        async with self._database.read() as connection:
+            return list((await connection.execute(query)).scalars())
+
+
+def alias_name(name: str, alias: str) -> str:
+    return f"{name}:{alias}"
+
+
+def _listed(now: datetime) -> Subquery:
+    """Select every name with its present version, and the newest version's number and state."""
+    latest, newest, probe = adapter_versions.alias(), adapter_versions.alias(), adapter_probes.alias()
+    number = select(func.max(adapter_versions.c.version)).where(adapter_versions.c.adapter_id == adapters.c.id)
+
+    def present(column: str) -> ColumnElement[Any]:
+        return case((latest.c.version.is_not(None), latest.c[column]), else_=newest.c[column])
+
+    version = present("version")
+    return (
+        select(adapters.c.id, adapters.c.tenant_id, tenants.c.name.label("tenant"), adapters.c.name)
+        .add_columns(version.label("version"), _state(present("state"), present("expires_at"), now).label("state"))
+        .add_columns(*(present(name).label(name) for name in ("digest", "rank", "num_bytes", "created_at", "pinned")))
+        .add_columns(newest.c.version.label("newest"))
+        .add_columns(_state(newest.c.state, newest.c.expires_at, now).label("newest_state"))
+        .add_columns(probe.c.base_digest.label("base"))
+        .select_from(adapters)
+        .join(tenants, tenants.c.id == adapters.c.tenant_id)
+        .join(newest, and_(newest.c.adapter_id == adapters.c.id, newest.c.version == number.scalar_subquery()))
+        .outerjoin(latest, and_(latest.c.adapter_id == adapters.c.id, latest.c.version == adapters.c.current_version))
+        .outerjoin(probe, and_(probe.c.adapter_id == adapters.c.id, probe.c.version == version))
+        .subquery()
+    )
+
+
+def _state(state: ColumnElement[Any], expires_at: ColumnElement[Any], now: datetime) -> ColumnElement[Any]:
+    """Return a version's state: a ready version is retired once its end is over."""
+    return case((and_(state == READY, expires_at <= now), "retired"), else_=state)
+
+
+def _conditions(listed: Subquery, which: ListFilter) -> list[ColumnElement[bool]]:
+    own = listed.c
+    equal = {"tenant": which.tenant, "tenant_id": which.tenant_id, "rank": which.rank, "base": which.base}
+    found = [own[name] == value for name, value in equal.items() if value is not None]
+    if which.names is not None:
+        found.append(own.name.in_(which.names))
+    if which.state is not None:
+        found.append(or_(own.state == which.state, own.newest_state == which.state))
+    if which.search is not None:
+        text = which.search.lower()
+        digest = own.digest.startswith(text.removeprefix("sha256:"), autoescape=True)
+        names = (name.contains(text, autoescape=True) for name in (own.name, own.tenant))
+        found.append(or_(*names, digest))
+    return found
+
+
+def _uses(
+    now: datetime, tenant_id: str | None, rows: Sequence[Row[Any]] | None = None, *, only_recent: bool = False
+) -> Subquery:
+    """Return the requests within RECENT and the last use within KNOWN, by tenant and model.
+
+    tenant_id, rows: only of this tenant, and only of these names. only_recent: leave out uses before RECENT.
+    """
+    parts = []
+    for table, at, since in (
+        (usage_hourly, usage_hourly.c["hour"], RECENT),
+        (usage_daily, usage_daily.c["day"], KNOWN),
+    ):
+        if only_recent and table is usage_daily:
+            continue
+        requests: ColumnElement[int] = table.c.requests if table is usage_hourly else literal(0)
+        part = select(table.c.tenant_id, table.c.model, requests.label("requests"), at.label("at"))
+        part = part.where(at > now - since)
+        if tenant_id is not None:
+            part = part.where(table.c.tenant_id == tenant_id)
+        if rows is not None:
+            part = part.where(table.c.tenant_id.in_(sorted({row.tenant_id for row in rows})))
+            part = part.where(table.c.model.in_(sorted({row.name for row in rows})))
+        parts.append(part)
+    every = union_all(*parts).subquery()
+    sums = func.sum(every.c.requests).label("requests"), func.max(every.c.at).label("last_used")
+    return select(every.c.tenant_id, every.c.model, *sums).group_by(every.c.tenant_id, every.c.model).subquery()
+
+
+async def _complete(connection: AsyncConnection, rows: Sequence[Row[Any]], now: datetime) -> list[ListedAdapter]:
+    """Return the adapters of a page's rows with their use and the number of their versions."""
+    if not rows:
+        return []
+    own = adapter_versions
+    counted = select(own.c.adapter_id, func.count()).where(own.c.adapter_id.in_([row.id for row in rows]))
+    numbers = {row[0]: row[1] for row in await connection.execute(counted.group_by(own.c.adapter_id))}
+    found = await connection.execute(select(_uses(now, None, rows)))
+    uses = {(use.tenant_id, use.model): use for use in found}
+    return [_read(row, numbers.get(row.id, 0), uses.get((row.tenant_id, row.name))) for row in rows]
+
+
+def _read(row: Row[Any], versions: int, use: Row[Any] | None) -> ListedAdapter:
+    return ListedAdapter(
+        **{name: getattr(row, name) for name in OF_ROW},
+        pinned=bool(row.pinned),
+        versions=versions,
+        requests=0 if use is None else int(use.requests),
+        last_used=None if use is None else use.last_used,
+    )

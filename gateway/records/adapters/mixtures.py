@@ -1,0 +1,76 @@
+"""Resolution of a request's model: an adapter's reference, a mixture of a tenant's adapters (wire/mixtures.py), or a
+saved mixture (gateway/records/adapters/saved_mixtures.py).
+"""
+
+import msgspec
+
+from gateway.errors import BadRequest, ModelNotFound
+from gateway.records.adapters.catalog import Catalog, Model
+from gateway.records.adapters.saved_mixtures import MAX_CHARS
+from gateway.records.tenants.tenants import Tenant
+from wire.mixtures import Mixture, is_mixture, parse_terms
+from wire.model_names import parse_reference
+
+
+def names_in(model: str, base_model: str) -> list[str]:
+    """Return the plain names in a request's `model`. The key needs permission for each of them.
+
+    A text that is no reference is returned as it is. Raises the protocol's BadRequest.
+    """
+    if model == base_model:
+        return [model]
+    texts = [term.name for term in parse_terms(model)] if is_mixture(model) else [model]
+    references = [parse_reference(text) if text != base_model else None for text in texts]
+    return [text if found is None else found.name for text, found in zip(texts, references, strict=True)]
+
+
+async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str | None = None) -> Model:
+    """Return the model or mixture that `model` names. Raises ModelNotFound and BadRequest, which name the term.
+
+    user: see `Catalog.resolve`.
+    """
+    if model == catalog.base_model:
+        return await catalog.resolve(tenant, model, user)
+    if is_mixture(model):
+        mixed = await _mix(catalog, tenant, model, user)
+        return mixed if mixed.name == model else msgspec.structs.replace(mixed, requested=model)
+    saved = await catalog.mixtures.cached(tenant, model)
+    if saved is None:
+        try:
+            return await catalog.resolve(tenant, model, user)
+        except ModelNotFound:
+            saved = await catalog.mixtures.find(tenant, model)
+            if saved is None:
+                raise
+    return msgspec.structs.replace(await _mix(catalog, tenant, saved.model, user), requested=model)
+
+
+async def _part(catalog: Catalog, tenant: Tenant, name: str, user: str | None) -> Model:
+    """Return the adapter or base model that a term names. Raises ModelNotFound; BadRequest for a saved mixture."""
+    try:
+        return await catalog.resolve(tenant, name, user)
+    except ModelNotFound:
+        if await catalog.mixtures.find(tenant, name) is None:
+            raise
+    raise BadRequest(f"model: '{name}' is a saved mixture; expected an adapter in each term.", param="model")
+
+
+async def _mix(catalog: Catalog, tenant: Tenant, model: str, user: str | None) -> Model:
+    """Return the mixture of a text. Raises ModelNotFound and BadRequest, which name the term."""
+    if len(model) > MAX_CHARS:
+        raise BadRequest(f"Expected a mixture of at most {MAX_CHARS} characters.", param="model")
+    terms = parse_terms(model)
+    parts = [await _part(catalog, tenant, term.name, user) for term in terms]
+    for part in parts:
+        if part.digest is None:
+            raise BadRequest(f"Expected an adapter in each term, got the base model '{part.name}'.", param="model")
+    mixture = Mixture.of(terms, [part.digest for part in parts if part.digest is not None])
+    # Usage rows have plain names.
+    name = "+".join(part.name + text[text.index("*") :] for part, text in zip(parts, model.split("+"), strict=True))
+    return Model(
+        name=name,
+        digest=mixture.digest,
+        names=tuple(dict.fromkeys(name for part in parts for name in part.names)),
+        parts=tuple(parts),
+        mixture=mixture,
+    )

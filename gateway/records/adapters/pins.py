@@ -1,0 +1,34 @@
+"""Versions that the operator pinned, of all tenants."""
+
+from collections.abc import Collection, Mapping
+
+from sqlalchemy import and_, select
+
+from gateway.records.adapters.rows import READY
+from gateway.records.database import Database
+from gateway.records.tables import adapter_probes, adapter_versions
+from wire.prefetch import MAX_PINNED
+
+
+async def pinned_bases(database: Database) -> Mapping[str, Collection[str | None]]:
+    """Return the digests of the pinned versions that are served, each with the base models of its versions.
+
+    None stands for a version that is bound to no base model. There are at most MAX_PINNED digests. Raises Unavailable.
+    """
+    version, probe = adapter_versions, adapter_probes
+    joined = version.outerjoin(
+        probe, and_(probe.c.adapter_id == version.c.adapter_id, probe.c.version == version.c.version)
+    )
+    pinned = (
+        select(version.c.digest, probe.c.base_digest)
+        .select_from(joined)
+        .where(version.c.pinned, version.c.state == READY)
+        .distinct()
+        .order_by(version.c.digest, probe.c.base_digest)
+        .limit(MAX_PINNED)
+    )
+    bases: dict[str, list[str | None]] = {}
+    async with database.read() as connection:
+        for row in await connection.execute(pinned):
+            bases.setdefault(row.digest, []).append(row.base_digest)
+    return bases

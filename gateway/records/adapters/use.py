@@ -1,0 +1,140 @@
+"""Users of one adapter in the last day: keys, end users and versions; and the changes of the adapter."""
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.database import Database
+from gateway.records.tables import api_keys, audit, usage, usage_hourly
+from gateway.records.tenants.tenants import Tenant
+
+# Newest rows of a tenant that are read for its end users and versions, and newest entries of the audit for the changes.
+SCANNED = 20_000
+DAY = timedelta(days=1)
+MOST_USERS, MOST_CHANGES = 20, 50
+SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Requests of a key, an end user or a version, or of all. name: the key's label, the end user, or the number."""
+
+    name: str
+    id: str = ""
+    requests: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    cost: int = 0
+
+
+class AdapterUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Use of an adapter within the last day, the most requests first.
+
+    is_partial: whether users and versions leave out requests beyond the tenant's SCANNED newest.
+    """
+
+    keys: list[Use]
+    users: list[Use]
+    versions: list[Use]
+    is_partial: bool
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """A change of the adapter. actor: the id of a key or person. actor_label: the key's label."""
+
+    at: datetime
+    actor: str
+    actor_label: str | None
+    action: str
+    target: str
+    detail: dict[str, Any]
+
+
+# Actor of an operator's change as a tenant sees it.
+OPERATOR = "operator"
+
+
+class AdapterUses:
+    """Queries of the use of an adapter. Raises Unavailable while the database is away."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def of(self, tenant: Tenant, name: str) -> AdapterUse:
+        """Return the use of a tenant's adapter."""
+        now = datetime.now(UTC)
+        async with self._database.read() as connection:
+            keys = await _keys(connection, tenant.id, name, now - DAY)
+            newest = (
+                select(usage.c.model, usage.c.end_user, usage.c.version, *(usage.c[each] for each in SUMS[1:]))
+                .where(usage.c.tenant_id == tenant.id, usage.c.created_at > now - DAY)
+                .order_by(usage.c.created_at.desc())
+                .limit(SCANNED)
+                .subquery()
+            )
+            users = await _grouped(connection, newest, newest.c.end_user, name)
+            versions = await _grouped(connection, newest, newest.c.version, name)
+            read = (await connection.execute(select(func.count()).select_from(newest))).scalar_one()
+        return AdapterUse(keys=keys, users=users, versions=versions, is_partial=read >= SCANNED)
+
+    async def changes(self, tenant: Tenant, name: str, *, by_tenant: bool = False) -> list[Change]:
+        """Return the last changes of a tenant's adapter, its versions and aliases, newest first.
+
+        by_tenant: the tenant itself asks; it sees operators as OPERATOR, without their keys.
+        """
+        newest = select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(SCANNED).subquery()
+        target = f"{tenant.name}/{name}"
+        own = or_(newest.c.target == target, *(newest.c.target.startswith(target + mark) for mark in "@:"))
+        # An earlier tenant of the same name may have had an adapter of this name.
+        own = and_(own, newest.c.at >= tenant.created_at)
+        query = select(newest).where(newest.c.tenant == tenant.name, own, newest.c.action.startswith("adapter."))
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query.order_by(newest.c.at.desc()).limit(MOST_CHANGES))).all()
+        return [
+            Change(
+                at=row.at,
+                actor=OPERATOR if by_tenant and not row.own else row.actor,
+                actor_label=None if by_tenant and not row.own else row.actor_label,
+                action=row.action,
+                target=row.target,
+                detail=msgspec.json.decode(row.detail),
+            )
+            for row in rows
+        ]
+
+
+async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: datetime) -> list[Use]:
+    hours = usage_hourly
+    which = and_(hours.c.tenant_id == tenant_id, hours.c.model == name, hours.c.hour > since)
+    sums = (func.sum(hours.c[each]).label(each) for each in SUMS)
+    query = (
+        select(hours.c.key_id, api_keys.c.label, *sums)
+        .join_from(hours, api_keys, api_keys.c.id == hours.c.key_id, isouter=True)
+        .where(which)
+        .group_by(hours.c.key_id, api_keys.c.label)
+        .order_by(func.sum(hours.c.requests).desc(), hours.c.key_id)
+        .limit(MOST_USERS)
+    )
+    rows = (await connection.execute(query)).all()
+    return [Use(name=row.label or "", id=row.key_id, **_sums(row)) for row in rows]
+
+
+async def _grouped(connection: AsyncConnection, newest: Any, column: ColumnElement[Any], name: str) -> list[Use]:
+    """Return the requests of an adapter by the values of a column, of which NULL is left out."""
+    sums = [func.count().label("requests"), *(func.sum(newest.c[each]).label(each) for each in SUMS[1:])]
+    query = (
+        select(column.label("value"), *sums)
+        .where(newest.c.model == name, column.is_not(None))
+        .group_by(column)
+        .order_by(func.count().desc(), column)
+        .limit(MOST_USERS)
+    )
+    return [Use(name=str(row.value), **_sums(row)) for row in (await connection.execute(query)).all()]
+
+
+def _sums(row: Any) -> dict[str, Any]:
+    # PostgreSQL's sum of bigints is a numeric.
+    return {name: int(getattr(row, name) or 0) for name in SUMS}

@@ -1,0 +1,252 @@
+"""API keys in the database: owner, scopes and lifetime; of the secret only a keyed hash."""
+
+import re
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import Row, Select, bindparam, delete, false, func, insert, not_, or_, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.errors import BadRequest, Forbidden, RecordNotFound
+from gateway.records.audit import record_change
+from gateway.records.changes import OPERATORS, count_change
+from gateway.records.database import Database
+from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
+from gateway.records.tenants.limits import Limits, read_limits, write_limits
+from gateway.records.tenants.tenants import Tenant, read_tenant
+
+KEY_ID = re.compile(r"[0-9a-f]{16}")
+# Prefix of a tenant's id where the tenant itself is looked up, for requests without a key of its own.
+TENANT_ITSELF = "tenant:"
+# Most ids in one query.
+MAX_IDS = 500
+# Valid keys up to which a tenant may make further ones itself, and its ended keys that stay on record.
+MAX_VALID, MAX_ENDED = 100, 400
+
+
+class KeyLimitExceeded(Forbidden):
+    """The tenant has as many keys as it may make itself."""
+
+    code = "key_limit_exceeded"
+
+
+class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
+    """A stored key. secret_hash: keyed; the secret itself is not stored. tenant: None for an admin's key.
+
+    allowed_models: the tenant's own names of models; None: all of them. family_id: shared by a key and its successors
+    by rotation, whose limits are counted together.
+    """
+
+    id: str
+    tenant: Tenant | None
+    label: str
+    scopes: frozenset[str]
+    secret_hash: str
+    created_at: datetime
+    expires_at: datetime | None = None
+    revoked_at: datetime | None = None
+    last_used_at: datetime | None = None
+    allowed_models: tuple[str, ...] | None = None
+    limits: Limits = Limits()
+    family_id: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.family_id:
+            msgspec.structs.force_setattr(self, "family_id", self.id)
+
+    @property
+    def scope(self) -> str:
+        """Return the scope of the change counter that the key depends on: its tenant's, or the operators'."""
+        return OPERATORS if self.tenant is None else self.tenant.id
+
+    def valid(self, now: datetime) -> bool:
+        return self.revoked_at is None and (self.expires_at is None or now < self.expires_at)
+
+
+class Keys:
+    """The table of keys. Raises RecordNotFound."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def add(self, key: ApiKey, actor: str, *, bounded: bool = False) -> None:
+        """Store a key. bounded: whether the tenant's number of keys is limited. Raises KeyLimitExceeded."""
+        async with self._database.write() as connection:
+            if bounded:
+                await _check_room(connection, key)
+            await connection.execute(insert(api_keys).values(**_values(key)))
+            await record_change(connection, actor, "key.create", key.id, _detail(key), tenant=_owner(key))
+            await count_change(connection, key.scope)
+
+    async def find(self, key_id: str) -> ApiKey | None:
+        """Return the key with its tenant and limits, valid or not; None if there is no such key."""
+        return (await self.find_all([key_id])).get(key_id)
+
+    async def find_all(self, key_ids: Sequence[str]) -> dict[str, ApiKey]:
+        """Return those of the keys that exist, by id. An id with TENANT_ITSELF finds a tenant, as a key of no scope."""
+        found = {}
+        async with self._database.read() as connection:
+            for first in range(0, len(key_ids), MAX_IDS):
+                some = key_ids[first : first + MAX_IDS]
+                rows = await connection.execute(KEYS.where(api_keys.c.id.in_(some)))
+                found.update({row.key_id: read_key(row) for row in rows})
+                themselves = [each.removeprefix(TENANT_ITSELF) for each in some if each.startswith(TENANT_ITSELF)]
+                if themselves:
+                    rows = await connection.execute(select(tenants).where(tenants.c.id.in_(themselves)))
+                    found.update({f"{TENANT_ITSELF}{row.id}": _itself(read_tenant(row)) for row in rows})
+        return found
+
+    async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
+        """Return a tenant's keys, or the admin keys for None, oldest first."""
+        owner = None if tenant is None else tenant.id
+        query = KEYS.where(api_keys.c.tenant_id.is_not_distinct_from(owner))
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))).all()
+        return [read_key(row) for row in rows]
+
+    async def revoke(self, key_id: str, actor: str, tenant_id: str | None = None) -> None:
+        """Revoke a key. A second revocation keeps the first one's time. tenant_id: the only tenant whose key it may be;
+        None: any key.
+        """
+        async with self._database.write() as connection:
+            key = await _locked(connection, key_id, tenant_id)
+            if key.revoked_at is None:
+                revoke = update(api_keys).where(api_keys.c.id == key_id).values(revoked_at=datetime.now(UTC))
+                await connection.execute(revoke)
+                await record_change(connection, actor, "key.revoke", key_id, tenant=_owner(key))
+                await count_change(connection, key.scope)
+
+    async def replace(
+        self, new: ApiKey, old_id: str, expires_at: datetime, actor: str, *, bounded: bool = False
+    ) -> None:
+        """Add `new`. The old key ends at `expires_at`, or at its own end if that is earlier.
+
+        bounded: as in `add`. Raises BadRequest if the old key is not valid, KeyLimitExceeded.
+        """
+        async with self._database.write() as connection:
+            old = await _locked(connection, old_id)
+            if not old.valid(datetime.now(UTC)):
+                raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
+            until = expires_at if old.expires_at is None else min(expires_at, old.expires_at)
+            await connection.execute(update(api_keys).where(api_keys.c.id == old_id).values(expires_at=until))
+            if bounded:
+                await _check_room(connection, new)
+            await connection.execute(insert(api_keys).values(**_values(new)))
+            detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
+            await record_change(connection, actor, "key.rotate", new.id, detail, tenant=_owner(new))
+            await count_change(connection, new.scope)
+
+    async def touch(self, used: Mapping[str, datetime]) -> None:
+        """Store the times of the keys' last uses. An older time never replaces a newer one."""
+        later = or_(api_keys.c.last_used_at.is_(None), api_keys.c.last_used_at < bindparam("at"))
+        statement = (
+            update(api_keys).where(api_keys.c.id == bindparam("key"), later).values(last_used_at=bindparam("at"))
+        )
+        # The order is the same everywhere, so that two gateways never wait for each other's rows.
+        rows = [{"key": key_id, "at": used[key_id]} for key_id in sorted(used)]
+        async with self._database.write() as connection:
+            await connection.execute(statement, rows)
+
+
+_OWN = ("id", "created_at", "limits", *FORMER_COLUMNS)
+KEYS: Select[Any] = select(
+    *(api_keys.c[name].label(f"key_{name}") for name in _OWN),
+    api_keys.c.label,
+    api_keys.c.scopes,
+    api_keys.c.secret_hash,
+    api_keys.c.expires_at,
+    api_keys.c.revoked_at,
+    api_keys.c.last_used_at,
+    api_keys.c.allowed_models,
+    api_keys.c.family_id,
+    tenants,
+).join_from(api_keys, tenants, isouter=True)
+
+
+async def _locked(connection: AsyncConnection, key_id: str, tenant_id: str | None = None) -> ApiKey:
+    if not KEY_ID.fullmatch(key_id):
+        raise unknown_key(key_id)
+    query = KEYS.where(api_keys.c.id == key_id).with_for_update(of=api_keys)
+    if tenant_id is not None:
+        query = query.where(api_keys.c.tenant_id == tenant_id)
+    row = (await connection.execute(query)).one_or_none()
+    if row is None:
+        raise unknown_key(key_id)
+    return read_key(row)
+
+
+async def _check_room(connection: AsyncConnection, key: ApiKey) -> None:
+    """Raise KeyLimitExceeded if the tenant has MAX_VALID valid keys. Removes its oldest ended keys beyond MAX_ENDED."""
+    assert key.tenant is not None  # admin keys are not bounded
+    # The lock keeps two requests from counting at once.
+    await connection.execute(select(tenants.c.id).where(tenants.c.id == key.tenant.id).with_for_update())
+    own, now = api_keys.c.tenant_id == key.tenant.id, datetime.now(UTC)
+    ended = or_(api_keys.c.revoked_at.is_not(None), api_keys.c.expires_at <= now)
+    has_ended = func.coalesce(ended, false())
+    valid = await connection.scalar(select(func.count()).select_from(api_keys).where(own, not_(has_ended)))
+    if (valid or 0) >= MAX_VALID:
+        raise KeyLimitExceeded(
+            f"Your tenant has {MAX_VALID} valid keys, the most that it may make itself. Revoke one first, or rotate "
+            "one with grace_seconds 0."
+        )
+    oldest = select(api_keys.c.id).where(own, has_ended).order_by(api_keys.c.created_at.desc(), api_keys.c.id)
+    beyond = list((await connection.execute(oldest.offset(MAX_ENDED).limit(MAX_IDS))).scalars())
+    if beyond:
+        await connection.execute(delete(api_keys).where(api_keys.c.id.in_(beyond)))
+
+
+def _values(key: ApiKey) -> dict[str, Any]:
+    """Return the column values of a key."""
+    values = msgspec.structs.asdict(key)
+    tenant, limits = values.pop("tenant"), values.pop("limits")
+    return {
+        **values,
+        **write_limits(limits),
+        "tenant_id": None if tenant is None else tenant.id,
+        "scopes": ",".join(sorted(key.scopes)),
+        "allowed_models": None if key.allowed_models is None else msgspec.json.encode(key.allowed_models).decode(),
+    }
+
+
+def _owner(key: ApiKey) -> str | None:
+    return None if key.tenant is None else key.tenant.name
+
+
+def _detail(key: ApiKey) -> dict[str, Any]:
+    return {
+        "label": key.label,
+        "scopes": sorted(key.scopes),
+        "expires_at": key.expires_at and key.expires_at.isoformat(),
+        "allowed_models": key.allowed_models,
+        "limits": key.limits,
+    }
+
+
+def _itself(tenant: Tenant) -> ApiKey:
+    """Return a tenant in the form of a key that no secret opens."""
+    name = f"{TENANT_ITSELF}{tenant.id}"
+    return ApiKey(id=name, tenant=tenant, label="", scopes=frozenset(), secret_hash="", created_at=tenant.created_at)
+
+
+def read_key(row: Row[Any]) -> ApiKey:
+    models = row.allowed_models
+    return ApiKey(
+        id=row.key_id,
+        tenant=None if row.id is None else read_tenant(row),
+        label=row.label,
+        scopes=frozenset(row.scopes.split(",")),
+        secret_hash=row.secret_hash,
+        created_at=row.key_created_at,
+        expires_at=row.expires_at,
+        revoked_at=row.revoked_at,
+        last_used_at=row.last_used_at,
+        allowed_models=None if models is None else msgspec.json.decode(models, type=tuple[str, ...]),
+        family_id=row.family_id or row.key_id,
+        limits=read_limits(row, "key_"),
+    )
+
+
+def unknown_key(key_id: str) -> RecordNotFound:
+    return RecordNotFound(f"There is no key with the id '{key_id[:64]}'.", param="id")

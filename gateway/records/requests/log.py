@@ -1,0 +1,303 @@
+"""Request log: admitted requests from `usage` and refused ones from `refused_requests`, newest first, in pages.
+
+A query reads at most SCANNED rows of each table along an index of their times. Filters without an index of their own
+may therefore end a page early: its `next` continues the search.
+"""
+
+import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Annotated, Any
+
+import msgspec
+from sqlalchemy import ColumnElement, FromClause, Select, Table, and_, or_, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.errors import BadRequest, Exceeded
+from gateway.records.database import Database
+from gateway.records.requests.refusal_tables import refused_requests
+from gateway.records.tables import api_keys, usage
+
+# Maximum number of rows of each table that a query reads for filters without an index.
+SCANNED = 20_000
+MAX_PAGE = 1000
+# Status of a request that was refused before its admission; the others are those of usage rows.
+NOT_ADMITTED = "not_admitted"
+STATUSES = ("ok", "cancelled", "revoked", "limited", "refused", "error", "abandoned", NOT_ADMITTED)
+ROUTES = {"chat.completions": "/v1/chat/completions", "completions": "/v1/completions"}
+TIMES: dict[Table, ColumnElement[Any]] = {usage: usage.c.created_at, refused_requests: refused_requests.c.at}
+_ID = re.compile(r"(?:req_|chatcmpl-|cmpl-)([0-9a-zA-Z_-]{1,60})")
+
+Position = tuple[datetime, Annotated[str, msgspec.Meta(max_length=64)]]
+"""Time and id of an entry; entries are ordered by both."""
+
+
+class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Filter of requests; None: any.
+
+    tenant: the name, also of a deleted tenant. models: only these. statuses: of STATUSES. code: the error's.
+    limit_name: of the limit that refused the request. end_user: the body's `user`. since, until: of the admission or
+    the refusal, `until` exclusive.
+    """
+
+    tenant: str | None = None
+    tenant_id: str | None = None
+    key_id: str | None = None
+    model: str | None = None
+    models: Sequence[str] | None = None
+    version: int | None = None
+    engine: str | None = None
+    statuses: Sequence[str] | None = None
+    code: str | None = None
+    limit_name: str | None = None
+    end_user: str | None = None
+    min_latency_ms: int | None = None
+    since: datetime | None = None
+    until: datetime | None = None
+
+
+class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """A request. Times are in ms from its arrival, except `queue_ms`, the wait for an engine after the admission.
+
+    at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: of
+    STATUSES. http_status, param, limit, address: of a refused request only. code: the error's. The other fields are
+    those of UsageRow.
+    """
+
+    request_id: str
+    at: datetime
+    tenant_id: str
+    tenant: str
+    key_id: str
+    key: str | None = None
+    route: str
+    model: str | None
+    version: int | None = None
+    adapter_digest: str | None = None
+    served_digest: str | None = None
+    engine: str | None = None
+    end_user: str | None
+    status: str
+    http_status: int | None = None
+    code: str | None
+    param: str | None = None
+    limit: Exceeded | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    surcharge: int = 0
+    reserved_tokens: int | None = None
+    cost: int = 0
+    admission_ms: int | None = None
+    queue_ms: int | None = None
+    ttft_ms: int | None = None
+    latency_ms: int
+    address: str | None = None
+
+    @property
+    def is_admitted(self) -> bool:
+        return self.status != NOT_ADMITTED
+
+
+class Step(msgspec.Struct, frozen=True):
+    """Step of a request, in ms from its arrival.
+
+    name: "admission", "queue" (wait for an engine), "first token" (until it), "engine" (all of its work, if the first
+    token's time is unknown) or "answer".
+    """
+
+    name: str
+    start_ms: int
+    end_ms: int
+
+
+class LogPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of entries, newest first. next: where the next page starts; None after the last entry.
+
+    A page may have fewer entries than its limit, or none, and yet a `next`: the search has read its share of rows.
+    """
+
+    entries: list[LogEntry]
+    next: str | None
+
+
+class _Found(msgspec.Struct):
+    """Entries of one table. horizon: the position of the last row that the search could read, None if it read all."""
+
+    entries: list[LogEntry]
+    horizon: Position | None
+
+
+class RequestLog:
+    """Queries of the request log. Raises Unavailable while the database is away."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def page(self, which: LogFilter, *, after: str | None = None, limit: int = 50) -> LogPage:
+        """Return a page. after: the previous page's `next`. Raises BadRequest for a malformed one."""
+        start = None if after is None else _position(after)
+        async with self._database.read() as connection:
+            found = [await _search(connection, table, which, start, limit) for table in _tables(which)]
+            horizon = max((each.horizon for each in found if each.horizon is not None), default=None)
+            entries = sorted((entry for each in found for entry in each.entries), key=_place, reverse=True)
+            # Beyond the horizon one of the tables may have rows that were not read.
+            entries = [entry for entry in entries if horizon is None or _place(entry) >= horizon]
+            labels = await _labels(connection, entries[:limit])
+        following = _place(entries[limit - 1]) if len(entries) > limit else horizon
+        shown = [msgspec.structs.replace(entry, key=labels.get(entry.key_id)) for entry in entries[:limit]]
+        return LogPage(entries=shown, next=None if following is None else _cursor(following))
+
+    async def find(self, given: str, *, tenant_id: str | None = None) -> LogEntry | None:
+        """Return a request by its id (`req_...`) or its answer's (`chatcmpl-...`, `cmpl-...`); None if there is none.
+
+        tenant_id: finds only this tenant's. Raises BadRequest for a text of another form.
+        """
+        request_id = read_id(given)
+        async with self._database.read() as connection:
+            for table in TIMES:
+                query = select(table).where(table.c.request_id == request_id)
+                if tenant_id is not None:
+                    query = query.where(table.c.tenant_id == tenant_id)
+                if (row := (await connection.execute(query)).first()) is not None:
+                    entry = _entry(table, row)
+                    labels = await _labels(connection, [entry])
+                    return msgspec.structs.replace(entry, key=labels.get(entry.key_id))
+        return None
+
+
+def steps(entry: LogEntry) -> list[Step]:
+    """Return the steps of a request in order, as far as their times are known; the last one ends with the request."""
+    if entry.admission_ms is None:
+        return []
+    ends = [("admission", entry.admission_ms)]
+    if entry.queue_ms is not None:
+        ends.append(("queue", entry.admission_ms + entry.queue_ms))
+        if entry.ttft_ms is not None:
+            ends.append(("first token", entry.ttft_ms))
+        ends.append(("engine" if entry.ttft_ms is None else "answer", entry.latency_ms))
+    found, start = [], 0
+    for name, end in ends:
+        # Each time is rounded by itself.
+        end = min(max(start, end), entry.latency_ms)
+        found.append(Step(name, start, end))
+        start = end
+    return found
+
+
+def read_id(given: str) -> str:
+    """Return the request's id of a request's or an answer's id. Raises BadRequest."""
+    match = _ID.fullmatch(given)
+    if match is None:
+        expected = "a request's id (req_...) or an answer's (chatcmpl-... or cmpl-...)"
+        raise BadRequest(f"id: expected {expected}.", param="id")
+    return f"req_{match[1]}"
+
+
+def _tables(which: LogFilter) -> list[Table]:
+    """Return the tables that can have such entries."""
+    admitted = which.statuses is None or any(status != NOT_ADMITTED for status in which.statuses)
+    admitted = admitted and which.limit_name is None
+    refused = which.statuses is None or NOT_ADMITTED in which.statuses
+    refused = refused and which.engine is None and which.version is None
+    return [*([usage] if admitted else ()), *([refused_requests] if refused else ())]
+
+
+async def _search(
+    connection: AsyncConnection, table: Table, which: LogFilter, start: Position | None, limit: int
+) -> _Found:
+    """Return the first entries of a table after a position, at least one more than `limit` if there are."""
+    at, conditions = TIMES[table], _conditions(table, which)
+    along = select(table).where(*_bounds(table, which, start)).order_by(at.desc(), table.c.request_id.desc())
+    if not conditions:
+        rows = (await connection.execute(along.limit(limit + 1))).all()
+        return _Found([_entry(table, row) for row in rows], None)
+    read = along.limit(SCANNED).subquery()
+    order = read.c[at.name].desc(), read.c.request_id.desc()
+    query: Select[Any] = select(read).where(*_conditions(read, which, table)).order_by(*order).limit(limit + 1)
+    entries = [_entry(table, row) for row in (await connection.execute(query)).all()]
+    if len(entries) > limit:
+        return _Found(entries, None)
+    last = along.with_only_columns(at, table.c.request_id).offset(SCANNED - 1).limit(1)
+    row = (await connection.execute(last)).first()
+    return _Found(entries, None if row is None else (row[0], row[1]))
+
+
+def _bounds(table: Table, which: LogFilter, start: Position | None) -> list[ColumnElement[bool]]:
+    """Return the conditions that an index serves: the tenant and the time."""
+    at = TIMES[table]
+    found: list[ColumnElement[bool]] = []
+    if which.tenant_id is not None:
+        found.append(table.c.tenant_id == which.tenant_id)
+    if which.tenant is not None:
+        found.append(table.c.tenant == which.tenant)
+    if which.since is not None:
+        found.append(at >= which.since)
+    if which.until is not None:
+        found.append(at < which.until)
+    if start is not None:
+        # The first condition alone lets an index begin at the position.
+        found.append(and_(at <= start[0], or_(at < start[0], table.c.request_id < start[1])))
+    return found
+
+
+def _conditions(rows: FromClause, which: LogFilter, table: Table | None = None) -> list[ColumnElement[bool]]:
+    """Return the conditions without an index. table: the table that the rows are from, if they are not it."""
+    of_usage = (rows if table is None else table) is usage
+    values = {"key_id": which.key_id, "model": which.model, "end_user": which.end_user}
+    values["error_code" if of_usage else "code"] = which.code
+    values |= {"engine": which.engine} if of_usage else {"limit_name": which.limit_name}
+    found = [rows.c[name] == value for name, value in values.items() if value is not None]
+    if which.version is not None:
+        found.append(rows.c.version == which.version)
+    if which.models is not None:
+        found.append(rows.c.model.in_(which.models))
+    if which.statuses is not None and of_usage:
+        found.append(rows.c.status.in_(which.statuses))
+    if which.min_latency_ms is not None:
+        found.append(rows.c.latency_ms >= which.min_latency_ms)
+    return found
+
+
+def _entry(table: Table, row: Any) -> LogEntry:
+    values = dict(row._mapping)
+    if table is usage:
+        endpoint = str(values.pop("endpoint"))
+        at, code = values.pop("created_at"), values.pop("error_code")
+        return LogEntry(**values, at=at, route=ROUTES.get(endpoint, endpoint), code=code)
+    amounts = [values.pop(name) for name in ("limit_name", "limit_owner", "limit_value", "needed", "remaining")]
+    limit = None
+    if amounts[0] is not None:
+        limit = Exceeded(**dict(zip(Exceeded.__struct_fields__, amounts, strict=True)))
+    values.pop("method")
+    return LogEntry(**values | {"status": NOT_ADMITTED, "http_status": values["status"], "limit": limit})
+
+
+async def _labels(connection: AsyncConnection, entries: Sequence[LogEntry]) -> dict[str, str]:
+    """Return the labels of the entries' keys by id."""
+    ids = {entry.key_id for entry in entries}
+    if not ids:
+        return {}
+    rows = await connection.execute(select(api_keys.c.id, api_keys.c.label).where(api_keys.c.id.in_(sorted(ids))))
+    return {row.id: row.label for row in rows}
+
+
+def _place(entry: LogEntry) -> Position:
+    return entry.at, entry.request_id
+
+
+def _cursor(position: Position) -> str:
+    return urlsafe_b64encode(msgspec.json.encode(position)).decode().rstrip("=")
+
+
+def _position(cursor: str) -> Position:
+    """Read a cursor. Raises BadRequest."""
+    try:
+        at, request_id = msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=Position)
+        if at.tzinfo is None or not request_id.isprintable() or not 1970 <= at.year < 9000:
+            raise ValueError
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise BadRequest("after: expected the `next` of another page.", param="after") from error
+    return at, request_id

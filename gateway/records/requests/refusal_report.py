@@ -1,0 +1,277 @@
+"""Refused requests of a period by tenant, limit and code: exact counts, their curve, and evidence from single rows."""
+
+from collections import Counter
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal
+
+import msgspec
+from sqlalchemy import BigInteger, ColumnElement, Subquery, case, cast, func, select, union_all
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, read_period
+from gateway.records.database import Database
+from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
+from gateway.records.requests.refused import ALL_TENANTS
+from gateway.records.tables import usage
+
+LIMITED = 429
+# Most rows of a report, and of its evidence of one cause.
+MAX_CAUSES, MAX_EVIDENCE = 1000, 2000
+# Number of causes with evidence, and of curves beside "others".
+EXPLAINED, CURVES = 5, 8
+OTHERS = "*"
+# Longest period whose reserved tokens are compared with the settled ones. The limit is needed because the comparison
+# reads the rows of requests.
+RESERVED_HOURS = 24
+
+GroupBy = Literal["limit", "tenant", "code"]
+GROUPS: tuple[GroupBy, ...] = ("limit", "tenant", "code")
+
+
+class RefusalFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Refusals of a report; None: any. status: of HTTP, 0 for requests that failed after their admission."""
+
+    tenant: str | None = None
+    code: str | None = None
+    limit_name: str | None = None
+    status: int | None = LIMITED
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """Figures of the recorded rows of a cause. rows: their number. The last four are None without a limit."""
+
+    rows: int
+    first: datetime
+    last: datetime
+    owner: str | None
+    value: int | None
+    needed: float | None
+    remaining: float | None
+
+
+class Cause(msgspec.Struct, frozen=True, kw_only=True):
+    """Number of a tenant's refusals by a limit, or with a code if there is none.
+
+    tenant: "" for requests without a verified key. peak: the step with most refusals, and their number there.
+    evidence: of the first causes only.
+    """
+
+    tenant_id: str
+    tenant: str
+    code: str
+    status: int
+    limit_name: str
+    requests: int
+    peak: tuple[datetime, int] | None = None
+    evidence: Evidence | None = None
+
+
+class RefusalSums(msgspec.Struct, frozen=True, kw_only=True):
+    """Refusals of `[since, until)`, in whole minutes or hours.
+
+    curves: as many values as `starts` by the names of the grouping, the greatest first; OTHERS for the others. before:
+    the number in the period before.
+    """
+
+    since: datetime
+    until: datetime
+    step: int
+    starts: list[datetime]
+    total: int
+    before: int
+    causes: list[Cause]
+    curves: dict[str, list[int]]
+
+
+class Reserved(msgspec.Struct, frozen=True, kw_only=True):
+    """Reserved and settled tokens of a tenant's admitted requests."""
+
+    tenant: str
+    requests: int
+    reserved: int
+    settled: int
+
+    @property
+    def unused(self) -> int:
+        return max(0, self.reserved - self.settled)
+
+    @property
+    def unused_share(self) -> float:
+        return self.unused / self.reserved if self.reserved else 0.0
+
+
+class RefusalReport:
+    """Queries of refusals. minutes_kept: how long sums by minute are kept. Raises Unavailable."""
+
+    def __init__(self, database: Database, minutes_kept: timedelta = timedelta(hours=48)) -> None:
+        self._database = database
+        self._minutes_kept = minutes_kept
+
+    async def sums(
+        self, which: RefusalFilter, *, since: datetime, until: datetime, group_by: GroupBy = "limit"
+    ) -> RefusalSums:
+        """Return the refusals of a period. Raises BadRequest for a period that has not begun."""
+        period = read_period(since, until, None, self._minutes_kept, datetime.now(UTC))
+        levels = [level for level in (DAY, HOUR, MINUTE) if period.step % level == 0]
+        # The sums of the present hour and day reach up to now, so an open period takes them whole.
+        steps = cover(period.since, -(-period.end // period.step) * period.step, levels)
+        async with self._database.read() as connection:
+            causes = await _causes(connection, which, cover(period.since, period.end))
+            before = await _number(connection, which, cover(period.before, period.since))
+            curves = await _curves(connection, which, steps, period, (group_by, causes))
+            explained = [await _explain(connection, cause, steps, period) for cause in causes[:EXPLAINED]]
+        return RefusalSums(
+            since=moment(period.since),
+            until=moment(period.until),
+            step=period.step,
+            starts=[moment(start) for start in period.starts],
+            total=sum(cause.requests for cause in causes),
+            before=before,
+            causes=[*explained, *causes[EXPLAINED:]],
+            curves=curves,
+        )
+
+    async def reserved(
+        self, *, since: datetime, until: datetime, tenant: str | None = None, limit: int = 50
+    ) -> list[Reserved]:
+        """Return the tenants with most unused reservations, in the last RESERVED_HOURS of the period at most."""
+        start = max(since, until - timedelta(hours=RESERVED_HOURS))
+        settled = usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.surcharge
+        reserved, used = func.sum(usage.c.reserved_tokens), func.sum(settled)
+        query = (
+            select(
+                usage.c.tenant,
+                func.count().label("requests"),
+                cast(reserved, BigInteger).label("reserved"),
+                cast(used, BigInteger).label("settled"),
+            )
+            .where(usage.c.created_at >= start, usage.c.created_at < until, usage.c.reserved_tokens.is_not(None))
+            .group_by(usage.c.tenant)
+            .order_by((reserved - used).desc(), usage.c.tenant)
+            .limit(limit)
+        )
+        if tenant is not None:
+            query = query.where(usage.c.tenant == tenant)
+        async with self._database.read() as connection:
+            return [Reserved(**row._mapping) for row in await connection.execute(query)]
+
+
+def _rows(which: RefusalFilter, segments: Segments, tenant_id: str | None = None) -> Subquery:
+    """Return the counts of the segments. tenant_id: only this tenant's; ALL_TENANTS: the sums over all tenants."""
+    table = refusal_counts
+    columns = (table.c.start, table.c.tenant_id, table.c.tenant, table.c.code, table.c.status, table.c.limit_name)
+    parts = []
+    for level, start, end in segments:
+        query = select(*columns, table.c.requests).where(
+            table.c.level == level,
+            table.c.start >= start,
+            table.c.start < end,
+            table.c.tenant_id != ALL_TENANTS if tenant_id is None else table.c.tenant_id == tenant_id,
+        )
+        for name in ("tenant", "code", "limit_name", "status"):
+            if (value := getattr(which, name)) is not None:
+                query = query.where(table.c[name] == value)
+        parts.append(query)
+    return union_all(*parts).subquery()
+
+
+def _all_tenants(which: RefusalFilter) -> str | None:
+    """Return the id under which the sums over all tenants are stored, if the filter is about all of them."""
+    return ALL_TENANTS if which.tenant is None else None
+
+
+def _sum(rows: Subquery) -> ColumnElement[int]:
+    # PostgreSQL's sum of bigints is a numeric.
+    return cast(func.coalesce(func.sum(rows.c.requests), 0), BigInteger)
+
+
+async def _causes(connection: AsyncConnection, which: RefusalFilter, segments: Segments) -> list[Cause]:
+    if not segments:
+        return []
+    rows = _rows(which, segments)
+    keys = [rows.c[name] for name in ("tenant_id", "tenant", "code", "status", "limit_name")]
+    number = _sum(rows).label("requests")
+    query = select(*keys, number).group_by(*keys).order_by(number.desc(), *keys).limit(MAX_CAUSES)
+    return [Cause(**row._mapping) for row in await connection.execute(query)]
+
+
+async def _number(connection: AsyncConnection, which: RefusalFilter, segments: Segments) -> int:
+    if not segments:
+        return 0
+    rows = _rows(which, segments, _all_tenants(which))
+    return int((await connection.execute(select(_sum(rows)))).scalar_one())
+
+
+async def _curves(
+    connection: AsyncConnection,
+    which: RefusalFilter,
+    segments: Segments,
+    period: Period,
+    ranked: tuple[GroupBy, Sequence[Cause]],
+) -> dict[str, list[int]]:
+    """Return the curves of the CURVES greatest groups of the causes, and of all others together as OTHERS."""
+    if not segments:
+        return {}
+    group_by, causes = ranked
+    rows = _rows(which, segments, None if group_by == "tenant" else _all_tenants(which))
+    # A refusal without a limit is known by its code.
+    by_limit = case((rows.c.limit_name == "", rows.c.code), else_=rows.c.limit_name)
+    name = {"limit": by_limit, "tenant": rows.c.tenant, "code": rows.c.code}[group_by]
+    sizes: Counter[str] = Counter()
+    for cause in causes:
+        known = {"limit": cause.limit_name or cause.code, "tenant": cause.tenant, "code": cause.code}
+        sizes[known[group_by]] += cause.requests
+    first = [group for group, _ in sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:CURVES]]
+    shown = case((name.in_(first), name), else_=OTHERS).label("name")
+    at = (rows.c.start - rows.c.start % period.step).label("at")
+    found: dict[str, dict[int, int]] = {group: {} for group in first}
+    for group, start, number in await connection.execute(select(shown, at, _sum(rows)).group_by(shown, at)):
+        found.setdefault(group, {})[start] = number
+    return {group: [values.get(start, 0) for start in period.starts] for group, values in found.items()}
+
+
+async def _explain(connection: AsyncConnection, cause: Cause, segments: Segments, period: Period) -> Cause:
+    """Return the cause with its peak, and with the figures of its newest rows in the period."""
+    same = RefusalFilter(tenant=cause.tenant, code=cause.code, limit_name=cause.limit_name, status=cause.status)
+    rows = _rows(same, segments, cause.tenant_id)
+    at = (rows.c.start - rows.c.start % period.step).label("at")
+    number = _sum(rows)
+    highest = await connection.execute(select(at, number).group_by(at).order_by(number.desc(), at).limit(1))
+    peak = highest.first()
+    table = refused_requests
+    newest = (
+        select(table)
+        .where(*_same_rows(cause), table.c.at >= moment(period.since), table.c.at < moment(period.end))
+        .order_by(table.c.at.desc())
+        .limit(MAX_EVIDENCE)
+        .subquery()
+    )
+    figures = (
+        func.count().label("rows"),
+        func.min(newest.c.at).label("first"),
+        func.max(newest.c.at).label("last"),
+        func.max(newest.c.limit_owner).label("owner"),
+        func.max(newest.c.limit_value).label("value"),
+        func.avg(newest.c.needed).label("needed"),
+        func.avg(newest.c.remaining).label("remaining"),
+    )
+    row = (await connection.execute(select(*figures))).one()
+    values: dict[str, Any] = dict(row._mapping)
+    for name in ("needed", "remaining"):
+        # PostgreSQL's average of bigints is a numeric.
+        values[name] = None if values[name] is None else float(values[name])
+    evidence = Evidence(**values) if row.rows else None
+    found = None if peak is None else (moment(peak[0]), int(peak[1]))
+    return msgspec.structs.replace(cause, peak=found, evidence=evidence)
+
+
+def _same_rows(cause: Cause) -> Sequence[ColumnElement[bool]]:
+    table = refused_requests
+    limit = table.c.limit_name
+    return (
+        table.c.tenant_id == cause.tenant_id,
+        table.c.code == cause.code,
+        table.c.status == cause.status,
+        limit.is_(None) if not cause.limit_name else limit == cause.limit_name,
+    )

@@ -1,0 +1,95 @@
+"""Changes of many tenants at once: a preview, and the same change after its count is confirmed."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from gateway.errors import Conflict, RecordNotFound
+from gateway.records.database import Database
+from gateway.records.tenants.list import TenantFilter, TenantLists
+from gateway.records.tenants.tenants import Tenant, change_tenant
+
+# Tenants of a transaction: other changes of these wait for its end.
+AT_ONCE = 50
+
+
+class BulkChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Change of every matching tenant. fields: `plan` and `suspended`, as in `change_tenant`. inherit: terms that the
+    tenants no longer set themselves.
+    """
+
+    fields: dict[str, Any] = {}
+    inherit: tuple[str, ...] = ()
+    add_tags: tuple[str, ...] = ()
+    remove_tags: tuple[str, ...] = ()
+
+    def of(self, tenant: Tenant) -> dict[str, Any]:
+        """Return the changes that this tenant needs; empty if none."""
+        changes = {name: value for name, value in self.fields.items() if getattr(tenant, name) != value}
+        tags = tuple(sorted((set(tenant.tags) | set(self.add_tags)) - set(self.remove_tags)))
+        if tags != tenant.tags:
+            changes["tags"] = tags
+        if inherited := tuple(name for name in self.inherit if getattr(tenant.own, name) is not msgspec.UNSET):
+            changes["inherit"] = inherited
+        return changes
+
+
+class Planned(msgspec.Struct, frozen=True, kw_only=True):
+    """A tenant that a change concerns. before: the present values of the changed fields; of inherited terms, too."""
+
+    tenant: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+
+
+class TenantBulk:
+    """Changes of many tenants, in transactions of at most AT_ONCE, each tenant with its own audit entry."""
+
+    def __init__(self, database: Database, lists: TenantLists) -> None:
+        self._database = database
+        self._lists = lists
+
+    async def plan(self, which: TenantFilter, change: BulkChange) -> list[Planned]:
+        """Return the tenants that would change, in the order of their names."""
+        found = [(tenant, change.of(tenant)) for tenant in await self._lists.all(which)]
+        planned = (_planned(tenant, changes) for tenant, changes in found if changes)
+        return sorted(planned, key=lambda each: each.tenant)
+
+    async def apply(self, which: TenantFilter, change: BulkChange, expect: int, actor: str) -> list[str]:
+        """Change the matching tenants; return the names of those that were changed.
+
+        A tenant that is deleted meanwhile is left out. Raises Conflict, before anything is changed, if another
+        number of tenants than `expect` would change, and BadRequest for an unknown plan.
+        """
+        # In the order of ids, as changes of plans lock them.
+        found = [(tenant, changes) for tenant in await self._lists.all(which) if (changes := change.of(tenant))]
+        if len(found) != expect:
+            raise Conflict(
+                f"expect: {len(found)} tenants would change, not {expect}. Look at them again with ?dry_run=true.",
+                param="expect",
+                code="count_differs",
+            )
+        changed: list[str] = []
+        for some in _chunks(found):
+            async with self._database.write() as connection:
+                for tenant, changes in some:
+                    try:
+                        await change_tenant(connection, tenant.name, changes, actor)
+                    except RecordNotFound:
+                        continue
+                    changed.append(tenant.name)
+        return sorted(changed)
+
+
+def _chunks(found: Sequence[tuple[Tenant, dict[str, Any]]]) -> Iterator[Sequence[tuple[Tenant, dict[str, Any]]]]:
+    for first in range(0, len(found), AT_ONCE):
+        yield found[first : first + AT_ONCE]
+
+
+def _planned(tenant: Tenant, changes: dict[str, Any]) -> Planned:
+    inherited = changes.get("inherit", ())
+    fields = {name: value for name, value in changes.items() if name != "inherit"}
+    terms = tenant.terms()
+    before = {name: getattr(tenant, name) for name in fields} | {name: terms[name] for name in inherited}
+    return Planned(tenant=tenant.name, before=before, after=fields | dict.fromkeys(inherited, "inherited"))

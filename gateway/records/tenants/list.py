@@ -1,0 +1,203 @@
+"""Lists of tenants: filters, order and pages, with each tenant's spend in the calendar month (UTC) and its forecast."""
+
+from base64 import urlsafe_b64decode, urlsafe_b64encode
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Literal, get_args
+
+import msgspec
+from sqlalchemy import BigInteger, ColumnElement, Select, Subquery, and_, case, cast, func, or_, select
+
+from gateway.errors import BadRequest
+from gateway.records.database import Database
+from gateway.records.tables import api_keys, tenants, usage_daily
+from gateway.records.tenants.tenants import Tenant, read_tenant
+
+Sort = Literal["name", "spend", "requests", "created"]
+SORTS = get_args(Sort)
+# Days whose mean is the expected spend of each of the month's remaining days.
+FORECAST_DAYS = 7
+DAY, HOUR = timedelta(days=1), timedelta(hours=1)
+
+
+class TenantFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Conditions that all must hold; None: any. plan: "" means without a plan. over_budget: least part of the budget
+    that is spent; tenants without a budget never match. q: a part of the name, display name, external id or contact,
+    in any case. idle_days: days in which no key was used.
+    """
+
+    plan: str | None = None
+    tag: str | None = None
+    suspended: bool | None = None
+    over_budget: float | None = None
+    q: str | None = None
+    idle_days: int | None = None
+
+
+class TenantMonth(msgspec.Struct, frozen=True, kw_only=True):
+    """Usage of a tenant in this calendar month (UTC). spend, forecast: in micro-units.
+
+    forecast: the expected spend at the month's end if the coming days cost as much as the mean of the last ones.
+    last_used_at: the last use of any of its keys, exact to a minute.
+    """
+
+    requests: int = 0
+    spend: int = 0
+    forecast: int = 0
+    last_used_at: datetime | None = None
+
+
+class TenantPage(msgspec.Struct, frozen=True, kw_only=True):
+    """A page of tenants. total: of all pages. next: the cursor of the next page; None after the last page."""
+
+    rows: list[tuple[Tenant, TenantMonth]]
+    total: int
+    next: str | None
+
+
+class TenantLists:
+    """Queries of tenants. Raises Unavailable while the database is away."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def page(
+        self,
+        which: TenantFilter,
+        *,
+        sort: Sort = "name",
+        descending: bool = False,
+        limit: int = 50,
+        after: str | None = None,
+        offset: int = 0,
+    ) -> TenantPage:
+        """Return a page of the matching tenants. after: the previous page's `next`; offset: skipped tenants instead.
+
+        Raises BadRequest for a cursor of another order.
+        """
+        now = datetime.now(UTC)
+        found, order = _matching(which, sort, now)
+        query = found.order_by(order.desc() if descending else order, tenants.c.name).limit(limit + 1).offset(offset)
+        if after is not None:
+            query = query.where(_behind(after, sort, descending, order))
+        async with self._database.read() as connection:
+            rows = (await connection.execute(query)).all()
+            total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
+        shown = rows[:limit]
+        months = await self.months([read_tenant(row) for row in shown], now)
+        last = shown[-1] if len(rows) > limit else None
+        return TenantPage(
+            rows=[(tenant := read_tenant(row), months[tenant.id]) for row in shown],
+            total=total,
+            next=None if last is None else _cursor(sort, descending, last.sorted_by, last.name),
+        )
+
+    async def all(self, which: TenantFilter) -> list[Tenant]:
+        """Return all matching tenants, in the order of their ids."""
+        found, _ = _matching(which, "name", datetime.now(UTC))
+        async with self._database.read() as connection:
+            rows = (await connection.execute(found.order_by(tenants.c.id))).all()
+        return [read_tenant(row) for row in rows]
+
+    async def months(self, found: Sequence[Tenant], now: datetime | None = None) -> dict[str, TenantMonth]:
+        """Return the month of each tenant by its id."""
+        now = now or datetime.now(UTC)
+        ids = [tenant.id for tenant in found]
+        sums, used = _sums(now, usage_daily.c.tenant_id.in_(ids)), _used(api_keys.c.tenant_id.in_(ids))
+        async with self._database.read() as connection:
+            spent = {row.tenant_id: row for row in (await connection.execute(select(sums))).all()}
+            uses = {row.tenant_id: row.used_at for row in (await connection.execute(select(used))).all()}
+        return {tenant.id: _month(tenant, spent.get(tenant.id), uses.get(tenant.id), now) for tenant in found}
+
+
+def _matching(which: TenantFilter, sort: Sort, now: datetime) -> tuple[Select[Any], ColumnElement[Any]]:
+    """Select the matching tenants, and return the column that orders them, which is also labelled `sorted_by`."""
+    source: Any = tenants
+    conditions: list[ColumnElement[bool]] = []
+    order: ColumnElement[Any] = tenants.c.created_at if sort == "created" else tenants.c.name
+    if sort in ("spend", "requests") or which.over_budget is not None:
+        # All tenants' sums are needed only here; a page's own sums come by its tenants' ids.
+        sums = _sums(now)
+        source = source.outerjoin(sums, sums.c.tenant_id == tenants.c.id)
+        spend = func.coalesce(sums.c.spend, 0)
+        if sort in ("spend", "requests"):
+            order = func.coalesce(sums.c[sort], 0)
+        if which.over_budget is not None:
+            budget = tenants.c.budget_per_month
+            conditions += [budget.is_not(None), spend >= budget * which.over_budget]
+    if which.idle_days is not None:
+        used = _used()
+        source = source.outerjoin(used, used.c.tenant_id == tenants.c.id)
+        since = now - timedelta(days=which.idle_days)
+        conditions.append(or_(used.c.used_at.is_(None), used.c.used_at < since))
+    if which.plan is not None:
+        conditions.append(tenants.c.plan == which.plan if which.plan else tenants.c.plan.is_(None))
+    if which.tag is not None:
+        conditions.append(tenants.c.tags.contains(f",{which.tag},", autoescape=True))
+    if which.suspended is not None:
+        conditions.append(tenants.c.suspended.is_(which.suspended))
+    if which.q:
+        texts = (tenants.c.name, tenants.c.display_name, tenants.c.external_id, tenants.c.contact)
+        conditions.append(or_(*(func.lower(text).contains(which.q.lower(), autoescape=True) for text in texts)))
+    return select(tenants, order.label("sorted_by")).select_from(source).where(*conditions), order
+
+
+def _sums(now: datetime, *which: ColumnElement[bool]) -> Subquery:
+    """Select the sums of each tenant in this month, and the spend in the last FORECAST_DAYS whole days."""
+    month, recent, today = _periods(now)
+    day, cost = usage_daily.c.day, usage_daily.c.cost
+    in_month = day >= month
+    values = {
+        "spend": case((in_month, cost), else_=0),
+        "requests": case((in_month, usage_daily.c.requests), else_=0),
+        "recent": case((and_(day >= recent, day < today), cost), else_=0),
+        "today": case((day >= today, cost), else_=0),
+    }
+    # PostgreSQL's sum of bigints is a numeric.
+    sums = (cast(func.sum(value), BigInteger).label(name) for name, value in values.items())
+    query = select(usage_daily.c.tenant_id, *sums).where(day >= min(month, recent), *which)
+    return query.group_by(usage_daily.c.tenant_id).subquery("sums")
+
+
+def _used(*which: ColumnElement[bool]) -> Subquery:
+    used_at = func.max(api_keys.c.last_used_at, type_=api_keys.c.last_used_at.type).label("used_at")
+    query = select(api_keys.c.tenant_id, used_at).where(api_keys.c.tenant_id.is_not(None), *which)
+    return query.group_by(api_keys.c.tenant_id).subquery("used")
+
+
+def _periods(now: datetime) -> tuple[datetime, datetime, datetime]:
+    """Return the starts of this month, of the days of the forecast, and of today."""
+    today = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    return today.replace(day=1), today - FORECAST_DAYS * DAY, today
+
+
+def _month(tenant: Tenant, sums: Any, used_at: datetime | None, now: datetime) -> TenantMonth:
+    if sums is None:
+        return TenantMonth(last_used_at=used_at)
+    month, recent, today = _periods(now)
+    following = (month + 32 * DAY).replace(day=1)
+    age = today - max(recent, tenant.created_at)
+    # Within the first day there is no whole day yet.
+    rate = sums.recent / (age / DAY) if age >= DAY else sums.today / (max(HOUR, now - tenant.created_at) / DAY)
+    forecast = sums.spend + rate * ((following - now) / DAY)
+    return TenantMonth(requests=sums.requests, spend=sums.spend, forecast=round(forecast), last_used_at=used_at)
+
+
+def _cursor(sort: str, descending: bool, value: Any, name: str) -> str:
+    return urlsafe_b64encode(msgspec.json.encode([sort, descending, value, name])).decode().rstrip("=")
+
+
+_VALUES: Mapping[str, Any] = {"name": str, "spend": int, "requests": int, "created": datetime}
+
+
+def _behind(cursor: str, sort: str, descending: bool, order: ColumnElement[Any]) -> ColumnElement[bool]:
+    """Return the condition for tenants that come after the cursor. Raises BadRequest."""
+    kind = tuple.__class_getitem__((Literal[sort], bool, _VALUES[sort], str))
+    try:
+        data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
+        _, direction, value, name = msgspec.json.decode(data, type=kind)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise BadRequest("after: expected the `next` of an answer in the same order.", param="after") from error
+    if direction != descending or not (name.isprintable() and str(value).isprintable()):
+        raise BadRequest("after: expected the `next` of an answer in the same order.", param="after")
+    return or_(order < value if descending else order > value, and_(order == value, tenants.c.name > name))
