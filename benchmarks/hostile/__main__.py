@@ -4,6 +4,7 @@
     python -m benchmarks.hostile --seconds 5 --pairs 1    (all, within half an hour)
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
     python -m benchmarks.hostile --only mutated-uploads --mutations 1000
+    python -m benchmarks.hostile --engine-core            (the engine has a core for itself, as a GPU would be)
 
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
@@ -24,6 +25,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 import tempfile
@@ -83,7 +85,7 @@ async def run_all(flags: argparse.Namespace, folder: Path) -> list[Result]:
     results = []
     for name in dict.fromkeys(attack.place for attack in wanted):
         with contextlib.ExitStack() as exits:
-            place = exits.enter_context(open_place(name, folder, postgres=flags.postgres))
+            place = exits.enter_context(open_place(name, folder, flags))
             for attack in wanted:
                 if attack.place == name:
                     print(f"\n{attack.name}: {attack.words}", flush=True)
@@ -126,10 +128,21 @@ def with_controls(attacks: list[Attack]) -> list[Attack]:
     return [*mixed, *(ATTACKS[name] for name in CONTROLS)]
 
 
-def open_place(name: str, folder: Path, *, postgres: bool) -> contextlib.AbstractContextManager[Place]:
+def open_place(name: str, folder: Path, flags: argparse.Namespace) -> contextlib.AbstractContextManager[Place]:
     home = folder / name
     home.mkdir()
-    return up(home, name, postgres=postgres) if name in STACKS else before_doubles(home, name)
+    if name not in STACKS:
+        return before_doubles(home, name)
+    return up(home, name, postgres=flags.postgres, engine_core=flags.engine_core)
+
+
+def leave_core() -> int:
+    """Take this process and those that it starts off the machine's last core. Return that core."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        raise SystemExit("--engine-core: this machine has one core, expected at least 2.")
+    os.sched_setaffinity(0, cores[:-1])
+    return cores[-1]
 
 
 def main() -> int:
@@ -141,8 +154,10 @@ def main() -> int:
     parser.add_argument("--latency", type=float, default=1.2, help="limit of the neighbour's p50 and p99; 0 for none")
     parser.add_argument("--mutations", type=int, default=200, help="mutated uploads in a round; 0 for none")
     parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
+    parser.add_argument("--engine-core", action="store_true", help="the engine has one core, and all else the others")
     parser.add_argument("--json", type=Path, help="write the results there as well")
     flags = parser.parse_args()
+    flags.engine_core = leave_core() if flags.engine_core else None
     if flags.list:
         for attack in SHOWN:
             print(f"{attack.name:20} {attack.words}" + (f"   [{attack.place}]" if attack.place != "up" else ""))

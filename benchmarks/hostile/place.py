@@ -61,22 +61,28 @@ def of_stack(stack: Stack) -> Place:
     secrets = json.loads((stack.data / "secrets.json").read_text())
     socket = re.search(r'unixsocket "(.*)"', (stack.data / "valkey" / "valkey.conf").read_text())
     assert socket is not None
-    parts = psutil.Process(stack.process.pid).children()
-    gateway = next(part for part in parts if part.cmdline()[1:4] == ["-m", "loraplex.cli", "gateway"])
     return Place(
         url=local["gateway"],
         admin_key=local["admin_key"],
         base_model=local["base_model"],
-        gateway_pid=gateway.pid,
+        gateway_pid=_part(stack, "gateway").pid,
         redis_url=f"unix://:{secrets['redis_password']}@{socket[1]}",
         store=stack.data / "adapters",
         temporary=stack.temporary,
     )
 
 
+def _part(stack: Stack, command: str) -> psutil.Process:
+    parts = psutil.Process(stack.process.pid).children()
+    return next(part for part in parts if part.cmdline()[1:4] == ["-m", "loraplex.cli", command])
+
+
 @contextlib.contextmanager
-def up(folder: Path, kind: str, *, postgres: bool) -> Iterator[Place]:
-    """Start a kind of STACKS with the demo model, on SQLite or on its own PostgreSQL."""
+def up(folder: Path, kind: str, *, postgres: bool, engine_core: int | None = None) -> Iterator[Place]:
+    """Start a kind of STACKS with the demo model, on SQLite or on its own PostgreSQL.
+
+    engine_core: the core that the engine runs on, which this process has left.
+    """
     with contextlib.ExitStack() as exits:
         arguments = ["--demo"]
         if postgres:
@@ -87,7 +93,11 @@ def up(folder: Path, kind: str, *, postgres: bool) -> Iterator[Place]:
             arguments += ["--database-url", server.get_uri().replace("postgresql://", "postgresql+asyncpg://", 1)]
         stack = Stack(data_dir(folder / "data"), *arguments, environment=STACKS[kind])
         exits.callback(_stop, stack)
-        yield of_stack(stack.wait_ready())
+        place = of_stack(stack.wait_ready())
+        if engine_core is not None:
+            for thread in _part(stack, "engine").threads():
+                os.sched_setaffinity(thread.id, {engine_core})
+        yield place
 
 
 def _stop(stack: Stack) -> None:
