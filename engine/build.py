@@ -12,15 +12,17 @@ import torch
 from adapters.manifest import BaseShape
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
-from engine.config import EngineConfig
+from engine.config import SIMULATED, EngineConfig, StepTime
 from engine.execution.graphs import default_sizes
-from engine.execution.runner import Runner, RunnerLimits
+from engine.execution.runner import Runner, RunnerLimits, StepRunner
+from engine.execution.simulated import DEVICE as SIMULATED_DEVICE
+from engine.execution.simulated import SimulatedRunner
 from engine.model.config import ModelConfig, read_config
 from engine.model.families import load_decoder, parse_model_config
 from engine.model.weights import Progress
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.registry import make_policy
-from kernels.ops import PackedLinear
+from kernels.ops import PackedLinear, dense_linear
 from kernels.platform import default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
@@ -40,7 +42,7 @@ class Parts:
     device: torch.device
     limits: RunnerLimits
     adapters: AdapterPool
-    runner: Runner
+    runner: StepRunner
     policy: Policy
 
 
@@ -52,20 +54,18 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     device = resolve_device(config)
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
     check_memory(config, device)
-    dtype = resolve_dtype(config, model)
-    kv_dtype = DTYPES_OF_8_BITS.get(config.kv_cache_dtype, dtype)
-    lora_dtype = DTYPES_OF_8_BITS.get(config.lora_dtype, dtype)
+    _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)
     graph_sizes = resolve_graph_sizes(config, device)
-    ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    decoder = load_decoder(path, model, ops, dtype, device, context, progress)
+    load = LOADERS.get(device.type, _load_decoder)
+    loaded = load(config, model, device, context, progress)
     kv_cache_bytes, adapter_bytes = split_memory(config, platform_of(device).free_memory())
     num_blocks = kv_cache_bytes // (kv_bytes_per_token(model, kv_dtype) * config.block_size)
     context = fit_context(config, context, num_blocks, kv_cache_bytes)
     limits = RunnerLimits(num_blocks, config.block_size, config.max_num_seqs, context, kv_dtype, graph_sizes)
     shape = BaseShape.from_config(raw_config)
-    adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, ops.pack_linear)
-    runner = Runner(decoder, adapters, limits, device, partial(progress, "Capturing CUDA graphs"))
+    adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, loaded.pack)
+    runner = loaded.make_runner(adapters, limits)
     policy = make_policy(
         config.scheduler,
         slack=config.fair_slack,
@@ -73,6 +73,36 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
         preempt_after=config.preempt_after,
     )
     return Parts(model, device, limits, adapters, runner, policy)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A model that is ready to run. pack: the backend's `pack_linear`. make_runner: called with adapters and sizes."""
+
+    pack: Callable[[Any], PackedLinear]
+    make_runner: Callable[[AdapterPool, RunnerLimits], StepRunner]
+
+
+def _load_decoder(
+    config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: Progress
+) -> Loaded:
+    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
+    ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
+    decoder = load_decoder(Path(config.model), model, ops, dtype, device, context, progress)
+
+    def make_runner(adapters: AdapterPool, limits: RunnerLimits) -> Runner:
+        return Runner(decoder, adapters, limits, device, partial(progress, "Capturing CUDA graphs"))
+
+    return Loaded(ops.pack_linear, make_runner)
+
+
+def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
+    step_time = StepTime.parse(config.device)
+    return Loaded(dense_linear, lambda adapters, limits: SimulatedRunner(model.vocab_size, adapters, limits, step_time))
+
+
+# Loaders of devices that do not run a decoder, by torch's type.
+LOADERS: dict[str, Callable[..., Loaded]] = {SIMULATED_DEVICE.type: _simulate}
 
 
 def _adapter_pool(
@@ -122,7 +152,7 @@ def resolve_device(config: EngineConfig) -> torch.device:
     """Return the configured device. Raises ConfigError if this machine has no such device."""
     if config.device == "auto":
         return default_device()
-    device = torch.device(config.device)
+    device = SIMULATED_DEVICE if config.device.startswith(SIMULATED) else torch.device(config.device)
     if not platform_of(device).is_available():
         raise ConfigError("device", f"expected cpu or auto: torch sees no {config.device.upper()} device")
     return device
@@ -130,6 +160,13 @@ def resolve_device(config: EngineConfig) -> torch.device:
 
 def resolve_dtype(config: EngineConfig, model: ModelConfig) -> torch.dtype:
     return DTYPES.get(model.dtype if config.dtype == "auto" else config.dtype, torch.float32)
+
+
+def resolve_dtypes(config: EngineConfig, model: ModelConfig) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Return the dtypes of the model, of the KV cache and of the adapters."""
+    dtype = resolve_dtype(config, model)
+    kv_dtype = DTYPES_OF_8_BITS.get(config.kv_cache_dtype, dtype)
+    return dtype, kv_dtype, DTYPES_OF_8_BITS.get(config.lora_dtype, dtype)
 
 
 def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:

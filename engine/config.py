@@ -8,12 +8,40 @@ from wire.errors import ConfigError
 from wire.options import check_options, option
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-Device = Literal["auto", "cpu", "cuda"]
 GenerationConfig = Literal["auto", "none"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 PolicyName = Literal["fair", "fcfs"]
 ToolCallParser = Literal["hermes", "llama3_json"]
+
+DEVICES = ("auto", "cpu", "cuda")
+SIMULATED = "simulated"
+# Maximum of each of a simulated step's times.
+LONGEST_STEP_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Duration of a simulated device's step, in seconds: `fixed`, `per_token` for each token of the step, and `prompt`
+    if it has prompt tokens.
+    """
+
+    fixed: float
+    per_token: float
+    prompt: float = 0.0
+
+    @classmethod
+    def parse(cls, device: str) -> "StepTime":
+        """Parse a device such as `simulated:4.5,0.01`, times in milliseconds. Raises ConfigError."""
+        kind, _, times = device.partition(":")
+        try:
+            seconds = [float(time) / 1000 for time in times.split(",")]
+        except ValueError:
+            seconds = []
+        if kind != SIMULATED or len(seconds) not in (2, 3) or not all(0 <= s <= LONGEST_STEP_S for s in seconds):
+            expected = f"{', '.join(DEVICES)} or {SIMULATED}:STEP_MS,MS_PER_TOKEN, such as {SIMULATED}:4.5,0.01"
+            raise ConfigError("device", f"expected {expected}; got {device!r}")
+        return cls(*seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +61,9 @@ class EngineConfig:
     tokenizer: str | None = option(None, help="Folder with the tokenizer to use; default: the model's own.")
     served_model_name: str | None = option(None, help="The base model's name in the API; default: from --model.")
     dtype: DType = option("auto", help="Model dtype.")
-    device: Device = option("auto", help="Device.")
+    device: str = option(
+        "auto", help="Device: auto, cpu, cuda, or simulated:STEP_MS,MS_PER_TOKEN to measure the host's share."
+    )
     max_model_len: int | None = option(
         None, least=1, help="Maximum tokens of prompt and answer together; default: the model's."
     )
@@ -84,6 +114,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.device not in DEVICES:
+            StepTime.parse(self.device)
         sizes = self.cuda_graph_sizes
         if sizes is not None and not all(1 <= size <= self.max_num_seqs for size in sizes):
             raise ConfigError(

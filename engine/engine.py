@@ -18,7 +18,7 @@ from adapters.tiers.host_cache import HostCache
 from adapters.tiers.tier_state import TierState
 from engine.build import build
 from engine.config import EngineConfig
-from engine.execution.runner import Sampling
+from engine.execution.runner import StepTokens
 from engine.model.weights import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
@@ -41,7 +41,7 @@ class StepInFlight:
     is_short: whether it leaves out streams (`Scheduler.is_short`).
     """
 
-    sampling: Sampling
+    sampling: StepTokens
     started: float
     num_decodes: int
     num_prompt_tokens: int

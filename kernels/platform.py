@@ -115,7 +115,11 @@ def platform_of(device: torch.device) -> Platform:
         from kernels.cpu.platform import CpuPlatform
 
         return CpuPlatform()
-    raise ValueError(f"device: expected cpu or cuda, got {device.type}")
+    if device.type == "meta":
+        from kernels.simulated.platform import SimulatedPlatform
+
+        return SimulatedPlatform()
+    raise ValueError(f"device: expected cpu, cuda or meta, got {device.type}")
 
 
 def default_device() -> torch.device:

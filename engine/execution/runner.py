@@ -7,6 +7,7 @@ computes. Each seat's newest token stays in a table on the device, from which th
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.request import Request, Status
 from kernels.ops import KvCache
-from kernels.platform import platform_of
+from kernels.platform import Fence, platform_of
 from kernels.reference import LARGEST
 
 
@@ -34,12 +35,13 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The tokens of a step, in transfer to the host."""
+    """The tokens of a step, in transfer to the host. done: the end of a step without tokens."""
 
     requests: list[Request]
     tokens: Download | None
     logprobs: list[tuple[list[Request | PromptRows], list[int], Download]]
     logits: tuple[list[Request], Download] | None = None
+    done: Fence | None = None
 
     def wait(self) -> dict[Request, int]:
         """Return the next token of each request whose tokens are all computed, and append log-probabilities to the
@@ -56,9 +58,35 @@ class Sampling:
         if self.logits is not None:
             for request, row in zip(self.logits[0], self.logits[1].wait()[0], strict=True):
                 request.logits = row
+        if self.done is not None:
+            # Otherwise the host would launch all chunks of a long prompt at once, and no request could join before it.
+            self.done.synchronize()
         if self.tokens is None:
             return {}
         return dict(zip(self.requests, self.tokens.wait()[0].tolist(), strict=True))
+
+
+class StepTokens(Protocol):
+    """A step's tokens while the device may still compute them. requests: those that receive a token."""
+
+    @property
+    def requests(self) -> Sequence[Request]: ...
+
+    def wait(self) -> dict[Request, int]:
+        """Wait for the step's end. Return the requests' tokens, `NOT_FINITE` for one without a finite score."""
+        ...
+
+
+class StepRunner(Protocol):
+    """Executor of plans on a device; neither method waits for it."""
+
+    def forward(self, plan: Mapping[Request, int]) -> Any:
+        """Launch the computation of the plan's tokens. Return the argument of `sample`."""
+        ...
+
+    def sample(self, launched: Any) -> StepTokens:
+        """Launch the sampling of the next tokens. Every earlier token of the requests must be known."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +157,8 @@ class Runner:
         live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]
         requests = [layout.sampled[i] for i in live]
         if not requests:
-            return Sampling([], None, [entry for entry in logprobs if entry is not None])
+            done = platform_of(self.device).fence()
+            return Sampling([], None, [entry for entry in logprobs if entry is not None], done=done)
         rows = [layout.sampled_rows[i] for i in live]
         if len(rows) != len(logits):
             [index] = upload(self.device, [np.array(rows)])

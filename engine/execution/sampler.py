@@ -6,6 +6,7 @@ Rows are independent: a request's draw depends on its own seed and position only
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,10 +34,26 @@ def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tens
     constrain(logits, [request.mask for request in requests])
     if any(request.params.edits_logits for request in requests):
         edit_logits(logits, requests)
-    params = [request.params for request in requests]
-    if all(p.temperature == 0 for p in params):
+    if all(request.params.temperature == 0 for request in requests):
         return likeliest(logits)
-    columns = (
+    return draw(logits, *upload(logits.device, draw_columns(requests)))
+
+
+class DrawColumns(NamedTuple):
+    """Parameters of each row's draw, each `[n]`: fp32, int32, fp32, fp32, int64, int64."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+
+
+def draw_columns(requests: Sequence[Request]) -> DrawColumns:
+    """Return the parameters of the requests' draws, in the order of a backend's `sample`."""
+    params = [request.params for request in requests]
+    return DrawColumns(
         np.array([p.temperature for p in params], np.float32),
         np.array([p.top_k for p in params], np.int32),
         np.array([p.top_p for p in params], np.float32),
@@ -44,7 +61,6 @@ def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tens
         np.array([request.seed & _LARGEST_U64 for request in requests], np.uint64).view(np.int64),
         np.array([request.num_output_tokens + 1 for request in requests], np.int64),
     )
-    return draw(logits, *upload(logits.device, columns))
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -77,7 +93,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
             p = request.params
             if p.logit_bias:
                 biased.add(row, _edits(request).bias_ids, _edits(request).bias)
-            for found in _bans(request):
+            for found in bans(request):
                 if request.mask is None:
                     banned.add(row, found, 0.0)
                 else:
@@ -116,7 +132,7 @@ def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edit
         lowered.add(row, used, p.presence_penalty + p.frequency_penalty * counts)
 
 
-def _bans(request: Request) -> Iterator[np.ndarray]:
+def bans(request: Request) -> Iterator[np.ndarray]:
     """Yield non-empty sets of tokens that may not come next: first the banned words', then end tokens before
     `min_tokens`.
     """

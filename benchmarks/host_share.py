@@ -1,0 +1,261 @@
+"""The host's share of a step, on a simulated device (`--device simulated:STEP_MS,MS_PER_TOKEN`).
+
+    python -m benchmarks.host_share [--seconds 8] [--json FILE] [--profile] [-- ENGINE FLAGS]
+
+Measures the CPU time of the engine's core for each step, in this process and without a server; then, with a real
+`loraplex engine` over HTTP and streams of a client in this process: the front's CPU time for each streamed token, the
+share of the device's rate that 64 streams reach, and the first token of a long prompt beside 8 streams. Figures are
+CPU times where possible. Run nothing else on the machine at the same time.
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import psutil
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from benchmarks.sweep import make_adapters
+from engine.build import DTYPES
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import NewRequest, SamplingParams
+from loraplex.models import ensure_demo_model
+from testing.ports import free_port
+
+NUM_ADAPTERS, RANK = 8, 8
+PROMPT, LONG_PROMPT = 200, 4000
+# The simulated device has no memory, so the cache may be as large as the scheduler's lists allow.
+MEMORY: dict[str, Any] = {"kv_cache_memory": 16 << 30, "adapter_memory": 1 << 30}
+# A decode step of an 8B model on an H200: 4.5 ms, 20 us for each prompt token.
+DECODE_MS, TOKEN_MS = 4.5, 0.02
+# Steps slow enough that no token waits for the front, so that each has its own event.
+CALM_MS = 25
+# Fixed cost of a step with prompt tokens that is launched kernel by kernel.
+EAGER_MS = 10
+
+Figures = dict[str, float]
+
+
+def core_steps(model: Path, adapters: list[Path], streams: int, steps: int, profile: bool) -> Figures:
+    """Measure decode steps of `streams` requests in an engine without a server."""
+    host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, DTYPES["bfloat16"])
+    config = EngineConfig(
+        model=str(model), device="simulated:0,0", max_num_seqs=streams, max_num_batched_tokens=8192, **MEMORY
+    )
+    engine = Engine(config, host)
+    digests = [host.add_path(path) for path in adapters]
+    params = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
+    for i in range(streams):
+        prompt = [(31 * i + 7 * j) % 40000 + 10 for j in range(PROMPT)]
+        engine.add_request(NewRequest(str(i), prompt, params, digests[i % len(digests)], tenant_id=f"tenant-{i % 4}"))
+    while not all(request.is_decoding for request in engine.scheduler.requests.values()):
+        engine.step()
+        if engine.is_waiting_for_adapters:
+            time.sleep(0.001)
+    assert engine.state().num_running == streams
+    times = []
+    with profiled(profile):
+        for _ in range(steps):
+            began = time.thread_time()
+            engine.step()
+            times.append(1e3 * (time.thread_time() - began))
+    engine.close()
+    host.close()
+    return {"ms_per_step": statistics.mean(times), "ms_per_step_p99": sorted(times)[int(0.99 * len(times))]}
+
+
+@contextmanager
+def profiled(wanted: bool) -> Iterator[None]:
+    """Print where the time of the block went, if wanted."""
+    if not wanted:
+        yield
+        return
+    import cProfile
+    import pstats
+
+    profile = cProfile.Profile()
+    with profile:
+        yield
+    pstats.Stats(profile).sort_stats("tottime").print_stats(40)
+
+
+class ServedEngine:
+    """A `loraplex engine` process. cpu: seconds of the front (the event loop's thread) and of all else."""
+
+    def __init__(self, model: Path, adapters: list[Path], device: str, flags: list[str]) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the engine runs
+        command = [sys.executable, "-m", "loraplex.cli", "engine", "--model", str(model), "--served-model-name", "base"]
+        command += ["--port", str(self.port), "--device", device, "--max-num-seqs", "256"]
+        command += ["--kv-cache-memory", str(MEMORY["kv_cache_memory"]), *flags]
+        for i, path in enumerate(adapters):
+            command += ["--lora-modules", f"adapter-{i}={path}"]
+        self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
+        self._root = psutil.Process(self._process.pid)
+        deadline = time.monotonic() + 120
+        while not self._is_ready():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                self._log.seek(0)
+                raise RuntimeError(self._log.read().decode())
+            time.sleep(0.1)
+
+    def _is_ready(self) -> bool:
+        try:
+            return urllib.request.urlopen(f"{self.url}/health", timeout=1).status == 200
+        except OSError:
+            return False
+
+    def state(self) -> dict[str, Any]:
+        return json.load(urllib.request.urlopen(f"{self.url}/state", timeout=10))
+
+    def cpu(self) -> tuple[float, float]:
+        threads = {t.id: t.user_time + t.system_time for t in self._root.threads()}
+        front = threads.pop(self._root.pid)
+        children = [child.cpu_times() for child in self._root.children(recursive=True)]
+        return front, sum(threads.values()) + sum(c.user + c.system for c in children)
+
+    def close(self) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        self._process.wait(60)
+
+
+class Stream(asyncio.Protocol):
+    """A streamed completion over a raw socket, which costs the client little. first: arrival of the first event."""
+
+    def __init__(self, request: bytes) -> None:
+        self._request = request
+        self.sent = time.perf_counter()
+        self.first: float | None = None
+        self.head = b""
+        self.has_first = asyncio.Event()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self.first is None:
+            self.head += data
+            if b"data: " in self.head:
+                self.first = time.perf_counter()
+                self.has_first.set()
+
+
+async def open_stream(port: int, number: int, num_prompt_tokens: int, max_tokens: int, adapters: int) -> Stream:
+    body = {
+        "model": f"adapter-{number % adapters}", "stream": True, "max_tokens": max_tokens, "ignore_eos": True,
+        "prompt": [(31 * number + 7 * j) % 40000 + 10 for j in range(num_prompt_tokens)], "seed": number,
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(head + data), "127.0.0.1", port)
+    return stream
+
+
+@asynccontextmanager
+async def streams(engine: ServedEngine, number: int) -> AsyncIterator[None]:
+    """Keep streams open during the block; it begins when all decode."""
+    opened = [await open_stream(engine.port, i, PROMPT, 6000, NUM_ADAPTERS) for i in range(number)]
+    for stream in opened:
+        await stream.has_first.wait()
+    try:
+        yield
+    finally:
+        for stream in opened:
+            stream.transport.abort()
+
+
+async def rate(engine: ServedEngine, number: int, seconds: float) -> Figures:
+    """Measure `number` streams: tokens per second, and CPU time per token."""
+    async with streams(engine, number):
+        await asyncio.sleep(1)
+        state, cpu, began = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
+        await asyncio.sleep(seconds)
+        after, cpu_after, ended = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
+    tokens, steps = (after[key] - state[key] for key in ("generated_tokens", "steps"))
+    front, core = (b - a for a, b in zip(cpu, cpu_after, strict=True))
+    return {
+        "tokens_per_s": tokens / (ended - began),
+        "front_us_per_token": 1e6 * front / tokens,
+        "core_ms_per_step": 1e3 * core / steps,
+    }
+
+
+async def first_tokens(engine: ServedEngine, repeats: int) -> Figures:
+    """Measure the time to the first token of a long prompt beside 8 streams."""
+    async with streams(engine, 8):
+        found = []
+        for i in range(repeats):
+            stream = await open_stream(engine.port, 1000 + i, LONG_PROMPT, 1, NUM_ADAPTERS)
+            await stream.has_first.wait()
+            found.append((stream.first or 0.0) - stream.sent)
+            stream.transport.abort()
+            await asyncio.sleep(0.2)
+    return {"median_s": statistics.median(found), "worst_s": max(found)}
+
+
+def served(model: Path, adapters: list[Path], flags: list[str], seconds: float) -> Iterator[tuple[str, Figures]]:
+    measures: list[tuple[str, str, Callable[[ServedEngine], Any]]] = [
+        ("64 streams, a step every 25 ms", f"simulated:{CALM_MS},0", lambda e: rate(e, 64, seconds)),
+        ("64 streams, a step every 4.5 ms", f"simulated:{DECODE_MS},0", lambda e: rate(e, 64, seconds)),
+        ("256 streams, a step every 25 ms", f"simulated:{CALM_MS},0", lambda e: rate(e, 256, seconds)),
+        (
+            "first token of 4,000 beside 8 streams",
+            f"simulated:{DECODE_MS},{TOKEN_MS},{EAGER_MS}",
+            lambda e: first_tokens(e, 7),
+        ),
+    ]
+    for name, device, measure in measures:
+        with ExitStack() as stack:
+            engine = ServedEngine(model, adapters, device, flags)
+            stack.callback(engine.close)
+            yield name, asyncio.run(measure(engine))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path)
+    parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--profile", action="store_true", help="show where the core's time goes, and stop")
+    parser.add_argument("flags", nargs="*", help="flags of the served engine")
+    flags = parser.parse_args()
+    model = flags.model or ensure_demo_model(Path(os.environ.get("LORAPLEX_TEST_CACHE", ".loraplex-test")) / "models")
+    found: dict[str, Figures] = {}
+
+    def show(name: str, figures: Figures) -> None:
+        found[name] = figures
+        print(f"{name}: " + ", ".join(f"{key} {value:.4g}" for key, value in figures.items()), flush=True)
+
+    with tempfile.TemporaryDirectory() as folder:
+        adapters = make_adapters(BaseShape.from_config_dir(model), Path(folder), NUM_ADAPTERS, RANK)
+        for number in (64, 256):
+            steps = 300 if flags.profile else 1500
+            show(f"core, {number} streams", core_steps(model, adapters, number, steps, flags.profile))
+        if not flags.profile:
+            for name, figures in served(model, adapters, flags.flags, flags.seconds):
+                show(name, figures)
+    if flags.json is not None:
+        flags.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Executor of plans on a simulated device: each step takes a given time, and its tokens are hashes.
+
+The host does the work that it does for a GPU: layout, staging buffers, parameters of the draws. The device's work is a
+wait without CPU. A token is a hash of the served adapter's digest, the request's seed, the position and the token
+before it, so answers do not depend on batches, chunks or preemption. Grammars, `allowed_token_ids`, `bad_words` and
+`min_tokens` are obeyed. There are no scores: penalties, biases and the shape of the distribution change nothing, and
+log-probabilities are made up.
+"""
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from adapters.tiers.device_pool import AdapterPool
+from engine.config import StepTime
+from engine.execution.layout import Layout, Planner, make_batch
+from engine.execution.runner import RunnerLimits
+from engine.execution.sampler import bans, draw_columns
+from engine.execution.transfer import upload
+from engine.scheduling.request import Request, Status, TokenLogprobs
+
+DEVICE = torch.device("meta")
+_BASE, _FACTOR, _LAST = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A launched step. ends: time.perf_counter() at which the device has computed it."""
+
+    layout: Layout
+    ends: float
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedTokens:
+    """The tokens of a step, readable once the device has computed it."""
+
+    requests: list[Request]
+    tokens: list[int]
+    ends: float
+
+    def wait(self) -> dict[Request, int]:
+        if (left := self.ends - time.perf_counter()) > 0:
+            time.sleep(left)
+        return dict(zip(self.requests, self.tokens, strict=True))
+
+
+class SimulatedRunner:
+    """Executor of plans. Steps run one after the other, each for `step_time`, however early they are launched."""
+
+    def __init__(self, vocab_size: int, adapters: AdapterPool, limits: RunnerLimits, step_time: StepTime) -> None:
+        self._vocab_size, self._step_time = vocab_size, step_time
+        self._slot_digests = adapters.slot_digests
+        num_blocks = -(-limits.max_model_len // limits.block_size)
+        self._planner = Planner(limits.max_num_seqs, num_blocks, limits.block_size, adapters.slot_digests)
+        self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
+        self._device_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=DEVICE)
+        self._busy_until = 0.0
+
+    def forward(self, plan: Mapping[Request, int]) -> Pass:
+        """Launch a step."""
+        layout = self._planner.lay_out(plan)
+        make_batch(layout, self._device_tokens)
+        num_tokens, step_time = len(layout.token_ids), self._step_time
+        seconds = step_time.fixed + step_time.per_token * num_tokens
+        if num_tokens > len(layout.counts):
+            seconds += step_time.prompt
+        self._busy_until = max(self._busy_until, time.perf_counter()) + seconds
+        return Pass(layout, self._busy_until)
+
+    def sample(self, launched: Pass) -> SimulatedTokens:
+        """Choose the next tokens. Requests that have ended are skipped."""
+        layout = launched.layout
+        for rows in layout.prompt_rows:
+            self._add_prompt_logprobs(rows.request, rows.first, rows.num_tokens)
+        live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]
+        requests = [layout.sampled[i] for i in live]
+        if not requests:
+            return SimulatedTokens([], [], launched.ends)
+        draws = self._draws(layout, live, requests)
+        tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
+        for i, request in enumerate(requests):
+            params = request.params
+            if request.mask is not None or params.bad_words is not None or params.min_tokens:
+                tokens[i] = self._allowed_token(request, int(draws[i]))
+            if params.logprobs is not None:
+                request.logprobs.append(self._logprobs(tokens[i], params.logprobs))
+            if params.keep_logits:
+                generator = torch.Generator().manual_seed(int(draws[i]) >> 1)
+                request.logits = torch.randn(self._vocab_size, generator=generator)
+        self._last_tokens[[request.seat for request in requests]] = tokens
+        return SimulatedTokens(requests, tokens, launched.ends)
+
+    def _draws(self, layout: Layout, live: Sequence[int], requests: Sequence[Request]) -> np.ndarray:
+        """Return each request's hash, uint64 `[n]`."""
+        columns = draw_columns(requests)
+        upload(DEVICE, columns)
+        rows = layout.logits_rows[[layout.sampled_rows[i] for i in live]]
+        newest = self._last_tokens[[request.seat for request in requests]]
+        before = np.where(layout.token_ids[rows] < 0, newest, layout.token_ids[rows])
+        adapters = [self._adapter_hash(slot) for slot in layout.token_adapters[rows].tolist()]
+        # A greedy answer does not depend on the seed.
+        seeds = np.where(columns.temperature == 0, 0, columns.seeds)
+        found = np.array(adapters, np.uint64)
+        for part in (seeds, columns.positions, before):
+            found = _mix(found + _BASE + part.view(np.uint64))
+        return found
+
+    def _adapter_hash(self, slot: int) -> int:
+        """Return a number of the adapter whose pages the slot has, 0 for the base model."""
+        return int(self._slot_digests[slot][:16] or "0", 16) if slot >= 0 else 0
+
+    def _allowed_token(self, request: Request, draw: int) -> int:
+        """Return the token that a draw selects among those that the request's rules allow."""
+        allowed = np.ones(self._vocab_size, np.bool_)
+        if request.mask is not None:
+            bits = np.zeros((self._vocab_size + 31) // 32, np.uint32)
+            request.mask.fill(bits)
+            allowed = np.unpackbits(bits.view(np.uint8), count=self._vocab_size, bitorder="little").view(np.bool_)
+        for banned in bans(request):
+            rest = allowed.copy()
+            rest[banned] = False
+            if rest.any():  # a ban is skipped if it would leave no token
+                allowed = rest
+        ids = np.flatnonzero(allowed)
+        return int(ids[draw % len(ids)])
+
+    def _logprobs(self, token: int, most: int) -> TokenLogprobs:
+        """Return log-probabilities in which each token is half as likely as the one before it."""
+        ids = [(token + i) % self._vocab_size for i in range(most)]
+        return TokenLogprobs(token, -math.log(2), 1, ids, [-math.log(2) * (i + 1) for i in range(most)])
+
+    def _add_prompt_logprobs(self, request: Request, first: int, num_tokens: int) -> None:
+        if first == 0:
+            request.prompt_logprobs = [None]  # nothing predicts the first token
+        following = request.token_ids[first + 1 : min(first + num_tokens + 1, request.num_prompt_tokens)]
+        most = request.params.prompt_logprobs or 0
+        request.prompt_logprobs += [self._logprobs(token, most) for token in following]
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Return splitmix64's finaliser of each uint64."""
+    x = (x ^ (x >> np.uint64(30))) * _FACTOR
+    x = (x ^ (x >> np.uint64(27))) * _LAST
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,68 @@
+"""`kernels.platform.Platform` of a simulated device: tensors without memory (torch's `meta`), copies without effect.
+
+It measures the host's share of a step and has no ops: `engine.execution.simulated` computes its steps.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+
+class SimulatedPlatform:
+    name = "simulated device"
+    is_host = False
+    # The GPU's, so that prompts are cut as there.
+    least_chunk = 256
+
+    def ops(self, *_: object) -> NoReturn:
+        raise NotImplementedError("a simulated device runs no ops")
+
+    def is_available(self) -> bool:
+        return True
+
+    def total_memory(self) -> int:
+        return sys.maxsize
+
+    def free_memory(self) -> None:
+        return None
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype, device="meta")
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        return torch.empty(tuple(shape), dtype=dtype)
+
+    def fence(self) -> "_Done":
+        return _Done()
+
+    def lane(self) -> "SimulatedLane":
+        return SimulatedLane()
+
+    def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
+        return step, pool
+
+
+class _Done:
+    def synchronize(self) -> None:
+        pass
+
+
+class SimulatedLane:
+    """Lane whose copies take no time. The host packs each row as for a GPU."""
+
+    in_place = False
+
+    def launched(self) -> _Done:
+        return _Done()
+
+    def wait(self, fence: Any) -> None:
+        pass
+
+    def copy(self, target: Tensor, source: Tensor) -> _Done:
+        return _Done()
+
+    def upload(self, tensor: Tensor) -> Tensor:
+        return tensor.to("meta")

@@ -1,0 +1,159 @@
+"""The simulated device: its answers do not depend on the batch, its steps take the given time and no CPU."""
+
+import itertools
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.request import NewRequest, SamplingParams
+from engine.structured.compiler import GrammarCompiler
+from testing.engine import Client, RunningServer, outputs_until_idle
+from testing.tiny import save_adapter, save_model
+from wire.errors import ConfigError
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
+Make = Callable[..., tuple[Engine, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=1024)
+    for i in range(3):
+        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
+    return folder
+
+
+@pytest.fixture
+def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
+    """Return a factory of engines and the digests of their three adapters."""
+
+    def make(times: str = "0,0", **options: Any) -> tuple[Engine, list[str]]:
+        host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        options = {"kv_cache_memory": 1 << 30, "max_num_batched_tokens": 64, "max_num_seqs": 64, **options}
+        engine = Engine(EngineConfig(model=str(folder / "base"), device=f"simulated:{times}", **options), host)
+        request.addfinalizer(engine.close)
+        return engine, [host.add_path(folder / f"adapter-{i}") for i in range(3)]
+
+    return make
+
+
+def add(engine: Engine, request_id: str, adapter: str | None = None, prompt: int = 20, **params: Any) -> None:
+    params = {"max_tokens": 40, "ignore_eos": True, "seed": 1} | params
+    tokens = [3 + 7 * j % 370 for j in range(prompt)]
+    engine.add_request(NewRequest(request_id, tokens, SamplingParams(**params), adapter_digest=adapter))
+
+
+def answers(engine: Engine) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        found.setdefault(output.request_id, []).extend(output.token_ids)
+    return found
+
+
+def answer(engine: Engine, adapter: str | None = None, **params: Any) -> list[int]:
+    add(engine, "one", adapter, **params)
+    return answers(engine)["one"]
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_preempted_requests_answer_as_alone(
+    async_scheduling: bool, make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone, digests = make_engine()
+    expected = {str(i): answer(alone, digests[i % 3], seed=i, prompt=5 + i) for i in range(12)}
+    assert len({tuple(tokens) for tokens in expected.values()}) == 12
+    # Admission expects no growth, so that blocks run out.
+    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    crowded, _ = make_engine(
+        kv_cache_memory=16 * BLOCK_BYTES, max_model_len=256, max_num_seqs=8, async_scheduling=async_scheduling
+    )
+    for i in range(12):
+        add(crowded, str(i), digests[i % 3], seed=i, prompt=5 + i)
+    assert answers(crowded) == expected
+    assert crowded.state().num_preemptions > 3
+
+
+def test_a_token_depends_on_adapter_seed_and_prompt(make_engine: Make) -> None:
+    engine, digests = make_engine()
+    plain = answer(engine)
+    assert answer(engine) == plain
+    others = [answer(engine, digests[0]), answer(engine, digests[1]), answer(engine, seed=2), answer(engine, prompt=21)]
+    assert len({tuple(tokens) for tokens in [plain, *others]}) == 5
+    assert answer(engine, temperature=0.0, seed=1) == answer(engine, temperature=0.0, seed=2)
+
+
+def test_token_rules_hold(folder: Path, make_engine: Make) -> None:
+    engine, _ = make_engine()
+    rules = {"allowed": AllowedTokens(range(5, 9)), "bad_words": BannedWords([[5], [6, 7]])}
+    tokens = answer(engine, **rules, max_tokens=200)
+    assert set(tokens) == {6, 7, 8}
+    assert (6, 7) not in itertools.pairwise(tokens)
+    tokenizer = Tokenizer.from_dir(folder / "base")
+    compiler = GrammarCompiler(tokenizer.to_json, engine.model_config.vocab_size, engine.eos_token_ids)
+    grammar = compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
+    text = tokenizer.decode(answer(engine, grammar=grammar, ignore_eos=False))
+    assert text.endswith("z")
+    assert set(text[:-1]) <= set("abcd")
+
+
+def test_steps_take_the_given_time_and_no_cpu(make_engine: Make) -> None:
+    engine, _ = make_engine("20,0.5,30")
+    began, cpu = time.perf_counter(), time.thread_time()
+    add(engine, "one", prompt=40, max_tokens=11)
+    answers(engine)
+    seconds, cpu = time.perf_counter() - began, time.thread_time() - cpu
+    # A prompt of 40 tokens, then ten decode steps; with asynchronous scheduling the host adds nothing between them.
+    expected = 0.02 + 40 * 0.0005 + 0.03 + 10 * 0.0205
+    assert expected <= seconds < expected + 0.1
+    assert cpu < 0.1
+
+
+def test_the_host_does_not_run_ahead_of_a_long_prompt(make_engine: Make) -> None:
+    """Chunks that sample no token are waited for too, so that a new request joins soon."""
+    engine, _ = make_engine("10,0")
+    add(engine, "long", prompt=640)
+    began = time.perf_counter()
+    for _ in range(6):
+        engine.step()
+    assert time.perf_counter() - began > 0.045
+
+
+def test_it_runs_thousands_of_steps_a_second(make_engine: Make) -> None:
+    engine, _ = make_engine()
+    add(engine, "one", max_tokens=900)
+    cpu = time.thread_time()
+    answers(engine)
+    assert engine.state().num_steps / (time.thread_time() - cpu) > 1000
+
+
+async def test_a_server_streams_its_answers(model: Path, session: Any) -> None:
+    server = RunningServer(model, config={"device": "simulated:1,0", "max_num_batched_tokens": 640})
+    try:
+        client = Client(session, server.url)
+        body = {"model": "tiny", "prompt": "go on", "max_tokens": 30, "ignore_eos": True, "seed": 3, "logprobs": 2}
+        whole = (await client.ok("/v1/completions", body))["choices"][0]
+        events = await client.events("/v1/completions", body)
+        assert "".join(event["choices"][0]["text"] for event in events) == whole["text"]
+        assert len(whole["logprobs"]["tokens"]) == 30
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("device", ["simulated", "simulated:1", "simulated:1,-1", "simulated:a,b", "simulated:nan,1"])
+def test_times_are_checked(device: str) -> None:
+    with pytest.raises(ConfigError, match="device: expected auto, cpu, cuda or simulated:STEP_MS,MS_PER_TOKEN"):
+        EngineConfig(model="any", device=device)
