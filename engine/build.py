@@ -57,7 +57,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)
     graph_sizes = resolve_graph_sizes(config, device)
-    load = LOADERS.get(device.type, _load_decoder)
+    load = _load_decoder if platform_of(device).has_ops else _simulate
     loaded = load(config, model, device, context, progress)
     kv_cache_bytes, adapter_bytes = split_memory(config, platform_of(device).free_memory())
     num_blocks = kv_cache_bytes // (kv_bytes_per_token(model, kv_dtype) * config.block_size)
@@ -99,10 +99,6 @@ def _load_decoder(
 def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
     step_time = StepTime.parse(config.device)
     return Loaded(dense_linear, lambda adapters, limits: SimulatedRunner(model.vocab_size, adapters, limits, step_time))
-
-
-# Loaders of devices that do not run a decoder, by torch's type.
-LOADERS: dict[str, Callable[..., Loaded]] = {SIMULATED_DEVICE.type: _simulate}
 
 
 def _adapter_pool(

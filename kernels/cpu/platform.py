@@ -15,6 +15,7 @@ from kernels.reference import LARGEST
 class CpuPlatform:
     name = "machine"
     is_host = True
+    has_ops = True
     # Each row takes its time here: 16 tokens after thousands of keys triple a step of 8 decodes.
     least_chunk = 4
 

@@ -12,6 +12,7 @@ from kernels.ops import Ops
 class CudaPlatform:
     name = "GPU"
     is_host = False
+    has_ops = True
     # The matrix products wait for the weights up to about 200 rows, and launching a mixed step costs milliseconds.
     least_chunk = 256
 

@@ -14,6 +14,7 @@ from torch import Tensor
 class SimulatedPlatform:
     name = "simulated device"
     is_host = False
+    has_ops = False
     # The GPU's, so that prompts are cut as there.
     least_chunk = 256
 
