@@ -17,6 +17,7 @@ from gateway.errors import GatewayError
 from gateway.process.disks import room
 from gateway.records.database import Database, Migration, migrations
 from gateway.records.events.events import KEPT
+from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions
 from gateway.settings import Settings
 
@@ -113,9 +114,9 @@ class Conditions:
         )
         async with self._database.read() as connection:
             versions = (await connection.execute(select(func.count()).select_from(adapter_versions))).scalar_one()
-            sums = select(func.count(), func.coalesce(func.sum(contents.c.num_bytes), 0)).select_from(contents)
+            sums = select(func.count(), int_sum(contents.c.num_bytes)).select_from(contents)
             number, num_bytes = (await connection.execute(sums)).one()
-        stored = Stored(versions=versions, contents=number, num_bytes=int(num_bytes))
+        stored = Stored(versions=versions, contents=number, num_bytes=num_bytes)
         self._stored = now, stored
         return stored
 

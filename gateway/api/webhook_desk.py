@@ -10,14 +10,12 @@ from msgspec import Meta, Struct
 from gateway.alerts.addresses import MAX_URL_CHARS, check_url
 from gateway.alerts.sending import Sender
 from gateway.alerts.signing import webhook_secret
-from gateway.api.requests.fields import parse_period
+from gateway.api.requests.fields import parse_period, parse_text
 from gateway.errors import BadRequest
 from gateway.records.events.events import EVENT_TYPES
 from gateway.records.events.types import EventType
 from gateway.records.events.webhooks import Webhook, Webhooks
 from gateway.records.tenants.tenants import Tenants
-
-MAX_CHARS = 64
 
 
 class NewWebhook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -72,8 +70,5 @@ def read_event_filter(query: Mapping[str, str]) -> dict[str, Any]:
     kind = query.get("type")
     if kind is not None and kind not in {*EVENT_TYPES, *(each.partition(".")[0] for each in EVENT_TYPES)}:
         raise BadRequest(f"type: expected one of {', '.join(EVENT_TYPES)}, or its first word.", param="type")
-    texts = {name: query.get(name) for name in ("tenant", "after")}
-    for name, text in texts.items():
-        if text is not None and not (text.isprintable() and len(text) <= MAX_CHARS):
-            raise BadRequest(f"{name}: expected at most {MAX_CHARS} printable characters.", param=name)
+    texts = {name: parse_text(query, name) for name in ("tenant", "after")}
     return {**texts, "kind": kind, "since": since, "until": until}

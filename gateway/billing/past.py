@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_,
 from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.database import Database
 from gateway.records.money.usage_report import TIMES, segments
+from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
 
 
@@ -41,7 +42,7 @@ class UsagePast:
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int:
         """Return the cost, in micro-units, of the requests in `[since, until)`."""
         parts = [
-            select(func.sum(table.c.cost).label("cost")).where(*self._within(table, start, end, tenant_id, part))
+            select(int_sum(table.c.cost).label("cost")).where(*self._within(table, start, end, tenant_id, part))
             for table, start, end in segments(since, until)
         ]
         if not parts:
@@ -49,7 +50,7 @@ class UsagePast:
         # A single statement reads both tables in one snapshot, so a row being written is seen in both or in neither.
         every = union_all(*parts).subquery()
         async with self._database.read() as connection:
-            return int((await connection.execute(select(func.sum(every.c.cost)))).scalar() or 0)
+            return (await connection.execute(select(int_sum(every.c.cost)))).scalar_one()
 
     async def by_hour(
         self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True

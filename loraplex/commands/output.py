@@ -1,9 +1,7 @@
 """Output of the commands: tables for people and awk, the gateway's JSON for programs."""
 
-import csv
 import json
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
@@ -12,7 +10,7 @@ from typing import Any
 import click
 
 from loraplex.commands.values import MICRO_UNITS, limit_names
-from wire.csv_cells import cell
+from wire.csv_cells import csv_lines
 
 BUDGETS = ("budget_per_day", "budget_per_week", "budget_per_month")
 _NUMBER = re.compile(r"-?[\d.]+")
@@ -48,9 +46,8 @@ def print_json(value: Any) -> None:
 
 def print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
     """Print CSV. Texts of tenants are no formulas in a spreadsheet."""
-    writer = csv.DictWriter(sys.stdout, columns, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows({name: cell(value) for name, value in row.items()} for row in rows)
+    lines = csv_lines([columns, *([row.get(name) for name in columns] for row in rows)], end="\n")
+    click.echo(lines, nl=False)
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:

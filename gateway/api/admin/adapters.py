@@ -5,14 +5,14 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.requests.fields import json_response, read_flag, read_limit, read_number
+from gateway.api.requests.fields import json_response, parse_text, read_flag, read_limit, read_number, read_sort
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
-from gateway.records.adapters.list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter, Sort
+from gateway.records.adapters.list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter
 from wire.digests import bare_digest, digest_name, named_digest
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "limit")
-DEFAULT_ROWS, MAX_TEXT, MAX_RANK = 50, 80, 4096
+DEFAULT_ROWS, MAX_RANK = 50, 4096
 
 
 class AdminAdapters:
@@ -24,7 +24,7 @@ class AdminAdapters:
 
     async def list(self, request: web.Request) -> web.Response:
         """Return a page of adapters with their use, and the engines that hold them in device memory."""
-        sort, descending = read_sort(request)
+        sort, descending = read_sort(request, SORTS, "name")
         limit, number = read_limit(request, DEFAULT_ROWS, MAX_PAGE), read_number(request, "page", 1, 1_000_000) or 1
         page = await self._adapters.page(
             read_filter(request), sort=sort, descending=descending, page=number, limit=limit
@@ -36,28 +36,19 @@ class AdminAdapters:
 
 def read_filter(request: web.Request) -> ListFilter:
     """Return the filter of the query. An empty parameter counts as absent. Raises BadRequest."""
-    state, base = _text(request, "state"), _text(request, "base")
+    state, base = parse_text(request.query, "state"), parse_text(request.query, "base")
     if state is not None and state not in STATES:
         raise BadRequest(f"state: expected one of {', '.join(STATES)}.", param="state")
     if base is not None and named_digest(base) is None:
         raise BadRequest("base: expected a digest such as sha256:3fa9...", param="base")
     return ListFilter(
-        tenant=_text(request, "tenant"),
-        search=_text(request, "q"),
+        tenant=parse_text(request.query, "tenant"),
+        search=parse_text(request.query, "q"),
         state=state,
         rank=read_number(request, "rank", 1, MAX_RANK),
         base=None if base is None else bare_digest(base),
         is_unused=bool(request.query.get("unused")) and read_flag(request, "unused"),
     )
-
-
-def read_sort(request: web.Request) -> tuple[Sort, bool]:
-    """Return `?sort=`, and whether it begins with the last. Raises BadRequest."""
-    given = request.query.get("sort") or "name"
-    for sort in SORTS:
-        if given.removeprefix("-") == sort:
-            return sort, given.startswith("-")
-    raise BadRequest(f"sort: expected one of {', '.join(SORTS)}, with a '-' to begin with the last.", param="sort")
 
 
 def resident_on(registry: Registry, digest: str) -> list[str]:
@@ -86,12 +77,3 @@ def describe_listed(adapter: ListedAdapter, resident: Sequence[str]) -> dict[str
         "last_used": adapter.last_used,
         "resident": resident,
     }
-
-
-def _text(request: web.Request, name: str) -> str | None:
-    given = request.query.get(name, "").strip()
-    if not given:
-        return None
-    if not given.isprintable() or len(given) > MAX_TEXT:
-        raise BadRequest(f"{name}: expected at most {MAX_TEXT} printable characters.", param=name)
-    return given

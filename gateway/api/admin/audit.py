@@ -5,13 +5,10 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.requests.fields import json_response, parse_period, read_limit
-from gateway.errors import BadRequest
+from gateway.api.requests.fields import json_response, parse_period, parse_text, read_limit
 from gateway.records.audit import Audit
 
 DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
-# Longest text of a filter; all stored values are shorter. Texts are printable, because databases refuse a NUL.
-MAX_CHARS = 256
 MAX_ACTIONS = 20
 
 
@@ -30,17 +27,10 @@ class AdminAudit:
 def read_audit(query: Mapping[str, str]) -> dict[str, Any]:
     """Return the filter of a query, as `Audit.list` takes it. Raises BadRequest."""
     since, until = parse_period(query)
-    other = _read_text(query, "not_action") or ""
+    other = parse_text(query, "not_action") or ""
     return {
-        **{name: _read_text(query, name) for name in ("tenant", "actor", "action", "after")},
+        **{name: parse_text(query, name) for name in ("tenant", "actor", "action", "after")},
         "not_actions": [word.strip() for word in other.split(",") if word.strip()][:MAX_ACTIONS],
         "since": since,
         "until": until,
     }
-
-
-def _read_text(query: Mapping[str, str], name: str) -> str | None:
-    given = query.get(name)
-    if given is not None and not (given.isprintable() and 0 < len(given) <= MAX_CHARS):
-        raise BadRequest(f"{name}: expected 1 to {MAX_CHARS} printable characters.", param=name)
-    return given

@@ -8,12 +8,11 @@ from aiohttp import web
 from gateway.access.scopes import ACTOR
 from gateway.api.adapters.caller import AdapterCaller, find_caller, read_small
 from gateway.api.key_desk import KeyDesk, NewAdminKey, NewKey, Rotation, describe_key
-from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number
+from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number, read_sort
 from gateway.api.requests.key_filter import read_key_filter
-from gateway.errors import BadRequest
 from gateway.quota.quota import Quota
 from gateway.records.keys.keys import ApiKey
-from gateway.records.keys.list import MAX_PAGE, SORTS, KeyLists, Sort
+from gateway.records.keys.list import MAX_PAGE, SORTS, KeyLists
 from gateway.records.tenants.tenants import Tenants
 
 LIST_QUERY = ("tenant", "all", "state", "q", "sort", "limit", "page")
@@ -51,7 +50,7 @@ class KeyRoutes:
         """List the admin keys, those of `?tenant=`, or with `?all=true` all keys."""
         if not request.query:
             return json_response({"object": "list", "data": [describe_key(key) for key in await self._desk.list(None)]})
-        which, (sort, descending) = read_key_filter(request), _read_sort(request)
+        which, (sort, descending) = read_key_filter(request), read_sort(request, SORTS, "created_at")
         if which.tenant is None and not read_flag(request, "all"):
             which = msgspec.structs.replace(which, tenant="")
         limit, number = read_limit(request, DEFAULT_ROWS, MAX_PAGE), read_number(request, "page", 1, 1_000_000) or 1
@@ -83,15 +82,6 @@ class KeyRoutes:
     async def revoke_any(self, request: web.Request) -> web.Response:
         await self._desk.revoke(request.match_info["id"], request[ACTOR])
         return _revoked(request)
-
-
-def _read_sort(request: web.Request) -> tuple[Sort, bool]:
-    """Return `?sort=`, and whether it begins with the last. Raises BadRequest."""
-    given = request.query.get("sort") or "created_at"
-    for sort in SORTS:
-        if given.removeprefix("-") == sort:
-            return sort, given.startswith("-")
-    raise BadRequest(f"sort: expected one of {', '.join(SORTS)}, with a '-' to begin with the last.", param="sort")
 
 
 def _shown_once(key: ApiKey, clear: str) -> web.Response:

@@ -5,8 +5,7 @@ from datetime import UTC, datetime, timedelta
 import msgspec
 from aiohttp import web
 
-from gateway.api.requests.fields import json_response
-from gateway.api.requests.log_filter import read_bounds, read_text
+from gateway.api.requests.fields import json_response, parse_period, parse_text
 from gateway.errors import BadRequest
 from gateway.records.requests.refusal_report import GROUPS, LIMITED, GroupBy, RefusalFilter, RefusalReport
 
@@ -21,7 +20,7 @@ class AdminRefusals:
         self._report = report
 
     async def get(self, request: web.Request) -> web.Response:
-        since, until = read_bounds(request)
+        since, until = parse_period(request.query)
         until = until or datetime.now(UTC)
         since = since or until - timedelta(days=1)
         which = read_refusal_filter(request)
@@ -36,9 +35,9 @@ def read_refusal_filter(request: web.Request) -> RefusalFilter:
     if given != ALL and not (given.isascii() and given.isdigit() and len(given) <= 3):
         raise BadRequest(f"status: expected an HTTP status or {ALL}.", param="status")
     return RefusalFilter(
-        tenant=read_text(request, "tenant"),
-        code=read_text(request, "code"),
-        limit_name=read_text(request, "limit_name"),
+        tenant=parse_text(request.query, "tenant"),
+        code=parse_text(request.query, "code"),
+        limit_name=parse_text(request.query, "limit_name"),
         status=None if given == ALL else int(given),
     )
 

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.access.auth import Authenticator
 from gateway.access.roles import check_role
 from gateway.access.scopes import ACTOR, ROLE
-from gateway.api.requests.fields import json_response, read_body, read_limit, read_raw
+from gateway.api.requests.fields import json_response, parse_text, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
 from gateway.quota.kinds import ADAPTER_KINDS, REQUEST_KINDS, Kind
@@ -24,8 +24,6 @@ from gateway.records.tenants.terms import FIELDS, NO_TERMS, OnTokenLimit, Terms,
 
 T = TypeVar("T")
 MAX_TENANTS = 1000
-# Longest text of a filter.
-MAX_CHARS = 256
 # The path in msgspec's message about a fault within a body's model_limits.
 OF_A_MODEL = "model_limits[...]"
 BudgetShare = Annotated[float, Meta(ge=0.01, le=1)]
@@ -182,12 +180,9 @@ class AdminTenants:
 
 def read_filter(query: Mapping[str, str]) -> TenantFilter:
     """Return the filter of a query. An empty value counts as absent, except that of `plan`. Raises BadRequest."""
-    given: dict[str, Any] = {name: query[name] for name in ("tag", "q") if query.get(name)}
+    given: dict[str, Any] = {name: parse_text(query, name) for name in ("tag", "q")}
     if "plan" in query:
-        given["plan"] = query["plan"]
-    for name, value in given.items():
-        if len(value) > MAX_CHARS or (value and not value.isprintable()):
-            raise BadRequest(f"{name}: expected at most {MAX_CHARS} printable characters.", param=name)
+        given["plan"] = parse_text(query, "plan") or ""
     if suspended := query.get("suspended"):
         if suspended not in ("true", "false"):
             raise BadRequest("suspended: expected true or false.", param="suspended")

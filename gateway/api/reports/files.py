@@ -1,12 +1,15 @@
-"""Files that a browser saves: a stream with its headers."""
+"""Files that a browser saves: streams of CSV and JSON with their headers, page by page, in bounded memory."""
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable, Sequence
+from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from gateway.errors import GatewayError
+from wire.csv_cells import csv_lines
 
 log = logging.getLogger(__name__)
 
@@ -39,3 +42,22 @@ async def send_file(
         if request.transport is not None:
             request.transport.abort()
     return response
+
+
+async def csv_parts(head: Sequence[str], pages: AsyncIterator[Iterable[Iterable[Any]]]) -> AsyncIterator[bytes]:
+    """Yield a CSV file. pages: its rows."""
+    yield csv_lines([head]).encode()
+    async for rows in pages:
+        yield csv_lines(rows).encode()
+
+
+async def json_parts(pages: AsyncIterator[Iterable[Any]]) -> AsyncIterator[bytes]:
+    """Yield a JSON array with an item on each line. pages: its items."""
+    mark = b"[\n"
+    async for items in pages:
+        part = bytearray()
+        for item in items:
+            part += mark + msgspec.json.encode(item)
+            mark = b",\n"
+        yield bytes(part)
+    yield b"[]\n" if mark == b"[\n" else b"\n]\n"

@@ -7,8 +7,8 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.requests.fields import json_response, read_limit, read_period
-from gateway.api.requests.log_filter import read_log_filter, read_text
+from gateway.api.requests.fields import json_response, parse_period, parse_text, read_limit
+from gateway.api.requests.log_filter import read_log_filter
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
 from gateway.records.activity.periods import STEPS
@@ -58,7 +58,7 @@ class RequestLogRoutes:
 
     async def _page(self, request: web.Request, which: LogFilter) -> LogPage:
         limit = read_limit(request, DEFAULT_ENTRIES, MAX_PAGE)
-        return await self._log.page(which, after=read_text(request, "after"), limit=limit)
+        return await self._log.page(which, after=parse_text(request.query, "after"), limit=limit)
 
     def _answer(self, page: LogPage, hidden: tuple[str, ...]) -> web.Response:
         entries = [_shown(entry, hidden) for entry in page.entries]
@@ -80,11 +80,11 @@ class ActivityRoutes:
 
     async def get(self, request: web.Request) -> web.Response:
         """Report the activity since `?since=`, by default in the last day."""
-        since, until = read_period(request)
+        since, until = parse_period(request.query)
         report = await self._activity.report(
             since=since or (until or datetime.now(UTC)) - timedelta(days=1),
             until=until,
-            scope=Scope(**{name: read_text(request, name) for name in ("tenant", "model", "engine")}),
+            scope=Scope(**{name: parse_text(request.query, name) for name in ("tenant", "model", "engine")}),
             group_by=_read_choice(request, "group_by", GROUPS),
             order=_read_choice(request, "order", ORDERS) or "requests",
             top=read_limit(request, DEFAULT_GROUPS, MAX_GROUPS),

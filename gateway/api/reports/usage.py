@@ -6,7 +6,7 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.requests.fields import json_response, read_limit, read_period
+from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.errors import BadRequest
 from gateway.records.money.prices import exact_money
 from gateway.records.money.usage_report import GROUPS, UsageReport
@@ -40,7 +40,7 @@ async def usage_answer(request: web.Request, report: UsageReport, currency: str,
 
     currency: of the costs. which: the filters of `UsageReport.page`.
     """
-    since, until = read_period(request)
+    since, until = parse_period(request.query)
     page = await report.page(
         _read_groups(request),
         since=since,

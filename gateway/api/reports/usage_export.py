@@ -1,8 +1,6 @@
 """Exports of usage as CSV, JSON or Parquet: sums of one moment, streamed, so that they add up to the ledger exactly."""
 
 import asyncio
-import csv
-import io
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -10,13 +8,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.api.reports.files import send_file
+from gateway.api.reports.files import csv_parts, json_parts, send_file
 from gateway.api.reports.parquet import Field, ParquetWriter
-from gateway.api.requests.log_filter import read_bounds, read_text
+from gateway.api.requests.fields import parse_period, parse_text
 from gateway.errors import BadRequest, Unavailable
 from gateway.records.money.prices import exact_money
 from gateway.records.money.usage_report import GROUPS, UsageFilter, UsageReport, UsageSums
-from wire.csv_cells import cell
 
 FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "application/vnd.apache.parquet"}
 QUERY = ("format", "group_by", "since", "until", "tenant", "model", "key")
@@ -42,6 +39,7 @@ FIELDS = (
     Field("cost", "money"),
     Field("currency", "text"),
 )
+Rows = AsyncIterator[list[dict[str, Any]]]
 # Fields that a report has only if it groups by one of these.
 _ONLY_BY = {"version": ("version",), "key_id": ("key",), "key": ("key",), "model": ("model", "version")}
 
@@ -60,12 +58,12 @@ class UsageExport:
         Raises BadRequest, and Unavailable if too many exports are running.
         """
         form, group_by = _read_format(request), _read_groups(request)
-        since, until = read_bounds(request)
-        model = read_text(request, "model")
+        since, until = parse_period(request.query)
+        model = parse_text(request.query, "model")
         which = UsageFilter(
-            tenant=read_text(request, "tenant"),
+            tenant=parse_text(request.query, "tenant"),
             models=None if model is None else [model],
-            key_id=read_text(request, "key"),
+            key_id=parse_text(request.query, "key"),
         )
         fields = [field for field in FIELDS if _is_in(field.name, group_by)]
         if self._places.locked():
@@ -82,9 +80,7 @@ class UsageExport:
             finally:
                 await parts.aclose()
 
-    async def _rows(
-        self, first: list[UsageSums], parts: AsyncIterator[list[UsageSums]]
-    ) -> AsyncIterator[list[dict[str, Any]]]:
+    async def _rows(self, first: list[UsageSums], parts: AsyncIterator[list[UsageSums]]) -> Rows:
         yield [self._row(sums) for sums in first]
         async for part in parts:
             yield [self._row(sums) for sums in part]
@@ -112,30 +108,17 @@ def _read_groups(request: web.Request) -> list[str]:
     return [name for name in GROUPS if name in given]
 
 
-async def _csv(rows: AsyncIterator[list[dict[str, Any]]], fields: Sequence[Field]) -> AsyncIterator[bytes]:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow([field.name for field in fields])
-    async for part in rows:
-        writer.writerows([_cell(_plain(field, row[field.name])) for field in fields] for row in part)
-        yield text.getvalue().encode()
-        text.seek(0)
-        text.truncate()
+def _csv(rows: Rows, fields: Sequence[Field]) -> AsyncIterator[bytes]:
+    pages = ([[_plain(field, row[field.name]) for field in fields] for row in part] async for part in rows)
+    return csv_parts([field.name for field in fields], pages)
 
 
-async def _json(rows: AsyncIterator[list[dict[str, Any]]], fields: Sequence[Field]) -> AsyncIterator[bytes]:
-    """Yield a JSON array with a group on each line."""
-    mark = b"[\n"
-    async for part in rows:
-        out = bytearray()
-        for row in part:
-            out += mark + msgspec.json.encode({field.name: _plain(field, row[field.name]) for field in fields})
-            mark = b",\n"
-        yield bytes(out)
-    yield b"[]\n" if mark == b"[\n" else b"\n]\n"
+def _json(rows: Rows, fields: Sequence[Field]) -> AsyncIterator[bytes]:
+    pages = ([{field.name: _plain(field, row[field.name]) for field in fields} for row in part] async for part in rows)
+    return json_parts(pages)
 
 
-async def _parquet(rows: AsyncIterator[list[dict[str, Any]]], fields: Sequence[Field]) -> AsyncIterator[bytes]:
+async def _parquet(rows: Rows, fields: Sequence[Field]) -> AsyncIterator[bytes]:
     writer = ParquetWriter(fields)
     yield writer.begin()
     held: list[dict[str, Any]] = []
@@ -154,7 +137,3 @@ def _plain(field: Field, value: Any) -> Any:
     if isinstance(value, datetime):
         return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     return value
-
-
-def _cell(value: Any) -> Any:
-    return str(value).lower() if isinstance(value, bool) else cell(value)

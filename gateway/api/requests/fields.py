@@ -3,7 +3,7 @@
 import asyncio
 import re
 import unicodedata
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeVar
@@ -18,6 +18,7 @@ from wire import http_body
 from wire.decoding import BOUND_WORDS, TYPE_WORDS, UNITS
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
 
 # Deflate's maximum compression ratio.
 MAX_DEFLATE_RATIO = 1032
@@ -26,6 +27,9 @@ STEP_BYTES = 2**16
 # Time limit for reading a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
 _BODY = web.RequestKey("body", bytes)
+
+# Longest text of a filter; all stored values are shorter.
+MAX_TEXT = 256
 
 # Years that a time may have: no records exist beyond them, and date arithmetic fails at the ends of the calendar.
 YEARS = range(1970, 9000)
@@ -130,12 +134,12 @@ def read_moment(request: web.Request, name: str) -> datetime | None:
 
 
 def parse_moment(query: Mapping[str, str], name: str) -> datetime | None:
-    """Return a query parameter in ISO 8601 or Unix seconds as a UTC time, None if absent. The default zone is UTC.
+    """Return a query parameter in ISO 8601 or Unix seconds as a UTC time, None if it is absent or empty.
 
-    Raises BadRequest.
+    The default zone is UTC. Raises BadRequest.
     """
     given = query.get(name)
-    if given is None:
+    if not given:
         return None
     try:
         if re.fullmatch(r"\d{1,11}(\.\d+)?", given):
@@ -151,13 +155,8 @@ def parse_moment(query: Mapping[str, str], name: str) -> datetime | None:
     return moment
 
 
-def read_period(request: web.Request) -> tuple[datetime | None, datetime | None]:
-    """Return the period of the query like `parse_period`."""
-    return parse_period(request.query)
-
-
 def parse_period(query: Mapping[str, str]) -> tuple[datetime | None, datetime | None]:
-    """Return `since` and `until`. Raises BadRequest if `since` is after `until`."""
+    """Return `since` and `until`, None for each that is absent or empty. Raises BadRequest if `since` is later."""
     since, until = parse_moment(query, "since"), parse_moment(query, "until")
     if since is not None and until is not None and since > until:
         raise BadRequest("since: expected a moment that is not after 'until'.", param="since")
@@ -170,6 +169,44 @@ def read_flag(request: web.Request, name: str) -> bool:
     if given not in ("true", "false"):
         raise BadRequest(f"{name}: expected true or false.", param=name)
     return given == "true"
+
+
+def read_limit(request: web.Request, default: int, most: int) -> int:
+    """Return `?limit=`, the size of a page. Raises BadRequest."""
+    given = request.query.get("limit", str(default))
+    if not (re.fullmatch("[0-9]{1,10}", given) and 1 <= int(given) <= most):
+        raise BadRequest(f"limit: expected a number from 1 to {most}.", param="limit")
+    return int(given)
+
+
+def read_number(request: web.Request, name: str, least: int, most: int) -> int | None:
+    """Return a query parameter that is a number; None if it is absent or empty. Raises BadRequest."""
+    given = request.query.get(name, "").strip()
+    if not given:
+        return None
+    if not (re.fullmatch("[0-9]{1,10}", given) and least <= int(given) <= most):
+        raise BadRequest(f"{name}: expected a number from {least} to {most}.", param=name)
+    return int(given)
+
+
+def parse_text(query: Mapping[str, str], name: str) -> str | None:
+    """Return a text of a query without the spaces around it; None if it is absent or empty. Raises BadRequest.
+
+    Only printable characters are accepted, because databases refuse a NUL.
+    """
+    given = query.get(name, "").strip()
+    if not given.isprintable() or len(given) > MAX_TEXT:
+        raise BadRequest(f"{name}: expected at most {MAX_TEXT} printable characters.", param=name)
+    return given or None
+
+
+def read_sort(request: web.Request, names: Sequence[Name], default: str) -> tuple[Name, bool]:
+    """Return `?sort=`, and whether a `-` before it asks for descending order. Raises BadRequest."""
+    given = request.query.get("sort") or default
+    for name in names:
+        if given.removeprefix("-") == name:
+            return name, given.startswith("-")
+    raise BadRequest(f"sort: expected one of {', '.join(names)}, with a '-' to begin with the last.", param="sort")
 
 
 def json_response(body: object, status: int = 200) -> web.Response:
@@ -196,21 +233,3 @@ def _explain(message: str) -> BadRequest:
 
 def _within(place: str | None, field: str) -> str:
     return field if place is None else f"{place}.{field}"
-
-
-def read_limit(request: web.Request, default: int, most: int) -> int:
-    """Return `?limit=`, the size of a page. Raises BadRequest."""
-    given = request.query.get("limit", str(default))
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and 1 <= int(given) <= most):
-        raise BadRequest(f"limit: expected a number from 1 to {most}.", param="limit")
-    return int(given)
-
-
-def read_number(request: web.Request, name: str, least: int, most: int) -> int | None:
-    """Return a query parameter that is a number; None if it is absent or empty. Raises BadRequest."""
-    given = request.query.get(name, "")
-    if not given:
-        return None
-    if not (given.isascii() and given.isdecimal() and len(given) < 10 and least <= int(given) <= most):
-        raise BadRequest(f"{name}: expected a number from {least} to {most}.", param=name)
-    return int(given)

@@ -2,17 +2,17 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from aiohttp import web
 
-from gateway.api.admin.adapters import read_filter, read_sort, resident_on
+from gateway.api.admin.adapters import read_filter, resident_on
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.places import Places
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
-from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter
+from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "format")
 COLUMNS = (
@@ -84,8 +84,8 @@ class AdapterListPage:
         try:
             which = read_filter(request)
             if request.query.get("format") == "csv":
-                return await self._csv(request, which)
-            found = await self._page(request, which, table.page, ROWS)
+                return await self._csv(table, which)
+            found = await self._page(table, which, table.page, ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         return self._frame.render(
@@ -104,14 +104,14 @@ class AdapterListPage:
             place=Places(request),
         )
 
-    async def _page(self, request: web.Request, which: ListFilter, page: int, limit: int) -> AdapterPage:
-        sort, descending = read_sort(request)
-        return await self._adapters.page(which, sort=sort, descending=descending, page=page, limit=limit)
+    async def _page(self, table: Table, which: ListFilter, page: int, limit: int) -> AdapterPage:
+        sort = cast(Sort, table.sort)
+        return await self._adapters.page(which, sort=sort, descending=table.descending, page=page, limit=limit)
 
-    async def _csv(self, request: web.Request, which: ListFilter) -> web.Response:
+    async def _csv(self, table: Table, which: ListFilter) -> web.Response:
         rows: list[Row] = []
         for page in range(1, MAX_CSV // MAX_PAGE + 1):
-            found = await self._page(request, which, page, MAX_PAGE)
+            found = await self._page(table, which, page, MAX_PAGE)
             rows += [self._row(each) for each in found.adapters]
             if len(found.adapters) < MAX_PAGE:
                 break

@@ -3,20 +3,20 @@
 An adapter's own page, its actions and the upload are those of the operators' pages (gateway/pages/adapters/page.py).
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.admin.adapters import read_filter, read_sort
+from gateway.api.admin.adapters import read_filter
 from gateway.errors import BadRequest
 from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
 from gateway.pages.adapters.list import STATE_OPTIONS, TONES, UNUSED_OPTIONS
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
 from gateway.records.adapters.catalog import Adapter, Model
-from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter
+from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter, Sort
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.money.prices import Price, exact_money
 from gateway.records.tenants.tenants import Tenant
@@ -66,11 +66,10 @@ class ConsoleAdapters(ConsolePages):
         try:
             own = {"tenant": None, "tenant_id": principal.tenant.id, "names": principal.allowed_models}
             which: ListFilter = msgspec.structs.replace(read_filter(request), **own)
-            sort, descending = read_sort(request)
             page, limit = (1, MAX_PAGE) if is_csv else (table.page, ROWS)
             async with self.console.reads.turn(principal.tenant.id):
                 found = await self.console.records.adapter_list.page(
-                    which, sort=sort, descending=descending, page=page, limit=limit
+                    which, sort=cast(Sort, table.sort), descending=table.descending, page=page, limit=limit
                 )
                 rows = await self._priced(principal.tenant, found)
         except BadRequest as error:

@@ -13,9 +13,10 @@ from gateway.api.key_desk import KeyDesk
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
 from gateway.pages.console.access import Console, ConsolePages, needs
+from gateway.pages.parts.answers import error_field, is_confirmed
+from gateway.pages.parts.key_forms import key_form, read_grace, read_new_key, revoke_form, rotate_form
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import csv_response, read_table, window
-from gateway.pages.tenants.keys import EXPIRIES, error_field, read_grace, read_new_key, rotate_form
 from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
 from gateway.records.keys.list import Sort
 
@@ -61,19 +62,8 @@ class ConsoleKeys(ConsolePages):
             else:
                 return self._shown(request, key, clear)
         chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
-        return self.console.frame.render(
-            request,
-            "key_form.html",
-            title="New key",
-            status=400 if errors else 200,
-            owner=None,
-            cancel=LIST,
-            scopes=[(scope, scope in chosen) for scope in sorted(principal.scopes)],
-            roles=(),
-            expiries=EXPIRIES,
-            values=form or {},
-            errors=errors,
-        )
+        scopes = [(scope, scope in chosen) for scope in sorted(principal.scopes)]
+        return key_form(self.console.frame, request, errors, title="New key", cancel=LIST, scopes=scopes)
 
     @needs("keys")
     async def rotate(self, request: web.Request) -> web.StreamResponse:
@@ -94,25 +84,15 @@ class ConsoleKeys(ConsolePages):
     @needs("keys")
     async def revoke(self, request: web.Request) -> web.StreamResponse:
         key, principal = await self._key(request), request[PRINCIPAL]
-        form, error = request.get(FORM), None
         name = key.label or key.id
-        if form is not None:
-            if form.get("typed", "").strip() == name:
-                caller = tenants_caller(request)
-                await caller.count_change(request, self.console.quota)
-                await self._desk.revoke(key.id, caller.actor, principal)
-                raise web.HTTPSeeOther(f"{LIST}?done=revoked")
-            error = f"Type {name} to confirm."
+        if is_confirmed(request, name):
+            caller = tenants_caller(request)
+            await caller.count_change(request, self.console.quota)
+            await self._desk.revoke(key.id, caller.actor, principal)
+            raise web.HTTPSeeOther(f"{LIST}?done=revoked")
         own = " You are logged in with this key, so you are logged out." if key.id == principal.key_id else ""
-        return self.console.frame.confirm(
-            request,
-            title=f"Revoke {name}",
-            name=name,
-            text=f"The key {key.id} is refused from now on, and its running streams end.{own}",
-            button="Revoke",
-            cancel=LIST,
-            error=error,
-        )
+        text = f"The key {key.id} is refused from now on, and its running streams end.{own}"
+        return revoke_form(self.console.frame, request, name, text, LIST)
 
     async def _key(self, request: web.Request) -> ApiKey:
         """Return the key of the path. Raises RecordNotFound, with the same text for another tenant's key."""

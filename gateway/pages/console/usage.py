@@ -11,13 +11,13 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.errors import BadRequest
 from gateway.pages.console.access import ConsolePages, needs
 from gateway.pages.frame.frame import link
-from gateway.pages.parts import report_period
-from gateway.pages.parts.report_period import LAST_MONTH, MONTH, Span, read_span, segments_of
+from gateway.pages.parts import periods
+from gateway.pages.parts.periods import LAST_MONTH, MONTH, PagePeriod, read_period, segments_of
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.records.money.prices import MICRO_UNITS, exact_money
 from gateway.records.money.usage_report import UsagePage, UsageSums
 
-QUERY = (*report_period.QUERY[:3], "by", "sort", "page", "format")
+QUERY = (*periods.QUERY[:3], "by", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", MONTH, LAST_MONTH)
 BY = {"day": "Day", "model": "Model", "key": "Key"}
 # Most rows; the sums are of all of them.
@@ -44,9 +44,9 @@ class ConsoleUsage(ConsolePages):
         """Return the page, or its table as CSV. An error of the period is shown above the table."""
         principal, now = request[PRINCIPAL], datetime.now(UTC)
         errors: dict[str, str] = {}
-        by, span = "day", Span(MONTH, report_period.month_start(now), now)
+        by, span = "day", PagePeriod(MONTH, periods.month_start(now), now)
         try:
-            by, span = _read_group(request), read_span(request, MONTH, now)
+            by, span = _read_group(request), read_period(request, MONTH, now)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         columns = (GROUP_COLUMNS[by], *SUMS)
@@ -73,7 +73,7 @@ class ConsoleUsage(ConsolePages):
             charts=_charts(days.groups, self.console.currency),
         )
 
-    async def _page(self, principal: TenantPrincipal, by: str, span: Span) -> UsagePage:
+    async def _page(self, principal: TenantPrincipal, by: str, span: PagePeriod) -> UsagePage:
         """Return the sums of the models that the key may use."""
         return await self.console.records.report.page(
             (by,),

@@ -15,6 +15,7 @@ from gateway.fleet.history import History, Sample
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import EngineView, view_engine
+from gateway.pages.parts.charts import thin
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 
 # Points of a chart; more samples are thinned out.
@@ -100,7 +101,7 @@ class EnginePages:
         kept = [row for row in rows if wanted in row.url.lower() and (not state or row.state.startswith(state))]
         if request.query.get("format") == "csv":
             return csv_response("engines", CSV_COLUMNS, kept)
-        queue = _thinned(list(self._history.queue))
+        queue = thin(list(self._history.queue), MAX_POINTS)
         chart = {
             "times": [at for at, _, _ in queue],
             "series": [
@@ -124,7 +125,7 @@ class EnginePages:
             row=self._row(engine, datetime.now(UTC)),
             engine=engine,
             state=engine.state.reported,
-            charts=_charts(_thinned(list(history.samples))),
+            charts=_charts(thin(list(history.samples), MAX_POINTS)),
             changes=list(reversed(history.changes)),
         )
 
@@ -232,12 +233,6 @@ def _charts(samples: Sequence[Sample]) -> list[tuple[str, str, dict[str, Any]]]:
         ("steps", "Time of a step", chart("ms", {"mean of 5 s": rates("step_ms")})),
         ("loads", "Adapters", chart("per minute", {"loads": rates("loads"), "evictions": rates("evictions")})),
     ]
-
-
-def _thinned(points: Sequence[Any]) -> list[Any]:
-    """Return at most MAX_POINTS of the points, evenly spaced, with the last one."""
-    step = -(-len(points) // MAX_POINTS) or 1
-    return list(points[(len(points) - 1) % step :: step])
 
 
 def _back(path: str) -> web.Response:

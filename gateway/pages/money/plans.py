@@ -12,6 +12,7 @@ from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.money.prices import AMOUNTS, read_price
+from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
 from gateway.pages.parts.forms import read_terms, term_fields, term_text
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
@@ -75,7 +76,7 @@ class PlanPages:
                     given = read_fields({**values, "prices": prices}, NewPlan)
                     await self._save(request, plan, form.get("name", "").strip(), given)
                 except GatewayError as error:
-                    errors[(error.param or "").split("[")[0]] = error.message
+                    errors[error_field(error)] = error.message
                 else:
                     raise web.HTTPSeeOther(f"{PLANS}?done=saved")
         return self._frame.render(
@@ -118,15 +119,13 @@ class PlanPages:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         plan = await self._records.plans.get(request.match_info["plan"])
-        form, error = request.get(FORM), None
-        if form is not None:
-            error = f"Type {plan.name} to confirm."
-            if form.get("typed", "").strip() == plan.name:
-                try:
-                    await self._records.plans.delete(plan.name, request[ACTOR])
-                    raise web.HTTPSeeOther(f"{PLANS}?done=deleted")
-                except Conflict as conflict:
-                    error = conflict.message
+        error = typing_error(request, plan.name)
+        if is_confirmed(request, plan.name):
+            try:
+                await self._records.plans.delete(plan.name, request[ACTOR])
+                raise web.HTTPSeeOther(f"{PLANS}?done=deleted")
+            except Conflict as conflict:
+                error = conflict.message
         whose = "1 tenant has" if plan.num_tenants == 1 else f"{plan.num_tenants:,} tenants have"
         return self._frame.confirm(
             request,

@@ -10,6 +10,7 @@ from gateway.api.admin.prices import NewPrice
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, GatewayError, RecordNotFound
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.answers import is_confirmed, typing_error
 from gateway.pages.parts.forms import read_money
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
@@ -65,13 +66,10 @@ class PricePages:
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         model = request.match_info["model"]
-        form, error = request.get(FORM), None
-        if form is not None:
-            error = f"Type {model} to confirm."
-            if form.get("typed", "").strip() == model:
-                await self._records.prices.delete(model, request[ACTOR])
-                await self._refresh()
-                raise web.HTTPSeeOther(f"{PRICES}?done=deleted")
+        if is_confirmed(request, model):
+            await self._records.prices.delete(model, request[ACTOR])
+            await self._refresh()
+            raise web.HTTPSeeOther(f"{PRICES}?done=deleted")
         return self._frame.confirm(
             request,
             title="Delete a price",
@@ -79,7 +77,7 @@ class PricePages:
             text=f"From then on the next more general price holds for {model}, or none.",
             button="Delete",
             cancel=PRICES,
-            error=error,
+            error=typing_error(request, model),
         )
 
     async def _check(self, model: str) -> None:

@@ -7,12 +7,12 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from gateway.api.reports.usage_export import UsageExport
-from gateway.api.requests.log_filter import read_text
+from gateway.api.requests.fields import parse_text
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts import report_period
+from gateway.pages.parts import periods
+from gateway.pages.parts.periods import MONTH, TITLES, PagePeriod, as_field, read_period, segments_of
 from gateway.pages.parts.places import Places
-from gateway.pages.parts.report_period import MONTH, TITLES, Span, as_field, read_span, segments_of
 from gateway.pages.parts.tables import ROWS, Column, read_table
 from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.money.usage_ranking import (
@@ -30,7 +30,7 @@ from gateway.records.money.usage_ranking import (
 )
 from gateway.records.money.usage_report import UsageFilter
 
-QUERY = (*report_period.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
+QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", "month", "last_month")
 GROUP_TITLES: dict[GroupBy, str] = {
     "tenant": "Tenant",
@@ -78,7 +78,7 @@ class UsagePages:
         try:
             context = await self._figures(request, now)
         except BadRequest as error:
-            span, errors = Span("", now - timedelta(days=1), now), {error.param or "": error.message}
+            span, errors = PagePeriod("", now - timedelta(days=1), now), {error.param or "": error.message}
             context = {"span": span, "errors": errors, "group_by": "tenant", "measure": "cost", "table": None}
         return self._frame.render(
             request,
@@ -95,14 +95,14 @@ class UsagePages:
         )
 
     async def _figures(self, request: web.Request, now: datetime) -> dict[str, Any]:
-        span = read_span(request, MONTH, now)
+        span = read_period(request, MONTH, now)
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
-        model = read_text(request, "model")
+        model = parse_text(request.query, "model")
         which = UsageFilter(
-            tenant=read_text(request, "tenant"),
+            tenant=parse_text(request.query, "tenant"),
             models=None if model is None else [model],
-            key_id=read_text(request, "key"),
+            key_id=parse_text(request.query, "key"),
         )
         part = Part(which=which, since=span.since, until=span.until)
         earlier = Part(which=which, since=span.before, until=span.before_until)
@@ -169,7 +169,7 @@ def _choice(request: web.Request, name: str, choices: tuple[_Choice, ...]) -> _C
     raise BadRequest(f"{name}: expected one of {', '.join(choices)}.", param=name)
 
 
-def _step(span: Span) -> Step:
+def _step(span: PagePeriod) -> Step:
     length = span.until - span.since
     return "hour" if length <= HOURS else "day" if length <= DAYS else "month"
 
@@ -218,7 +218,7 @@ def _between(starts: list[datetime], step: Step) -> list[datetime]:
     while at <= starts[-1] and len(found) < 5000:
         found.append(at)
         if step == "month":
-            at = report_period.month_start(at + timedelta(days=32))
+            at = periods.month_start(at + timedelta(days=32))
         else:
             at += timedelta(hours=1) if step == "hour" else timedelta(days=1)
     return found

@@ -12,11 +12,13 @@ from gateway.errors import BadRequest, Unavailable
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
-from gateway.pages.parts.periods import PERIODS, TITLES, Shown, read_period
+from gateway.pages.parts.charts import means
+from gateway.pages.parts.periods import read_period, segments_of
 from gateway.records.activity.activity import Activity
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
 from gateway.records.money.prices import MICRO_UNITS
 
+PERIODS = ("1h", "24h", "7d", "30d")
 GROUPS = ("tenant", "model", "engine")
 # Points of a sparkline.
 SPARK_POINTS = 40
@@ -54,10 +56,10 @@ class Overview:
         )
 
     async def page(self, request: web.Request) -> web.Response:
-        period, group = read_period(request), request.query.get("by", "tenant")
+        now = datetime.now(UTC)
+        period, group = read_period(request, "24h", now), request.query.get("by", "tenant")
         if group not in GROUPS:
             raise BadRequest(f"by: expected one of {', '.join(GROUPS)}.", param="by")
-        now = datetime.now(UTC)
         midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
         missing, report, today = None, None, None
         try:
@@ -74,10 +76,10 @@ class Overview:
             title="Overview",
             missing=missing,
             period=period,
-            periods=[(TITLES[name], name) for name in PERIODS],
+            periods=segments_of(request, period, PERIODS),
             group=group,
             report=report,
-            figures=None if report is None else figures(report, period),
+            figures=None if report is None else figures(report),
             today=None if today is None else today.total.cost,
             charts=[] if report is None else charts(report, group),
             sparks={} if report is None else _sparks(report),
@@ -85,7 +87,7 @@ class Overview:
         )
 
 
-def figures(report: ActivityReport, period: Shown) -> Figures:
+def figures(report: ActivityReport) -> Figures:
     """Return the figures of the tiles."""
     seconds = max(1.0, (report.until - report.since).total_seconds())
     now, before = report.total, report.before
@@ -167,18 +169,11 @@ def _sparks(report: ActivityReport) -> dict[str, list[float | None]]:
         "errors": _summed([each.curve for each in report.refusals if each.status >= 500 or not each.status]),
         "limited": _summed([each.curve for each in report.refusals if each.status == 429]),
     }
-    return {name: _thinned(values) for name, values in curves.items()}
+    return {name: means(values, SPARK_POINTS) for name, values in curves.items()}
 
 
 def _summed(curves: Sequence[Sequence[int]]) -> list[float | None]:
     return [float(sum(values)) for values in zip(*curves, strict=True)]
-
-
-def _thinned(values: list[float | None]) -> list[float | None]:
-    """Return at most SPARK_POINTS means of consecutive values."""
-    width = -(-len(values) // SPARK_POINTS) or 1
-    parts = [[value for value in values[i : i + width] if value is not None] for i in range(0, len(values), width)]
-    return [sum(part) / len(part) if part else None for part in parts]
 
 
 def _attempts(report: ActivityReport, *, is_before: bool) -> int:

@@ -1,58 +1,110 @@
-"""Periods of pages with charts: `?period=24h`, or `?since=` and `?until=` for any other."""
+"""Period of a page, from `?period=`, from `?since=` and `?until=`, or around the moment `?at=`."""
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 
 from aiohttp import web
 
+from gateway.api.requests.fields import parse_period, read_moment
 from gateway.errors import BadRequest
+from gateway.pages.frame.frame import link
 
-PERIODS = {
+# Periods that end now, by their names in the URL.
+LENGTHS = {
+    "15m": timedelta(minutes=15),
     "1h": timedelta(hours=1),
-    "24h": timedelta(hours=24),
+    "24h": timedelta(days=1),
     "7d": timedelta(days=7),
     "30d": timedelta(days=30),
 }
-TITLES = {"1h": "1 h", "24h": "24 h", "7d": "7 d", "30d": "30 d"}
-LONGEST = timedelta(days=400)
+MONTH, LAST_MONTH = "month", "last_month"
+TITLES = {
+    "15m": "15 min",
+    "1h": "1 h",
+    "24h": "24 h",
+    "7d": "7 d",
+    "30d": "30 d",
+    MONTH: "This month",
+    LAST_MONTH: "Last month",
+}
+QUERY = ("period", "since", "until", "at")
+# Time before and after the moment `at`.
+AROUND = timedelta(minutes=10)
+MAX_DAYS = 3660
 
 
-class Shown(NamedTuple):
-    """Period of a page. name: of PERIODS, or "custom". until: None for now."""
+class PagePeriod(NamedTuple):
+    """Period of a page. name: of TITLES, "" for one with dates. until: exclusive; now for a period that ends now."""
 
     name: str
     since: datetime
-    until: datetime | None
+    until: datetime
 
     @property
-    def end(self) -> datetime:
-        return self.until or datetime.now(UTC)
+    def before(self) -> datetime:
+        """Return the start of the period before."""
+        if self.name in (MONTH, LAST_MONTH):
+            return month_start(self.since - timedelta(days=1))
+        return self.since - (self.until - self.since)
 
     @property
-    def seconds(self) -> float:
-        return max(1.0, (self.end - self.since).total_seconds())
+    def before_until(self) -> datetime:
+        """Return the end of the period before, which is as long as this one if this one is the present month."""
+        return min(self.since, self.before + (self.until - self.since)) if self.name == MONTH else self.since
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Return both ends in the format of HTML's `datetime-local` fields."""
+        return {"since": as_field(self.since), "until": as_field(self.until)}
 
 
-def read_period(request: web.Request, default: str = "24h") -> Shown:
-    """Return the request's period. Raises BadRequest, which names the parameter."""
-    now = datetime.now(UTC)
-    if "since" in request.query:
-        since, until = _moment(request, "since"), None
-        if request.query.get("until"):
-            until = _moment(request, "until")
-        if since >= (until or now) or (until or now) - since > LONGEST:
-            raise BadRequest("since: expected a moment before 'until', and at most 400 days before it.", param="since")
-        return Shown("custom", since, until)
-    name = request.query.get("period", default)
-    if name not in PERIODS:
-        raise BadRequest(f"period: expected one of {', '.join(PERIODS)}.", param="period")
-    return Shown(name, now - PERIODS[name], None)
+def read_period(request: web.Request, default: str, now: datetime) -> PagePeriod:
+    """Return the period of the query. default: of TITLES. Raises BadRequest."""
+    if request.query.get("at"):
+        at = read_time(request, now)
+        return PagePeriod("", at - AROUND, at + AROUND)
+    since, until = parse_period(request.query)
+    if since is not None or until is not None:
+        until = until or now
+        since = since or until - timedelta(days=1)
+        if since >= until:
+            raise BadRequest("since: expected a moment before 'until'.", param="since")
+        if until - since > timedelta(days=MAX_DAYS):
+            raise BadRequest(f"since: expected a period of at most {MAX_DAYS} days.", param="since")
+        return PagePeriod("", since, until)
+    name = request.query.get("period") or default
+    if name in LENGTHS:
+        return PagePeriod(name, now - LENGTHS[name], now)
+    if name == MONTH:
+        return PagePeriod(name, month_start(now), now)
+    if name == LAST_MONTH:
+        end = month_start(now)
+        return PagePeriod(name, month_start(end - timedelta(days=1)), end)
+    raise BadRequest(f"period: expected one of {', '.join(TITLES)}.", param="period")
 
 
-def _moment(request: web.Request, name: str) -> datetime:
-    try:
-        moment = datetime.fromisoformat(request.query[name])
-    except ValueError as error:
-        raise BadRequest(f"{name}: expected a time such as 2026-11-23T10:40Z.", param=name) from error
-    # A form's field has no zone.
-    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
+def read_time(request: web.Request, now: datetime) -> datetime:
+    """Return `?at=`: a moment, or a time of the last 24 hours as `HH:MM`. Raises BadRequest."""
+    given = request.query["at"].strip()
+    if match := re.fullmatch(r"([01]?\d|2[0-3]):([0-5]\d)", given):
+        at = now.replace(hour=int(match[1]), minute=int(match[2]), second=0, microsecond=0)
+        return at if at <= now else at - timedelta(days=1)
+    found = read_moment(request, "at")
+    assert found is not None
+    return found
+
+
+def segments_of(request: web.Request, period: PagePeriod, names: tuple[str, ...]) -> list[tuple[str, str, bool]]:
+    """Return links to the periods, for the macro `segments`."""
+    without = {"since": None, "until": None, "at": None, "after": None}
+    return [(TITLES[name], link(request, period=name, **without), name == period.name) for name in names]
+
+
+def month_start(moment: datetime) -> datetime:
+    return moment.astimezone(UTC).replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+
+
+def as_field(moment: datetime | None) -> str:
+    """Return a UTC time in the format of HTML's `datetime-local` fields."""
+    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")

@@ -1,15 +1,13 @@
 """Tables of the pages: sorting, filtering and paging by the URL's query, and the same rows as CSV."""
 
-import csv
-import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from gateway.errors import BadRequest
-from wire.csv_cells import cell
+from gateway.api.requests.fields import read_number, read_sort
+from wire.csv_cells import csv_lines
 
 ROWS = 50
 MOST_CSV = 10_000
@@ -75,17 +73,9 @@ def read_table(request: web.Request, name: str, columns: Sequence[Column], sort:
 
     Raises BadRequest for a column or page that does not exist.
     """
-    given = request.query.get("sort") or sort
-    key = given.removeprefix("-")
-    sortable = [column.key for column in columns if column.sortable]
-    if key not in sortable:
-        raise BadRequest(
-            f"sort: expected one of {', '.join(sortable)}, with a '-' to begin with the last.", param="sort"
-        )
-    page = request.query.get("page", "1")
-    if not (page.isascii() and page.isdigit() and 1 <= int(page[:9]) <= 1_000_000):
-        raise BadRequest("page: expected a number from 1.", param="page")
-    return Table(name, columns, sort=key, descending=given.startswith("-"), page=int(page))
+    key, descending = read_sort(request, [column.key for column in columns if column.sortable], sort)
+    page = read_number(request, "page", 1, 1_000_000) or 1
+    return Table(name, columns, sort=key, descending=descending, page=page)
 
 
 def fill(table: Table, rows: Iterable[Any]) -> Table:
@@ -105,18 +95,15 @@ def window(table: Table, *, is_csv: bool) -> dict[str, Any]:
 
 
 def csv_response(name: str, columns: Sequence[Column], rows: Iterable[Any]) -> web.Response:
-    """Return rows as a CSV file. A text that a spreadsheet would take for a formula gets an apostrophe in front."""
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow([column.key for column in columns])
-    for row in rows:
-        writer.writerow([cell(column.of(row)) for column in columns])
+    """Return rows as a CSV file."""
+    head = [column.key for column in columns]
+    text = csv_lines([head, *([column.of(row) for column in columns] for row in rows)])
     headers = {
         "Content-Disposition": f'attachment; filename="{name}.csv"',
         "Cache-Control": "no-store",
         "X-Content-Type-Options": "nosniff",
     }
-    return web.Response(text=text.getvalue(), content_type="text/csv", charset="utf-8", headers=headers)
+    return web.Response(text=text, content_type="text/csv", charset="utf-8", headers=headers)
 
 
 def _order(value: Any) -> tuple[bool, Any]:

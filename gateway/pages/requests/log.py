@@ -8,7 +8,8 @@ from typing import Any
 
 from aiohttp import web
 
-from gateway.api.requests.log_filter import FILTERS, read_log_filter, read_text
+from gateway.api.requests.fields import parse_text
+from gateway.api.requests.log_filter import FILTERS, read_log_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.places import Places
@@ -76,7 +77,7 @@ class RequestPages:
         page, which = LogPage(entries=[], next=None), LogFilter()
         try:
             which = self.read_filter(request)
-            page = await self.page(request, which, after=read_text(request, "after"), limit=ROWS)
+            page = await self.page(request, which, after=parse_text(request.query, "after"), limit=ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         used = [name for name in self.filters if request.query.get(name)]

@@ -8,9 +8,9 @@ from aiohttp import web
 from gateway.api.admin.refusals import ALL, read_group, read_refusal_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts import report_period
+from gateway.pages.parts import periods
+from gateway.pages.parts.periods import PagePeriod, as_field, read_period, segments_of
 from gateway.pages.parts.places import Places
-from gateway.pages.parts.report_period import Span, as_field, read_span, segments_of
 from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_table
 from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
 from gateway.pages.requests.request_texts import limit_title
@@ -23,7 +23,7 @@ from gateway.records.requests.refusal_report import (
     RefusalSums,
 )
 
-QUERY = (*report_period.QUERY, "tenant", "code", "limit_name", "status", "group_by", "sort", "page", "format")
+QUERY = (*periods.QUERY, "tenant", "code", "limit_name", "status", "group_by", "sort", "page", "format")
 PERIODS = ("1h", "24h", "7d", "30d")
 COLUMNS = (
     Column("tenant", "Tenant"),
@@ -55,7 +55,7 @@ class RefusalPages:
         now = datetime.now(UTC)
         errors: dict[str, str] = {}
         try:
-            span, which, group_by = read_span(request, "24h", now), read_refusal_filter(request), read_group(request)
+            span, which, group_by = read_period(request, "24h", now), read_refusal_filter(request), read_group(request)
             table = read_table(request, "refusals", COLUMNS, "-requests")
             sums = await self._report.sums(which, since=span.since, until=span.until, group_by=group_by)
         except BadRequest as error:
@@ -80,7 +80,7 @@ class RefusalPages:
         request: web.Request,
         now: datetime,
         *,
-        span: Span | None = None,
+        span: PagePeriod | None = None,
         sums: RefusalSums | None = None,
         **context: Any,
     ) -> web.Response:
@@ -93,7 +93,7 @@ class RefusalPages:
             status=400 if shown["errors"] else 200,
             span=span,
             sums=sums,
-            periods=segments_of(request, span or Span("", now, now), PERIODS),
+            periods=segments_of(request, span or PagePeriod("", now, now), PERIODS),
             group_names=GROUPS,
             chart=None if sums is None else _chart(sums, shown["group_by"]),
             findings=[] if sums is None else [self._finding(cause, sums, request, now) for cause in _explained(sums)],

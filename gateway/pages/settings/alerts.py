@@ -8,10 +8,11 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.alerts.addresses import shown_url
-from gateway.api.requests.fields import read_fields
+from gateway.api.requests.fields import parse_text, read_fields
 from gateway.api.webhook_desk import NewWebhook, WebhookDesk, read_event_filter
 from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
+from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table, window
 from gateway.pages.parts.tabs import show_tab
@@ -25,7 +26,6 @@ from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
 ALERTS = "/admin/alerts"
 EVENT_QUERY = ("type", "tenant", "since", "until", "after")
 LIST_QUERY = ("tab", *EVENT_QUERY, "q", "state", "own", "sort", "page", "format", "done")
-MAX_CHARS = 64
 DONE = {"saved": "The target is saved.", "deleted": "The target is deleted with the events that waited for it."}
 # Words and tone of each state.
 STATE_WORDS = {
@@ -140,7 +140,7 @@ class AlertPages:
                     raise BadRequest("Another target has this name.", param="name")
                 webhook, _, secret = await self._desk.put(name, known, request[ACTOR])
             except GatewayError as error:
-                errors[_place(error)] = error.message
+                errors[error_field(error)] = error.message
             else:
                 if secret is None:
                     raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
@@ -159,19 +159,16 @@ class AlertPages:
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
                 await self._desk.put(webhook.name, known, request[ACTOR])
             except GatewayError as error:
-                errors[_place(error)] = error.message
+                errors[error_field(error)] = error.message
             else:
                 raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
         return self._form(request, webhook, form, errors)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         webhook = await self._webhook(request)
-        form, error = request.get(FORM), None
-        if form is not None:
-            if form.get("typed", "").strip() == webhook.name:
-                await self._desk.webhooks.delete(webhook.name, request[ACTOR])
-                raise web.HTTPSeeOther(f"{ALERTS}?tab=targets&done=deleted")
-            error = f"Type {webhook.name} to confirm."
+        if is_confirmed(request, webhook.name):
+            await self._desk.webhooks.delete(webhook.name, request[ACTOR])
+            raise web.HTTPSeeOther(f"{ALERTS}?tab=targets&done=deleted")
         waiting = (await self._targets.get(webhook)).waiting
         return self._frame.confirm(
             request,
@@ -180,7 +177,7 @@ class AlertPages:
             text=f"{shown_url(webhook.url)} receives no further events. {waiting:,} events that wait for it are lost.",
             button="Delete",
             cancel=f"{ALERTS}/{webhook.name}",
-            error=error,
+            error=typing_error(request, webhook.name),
         )
 
     async def _event_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
@@ -203,7 +200,8 @@ class AlertPages:
         return {"table": table, "errors": errors, "types": types, "tones": TONES}
 
     async def _target_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
-        which = TargetFilter(tenant=_text(request, "tenant"), q=_text(request, "q"), state=cast(Any, _state(request)))
+        tenant, q = (parse_text(request.query, name) for name in ("tenant", "q"))
+        which = TargetFilter(tenant=tenant, q=q, state=cast(Any, _state(request)))
         table = read_table(request, "targets", TARGET_COLUMNS, "name")
         is_csv = request.query.get("format") == "csv"
         table.rows, table.total = await self._targets.page(
@@ -219,9 +217,9 @@ class AlertPages:
         is_csv = request.query.get("format") == "csv"
         part = window(table, is_csv=is_csv)
         del part["descending"]
-        only_own = request.query.get("own") == "true"
+        q, only_own = parse_text(request.query, "q") or "", request.query.get("own") == "true"
         table.columns = THRESHOLD_COLUMNS
-        table.rows, table.total = await self._tenants.page(_text(request, "q") or "", only_own=only_own, **part)
+        table.rows, table.total = await self._tenants.page(q, only_own=only_own, **part)
         if is_csv:
             return csv_response("thresholds", THRESHOLD_COLUMNS, table.rows)
         table.has_next = table.offset + len(table.rows) < table.total
@@ -282,21 +280,8 @@ def _url(form: Mapping[str, str]) -> str:
     return f"mailto:{url}" if is_mail else url
 
 
-def _text(request: web.Request, name: str) -> str | None:
-    """Return a filter's text, None if it is empty or absent. Raises BadRequest."""
-    text = request.query.get(name) or None
-    if text is not None and (len(text) > MAX_CHARS or not text.isprintable()):
-        raise BadRequest(f"{name}: expected at most {MAX_CHARS} printable characters.", param=name)
-    return text
-
-
 def _state(request: web.Request) -> str | None:
     state = request.query.get("state") or None
     if state is not None and state not in STATES:
         raise BadRequest(f"state: expected one of {', '.join(STATES)}.", param="state")
     return state
-
-
-def _place(error: GatewayError) -> str:
-    """Return the form's field of an error; "" is the form itself."""
-    return (error.param or "").split("[")[0]

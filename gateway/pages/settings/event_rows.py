@@ -1,7 +1,5 @@
 """Rows of events, on the page of alerts and in its CSV file."""
 
-import csv
-import io
 from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -10,11 +8,10 @@ import msgspec
 from aiohttp import web
 
 from gateway.alerts.messages import MONEY, title
-from gateway.api.reports.files import send_file
+from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.parts.tables import Column
 from gateway.records.events.events import Event, Events
 from gateway.records.money.prices import exact_money, format_money
-from wire.csv_cells import cell
 
 # Events that are read and encoded at a time.
 AT_ONCE = 200
@@ -78,20 +75,16 @@ def event_row(event: Event, currency: str) -> EventRow:
 async def export_events(request: web.Request, events: Events, which: Mapping[str, Any]) -> web.StreamResponse:
     """Stream all events of a filter as CSV, from its `after` on. Raises BadRequest, Unavailable before it begins."""
     first = await events.list(**which, limit=AT_ONCE)
-    return await send_file(request, "events.csv", "text/csv", _parts(events, which, first))
+    rows = (map(_cells, page) async for page in _pages(events, which, first))
+    return await send_file(request, "events.csv", "text/csv", csv_parts(FIELDS, rows))
 
 
-async def _parts(events: Events, which: Mapping[str, Any], page: tuple[Sequence[Event], bool]) -> AsyncIterator[bytes]:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(FIELDS)
+async def _pages(
+    events: Events, which: Mapping[str, Any], page: tuple[Sequence[Event], bool]
+) -> AsyncIterator[Sequence[Event]]:
     while True:
         found, has_more = page
-        for event in found:
-            writer.writerow([cell(value) for value in _cells(event)])
-        yield text.getvalue().encode()
-        text.seek(0)
-        text.truncate()
+        yield found
         if not has_more:
             return
         page = await events.list(**{**which, "after": found[-1].id}, limit=AT_ONCE)
@@ -100,8 +93,8 @@ async def _parts(events: Events, which: Mapping[str, Any], page: tuple[Sequence[
 def _cells(event: Event) -> tuple[Any, ...]:
     data = {name: exact_money(value) if name in MONEY else value for name, value in event.data.items()}
     deliveries = " ".join(f"{name}:{state}" for name, state in event.deliveries.items())
-    at = event.created_at.isoformat()
-    return event.id, at, event.type, event.tenant, _title(event), msgspec.json.encode(data).decode(), deliveries
+    encoded = msgspec.json.encode(data).decode()
+    return event.id, event.created_at, event.type, event.tenant, _title(event), encoded, deliveries
 
 
 def _title(event: Event) -> str:

@@ -7,8 +7,8 @@ from aiohttp import web
 from gateway.access.scopes import ACTOR
 from gateway.access.sessions import VISITOR, Sessions
 from gateway.api.condition import Conditions
+from gateway.api.requests.fields import parse_text
 from gateway.api.shown_settings import ShownSetting
-from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
@@ -20,7 +20,6 @@ from gateway.records.keys.session_list import Sort as SessionSort
 
 SETTINGS = "/admin/settings"
 QUERY = ("tab", "q", "changed", "tenant", "sort", "page", "format", "done")
-MAX_CHARS = 64
 SETTING_COLUMNS = (
     Column("name", "Setting"),
     Column("value", "Value", sortable=False),
@@ -88,7 +87,8 @@ class SettingPages:
         return {"condition": await self._conditions.read()}
 
     async def _settings(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
-        words, only_changed = _text(request, "q").lower(), request.query.get("changed") == "true"
+        words = (parse_text(request.query, "q") or "").lower()
+        only_changed = request.query.get("changed") == "true"
         found = [each for each in self._shown if words in each.name.lower() and (each.is_set or not only_changed)]
         table = read_table(request, "settings", SETTING_COLUMNS, "name")
         if request.query.get("format") == "csv":
@@ -109,7 +109,7 @@ class SettingPages:
     async def _admin_keys(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
         is_csv = request.query.get("format") == "csv"
-        which = KeyFilter(tenant="", q=_text(request, "q") or None)
+        which = KeyFilter(tenant="", q=parse_text(request.query, "q"))
         part = window(table, is_csv=is_csv)
         table.rows, table.total = await self._keys.page(which, sort=cast(Sort, table.sort), **part)
         if is_csv:
@@ -120,18 +120,10 @@ class SettingPages:
     async def _session_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "sessions", SESSION_COLUMNS, "-last_used_at")
         is_csv = request.query.get("format") == "csv"
-        which = SessionFilter(tenant=_text(request, "tenant") or None, q=_text(request, "q") or None)
+        which = SessionFilter(tenant=parse_text(request.query, "tenant"), q=parse_text(request.query, "q"))
         part = window(table, is_csv=is_csv)
         table.rows, table.total = await self._session_lists.page(which, sort=cast(SessionSort, table.sort), **part)
         if is_csv:
             return csv_response("sessions", (Column("id", "Id"), *SESSION_COLUMNS), table.rows)
         table.has_next = table.offset + len(table.rows) < table.total
         return {"table": table, "own": request[VISITOR].session_id}
-
-
-def _text(request: web.Request, name: str) -> str:
-    """Return a filter's text, "" if it is absent. Raises BadRequest."""
-    text = request.query.get(name, "")
-    if len(text) > MAX_CHARS or not text.isprintable():
-        raise BadRequest(f"{name}: expected at most {MAX_CHARS} printable characters.", param=name)
-    return text

@@ -1,20 +1,20 @@
 """Pages of keys: all keys, and the forms that create, rotate and revoke one. A secret is shown once."""
 
-from datetime import UTC, datetime, timedelta
-from typing import Any, cast
+from typing import cast
 from urllib.parse import quote
 
 from aiohttp import web
-from multidict import MultiMapping
 
 from gateway.access.page_guard import FORM
 from gateway.access.roles import ADMIN_ROLES, DEFAULT_SCOPES, TENANT_SCOPES
 from gateway.access.scopes import ACTOR
-from gateway.api.key_desk import KeyDesk, NewAdminKey, NewKey
+from gateway.api.key_desk import KeyDesk, NewAdminKey
 from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
-from gateway.errors import BadRequest, GatewayError
+from gateway.errors import GatewayError
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.answers import error_field, is_confirmed
+from gateway.pages.parts.key_forms import key_form, read_expiry, read_grace, read_new_key, revoke_form, rotate_form
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import csv_response, read_table, window
 from gateway.parts import Records
@@ -23,9 +23,6 @@ from gateway.records.keys.list import Sort
 
 LIST = "/admin/keys"
 LIST_QUERY = ("tenant", "state", "q", "sort", "page", "format", "done")
-EXPIRIES = (("", "never"), ("1", "in 1 day"), ("7", "in 7 days"), ("30", "in 30 days"), ("90", "in 90 days"),
-            ("365", "in 365 days"))  # fmt: skip
-GRACES = (("0", "at once"), ("3600", "after 1 hour"), ("86400", "after 1 day"), ("604800", "after 7 days"))
 
 
 class KeyPages:
@@ -60,18 +57,15 @@ class KeyPages:
                 errors[error_field(error)] = error.message
             else:
                 return self._shown(request, key, clear)
-        return self._frame.render(
+        chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
+        return key_form(
+            self._frame,
             request,
-            "key_form.html",
+            errors,
             title=f"New key of {tenant.name}",
-            status=400 if errors else 200,
             owner=tenant.name,
             cancel=f"/admin/tenants/{tenant.name}?tab=keys",
-            scopes=[(scope, scope in (form.getall("scopes", []) if form else DEFAULT_SCOPES)) for scope in SCOPES],
-            roles=(),
-            expiries=EXPIRIES,
-            values=form or {},
-            errors=errors,
+            scopes=[(scope, scope in chosen) for scope in sorted(TENANT_SCOPES)],
         )
 
     async def new_admin(self, request: web.Request) -> web.StreamResponse:
@@ -80,25 +74,14 @@ class KeyPages:
         if form is not None:
             try:
                 fields = {"label": form.get("label", "").strip(), "role": form.get("role", "")}
-                fields |= {"expires_at": _expiry(form.get("expires", ""))}
+                fields |= {"expires_at": read_expiry(form.get("expires", ""))}
                 key, clear = await self._desk.create_admin(read_fields(fields, NewAdminKey), request[ACTOR])
             except GatewayError as error:
-                errors[error.param or ""] = error.message
+                errors[error_field(error)] = error.message
             else:
                 return self._shown(request, key, clear)
-        return self._frame.render(
-            request,
-            "key_form.html",
-            title="New admin key",
-            status=400 if errors else 200,
-            owner=None,
-            cancel=LIST,
-            scopes=(),
-            roles=[(role, role) for role in ADMIN_ROLES],
-            expiries=EXPIRIES,
-            values=form or {},
-            errors=errors,
-        )
+        roles = [(role, role) for role in ADMIN_ROLES]
+        return key_form(self._frame, request, errors, title="New admin key", cancel=LIST, roles=roles)
 
     async def rotate(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a rotation; with a form, rotate the key and show the new secret."""
@@ -108,30 +91,20 @@ class KeyPages:
             try:
                 new, clear = await self._desk.rotate(key.id, read_grace(form), request[ACTOR])
             except GatewayError as error:
-                errors[error.param or ""] = error.message
+                errors[error_field(error)] = error.message
             else:
                 return self._shown(request, new, clear)
         return rotate_form(self._frame, request, key, errors)
 
     async def revoke(self, request: web.Request) -> web.StreamResponse:
         key = await self._key(request)
-        form, error = request.get(FORM), None
         name = key.label or key.id
-        if form is not None:
-            if form.get("typed", "").strip() == name:
-                await self._desk.revoke(key.id, request[ACTOR])
-                raise web.HTTPSeeOther(f"{LIST}?done=revoked")
-            error = f"Type {name} to confirm."
+        if is_confirmed(request, name):
+            await self._desk.revoke(key.id, request[ACTOR])
+            raise web.HTTPSeeOther(f"{LIST}?done=revoked")
         whose = f"of {key.tenant.name}" if key.tenant else "of operators"
-        return self._frame.confirm(
-            request,
-            title=f"Revoke {name}",
-            name=name,
-            text=f"The key {key.id} {whose} is refused from now on, and its running streams end.",
-            button="Revoke",
-            cancel=LIST,
-            error=error,
-        )
+        text = f"The key {key.id} {whose} is refused from now on, and its running streams end."
+        return revoke_form(self._frame, request, name, text, LIST)
 
     async def _key(self, request: web.Request) -> ApiKey:
         key_id = request.match_info["id"]
@@ -143,45 +116,3 @@ class KeyPages:
     def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
         back = f"/admin/tenants/{quote(key.tenant.name)}?tab=keys" if key.tenant else LIST
         return self._frame.render(request, "key_made.html", title="New key", key=key, clear=clear, back=back)
-
-
-SCOPES = sorted(TENANT_SCOPES)
-
-
-def read_new_key(form: MultiMapping[str]) -> NewKey:
-    """Return the new key of `templates/key_form.html`. Raises BadRequest."""
-    fields: dict[str, Any] = {"label": form.get("label", "").strip(), "scopes": form.getall("scopes", [])}
-    models = form.get("allowed_models", "").replace(",", " ").split()
-    fields |= {"expires_at": _expiry(form.get("expires", "")), "allowed_models": models or None}
-    return read_fields(fields, NewKey)
-
-
-def read_grace(form: MultiMapping[str]) -> int:
-    """Return the seconds of `templates/key_rotate.html`. Raises BadRequest."""
-    if form.get("grace", "") not in dict(GRACES):
-        raise BadRequest("grace: choose one of the times.", param="grace")
-    return int(form["grace"])
-
-
-def rotate_form(frame: Frame, request: web.Request, key: ApiKey, errors: dict[str, str]) -> web.Response:
-    """Return the form of a rotation. errors: texts by field."""
-    return frame.render(
-        request,
-        "key_rotate.html",
-        title=f"Rotate {key.label or key.id}",
-        status=400 if errors else 200,
-        key=key,
-        graces=GRACES,
-        errors=errors,
-    )
-
-
-def error_field(error: GatewayError) -> str:
-    """Return the form's field that an error is about, "" if it is about none."""
-    return (error.param or "").split("[")[0]
-
-
-def _expiry(days: str) -> datetime | None:
-    if days not in dict(EXPIRIES):
-        raise BadRequest("expires: choose one of the times.", param="expires")
-    return datetime.now(UTC) + timedelta(days=int(days)) if days else None

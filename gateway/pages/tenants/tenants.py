@@ -12,6 +12,7 @@ from gateway.api.admin.tenants import NewTenant, TenantChanges, read_filter
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
 from gateway.pages.parts.forms import read_money, read_terms, term_fields, term_text
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table, window
 from gateway.parts import Records
@@ -120,7 +121,7 @@ class TenantPages:
                     fields = read_fields({"name": name, **values}, NewTenant).given()
                     await self._records.tenants.create(fields.pop("name"), fields, request[ACTOR])
                 except GatewayError as error:
-                    errors[_place(error)] = error.message
+                    errors[error_field(error)] = error.message
                 else:
                     raise web.HTTPSeeOther(f"{LIST}/{quote(name)}?done=created")
         return await self._form(request, None, errors)
@@ -137,7 +138,7 @@ class TenantPages:
                     changes = read_fields({**values, "inherit": empty}, TenantChanges).given()
                     await self._change(request, tenant, _changed(tenant, changes))
                 except GatewayError as error:
-                    errors[_place(error)] = error.message
+                    errors[error_field(error)] = error.message
                 else:
                     raise web.HTTPSeeOther(f"{LIST}/{tenant.name}?done=changed")
         return await self._form(request, tenant, errors)
@@ -183,17 +184,14 @@ class TenantPages:
 
     async def _act(self, request: web.Request, tenant: Tenant, act: str, text: str) -> web.StreamResponse:
         """Ask for the tenant's name, then suspend or delete it."""
-        form, error = request.get(FORM), None
-        if form is not None:
-            if form.get("typed", "").strip() == tenant.name:
-                if act == "Suspend":
-                    await self._change(request, tenant, {"suspended": True})
-                    raise web.HTTPSeeOther(f"{LIST}/{tenant.name}?done=suspended")
-                base_model = self._records.catalog.base_model
-                await self._records.tenants.delete(tenant.name, request[ACTOR], base_model)
-                await self._records.auth.catch_up()
-                raise web.HTTPSeeOther(f"{LIST}?done=deleted")
-            error = f"Type {tenant.name} to confirm."
+        if is_confirmed(request, tenant.name):
+            if act == "Suspend":
+                await self._change(request, tenant, {"suspended": True})
+                raise web.HTTPSeeOther(f"{LIST}/{tenant.name}?done=suspended")
+            base_model = self._records.catalog.base_model
+            await self._records.tenants.delete(tenant.name, request[ACTOR], base_model)
+            await self._records.auth.catch_up()
+            raise web.HTTPSeeOther(f"{LIST}?done=deleted")
         return self._frame.confirm(
             request,
             title=f"{act} {tenant.name}",
@@ -201,7 +199,7 @@ class TenantPages:
             text=text,
             button=act,
             cancel=f"{LIST}/{tenant.name}",
-            error=error,
+            error=typing_error(request, tenant.name),
         )
 
     async def _change(self, request: web.Request, tenant: Tenant, changes: Mapping[str, Any]) -> None:
@@ -281,8 +279,3 @@ def _bulk_change(form: Mapping[str, str]) -> BulkChange:
 def _texts(fields: Mapping[str, Any]) -> str:
     shown = {name: " ".join(v) if isinstance(v, tuple | list) else term_text(name, v) for name, v in fields.items()}
     return ", ".join(f"{name}: {value}" for name, value in shown.items())
-
-
-def _place(error: GatewayError) -> str:
-    """Return the form's field of an error; "" is the form itself."""
-    return (error.param or "").split("[")[0]

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import BigInteger, ColumnElement, Subquery, cast, func, select, union, union_all
+from sqlalchemy import ColumnElement, Subquery, func, select, union, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest
@@ -27,11 +27,12 @@ from gateway.records.activity.figures import (
     as_times,
     rest_of,
 )
-from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, read_period
+from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import ALL_TENANTS
+from gateway.records.sums import int_sum
 from gateway.records.tables import tenants
 
 MAX_GROUPS = 50
@@ -77,7 +78,7 @@ class Activity:
 
         Raises BadRequest for a step that has too many points or no sums, and for a grouping without sums.
         """
-        period = read_period(since, until, step, self._minutes_kept, datetime.now(UTC))
+        period = whole_period(since, until, step, self._minutes_kept, datetime.now(UTC))
         levels = [level for level in (DAY, HOUR, MINUTE) if period.step % level == 0]
         curve_of = cover(period.since, period.end, levels)
         whole, before = cover(period.since, period.end), cover(period.before, period.since)
@@ -173,8 +174,7 @@ async def _grouped(connection: AsyncConnection, scope: Scope, group_by: GroupBy)
 
 
 def _totals(rows: Subquery, names: Sequence[str]) -> list[ColumnElement[Any]]:
-    # PostgreSQL's sum of bigints is a numeric.
-    return [cast(func.coalesce(func.sum(rows.c[name]), 0), BigInteger).label(name) for name in names]
+    return [int_sum(rows.c[name]).label(name) for name in names]
 
 
 async def _by_step(connection: AsyncConnection, kept: _Kept, segments: Segments, step: int) -> dict[int, Values]:

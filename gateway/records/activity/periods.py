@@ -36,7 +36,7 @@ class Period(msgspec.Struct, frozen=True):
         return list(range(self.since // self.step * self.step, self.until, self.step))
 
 
-def read_period(
+def whole_period(
     since: datetime, until: datetime | None, step: int | None, minutes_kept: timedelta, now: datetime
 ) -> Period:
     """Return the period in whole minutes or hours. Raises BadRequest."""

@@ -10,6 +10,7 @@ from gateway.errors import AdapterLimitExceeded, RecordNotFound
 from gateway.quota.kinds import ADAPTER_KINDS
 from gateway.records.adapters.removed_versions import uncollected
 from gateway.records.adapters.rows import lock_tenant
+from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions, adapters
 from gateway.records.tenants.limits import limit_fields
 
@@ -94,10 +95,10 @@ async def check_bytes(
 async def _stored(connection: AsyncConnection, tenant_id: str) -> tuple[int, int]:
     """Return (names, bytes of all versions with content) of a tenant."""
     query = (
-        select(func.count(adapters.c.id.distinct()), func.coalesce(func.sum(adapter_versions.c.num_bytes), 0))
+        select(func.count(adapters.c.id.distinct()), int_sum(adapter_versions.c.num_bytes))
         .select_from(adapters)
         .join(adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
         .where(adapters.c.tenant_id == tenant_id, adapter_versions.c.digest != "")
     )
     names, used = (await connection.execute(query)).one()
-    return int(names), int(used)
+    return names, used

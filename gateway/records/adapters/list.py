@@ -11,6 +11,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.adapters.rows import READY, State
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import (
     adapter_aliases,
     adapter_probes,
@@ -243,7 +244,7 @@ def _uses(
             part = part.where(table.c.model.in_(sorted({row.name for row in rows})))
         parts.append(part)
     every = union_all(*parts).subquery()
-    sums = func.sum(every.c.requests).label("requests"), func.max(every.c.at).label("last_used")
+    sums = int_sum(every.c.requests).label("requests"), func.max(every.c.at).label("last_used")
     return select(every.c.tenant_id, every.c.model, *sums).group_by(every.c.tenant_id, every.c.model).subquery()
 
 
@@ -264,6 +265,6 @@ def _read(row: Row[Any], versions: int, use: Row[Any] | None) -> ListedAdapter:
         **{name: getattr(row, name) for name in OF_ROW},
         pinned=bool(row.pinned),
         versions=versions,
-        requests=0 if use is None else int(use.requests),
+        requests=0 if use is None else use.requests,
         last_used=None if use is None else use.last_used,
     )

@@ -13,6 +13,7 @@ from sqlalchemy import ColumnElement, and_, delete, func, insert, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions, adapters, removed_versions
 
 # Rows kept for each tenant; a row takes about 300 bytes.
@@ -95,7 +96,7 @@ async def uncollected(connection: AsyncConnection, tenant_id: str, besides: str)
         .group_by(table.c.digest)
         .subquery()
     )
-    return int((await connection.execute(select(func.coalesce(func.sum(contents.c.num_bytes), 0)))).scalar_one())
+    return (await connection.execute(select(int_sum(contents.c.num_bytes)))).scalar_one()
 
 
 async def removed_since(connection: AsyncConnection, digests: Sequence[str], moment: datetime) -> set[str]:

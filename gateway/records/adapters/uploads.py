@@ -17,6 +17,7 @@ from gateway.errors import AdapterLimitExceeded, RecordNotFound, WrongOffset
 from gateway.records.adapters.limits import check_bytes
 from gateway.records.adapters.rows import lock_tenant
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_upload_parts, adapter_uploads
 from gateway.records.tenants.tenants import Tenant
 from wire.model_names import ADAPTER_NAME
@@ -61,7 +62,7 @@ class Uploads:
             row = (await connection.execute(select(table).where(same).limit(1))).one_or_none()
             if row is not None:
                 return _read(row)
-            sums = select(func.count(), func.coalesce(func.sum(table.c.num_bytes), 0)).where(own)
+            sums = select(func.count(), int_sum(table.c.num_bytes)).where(own)
             count, waiting = (await connection.execute(sums)).one()
             if count >= MAX_UPLOADS:
                 raise AdapterLimitExceeded(
@@ -140,10 +141,10 @@ class Uploads:
 async def unfinished_bytes(connection: AsyncConnection, tenant_id: str, except_id: str | None) -> int:
     """Return the declared bytes of a tenant's unfinished uploads. except_id: of an upload that does not count."""
     table = adapter_uploads
-    query = select(func.coalesce(func.sum(table.c.num_bytes), 0)).where(
+    query = select(int_sum(table.c.num_bytes)).where(
         table.c.tenant_id == tenant_id, table.c.updated_at > datetime.now(UTC) - KEPT, table.c.id != (except_id or "")
     )
-    return int((await connection.execute(query)).scalar_one())
+    return (await connection.execute(query)).scalar_one()
 
 
 def _own(tenant: Tenant, upload_id: str) -> ColumnElement[bool]:

@@ -8,6 +8,7 @@ from sqlalchemy import ColumnElement, and_, func, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant
 
@@ -109,7 +110,7 @@ class AdapterUses:
 async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: datetime) -> list[Use]:
     hours = usage_hourly
     which = and_(hours.c.tenant_id == tenant_id, hours.c.model == name, hours.c.hour > since)
-    sums = (func.sum(hours.c[each]).label(each) for each in SUMS)
+    sums = (int_sum(hours.c[each]).label(each) for each in SUMS)
     query = (
         select(hours.c.key_id, api_keys.c.label, *sums)
         .join_from(hours, api_keys, api_keys.c.id == hours.c.key_id, isouter=True)
@@ -124,7 +125,7 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
 
 async def _grouped(connection: AsyncConnection, newest: Any, column: ColumnElement[Any], name: str) -> list[Use]:
     """Return the requests of an adapter by the values of a column, of which NULL is left out."""
-    sums = [func.count().label("requests"), *(func.sum(newest.c[each]).label(each) for each in SUMS[1:])]
+    sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]
     query = (
         select(column.label("value"), *sums)
         .where(newest.c.model == name, column.is_not(None))
@@ -136,5 +137,4 @@ async def _grouped(connection: AsyncConnection, newest: Any, column: ColumnEleme
 
 
 def _sums(row: Any) -> dict[str, Any]:
-    # PostgreSQL's sum of bigints is a numeric.
-    return {name: int(getattr(row, name) or 0) for name in SUMS}
+    return {name: getattr(row, name) for name in SUMS}

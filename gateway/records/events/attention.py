@@ -7,8 +7,9 @@ from sqlalchemy import select
 
 from gateway.records.adapters.rows import State
 from gateway.records.database import Database
+from gateway.records.keys.expiring import ExpiringKey, expiring_keys
 from gateway.records.money.usage_report import UsageReport
-from gateway.records.tables import adapter_versions, adapters, api_keys, tenants
+from gateway.records.tables import adapter_versions, adapters, tenants
 from gateway.records.tenants.tenants import Tenants
 
 BUDGET_PART = 0.8
@@ -22,15 +23,6 @@ class Budget(NamedTuple):
     tenant: str
     spent: int
     budget: int
-
-
-class ExpiringKey(NamedTuple):
-    """Key that expires soon. tenant: None for an admin key."""
-
-    id: str
-    label: str
-    tenant: str | None
-    expires_at: datetime
 
 
 class RejectedVersion(NamedTuple):
@@ -60,7 +52,8 @@ class Attention:
 
     async def read(self) -> Concerns:
         now = datetime.now(UTC)
-        return Concerns(await self._budgets(now), await self._keys(now), await self._rejected(now))
+        keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH)
+        return Concerns(await self._budgets(now), keys, await self._rejected(now))
 
     async def _budgets(self, now: datetime) -> list[Budget]:
         month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
@@ -78,17 +71,6 @@ class Attention:
             if not row.deleted and row.cost >= BUDGET_PART * budgets.get(row.tenant, float("inf"))
         ]
         return sorted(found, key=lambda budget: -budget.spent / budget.budget)[:MAX_EACH]
-
-    async def _keys(self, now: datetime) -> list[ExpiringKey]:
-        query = (
-            select(api_keys.c.id, api_keys.c.label, tenants.c.name, api_keys.c.expires_at)
-            .join(tenants, tenants.c.id == api_keys.c.tenant_id, isouter=True)
-            .where(api_keys.c.revoked_at.is_(None), api_keys.c.expires_at > now, api_keys.c.expires_at < now + EXPIRY)
-            .order_by(api_keys.c.expires_at)
-            .limit(MAX_EACH)
-        )
-        async with self._database.read() as connection:
-            return [ExpiringKey(*row) for row in await connection.execute(query)]
 
     async def _rejected(self, now: datetime) -> list[RejectedVersion]:
         rejected: State = "rejected"

@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, tenants
 
-# Keys in one listing; an event of each is recorded once, and further ones follow as these expire.
+# Keys in one listing for events: each is recorded once, and further ones follow as these expire.
 MAX_KEYS = 1000
 
 
@@ -22,8 +22,8 @@ class ExpiringKey(msgspec.Struct, frozen=True):
     tenant: str | None
 
 
-async def expiring_keys(database: Database, now: datetime, until: datetime) -> list[ExpiringKey]:
-    """Return valid keys that expire before `until`, the soonest first. Raises Unavailable.
+async def expiring_keys(database: Database, now: datetime, until: datetime, limit: int = MAX_KEYS) -> list[ExpiringKey]:
+    """Return valid keys that expire before `until`, the soonest first, `limit` at most. Raises Unavailable.
 
     A key that a rotation has replaced is left out: it is meant to expire.
     """
@@ -42,7 +42,7 @@ async def expiring_keys(database: Database, now: datetime, until: datetime) -> l
         .where(api_keys.c.revoked_at.is_(None), api_keys.c.expires_at > now, api_keys.c.expires_at <= until)
         .where(~successor.exists())
         .order_by(api_keys.c.expires_at, api_keys.c.id)
-        .limit(MAX_KEYS)
+        .limit(limit)
     )
     async with database.read() as connection:
         return [ExpiringKey(*row) for row in (await connection.execute(query)).all()]

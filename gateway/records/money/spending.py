@@ -4,11 +4,12 @@ import time
 from collections.abc import Collection, Mapping
 from datetime import datetime, timedelta
 
-from sqlalchemy import func, select
+from sqlalchemy import select
 
 from gateway.quota.kinds import BUDGET
 from gateway.quota.periods import period_start
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import usage_daily
 
 # Sums of past days change rarely, so they are read again only after this time.
@@ -61,12 +62,12 @@ class Spending:
 
     async def _sums(self, since: datetime, until: datetime, tenant_ids: Collection[str] | None = None) -> Sums:
         day = usage_daily.c["day"]
-        query = select(usage_daily.c.tenant_id, func.sum(usage_daily.c.cost)).where(day >= since, day < until)
+        query = select(usage_daily.c.tenant_id, int_sum(usage_daily.c.cost)).where(day >= since, day < until)
         if tenant_ids is not None:
             query = query.where(usage_daily.c.tenant_id.in_(tenant_ids))
         sums: Sums = {}
         async with self._database.read() as connection:
             result = await connection.stream(query.group_by(usage_daily.c.tenant_id))
             async for rows in result.partitions(AT_ONCE):
-                sums.update((tenant_id, int(cost)) for tenant_id, cost in rows)
+                sums.update((tenant_id, cost) for tenant_id, cost in rows)
         return sums

@@ -10,6 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
 from gateway.records.money.usage_report import SUMMED, UsageFilter, rows_of
+from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
 
 GroupBy = Literal["tenant", "model", "key", "end_user", "hour", "day", "month"]
@@ -121,7 +122,7 @@ class UsageRanking:
             labels = await _labels(connection, [row.key_id for row in found]) if group_by == "key" else {}
         if not found:
             return Ranking(groups=[], number=0, total=dict.fromkeys(SUMMED, 0))
-        total = {name: int(getattr(found[0], f"all_{name}")) for name in SUMMED}
+        total = {name: getattr(found[0], f"all_{name}") for name in SUMMED}
         groups = [_group(row._mapping, group_by, labels) for row in found]
         return Ranking(groups=groups, number=found[0].number, total=total)
 
@@ -138,7 +139,7 @@ class UsageRanking:
         own = [_identity(group, group_by) for group in groups]
         query = select(*keys, _measured(rows, measure)).where(tuple_(*keys).in_(own)).group_by(*keys)
         async with self._database.read() as connection:
-            found = {tuple(row[:-1]): int(row[-1]) for row in await connection.execute(query)}
+            found = {tuple(row[:-1]): row[-1] for row in await connection.execute(query)}
         return [
             msgspec.structs.replace(group, before=found.get(identity, 0))
             for group, identity in zip(groups, own, strict=True)
@@ -151,7 +152,7 @@ class UsageRanking:
             return dict.fromkeys(SUMMED, 0)
         async with self._database.read() as connection:
             found = (await connection.execute(select(*_sums(rows)))).one()
-        return {name: int(getattr(found, name) or 0) for name in SUMMED}
+        return dict(found._mapping)
 
     async def curves(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
@@ -173,8 +174,8 @@ class UsageRanking:
             total: dict[datetime, int] = {}
             found: dict[tuple[Any, ...], dict[datetime, int]] = {}
             for row in await connection.execute(query):
-                found.setdefault(tuple(row[:-2]), {})[row[-2]] = int(row[-1])
-                total[row[-2]] = total.get(row[-2], 0) + int(row[-1])
+                found.setdefault(tuple(row[:-2]), {})[row[-2]] = row[-1]
+                total[row[-2]] = total.get(row[-2], 0) + row[-1]
             total = dict(sorted(total.items()))
         curves = []
         for group in () if by_time else groups:
@@ -184,13 +185,12 @@ class UsageRanking:
 
 
 def _sums(rows: Subquery) -> list[ColumnElement[int]]:
-    # PostgreSQL's sum of bigints is a numeric.
-    return [cast(func.sum(rows.c[name]), BigInteger).label(name) for name in SUMMED]
+    return [int_sum(rows.c[name]).label(name) for name in SUMMED]
 
 
 def _measured(rows: Subquery, measure: Measure) -> ColumnElement[int]:
     value = rows.c.prompt_tokens + rows.c.completion_tokens if measure == "tokens" else rows.c[measure]
-    return cast(func.coalesce(func.sum(value), 0), BigInteger)
+    return int_sum(value)
 
 
 def _order(grouped: Any, group_by: GroupBy, order: str) -> ColumnElement[Any]:

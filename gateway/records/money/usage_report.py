@@ -8,13 +8,11 @@ from typing import Annotated, Any
 import msgspec
 from sqlalchemy import (
     CTE,
-    BigInteger,
     ColumnElement,
     FromClause,
     Select,
     Subquery,
     Table,
-    cast,
     func,
     literal,
     select,
@@ -26,6 +24,7 @@ from sqlalchemy import (
 from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_daily, usage_hourly
 from wire.model_names import MAX_VERSION
 
@@ -122,7 +121,7 @@ class UsageReport:
             found = found.where(tuple_(*order) > tuple_(*_position(after, order)))
         if limit is not None:
             found = found.limit(limit + 1)
-        groups, total = found.subquery(), select(*(func.sum(grouped.c[name]).label(name) for name in SUMMED)).subquery()
+        groups, total = found.subquery(), select(*(int_sum(grouped.c[name]).label(name) for name in SUMMED)).subquery()
         totals = [total.c[name].label(f"total_{name}") for name in SUMMED]
         # A single statement sees a row that is being written in `usage` and in the sums, or in neither.
         query = select(*totals, groups).join_from(total, groups, true(), isouter=True)
@@ -193,15 +192,14 @@ def _grouped(every: Subquery, group_by: Sequence[str]) -> tuple[CTE, list[Column
     if "key" in group_by:
         source = source.outerjoin(api_keys, api_keys.c.id == every.c.key_id)
         keys.append(api_keys.c.label.label("key"))
-    # PostgreSQL's sum of bigints is a numeric.
-    sums = (cast(func.sum(every.c[name]), BigInteger).label(name) for name in SUMMED)
+    sums = (int_sum(every.c[name]).label(name) for name in SUMMED)
     grouped = select(*keys, *sums).select_from(source).group_by(*keys).cte("grouped")
     return grouped, [grouped.c[name] for name in names]
 
 
 def _page(rows: Sequence[Any], columns: Sequence[str], order: Sequence[str], limit: int | None) -> UsagePage:
     """Read the rows of a page, each of which has the total before its group's own columns."""
-    total = {name: int(value or 0) for name, value in zip(SUMMED, rows[0], strict=False)}
+    total = dict(zip(SUMMED, rows[0], strict=False))
     own = len(SUMMED)
     found = [dict(zip(columns, row[own:], strict=True)) for row in rows[:limit] if row[own] is not None]
     groups = [_sums(values) for values in found]

@@ -6,13 +6,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import BigInteger, ColumnElement, Subquery, case, cast, func, select, union_all
+from sqlalchemy import ColumnElement, Subquery, case, func, select, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, read_period
+from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
 from gateway.records.requests.refused import ALL_TENANTS
+from gateway.records.sums import int_sum
 from gateway.records.tables import usage
 
 LIMITED = 429
@@ -112,7 +113,7 @@ class RefusalReport:
         self, which: RefusalFilter, *, since: datetime, until: datetime, group_by: GroupBy = "limit"
     ) -> RefusalSums:
         """Return the refusals of a period. Raises BadRequest for a period that has not begun."""
-        period = read_period(since, until, None, self._minutes_kept, datetime.now(UTC))
+        period = whole_period(since, until, None, self._minutes_kept, datetime.now(UTC))
         levels = [level for level in (DAY, HOUR, MINUTE) if period.step % level == 0]
         # The sums of the present hour and day reach up to now, so an open period takes them whole.
         steps = cover(period.since, -(-period.end // period.step) * period.step, levels)
@@ -138,13 +139,13 @@ class RefusalReport:
         """Return the tenants with most unused reservations, in the last RESERVED_HOURS of the period at most."""
         start = max(since, until - timedelta(hours=RESERVED_HOURS))
         settled = usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.surcharge
-        reserved, used = func.sum(usage.c.reserved_tokens), func.sum(settled)
+        reserved, used = int_sum(usage.c.reserved_tokens), int_sum(settled)
         query = (
             select(
                 usage.c.tenant,
                 func.count().label("requests"),
-                cast(reserved, BigInteger).label("reserved"),
-                cast(used, BigInteger).label("settled"),
+                reserved.label("reserved"),
+                used.label("settled"),
             )
             .where(usage.c.created_at >= start, usage.c.created_at < until, usage.c.reserved_tokens.is_not(None))
             .group_by(usage.c.tenant)
@@ -181,17 +182,12 @@ def _all_tenants(which: RefusalFilter) -> str | None:
     return ALL_TENANTS if which.tenant is None else None
 
 
-def _sum(rows: Subquery) -> ColumnElement[int]:
-    # PostgreSQL's sum of bigints is a numeric.
-    return cast(func.coalesce(func.sum(rows.c.requests), 0), BigInteger)
-
-
 async def _causes(connection: AsyncConnection, which: RefusalFilter, segments: Segments) -> list[Cause]:
     if not segments:
         return []
     rows = _rows(which, segments)
     keys = [rows.c[name] for name in ("tenant_id", "tenant", "code", "status", "limit_name")]
-    number = _sum(rows).label("requests")
+    number = int_sum(rows.c.requests).label("requests")
     query = select(*keys, number).group_by(*keys).order_by(number.desc(), *keys).limit(MAX_CAUSES)
     return [Cause(**row._mapping) for row in await connection.execute(query)]
 
@@ -200,7 +196,7 @@ async def _number(connection: AsyncConnection, which: RefusalFilter, segments: S
     if not segments:
         return 0
     rows = _rows(which, segments, _all_tenants(which))
-    return int((await connection.execute(select(_sum(rows)))).scalar_one())
+    return int((await connection.execute(select(int_sum(rows.c.requests)))).scalar_one())
 
 
 async def _curves(
@@ -226,7 +222,9 @@ async def _curves(
     shown = case((name.in_(first), name), else_=OTHERS).label("name")
     at = (rows.c.start - rows.c.start % period.step).label("at")
     found: dict[str, dict[int, int]] = {group: {} for group in first}
-    for group, start, number in await connection.execute(select(shown, at, _sum(rows)).group_by(shown, at)):
+    for group, start, number in await connection.execute(
+        select(shown, at, int_sum(rows.c.requests)).group_by(shown, at)
+    ):
         found.setdefault(group, {})[start] = number
     return {group: [values.get(start, 0) for start in period.starts] for group, values in found.items()}
 
@@ -236,7 +234,7 @@ async def _explain(connection: AsyncConnection, cause: Cause, segments: Segments
     same = RefusalFilter(tenant=cause.tenant, code=cause.code, limit_name=cause.limit_name, status=cause.status)
     rows = _rows(same, segments, cause.tenant_id)
     at = (rows.c.start - rows.c.start % period.step).label("at")
-    number = _sum(rows)
+    number = int_sum(rows.c.requests)
     highest = await connection.execute(select(at, number).group_by(at).order_by(number.desc(), at).limit(1))
     peak = highest.first()
     table = refused_requests

@@ -6,10 +6,11 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
 import msgspec
-from sqlalchemy import BigInteger, ColumnElement, Select, Subquery, and_, case, cast, func, or_, select
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, or_, select
 
 from gateway.errors import BadRequest
 from gateway.records.database import Database
+from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, tenants, usage_daily
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
@@ -153,8 +154,7 @@ def _sums(now: datetime, *which: ColumnElement[bool]) -> Subquery:
         "recent": case((and_(day >= recent, day < today), cost), else_=0),
         "today": case((day >= today, cost), else_=0),
     }
-    # PostgreSQL's sum of bigints is a numeric.
-    sums = (cast(func.sum(value), BigInteger).label(name) for name, value in values.items())
+    sums = (int_sum(value).label(name) for name, value in values.items())
     query = select(usage_daily.c.tenant_id, *sums).where(day >= min(month, recent), *which)
     return query.group_by(usage_daily.c.tenant_id).subquery("sums")
 

@@ -1,0 +1,95 @@
+"""Forms that create, rotate and revoke keys, for operators and for tenants' own people."""
+
+from collections.abc import Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from aiohttp import web
+from multidict import MultiMapping
+
+from gateway.access.page_guard import FORM
+from gateway.api.key_desk import NewKey
+from gateway.api.requests.fields import read_fields
+from gateway.errors import BadRequest
+from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.answers import typing_error
+from gateway.records.keys.keys import ApiKey
+
+EXPIRIES = (("", "never"), ("1", "in 1 day"), ("7", "in 7 days"), ("30", "in 30 days"), ("90", "in 90 days"),
+            ("365", "in 365 days"))  # fmt: skip
+GRACES = (("0", "at once"), ("3600", "after 1 hour"), ("86400", "after 1 day"), ("604800", "after 7 days"))
+
+
+def read_new_key(form: MultiMapping[str]) -> NewKey:
+    """Return the new key of `templates/key_form.html`. Raises BadRequest."""
+    fields: dict[str, Any] = {"label": form.get("label", "").strip(), "scopes": form.getall("scopes", [])}
+    models = form.get("allowed_models", "").replace(",", " ").split()
+    fields |= {"expires_at": read_expiry(form.get("expires", "")), "allowed_models": models or None}
+    return read_fields(fields, NewKey)
+
+
+def read_grace(form: MultiMapping[str]) -> int:
+    """Return the seconds of `templates/key_rotate.html`. Raises BadRequest."""
+    if form.get("grace", "") not in dict(GRACES):
+        raise BadRequest("grace: choose one of the times.", param="grace")
+    return int(form["grace"])
+
+
+def rotate_form(frame: Frame, request: web.Request, key: ApiKey, errors: dict[str, str]) -> web.Response:
+    """Return the form of a rotation. errors: texts by field."""
+    return frame.render(
+        request,
+        "key_rotate.html",
+        title=f"Rotate {key.label or key.id}",
+        status=400 if errors else 200,
+        key=key,
+        graces=GRACES,
+        errors=errors,
+    )
+
+
+def key_form(
+    frame: Frame,
+    request: web.Request,
+    errors: dict[str, str],
+    *,
+    title: str,
+    cancel: str,
+    owner: str | None = None,
+    scopes: Sequence[tuple[str, bool]] = (),
+    roles: Sequence[tuple[str, str]] = (),
+) -> web.Response:
+    """Return the form of a new key. owner: the tenant, for operators. scopes: each with whether it is chosen."""
+    return frame.render(
+        request,
+        "key_form.html",
+        title=title,
+        status=400 if errors else 200,
+        owner=owner,
+        cancel=cancel,
+        scopes=scopes,
+        roles=roles,
+        expiries=EXPIRIES,
+        values=request.get(FORM) or {},
+        errors=errors,
+    )
+
+
+def revoke_form(frame: Frame, request: web.Request, name: str, text: str, cancel: str) -> web.Response:
+    """Return the page that asks for a key's name before it is revoked. text: the effects."""
+    return frame.confirm(
+        request,
+        title=f"Revoke {name}",
+        name=name,
+        text=text,
+        button="Revoke",
+        cancel=cancel,
+        error=typing_error(request, name),
+    )
+
+
+def read_expiry(days: str) -> datetime | None:
+    """Return the end of a new key's life. days: of EXPIRIES. Raises BadRequest."""
+    if days not in dict(EXPIRIES):
+        raise BadRequest("expires: choose one of the times.", param="expires")
+    return datetime.now(UTC) + timedelta(days=int(days)) if days else None
