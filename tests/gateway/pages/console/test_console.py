@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from gateway.pages.console.help import fill_names, render
 from testing.gateway.running import Answer, Client, Gateway, until
 from tests.gateway.api.test_adapters import files, push
 
@@ -245,5 +246,17 @@ async def test_help_has_the_tenants_names(gateway: Gateway):
 
 
 def test_the_help_is_the_page_in_the_documentation():
-    copy = resources.files("gateway.pages").joinpath("templates/console/using-your-key.md")
-    assert copy.read_text() == (ROOT / "docs/using-your-key.md").read_text()
+    source = resources.files("gateway.pages").joinpath("templates/console/using-your-key.md")
+    assert Path(str(source)).resolve() == ROOT / "docs/using-your-key.md"
+    # The images are built from the copied folders only.
+    assert "COPY docs/using-your-key.md docs/using-your-key.md" in (ROOT / "deploy/Dockerfile").read_text()
+
+
+def test_names_in_the_help_are_escaped():
+    html, sections = render("# Title\n\nIntroduction.\n\n## A part\n\n`pirate` at <https://api.example.com/v1>\n")
+    assert sections == [("A part", "#a-part")]
+    filled = fill_names(html, 'http://"><b>', ["<i>"])
+    assert "<i>" not in filled
+    assert "<b>" not in filled
+    assert "&lt;i&gt;" in filled
+    assert "Introduction" not in filled
