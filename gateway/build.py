@@ -36,7 +36,7 @@ from gateway.api.inference.admission import Admission
 from gateway.api.inference.completions import Completions
 from gateway.api.inference.delivery import Deliveries, make_deliveries
 from gateway.api.key import OwnKey
-from gateway.api.key_desk import KeyDesk
+from gateway.api.key_manager import KeyManager
 from gateway.api.models import Models
 from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
 from gateway.api.reports.usage import Usage
@@ -46,7 +46,7 @@ from gateway.api.routes import ROUTES
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
-from gateway.api.webhook_desk import WebhookDesk
+from gateway.api.webhook_manager import WebhookManager
 from gateway.billing.recovery import Abandoned
 from gateway.fleet.addresses import own_fields
 from gateway.metrics import Metrics
@@ -109,7 +109,7 @@ async def build(settings: Settings) -> Gateway:
     pages = build_pages(resources, records, billing, serving, health, drain)
     admission = _build_admission(resources, records, billing, serving)
     alerts = build_alerts(resources, records, serving)
-    desk = _build_webhook_desk(settings, records, alerts)
+    manager = _build_webhook_manager(settings, records, alerts)
     golden, upgrades = build_golden(resources, records, billing, serving, admission, body_memory)
     handlers = [
         resumable,
@@ -118,13 +118,13 @@ async def build(settings: Settings) -> Gateway:
         *_tenant_handlers(resources, records, billing, intake),
         *_admin_handlers(records, billing, serving, intake, resumable),
         _build_imports(resources, records, billing, intake),
-        AdminWebhooks(desk=desk, events=alerts.events),
+        AdminWebhooks(manager=manager, events=alerts.events),
         ProbeRoutes(records.tenants, probes, serving.registry, validation, billing.quota),
         *_adapter_handlers(pages.frame, resources, records, billing, serving, intake, golden),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
         *pages.handlers,
-        *build_setting_pages(pages.frame, resources, records, billing, alerts, desk),
+        *build_setting_pages(pages.frame, resources, records, billing, alerts, manager),
         *([MetricsPage(metrics)] if settings.metrics_port is None else []),
         Home(lambda: {route.path for route in ROUTES}, settings.admin_port),
         health,
@@ -260,8 +260,8 @@ def _build_housekeeping(
     return Housekeeping(resources.redis, settings.redis_timeout, chores)
 
 
-def _build_webhook_desk(settings: Settings, records: Records, alerts: Alerts) -> WebhookDesk:
-    return WebhookDesk(
+def _build_webhook_manager(settings: Settings, records: Records, alerts: Alerts) -> WebhookManager:
+    return WebhookManager(
         webhooks=alerts.webhooks,
         tenants=records.tenants,
         sender=alerts.sender,
@@ -372,7 +372,7 @@ def _admin_handlers(
         AdminTenants(auth=auth, tenants=tenants, lists=records.tenant_lists, plans=records.plans, catalog=catalog),
         AdminTenantBulk(auth=auth, bulk=records.tenant_bulk),
         KeyRoutes(
-            desk=KeyDesk(auth=auth, keys=records.keys, catalog=catalog),
+            manager=KeyManager(auth=auth, keys=records.keys, catalog=catalog),
             tenants=tenants,
             quota=billing.quota,
             lists=records.key_lists,

@@ -69,7 +69,7 @@ class Visitor(msgspec.Struct, frozen=True, kw_only=True):
 VISITOR = web.RequestKey("visitor", Visitor)
 
 
-class Newcomer(msgspec.Struct, frozen=True, kw_only=True):
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
     """Person whose identity has just been proved. Fields as in `gateway.records.keys.sessions.Session`."""
 
     subject: str
@@ -115,7 +115,7 @@ class Sessions:
         self._lookups = Lookups(self._look_up)
         self._used: dict[str, datetime] = {}
 
-    async def open(self, person: Newcomer) -> str:
+    async def open(self, person: Identity) -> str:
         """Store a session and return its token, which is not kept anywhere.
 
         While the database is away, the bootstrap key gets a token for reading that any gateway process accepts until
@@ -295,13 +295,13 @@ def _rights(
     return of_tenant, scopes, TenantPrincipal(key_id=session.subject, tenant=tenant, scopes=scopes, has_key=False)
 
 
-def by_key(key: ApiKey) -> Newcomer:
+def by_key(key: ApiKey) -> Identity:
     """Return the person who has presented this key."""
     role = admin_role(key.scopes) if key.tenant is None else tenant_role(key.scopes)
     assert role is not None
     label = key.label or f"key {key.id}"
-    return Newcomer(subject=key.id, label=label, role=role, tenant=key.tenant, key_id=key.id)
+    return Identity(subject=key.id, label=label, role=role, tenant=key.tenant, key_id=key.id)
 
 
-def by_bootstrap_key(proof: str) -> Newcomer:
-    return Newcomer(subject=BOOTSTRAP_KEY_ID, label="bootstrap key", role="operator", proof=proof)
+def by_bootstrap_key(proof: str) -> Identity:
+    return Identity(subject=BOOTSTRAP_KEY_ID, label="bootstrap key", role="operator", proof=proof)

@@ -13,7 +13,7 @@ from aiohttp.hdrs import METH_ALL as METHODS
 from aiohttp.typedefs import Middleware
 
 from gateway.access.caller import CALLER, OPERATOR_KEY, Caller, find_address, is_https
-from gateway.api.inference.admission import ASKED
+from gateway.api.inference.admission import REQUESTED_MODEL
 from gateway.api.inference.log_fields import LOG_FIELDS
 from gateway.billing.usage_row import printable, shown_user
 from gateway.error_codes import code_of, known_code
@@ -115,7 +115,7 @@ def _failure(request: web.Request) -> dict[str, str]:
 
 def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, route: str, seconds: float) -> None:
     """Record a refused request, unless it is an operator's."""
-    failure, asked = request[FAILURE], request.get(ASKED)
+    failure, asked = request[FAILURE], request.get(REQUESTED_MODEL)
     if not isinstance(failure, GatewayError) or (caller.key_id is not None and caller.tenant_id is None):
         return
     refusals.note(

@@ -6,7 +6,7 @@ from gateway.api.adapters.saved_mixtures import NewMixture, SavedMixtureRoutes
 from gateway.api.adapters.versions import AdapterVersions, NewTargets, VersionChanges
 from gateway.api.admin.keys import KeyRoutes
 from gateway.api.golden.handlers import GoldenRoutes, NewGolden
-from gateway.api.key_desk import NewKey, Rotation
+from gateway.api.key_manager import NewKey, Rotation
 from gateway.api.route import Route
 from gateway.api.uploads.resumable import ResumableUploads
 

@@ -29,7 +29,7 @@ from gateway.api.health import Health, MetricsPage
 from gateway.api.home import Home
 from gateway.api.inference.completions import Completions
 from gateway.api.key import KeyInfo, OwnKey
-from gateway.api.key_desk import NewAdminKey, Rotation
+from gateway.api.key_manager import NewAdminKey, Rotation
 from gateway.api.models import Models
 from gateway.api.reports.routes import REQUEST_LOG
 from gateway.api.reports.usage import Usage
@@ -37,7 +37,7 @@ from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
 from gateway.api.reports.usage_export import UsageExport
 from gateway.api.route import Route, Upload
 from gateway.api.route_groups import FORCE, key_routes
-from gateway.api.webhook_desk import NewWebhook
+from gateway.api.webhook_manager import NewWebhook
 from gateway.pages.routes import PAGES
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.responses import ChatCompletion, Completion, Model, ModelList

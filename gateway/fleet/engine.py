@@ -16,7 +16,7 @@ from wire.responses import Preempted, TenantShare
 
 log = logging.getLogger(__name__)
 
-AdapterPlace = Literal["device", "host", "none"]
+AdapterTier = Literal["device", "host", "none"]
 
 # Assumed until an engine reports its own number.
 DEFAULT_SLOTS = 32
@@ -246,8 +246,8 @@ class EngineRecord:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.requests.by_digest[digest] > 0
 
-    def place_of(self, digest: str) -> AdapterPlace:
-        """Return the place of an adapter: device memory, host memory, or neither."""
+    def tier_of(self, digest: str) -> AdapterTier:
+        """Return the memory that has an adapter: the device's, the host's, or none."""
         if digest in self.resident:
             return "device"
         return "host" if digest in self.host or self.prefetched.has(digest) else "none"

@@ -7,7 +7,7 @@ from aiohttp import web
 from gateway.access.scopes import ACTOR
 from gateway.alerts.addresses import shown_url
 from gateway.api.requests.fields import json_response, read_body, read_limit
-from gateway.api.webhook_desk import NewWebhook, WebhookDesk, read_event_filter
+from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.records.events.events import Events
 from gateway.records.events.webhooks import Webhook
 
@@ -17,9 +17,9 @@ DEFAULT_ENTRIES, MAX_ENTRIES = 100, 1000
 class AdminWebhooks:
     """Routes for webhooks and events. Answers show a URL without its path, which often holds a secret."""
 
-    def __init__(self, *, desk: WebhookDesk, events: Events) -> None:
-        self._desk = desk
-        self._webhooks = desk.webhooks
+    def __init__(self, *, manager: WebhookManager, events: Events) -> None:
+        self._manager = manager
+        self._webhooks = manager.webhooks
         self._events = events
 
     async def list(self, request: web.Request) -> web.Response:
@@ -32,7 +32,7 @@ class AdminWebhooks:
     async def put(self, request: web.Request) -> web.Response:
         """Add or change a webhook. The answer has the secret of a new one, and no later answer has it."""
         actor, given = request[ACTOR], await read_body(request, NewWebhook)
-        webhook, is_new, secret = await self._desk.put(request.match_info["name"], given, actor)
+        webhook, is_new, secret = await self._manager.put(request.match_info["name"], given, actor)
         shown = _describe(webhook) | ({} if secret is None else {"secret": secret})
         return json_response(shown, status=201 if is_new else 200)
 
@@ -44,7 +44,7 @@ class AdminWebhooks:
     async def test(self, request: web.Request) -> web.Response:
         """Send a test event at once, and answer with the result."""
         webhook = await self._webhooks.get(request.match_info["name"])
-        error = await self._desk.test(webhook)
+        error = await self._manager.test(webhook)
         return json_response({"object": "webhook.test", "name": webhook.name, "ok": error is None, "error": error})
 
     async def list_events(self, request: web.Request) -> web.Response:

@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.api.admin.engines import find_engine
 from gateway.api.requests.fields import json_response, read_limit, read_number
 from gateway.errors import Unavailable
-from gateway.fleet.engine import AdapterPlace, EngineRecord
+from gateway.fleet.engine import AdapterTier, EngineRecord
 from gateway.fleet.history import History
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Rates
@@ -19,13 +19,15 @@ DEFAULT_ROWS, MAX_PAGE = 100, 1000
 
 
 class ResidentRow(NamedTuple):
-    """An adapter's versions, and its place on each engine with the requests of this process there, in the order of the
-    engines. rate: recent requests per second. engines: number of engines that have it on the device.
+    """An adapter's versions, and its memory tier on each engine with the requests of this process there.
+
+    tiers: in the order of the engines. rate: recent requests per second. engines: number of engines that have it on the
+    device.
     """
 
     digest: str
     names: Sequence[str]
-    places: Sequence[tuple[AdapterPlace, int]]
+    tiers: Sequence[tuple[AdapterTier, int]]
     rate: float
     engines: int
 
@@ -67,8 +69,8 @@ class Residents:
         return Matrix(engines, [row for row in rows if wanted in row.name.lower() or wanted in row.digest], missing)
 
     def _row(self, digest: str, names: Sequence[str], engines: Sequence[EngineRecord]) -> ResidentRow:
-        places = [(engine.place_of(digest), engine.requests.by_digest[digest]) for engine in engines]
-        return ResidentRow(digest, names, places, self._rates.of(digest), sum(place == "device" for place, _ in places))
+        tiers = [(engine.tier_of(digest), engine.requests.by_digest[digest]) for engine in engines]
+        return ResidentRow(digest, names, tiers, self._rates.of(digest), sum(tier == "device" for tier, _ in tiers))
 
 
 class FleetViews:
@@ -118,9 +120,9 @@ class FleetViews:
 def _described(row: ResidentRow, urls: Sequence[str]) -> dict[str, object]:
     """Return a row. Engines without the adapter and without requests for it are left out."""
     places = {
-        url: {"place": place, "running": running}
-        for url, (place, running) in zip(urls, row.places, strict=True)
-        if place != "none" or running
+        url: {"place": tier, "running": running}
+        for url, (tier, running) in zip(urls, row.tiers, strict=True)
+        if tier != "none" or running
     }
     return {
         "digest": digest_name(row.digest),

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from gateway.access.scopes import ACTOR
 from gateway.api.adapters.caller import AdapterCaller, find_caller, read_small
-from gateway.api.key_desk import KeyDesk, NewAdminKey, NewKey, Rotation, describe_key
+from gateway.api.key_manager import KeyManager, NewAdminKey, NewKey, Rotation, describe_key
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number, read_sort
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.quota.quota import Quota
@@ -22,8 +22,8 @@ DEFAULT_ROWS = 100
 class KeyRoutes:
     """Routes for keys. Changes by a tenant count against its limit of changes, as those of its adapters do."""
 
-    def __init__(self, *, desk: KeyDesk, tenants: Tenants, quota: Quota, lists: KeyLists) -> None:
-        self._desk = desk
+    def __init__(self, *, manager: KeyManager, tenants: Tenants, quota: Quota, lists: KeyLists) -> None:
+        self._manager = manager
         self._tenants = tenants
         self._quota = quota
         self._lists = lists
@@ -33,23 +33,25 @@ class KeyRoutes:
         given = await read_small(request, caller, NewKey)
         await caller.count_change(request, self._quota)
         return _shown_once(
-            *await self._desk.create(
+            *await self._manager.create(
                 caller.tenant, given, caller.actor, caller.principal, force=read_flag(request, "force")
             )
         )
 
     async def create_admin(self, request: web.Request) -> web.Response:
-        return _shown_once(*await self._desk.create_admin(await read_body(request, NewAdminKey), request[ACTOR]))
+        return _shown_once(*await self._manager.create_admin(await read_body(request, NewAdminKey), request[ACTOR]))
 
     async def list(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
-        keys = await self._desk.list(caller.tenant)
+        keys = await self._manager.list(caller.tenant)
         return json_response({"object": "list", "data": [describe_key(key) for key in keys]})
 
     async def list_admin(self, request: web.Request) -> web.Response:
         """List the admin keys, those of `?tenant=`, or with `?all=true` all keys."""
         if not request.query:
-            return json_response({"object": "list", "data": [describe_key(key) for key in await self._desk.list(None)]})
+            return json_response(
+                {"object": "list", "data": [describe_key(key) for key in await self._manager.list(None)]}
+            )
         which, (sort, descending) = read_key_filter(request), read_sort(request, SORTS, "created_at")
         if which.tenant is None and not read_flag(request, "all"):
             which = msgspec.structs.replace(which, tenant="")
@@ -66,21 +68,21 @@ class KeyRoutes:
         grace = (await read_small(request, caller, Rotation)).grace_seconds
         await caller.count_change(request, self._quota)
         key_id = request.match_info["id"]
-        return _shown_once(*await self._desk.rotate(key_id, grace, caller.actor, caller.principal))
+        return _shown_once(*await self._manager.rotate(key_id, grace, caller.actor, caller.principal))
 
     async def rotate_any(self, request: web.Request) -> web.Response:
         grace = (await read_body(request, Rotation)).grace_seconds
-        return _shown_once(*await self._desk.rotate(request.match_info["id"], grace, request[ACTOR]))
+        return _shown_once(*await self._manager.rotate(request.match_info["id"], grace, request[ACTOR]))
 
     async def revoke(self, request: web.Request) -> web.Response:
         """Revoke a tenant's own key."""
         caller: AdapterCaller = await find_caller(request, self._tenants)
         await caller.count_change(request, self._quota)
-        await self._desk.revoke(request.match_info["id"], caller.actor, caller.principal)
+        await self._manager.revoke(request.match_info["id"], caller.actor, caller.principal)
         return _revoked(request)
 
     async def revoke_any(self, request: web.Request) -> web.Response:
-        await self._desk.revoke(request.match_info["id"], request[ACTOR])
+        await self._manager.revoke(request.match_info["id"], request[ACTOR])
         return _revoked(request)
 
 

@@ -36,7 +36,7 @@ SESSION_HEADER = "x-loraplex-session"
 MAX_USER_CHARS = 512
 
 
-class Asked(msgspec.Struct, frozen=True):
+class RequestedModel(msgspec.Struct, frozen=True):
     """Model and `user` of a request's body, as the client sent them."""
 
     model: str
@@ -44,7 +44,7 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 # Set once a request's body is checked, for the request log.
-ASKED = web.RequestKey("asked", Asked)
+REQUESTED_MODEL = web.RequestKey("asked", RequestedModel)
 
 
 class Admission:
@@ -97,7 +97,7 @@ class Admission:
         if (form := await self.forms.read(tenant.id, raw, share)) is not None:
             request[FORM] = form
         parsed = await self._prompts.parse(raw, endpoint, share)
-        request[ASKED] = Asked(parsed.model, parsed.user)
+        request[REQUESTED_MODEL] = RequestedModel(parsed.model, parsed.user)
         for name in names_in(parsed.model, self._catalog.base_model):
             principal.check_model(name)
         user = parsed.user or request.headers.get(SESSION_HEADER)

@@ -15,7 +15,7 @@ from gateway.api.golden.checking import GoldenChecks
 from gateway.api.uploads.validating import Validation
 from gateway.errors import AdapterInUse, BadRequest, Forbidden, GatewayError, NoEngine
 from gateway.pages.adapters.page import earlier_targets, shown_targets
-from gateway.pages.adapters.place import AdapterPlace, find_place
+from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
 from gateway.records.adapters.aliases import Alias, Target
@@ -105,18 +105,18 @@ class AdapterActs:
 
     async def ask(self, request: web.Request) -> web.Response:
         """Show the page that asks before an action."""
-        return await self._ask(request, await self._place(request), request.query)
+        return await self._ask(request, await self._adapter(request), request.query)
 
     async def alias_form(self, request: web.Request) -> web.Response:
         """Show the form of an alias: a new one, or that of the query."""
-        place = await self._place(request)
-        return await self._alias_form(request, place, request.query.get("alias", ""))
+        adapter = await self._adapter(request)
+        return await self._alias_form(request, adapter, request.query.get("alias", ""))
 
     async def act(self, request: web.Request) -> web.StreamResponse:
         """Run the action of a form and go back to the adapter's page, or show the error where it was asked for."""
-        place, form = await self._place(request), request[FORM]
+        adapter, form = await self._adapter(request), request[FORM]
         act = form.get("act", "")
-        do: Callable[[web.Request, AdapterPlace, Mapping[str, str]], Awaitable[None]] | None = {
+        do: Callable[[web.Request, PageAdapter, Mapping[str, str]], Awaitable[None]] | None = {
             "retire": self._change,
             "ready": self._change,
             "pin": self._change,
@@ -134,46 +134,46 @@ class AdapterActs:
         if do is None:
             raise BadRequest("act: there is no such action.", param="act")
         question = QUESTIONS.get(act)
-        if question is not None and question.needs_name and form.get("typed", "") != _name_of(place, form):
-            return await self._ask(request, place, form, WRONG_NAME)
+        if question is not None and question.needs_name and form.get("typed", "") != _name_of(adapter, form):
+            return await self._ask(request, adapter, form, WRONG_NAME)
         try:
-            await place.caller.count_change(request, self._quota)
-            await do(request, place, form)
+            await adapter.caller.count_change(request, self._quota)
+            await do(request, adapter, form)
         except GatewayError as error:
-            return await self._show_error(request, place, form, error)
+            return await self._show_error(request, adapter, form, error)
         if act == "delete":
-            return _to(place.list)
+            return _to(adapter.list)
         kept = {"version": form["version"]} if form.get("version") and act != "delete_version" else {}
-        return _to(f"{place.home}?{urlencode({'done': act, **kept})}")
+        return _to(f"{adapter.home}?{urlencode({'done': act, **kept})}")
 
-    async def _place(self, request: web.Request) -> AdapterPlace:
-        place = await find_place(request, self._tenants)
-        if not place.may_change:
+    async def _adapter(self, request: web.Request) -> PageAdapter:
+        adapter = await find_adapter(request, self._tenants)
+        if not adapter.may_change:
             raise Forbidden("Only an operator may change adapters here.", code="role_needed")
-        return place
+        return adapter
 
     async def _show_error(
-        self, request: web.Request, place: AdapterPlace, form: Mapping[str, str], error: GatewayError
+        self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str], error: GatewayError
     ) -> web.Response:
         act = form.get("act", "")
         if act in QUESTIONS:
-            return await self._ask(request, place, form, error.message, force=isinstance(error, AdapterInUse))
+            return await self._ask(request, adapter, form, error.message, force=isinstance(error, AdapterInUse))
         if act == "move":
-            return await self._alias_form(request, place, form.get("alias", ""), form, error)
+            return await self._alias_form(request, adapter, form.get("alias", ""), form, error)
         return self._frame.render(
             request,
             "adapter_problem.html",
             title="That did not work",
             status=error.status,
             message=error.message,
-            back=place.home,
-            place=place,
+            back=adapter.home,
+            adapter=adapter,
         )
 
     async def _ask(
         self,
         request: web.Request,
-        place: AdapterPlace,
+        adapter: PageAdapter,
         given: Mapping[str, str],
         error: str | None = None,
         *,
@@ -189,25 +189,25 @@ class AdapterActs:
             fields["force"] = "true"
         changes: list[tuple[str, str, str]] = []
         if act == "rollback":
-            alias = await self._catalog.aliases.get(place.tenant, place.name, given.get("alias", ""))
+            alias = await self._catalog.aliases.get(adapter.tenant, adapter.name, given.get("alias", ""))
             fields["etag"] = alias.etag
-            changes = [await self._rolled_back(place, alias)]
+            changes = [await self._rolled_back(adapter, alias)]
         return self._frame.confirm(
             request,
             title=question.title,
-            name=_name_of(place, given) if question.needs_name else "",
+            name=_name_of(adapter, given) if question.needs_name else "",
             text=question.text,
             button=f"{question.button} although it is in use" if force else question.button,
-            action=f"{place.home}/act",
+            action=f"{adapter.home}/act",
             fields=fields,
             changes=changes,
-            cancel=place.home,
+            cancel=adapter.home,
             error=error,
         )
 
-    async def _rolled_back(self, place: AdapterPlace, alias: Alias) -> tuple[str, str, str]:
+    async def _rolled_back(self, adapter: PageAdapter, alias: Alias) -> tuple[str, str, str]:
         """Return the alias, what it means now, and what it means after the roll-back."""
-        versions = await self._catalog.versions.list(place.tenant, place.name)
+        versions = await self._catalog.versions.list(adapter.tenant, adapter.name)
         targets = earlier_targets(alias, {each.version for each in versions if each.is_served})
         then = "nothing: no earlier state has only ready versions" if targets is None else shown_targets(targets)
         return f"{alias.name}:{alias.alias}", shown_targets(alias.targets), then
@@ -215,13 +215,13 @@ class AdapterActs:
     async def _alias_form(
         self,
         request: web.Request,
-        place: AdapterPlace,
+        adapter: PageAdapter,
         alias: str,
         given: Mapping[str, str] | None = None,
         error: GatewayError | None = None,
     ) -> web.Response:
-        aliases = await self._catalog.aliases.list(place.tenant, place.name)
-        versions = await self._catalog.versions.list(place.tenant, place.name)
+        aliases = await self._catalog.aliases.list(adapter.tenant, adapter.name)
+        versions = await self._catalog.versions.list(adapter.tenant, adapter.name)
         found = next((each for each in aliases if each.alias == alias), None)
         now = [] if found is None else [(str(each.version), str(each.weight)) for each in found.targets]
         if given is not None:
@@ -231,9 +231,9 @@ class AdapterActs:
         return self._frame.render(
             request,
             "adapter_alias.html",
-            title=f"Move {place.name}:{alias}" if found is not None else "New alias",
+            title=f"Move {adapter.name}:{alias}" if found is not None else "New alias",
             status=200 if error is None else error.status,
-            place=place,
+            adapter=adapter,
             alias=found,
             name=alias,
             rows=rows,
@@ -241,61 +241,61 @@ class AdapterActs:
             error=None if error is None else error.message,
         )
 
-    async def _change(self, request: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
+    async def _change(self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
         act = form["act"]
         if act == "expire":
             values: dict[str, Any] = {"expires_at": _moment(form.get("expires_at", ""))}
         else:
             values = dict(CHANGES[act])
-        if "pinned" in values and not place.is_operators:
+        if "pinned" in values and not adapter.is_operators:
             raise Forbidden("pinned: only an operator may pin versions.", param="pinned")
         force = form.get("force") == "true"
         change = self._catalog.versions.change
-        await change(place.tenant, place.name, _version(form), values, request[ACTOR], force=force)
+        await change(adapter.tenant, adapter.name, _version(form), values, request[ACTOR], force=force)
 
-    async def _probe(self, _: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
-        await self._validation.verify(place.tenant, place.name, _version(form))
+    async def _probe(self, _: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
+        await self._validation.verify(adapter.tenant, adapter.name, _version(form))
 
-    async def _prefetch(self, _: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
-        if not place.is_operators:
+    async def _prefetch(self, _: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
+        if not adapter.is_operators:
             raise Forbidden("Only an operator may choose an engine.")
-        await self._uses.load(place.tenant, place.name, _version(form), form.get("engine", ""))
+        await self._uses.load(adapter.tenant, adapter.name, _version(form), form.get("engine", ""))
 
-    async def _check(self, _: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
-        payer, number = place.caller.principal, _version(form)
+    async def _check(self, _: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
+        payer, number = adapter.caller.principal, _version(form)
         if payer is not None:
             raise Forbidden("Check your golden answers with POST /v1/adapters/.../golden/check; your key pays for it.")
-        engines = await self._checks.engines(place.tenant, place.name, number)
+        engines = await self._checks.engines(adapter.tenant, adapter.name, number)
         if not engines:
             raise NoEngine
         for engine in engines:
-            await self._checks.check(place.tenant, place.name, number, engine)
+            await self._checks.check(adapter.tenant, adapter.name, number, engine)
 
-    async def _move(self, request: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
+    async def _move(self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
         targets = [_target(form, i) for i in range(MOST_ROWS) if form.get(f"version_{i}")]
         alias, etag = form.get("alias", "").strip(), form.get("etag") or None
-        await self._catalog.aliases.move(place.tenant, place.name, alias, targets, request[ACTOR], etag)
+        await self._catalog.aliases.move(adapter.tenant, adapter.name, alias, targets, request[ACTOR], etag)
 
-    async def _rollback(self, request: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
+    async def _rollback(self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
         alias, etag = form.get("alias", ""), form.get("etag") or None
-        await self._catalog.aliases.rollback(place.tenant, place.name, alias, request[ACTOR], etag)
+        await self._catalog.aliases.rollback(adapter.tenant, adapter.name, alias, request[ACTOR], etag)
 
-    async def _delete_alias(self, request: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
-        await self._catalog.aliases.delete(place.tenant, place.name, form.get("alias", ""), request[ACTOR])
+    async def _delete_alias(self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
+        await self._catalog.aliases.delete(adapter.tenant, adapter.name, form.get("alias", ""), request[ACTOR])
 
-    async def _delete(self, request: web.Request, place: AdapterPlace, form: Mapping[str, str]) -> None:
+    async def _delete(self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
         force = form.get("force") == "true"
         number = _version(form) if form["act"] == "delete_version" else None
-        running = set() if force else await self._versions.running(place.tenant, place.name)
+        running = set() if force else await self._versions.running(adapter.tenant, adapter.name)
         delete = self._catalog.delete
-        await delete(place.tenant, place.name, request[ACTOR], number, running=running, force=force)
+        await delete(adapter.tenant, adapter.name, request[ACTOR], number, running=running, force=force)
 
 
-def _name_of(place: AdapterPlace, given: Mapping[str, str]) -> str:
+def _name_of(adapter: PageAdapter, given: Mapping[str, str]) -> str:
     """Return the name that is typed before an action."""
     if given.get("act") in ("retire", "delete_version"):
-        return version_name(place.name, _version(given))
-    return f"{place.name}:{given.get('alias', '')}" if given.get("act") == "delete_alias" else place.name
+        return version_name(adapter.name, _version(given))
+    return f"{adapter.name}:{given.get('alias', '')}" if given.get("act") == "delete_alias" else adapter.name
 
 
 def _target(form: Mapping[str, str], row: int) -> Target:

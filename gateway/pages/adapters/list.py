@@ -10,7 +10,7 @@ from gateway.api.admin.adapters import read_filter, resident_on
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.places import Places
+from gateway.pages.parts.links import Links
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
 
@@ -101,7 +101,7 @@ class AdapterListPage:
             is_filtered=any(request.query.get(name) for name in LIST_QUERY[:6]),
             num_up=len(self._registry.up),
             tones=TONES,
-            place=Places(request),
+            links=Links(request),
         )
 
     async def _page(self, table: Table, which: ListFilter, page: int, limit: int) -> AdapterPage:

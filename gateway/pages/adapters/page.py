@@ -3,19 +3,20 @@
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
 from gateway.api.adapters.caller import AdapterCaller
 from gateway.errors import BadRequest, RecordNotFound
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine import AdapterTier
 from gateway.fleet.warming import Warming
 from gateway.pages.adapters.list import TONES
-from gateway.pages.adapters.place import AdapterPlace, find_place
+from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.places import Places
+from gateway.pages.parts.links import Links
+from gateway.pages.parts.periods import read_period, segments_of
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.adapters.aliases import Alias, Targets
 from gateway.records.adapters.catalog import Catalog
@@ -28,7 +29,7 @@ from gateway.records.tenants.tenants import Tenants
 
 QUERY = ("tab", "version", "period", "done")
 TABS = (("versions", "Versions"), ("use", "Use"), ("changes", "Changes"))
-PERIODS = {"24h": timedelta(hours=24), "7d": timedelta(days=7), "30d": timedelta(days=30)}
+PERIODS = ("24h", "7d", "30d")
 # Banners after an action, by the value of `done`.
 DONE = {
     "retire": "The version is retired: requests for it get a 404.",
@@ -66,10 +67,10 @@ class AliasRow(NamedTuple):
 
 
 class EngineRow(NamedTuple):
-    """An engine and the place of a version there: "device", "host" or "none". may_load: whether it takes prefetches."""
+    """An engine and the memory that has a version there. may_load: whether the engine takes prefetches of it."""
 
     url: str
-    place: str
+    tier: AdapterTier
     running: int
     serves_base: bool
     may_load: bool
@@ -108,44 +109,44 @@ class AdapterPages:
 
     async def show(self, request: web.Request) -> web.Response:
         """Show the tab of the query. Raises RecordNotFound, BadRequest."""
-        place = await find_place(request, self._tenants)
+        adapter = await find_adapter(request, self._tenants)
         tab = request.query.get("tab", "versions")
         if tab not in dict(TABS):
             raise BadRequest(f"tab: expected one of {', '.join(dict(TABS))}.", param="tab")
-        versions = await self._catalog.versions.list(place.tenant, place.name)
-        aliases = await self._catalog.aliases.list(place.tenant, place.name)
+        versions = await self._catalog.versions.list(adapter.tenant, adapter.name)
+        aliases = await self._catalog.aliases.list(adapter.tenant, adapter.name)
         shown = {"versions": self._versions, "use": self._use, "changes": self._changes}[tab]
         present = [each for each in versions if each.state != "deleted"]
         latest = next((alias.targets[0].version for alias in aliases if alias.alias == "latest"), None)
         return self._frame.render(
             request,
             "adapter.html",
-            title=place.name,
-            place=place,
-            places=Places(request),
+            title=adapter.name,
+            adapter=adapter,
+            links=Links(request),
             tab=tab,
-            tabs=[(title, f"{place.home}?tab={key}", key == tab) for key, title in TABS],
+            tabs=[(title, f"{adapter.home}?tab={key}", key == tab) for key, title in TABS],
             tones=TONES,
             done=DONE.get(request.query.get("done", "")),
             latest=latest,
             num_versions=len(present),
             num_deleted=len(versions) - len(present),
-            **await shown(request, place, present, aliases),
+            **await shown(request, adapter, present, aliases),
         )
 
     async def _versions(
-        self, request: web.Request, place: AdapterPlace, versions: Sequence[Version], aliases: Sequence[Alias]
+        self, request: web.Request, adapter: PageAdapter, versions: Sequence[Version], aliases: Sequence[Alias]
     ) -> dict[str, Any]:
         chosen = _chosen(request, versions, aliases)
-        pushed = _uploaders(await self._uses.changes(place.tenant, place.name, by_tenant=not place.is_operators))
+        pushed = _uploaders(await self._uses.changes(adapter.tenant, adapter.name, by_tenant=not adapter.is_operators))
         served = {each.version for each in versions if each.is_served}
         rows = [self._row(each, aliases, pushed) for each in reversed(versions)]
-        found = await self._report(place.caller, place.name, chosen) if chosen is not None else {}
+        found = await self._report(adapter.caller, adapter.name, chosen) if chosen is not None else {}
         return {
             "rows": rows,
             "aliases": [_alias_row(alias, served) for alias in aliases],
             "chosen": chosen,
-            "uploads": await self._reports.uploads.of_name(place.tenant, place.name),
+            "uploads": await self._reports.uploads.of_name(adapter.tenant, adapter.name),
             **found,
         }
 
@@ -165,27 +166,25 @@ class AdapterPages:
         able = {engine.url for engine in self._warming.engines(bases)}
         rows = []
         for engine in sorted(self._warming.up, key=lambda engine: engine.url):
-            at = _place_on(engine, version.digest)
-            may_load = version.is_served and engine.url in able and at == "none"
+            tier = engine.tier_of(version.digest)
+            may_load = version.is_served and engine.url in able and tier == "none"
             running = engine.requests.by_digest[version.digest] if version.digest else 0
-            rows.append(EngineRow(engine.url, at, running, engine.serves_bases(bases), may_load))
+            rows.append(EngineRow(engine.url, tier, running, engine.serves_bases(bases), may_load))
         return rows
 
     def _row(self, version: Version, aliases: Sequence[Alias], pushed: Mapping[int, str]) -> VersionRow:
         number = version.version
         named = [each.alias for each in aliases if any(target.version == number for target in each.targets)]
-        places = [_place_on(engine, version.digest) for engine in self._warming.up]
+        tiers = [engine.tier_of(version.digest) for engine in self._warming.up]
         by = pushed.get(number, "")
-        return VersionRow(version, named, by, places.count("device"), places.count("host"))
+        return VersionRow(version, named, by, tiers.count("device"), tiers.count("host"))
 
     async def _use(
-        self, request: web.Request, place: AdapterPlace, _: Sequence[Version], __: Sequence[Alias]
+        self, request: web.Request, adapter: PageAdapter, _: Sequence[Version], __: Sequence[Alias]
     ) -> dict[str, Any]:
-        period = request.query.get("period", "24h")
-        if period not in PERIODS:
-            raise BadRequest(f"period: expected one of {', '.join(PERIODS)}.", param="period")
-        scope = Scope(tenant_id=place.tenant.id, model=place.name)
-        report = await self._activity.report(since=datetime.now(UTC) - PERIODS[period], scope=scope)
+        period = read_period(request, PERIODS[0], datetime.now(UTC))
+        scope = Scope(tenant_id=adapter.tenant.id, model=adapter.name)
+        report = await self._activity.report(since=period.since, scope=scope)
         times = [int(start.timestamp()) for start in report.starts]
         curve = report.curve
 
@@ -198,16 +197,16 @@ class AdapterPages:
         tokens = (("prompt", computed), ("prompt, cached", curve.cached_tokens), ("answer", curve.completion_tokens))
         return {
             "report": report,
-            "use": await self._uses.of(place.tenant, place.name),
+            "use": await self._uses.of(adapter.tenant, adapter.name),
             "requests_chart": chart("requests", ("completed", served), ("failed", curve.failed)),
             "tokens_chart": chart("tokens", *tokens),
-            "periods": [(name, f"{place.home}?tab=use&period={name}", name == period) for name in PERIODS],
+            "periods": segments_of(request, period, PERIODS),
         }
 
     async def _changes(
-        self, _: web.Request, place: AdapterPlace, __: Sequence[Version], ___: Sequence[Alias]
+        self, _: web.Request, adapter: PageAdapter, __: Sequence[Version], ___: Sequence[Alias]
     ) -> dict[str, Any]:
-        changes = await self._uses.changes(place.tenant, place.name, by_tenant=not place.is_operators)
+        changes = await self._uses.changes(adapter.tenant, adapter.name, by_tenant=not adapter.is_operators)
         return {"changes": [(change, _what(change)) for change in changes]}
 
 
@@ -245,13 +244,6 @@ def _chosen(request: web.Request, versions: Sequence[Version], aliases: Sequence
         return found
     latest = [target.version for alias in aliases if alias.alias == "latest" for target in alias.targets]
     return by_number.get(latest[0] if latest else -1) or (versions[-1] if versions else None)
-
-
-def _place_on(engine: EngineRecord, digest: str) -> str:
-    """Return where an engine has an adapter: "device", "host" (as far as this process knows) or "none"."""
-    if digest in engine.resident:
-        return "device"
-    return "host" if digest and engine.prefetched.has(digest) else "none"
 
 
 def _uploaders(changes: Sequence[Change]) -> dict[int, str]:

@@ -5,7 +5,7 @@ from aiohttp import web
 from gateway.access.auth import Authenticator
 from gateway.api.adapters.adapters import AdapterIntake
 from gateway.errors import Forbidden
-from gateway.pages.adapters.place import find_place
+from gateway.pages.adapters.page_adapter import find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
 from gateway.records.tenants.tenants import Tenants
@@ -27,24 +27,24 @@ class AdapterUploads:
         self._intake = intake
 
     async def form(self, request: web.Request) -> web.Response:
-        place = await find_place(request, self._tenants)
-        if not place.may_change:
+        adapter = await find_adapter(request, self._tenants)
+        if not adapter.may_change:
             raise Forbidden("Only an operator may upload adapters here.", code="role_needed")
         name = request.query.get("name", "")[:MAX_NAME]
         return self._frame.render(
             request,
             "adapter_upload.html",
             title="Upload a version" if name else "Upload an adapter",
-            place=place,
+            adapter=adapter,
             name=name,
             max_bytes=self._intake.max_bytes,
         )
 
     async def upload(self, request: web.Request) -> web.Response:
         """Take the form of the page's script, and answer in JSON."""
-        place = await find_place(request, self._tenants)
-        if not place.may_change:
+        adapter = await find_adapter(request, self._tenants)
+        if not adapter.may_change:
             raise Forbidden("Only an operator may upload adapters here.", code="role_needed")
         size, most = request.content_length, self._intake.max_bytes
-        async with place.caller.uploading(request, self._auth, self._quota, size=size, most=most) as received:
-            return await self._intake.push(request, place.caller, received)
+        async with adapter.caller.uploading(request, self._auth, self._quota, size=size, most=most) as received:
+            return await self._intake.push(request, adapter.caller, received)

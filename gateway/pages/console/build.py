@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.api.key_desk import KeyDesk
+from gateway.api.key_manager import KeyManager
 from gateway.pages.console.access import Console
 from gateway.pages.console.adapters import ConsoleAdapters
 from gateway.pages.console.audit import ConsoleAudit
@@ -27,14 +27,14 @@ def build_console(
     settings, database = resources.settings, resources.database
     console = Console(frame, records, billing.quota, settings.currency, settings.base_model)
     prices = AdapterPrices(database, records.price_list)
-    desk = KeyDesk(auth=records.auth, keys=records.keys, catalog=records.catalog)
+    manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
     return [
         ConsoleHome(console, activity),
         ConsoleRequests(console, RequestLog(database)),
         ConsoleAdapters(console, prices, resources.model.max_length),
         ConsolePlayground(console),
         ConsoleUsage(console),
-        ConsoleKeys(console, desk),
+        ConsoleKeys(console, manager),
         ConsoleAudit(console),
         ConsoleHelp(console),
     ]

@@ -11,7 +11,7 @@ from markupsafe import Markup, escape
 
 from gateway.access.scopes import PRINCIPAL
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.console.places import example_models, origin
+from gateway.pages.console.links import example_models, origin
 from gateway.records.adapters.rows import READY
 
 # A symbolic link to docs/using-your-key.md; a wheel has the text.

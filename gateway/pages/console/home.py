@@ -11,7 +11,7 @@ from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.console.places import example_models, origin
+from gateway.pages.console.links import example_models, origin
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.limit_rows import LimitRow, used_row
 from gateway.quota.kinds import BY_LETTER

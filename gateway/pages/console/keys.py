@@ -9,7 +9,7 @@ from gateway.access.page_guard import FORM
 from gateway.access.roles import DEFAULT_SCOPES
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.adapters.caller import tenants_caller
-from gateway.api.key_desk import KeyDesk
+from gateway.api.key_manager import KeyManager
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
 from gateway.pages.console.access import Console, ConsolePages, needs
@@ -27,9 +27,9 @@ LIST_QUERY = ("state", "q", "sort", "page", "format", "done")
 class ConsoleKeys(ConsolePages):
     """Pages of the tenant's keys. Changes count against its limit of changes, as those of its adapters do."""
 
-    def __init__(self, console: Console, desk: KeyDesk) -> None:
+    def __init__(self, console: Console, manager: KeyManager) -> None:
         super().__init__(console)
-        self._desk = desk
+        self._manager = manager
 
     @needs("keys")
     async def list(self, request: web.Request) -> web.StreamResponse:
@@ -56,7 +56,7 @@ class ConsoleKeys(ConsolePages):
             try:
                 given, caller = read_new_key(form), tenants_caller(request)
                 await caller.count_change(request, self.console.quota)
-                key, clear = await self._desk.create(principal.tenant, given, caller.actor, principal)
+                key, clear = await self._manager.create(principal.tenant, given, caller.actor, principal)
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -74,7 +74,7 @@ class ConsoleKeys(ConsolePages):
             try:
                 seconds, caller = read_grace(form), tenants_caller(request)
                 await caller.count_change(request, self.console.quota)
-                new, clear = await self._desk.rotate(key.id, seconds, caller.actor, principal)
+                new, clear = await self._manager.rotate(key.id, seconds, caller.actor, principal)
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -88,7 +88,7 @@ class ConsoleKeys(ConsolePages):
         if is_confirmed(request, name):
             caller = tenants_caller(request)
             await caller.count_change(request, self.console.quota)
-            await self._desk.revoke(key.id, caller.actor, principal)
+            await self._manager.revoke(key.id, caller.actor, principal)
             raise web.HTTPSeeOther(f"{LIST}?done=revoked")
         own = " You are logged in with this key, so you are logged out." if key.id == principal.key_id else ""
         text = f"The key {key.id} is refused from now on, and its running streams end.{own}"

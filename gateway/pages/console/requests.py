@@ -6,7 +6,7 @@ from aiohttp import web
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.log_filter import read_log_filter
 from gateway.pages.console.access import Console, needs
-from gateway.pages.console.places import ConsolePlaces
+from gateway.pages.console.links import ConsoleLinks
 from gateway.pages.parts.tables import Column
 from gateway.pages.requests import log as requests
 from gateway.pages.requests.export import FIELDS
@@ -40,8 +40,8 @@ class ConsoleRequests(RequestPages):
     async def one(self, request: web.Request) -> web.StreamResponse:
         return await super().one(request)
 
-    def places(self, request: web.Request) -> ConsolePlaces:
-        return ConsolePlaces(request)
+    def links(self, request: web.Request) -> ConsoleLinks:
+        return ConsoleLinks(request)
 
     def read_filter(self, request: web.Request) -> LogFilter:
         """Return the filter of the query, for the tenant and the key's models whatever the query says."""

@@ -135,7 +135,7 @@ class EnginePages:
         matrix = await self._residents.read(request.query.get("q", ""))
         engines, rows = matrix.engines, matrix.rows
         if request.query.get("format") == "csv":
-            placed = [Column(engine.url, engine.url, value=_place_on(i)) for i, engine in enumerate(engines)]
+            placed = [Column(engine.url, engine.url, value=_tier_on(i)) for i, engine in enumerate(engines)]
             return csv_response("residency", (Column("digest", "Digest"), *MATRIX, *placed), rows)
         return self._frame.render(
             request,
@@ -203,8 +203,8 @@ class EnginePages:
         )
 
 
-def _place_on(index: int) -> Callable[[ResidentRow], str]:
-    return lambda row: row.places[index][0]
+def _tier_on(index: int) -> Callable[[ResidentRow], str]:
+    return lambda row: row.tiers[index][0]
 
 
 def _charts(samples: Sequence[Sample]) -> list[tuple[str, str, dict[str, Any]]]:

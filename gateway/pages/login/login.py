@@ -18,7 +18,7 @@ from gateway.access.caller import CALLER
 from gateway.access.login_audit import NOBODY, LoginAudit
 from gateway.access.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
-from gateway.access.sessions import COOKIE, VISITOR, Newcomer, Sessions, by_bootstrap_key, by_key
+from gateway.access.sessions import COOKIE, VISITOR, Identity, Sessions, by_bootstrap_key, by_key
 from gateway.access.throttle import FailedLogins, client_network
 from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
 from gateway.pages.frame.frame import Frame
@@ -102,7 +102,7 @@ class LoginPages:
         return await self.admit(request, person, then)
 
     async def admit(
-        self, request: web.Request, person: Newcomer, then: str, *, from_elsewhere: bool = False
+        self, request: web.Request, person: Identity, then: str, *, from_elsewhere: bool = False
     ) -> web.Response:
         """Open a session for a person whose identity is proved, and go to `then`. Ends the browser's earlier session.
 
@@ -143,7 +143,7 @@ class LoginPages:
             # It has just been ended elsewhere.
             return
 
-    async def _recognise(self, request: web.Request, home: str, presented: str) -> Newcomer:
+    async def _recognise(self, request: web.Request, home: str, presented: str) -> Identity:
         """Return the owner of a key. Raises TooManyFailures, WrongKey, InvalidKey or Forbidden."""
         if not presented or len(presented) > MAX_KEY_CHARS:
             raise InvalidKey("The field is empty or too long.")

@@ -16,7 +16,7 @@ from gateway.access.caller import CALLER
 from gateway.access.oidc import LoginRefused, Oidc
 from gateway.access.page_guard import NO_STORE, safe_next
 from gateway.access.roles import ADMIN_PATH, ADMIN_ROLES, TENANT_ROLES
-from gateway.access.sessions import Newcomer
+from gateway.access.sessions import Identity
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
 from gateway.pages.login.login import LoginPages, home_of_request
 from gateway.records.tenants.tenants import Tenants
@@ -103,7 +103,7 @@ class OidcPages:
         response.del_cookie(STATE_COOKIE, path=f"{home}/login/oidc")
         return response
 
-    async def _person(self, claims: dict[str, Any], home: str) -> Newcomer:
+    async def _person(self, claims: dict[str, Any], home: str) -> Identity:
         """Return the person, with the greatest role that the groups give below `home`. Raises Forbidden."""
         provider = self._client().provider
         grant = provider.grant_of(claims, ADMIN_ROLES if home == ADMIN_PATH else TENANT_ROLES)
@@ -120,7 +120,7 @@ class OidcPages:
             subject = self._auth.seal("oidc-subject", subject)[:HASHED_CHARS]
         label = next((claims[name] for name in ("email", "name", "preferred_username") if claims.get(name)), subject)
         shown = "".join(character for character in str(label) if character.isprintable())[:100]
-        return Newcomer(subject=f"oidc:{subject}", label=shown, role=grant.role, tenant=tenant, proof=provider.proof)
+        return Identity(subject=f"oidc:{subject}", label=shown, role=grant.role, tenant=tenant, proof=provider.proof)
 
     def _client(self) -> Oidc:
         if self._oidc is None:

@@ -11,8 +11,8 @@ from gateway.api.requests.fields import parse_text
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
+from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import MONTH, TITLES, PagePeriod, as_field, read_period, segments_of
-from gateway.pages.parts.places import Places
 from gateway.pages.parts.tables import ROWS, Column, read_table
 from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.money.usage_ranking import (
@@ -89,7 +89,7 @@ class UsagePages:
             group_titles=GROUP_TITLES,
             measure_titles=MEASURE_TITLES,
             exports=EXPORTS,
-            place=Places(request),
+            links=Links(request),
             bounds={name: as_field(getattr(context["span"], name)) for name in ("since", "until")},
             **context,
         )

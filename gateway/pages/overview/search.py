@@ -10,7 +10,7 @@ from aiohttp import web
 
 from gateway.access.page_guard import FORM
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.places import Places
+from gateway.pages.parts.links import Links
 from gateway.records.search import Found, Search
 
 MAX_CHARS = 128
@@ -31,16 +31,16 @@ class SearchPage:
         form = request.get(FORM)
         text = clean("" if form is None else str(form.get("q", "")))
         if _REQUEST.fullmatch(text):
-            raise web.HTTPSeeOther(Places(request).request(text))
+            raise web.HTTPSeeOther(Links(request).request(text))
         raise web.HTTPSeeOther(f"{SEARCH}?q={quote(text)}")
 
     async def results(self, request: web.Request) -> web.StreamResponse:
         """Return the matches, or redirect to the only one."""
-        text, place = clean(request.query.get("q", "")), Places(request)
+        text, links = clean(request.query.get("q", "")), Links(request)
         found = await self._search.find(text) if text else Found(tenants=[], versions=[], keys=[])
-        if (only := _only(found, text, place)) is not None:
+        if (only := _only(found, text, links)) is not None:
             raise web.HTTPSeeOther(only)
-        return self._frame.render(request, "search.html", title="Search", text=text, found=found, place=place)
+        return self._frame.render(request, "search.html", title="Search", text=text, found=found, links=links)
 
 
 def clean(text: str) -> str:
@@ -50,14 +50,14 @@ def clean(text: str) -> str:
     return key[1] if key else text
 
 
-def _only(found: Found, text: str, place: Places) -> str | None:
+def _only(found: Found, text: str, links: Links) -> str | None:
     """Return the page of the only match, or of the tenant of that name."""
     if found.tenants == [text]:
-        return place.tenant(text)
+        return links.tenant(text)
     if found.number != 1:
         return None
     if found.tenants:
-        return place.tenant(found.tenants[0])
+        return links.tenant(found.tenants[0])
     if found.versions:
-        return place.adapter(found.versions[0].tenant, found.versions[0].name)
-    return place.key(found.keys[0].id)
+        return links.adapter(found.versions[0].tenant, found.versions[0].name)
+    return links.key(found.keys[0].id)

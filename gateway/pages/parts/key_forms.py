@@ -8,7 +8,7 @@ from aiohttp import web
 from multidict import MultiMapping
 
 from gateway.access.page_guard import FORM
-from gateway.api.key_desk import NewKey
+from gateway.api.key_manager import NewKey
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame

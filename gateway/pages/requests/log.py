@@ -12,7 +12,7 @@ from gateway.api.requests.fields import parse_text
 from gateway.api.requests.log_filter import FILTERS, read_log_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame, link
-from gateway.pages.parts.places import Places
+from gateway.pages.parts.links import Links
 from gateway.pages.parts.tables import ROWS, Column, Table
 from gateway.pages.requests.export import FIELDS, export_log
 from gateway.pages.requests.request_texts import (
@@ -68,7 +68,7 @@ class RequestPages:
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Return a page of the log, or with `?format=` all of it. An error of the filter is shown at its field."""
         if given := request.query.get("id", "").strip():
-            raise web.HTTPSeeOther(self.places(request).request(given))
+            raise web.HTTPSeeOther(self.links(request).request(given))
         if request.query.get("format"):
             return await export_log(
                 request, partial(self.page, request), self.read_filter(request), self._currency, self.fields
@@ -93,7 +93,7 @@ class RequestPages:
             is_filtered=bool(used),
             statuses=STATUS_OPTIONS,
             times={"since": _local(which.since), "until": _local(which.until)},
-            place=self.places(request),
+            links=self.links(request),
             outcome=outcome,
             limit_title=limit_title,
         )
@@ -109,8 +109,8 @@ class RequestPages:
             return self._frame.render(request, "request_missing.html", title="Request", status=404, given=given)
         return self._frame.render(request, "request.html", title="Request", **self._story(request, entry))
 
-    def places(self, request: web.Request) -> Places:
-        return Places(request)
+    def links(self, request: web.Request) -> Links:
+        return Links(request)
 
     def read_filter(self, request: web.Request) -> LogFilter:
         return read_log_filter(request)
@@ -130,7 +130,7 @@ class RequestPages:
             "entry": entry,
             "words": words,
             "tone": tone,
-            "place": self.places(request),
+            "links": self.links(request),
             "stages": way,
             "total_ms": max(entry.latency_ms, way[-1].end if way else 0, 1),
             "marks": _marks(entry.latency_ms),

@@ -9,8 +9,8 @@ from gateway.api.admin.refusals import ALL, read_group, read_refusal_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
+from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import PagePeriod, as_field, read_period, segments_of
-from gateway.pages.parts.places import Places
 from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_table
 from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
 from gateway.pages.requests.request_texts import limit_title
@@ -97,7 +97,7 @@ class RefusalPages:
             group_names=GROUPS,
             chart=None if sums is None else _chart(sums, shown["group_by"]),
             findings=[] if sums is None else [self._finding(cause, sums, request, now) for cause in _explained(sums)],
-            place=Places(request),
+            links=Links(request),
             limit_title=limit_title,
             no_key=NO_KEY,
             reserved_hours=RESERVED_HOURS,
@@ -113,7 +113,7 @@ class RefusalPages:
             "sentence": sentence(cause, self._currency, now, sums.step),
             "needs": needs(cause, self._currency),
             "advice": advice(cause),
-            "requests": Places(request).requests(
+            "requests": Links(request).requests(
                 tenant=cause.tenant,
                 code=cause.code,
                 limit_name=cause.limit_name,

@@ -9,7 +9,7 @@ from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.alerts.addresses import shown_url
 from gateway.api.requests.fields import parse_text, read_fields
-from gateway.api.webhook_desk import NewWebhook, WebhookDesk, read_event_filter
+from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
@@ -85,14 +85,14 @@ class AlertPages:
         self,
         *,
         frame: Frame,
-        desk: WebhookDesk,
+        manager: WebhookManager,
         targets: TargetLists,
         events: Events,
         tenants: BudgetedTenants,
         currency: str,
     ) -> None:
         self._frame = frame
-        self._desk = desk
+        self._manager = manager
         self._targets = targets
         self._events = events
         self._tenants = tenants
@@ -124,7 +124,7 @@ class AlertPages:
     async def test(self, request: web.Request) -> web.StreamResponse:
         """Send a test event and return the target's page with the result."""
         webhook = await self._webhook(request)
-        error = await self._desk.test(webhook)
+        error = await self._manager.test(webhook)
         return await self._target_page(request, webhook, result=("good", "The target took the test event.")
                                        if error is None else ("bad", f"The test failed: {error}."))  # fmt: skip
 
@@ -138,7 +138,7 @@ class AlertPages:
                 known = read_fields(given | {"tenant": form.get("tenant", "").strip() or None}, NewWebhook)
                 if await self._exists(name):
                     raise BadRequest("Another target has this name.", param="name")
-                webhook, _, secret = await self._desk.put(name, known, request[ACTOR])
+                webhook, _, secret = await self._manager.put(name, known, request[ACTOR])
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -157,7 +157,7 @@ class AlertPages:
                 # The form does not show the URL, whose path may hold a secret.
                 given = {"url": _url(form) or webhook.url, "types": form.getall("types", []) or None}
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
-                await self._desk.put(webhook.name, known, request[ACTOR])
+                await self._manager.put(webhook.name, known, request[ACTOR])
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -167,7 +167,7 @@ class AlertPages:
     async def delete(self, request: web.Request) -> web.StreamResponse:
         webhook = await self._webhook(request)
         if is_confirmed(request, webhook.name):
-            await self._desk.webhooks.delete(webhook.name, request[ACTOR])
+            await self._manager.webhooks.delete(webhook.name, request[ACTOR])
             raise web.HTTPSeeOther(f"{ALERTS}?tab=targets&done=deleted")
         waiting = (await self._targets.get(webhook)).waiting
         return self._frame.confirm(
@@ -254,18 +254,18 @@ class AlertPages:
             status=400 if errors else 200,
             webhook=webhook,
             address=shown_url(webhook.url) if webhook else "",
-            has_mail=self._desk.has_mail,
+            has_mail=self._manager.has_mail,
             types=[(kind, EVENT_TITLES[kind], kind in chosen) for kind in EVENT_TYPES],
             values=form or {},
             errors=errors,
         )
 
     async def _webhook(self, request: web.Request) -> Webhook:
-        return await self._desk.webhooks.get(request.match_info["name"])
+        return await self._manager.webhooks.get(request.match_info["name"])
 
     async def _exists(self, name: str) -> bool:
         try:
-            await self._desk.webhooks.get(name)
+            await self._manager.webhooks.get(name)
         except GatewayError as error:
             if error.status == 404:
                 return False

@@ -7,7 +7,7 @@ from gateway.alerts.build import Alerts
 from gateway.api.admin.settings import AdminSettings
 from gateway.api.condition import Conditions
 from gateway.api.shown_settings import shown_settings
-from gateway.api.webhook_desk import WebhookDesk
+from gateway.api.webhook_manager import WebhookManager
 from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.alerts import AlertPages
 from gateway.pages.settings.audit import AuditPages
@@ -20,7 +20,7 @@ from gateway.resources import Resources
 
 
 def build_setting_pages(
-    frame: Frame, resources: Resources, records: Records, billing: Billing, alerts: Alerts, desk: WebhookDesk
+    frame: Frame, resources: Resources, records: Records, billing: Billing, alerts: Alerts, manager: WebhookManager
 ) -> list[Any]:
     """Return the objects of the pages, and that of the JSON route of settings."""
     settings, database = resources.settings, resources.database
@@ -30,7 +30,7 @@ def build_setting_pages(
         AdminSettings(shown=shown, conditions=conditions),
         AlertPages(
             frame=frame,
-            desk=desk,
+            manager=manager,
             targets=TargetLists(database),
             events=alerts.events,
             tenants=BudgetedTenants(database),

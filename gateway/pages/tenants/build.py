@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from gateway.api.key_desk import KeyDesk
+from gateway.api.key_manager import KeyManager
 from gateway.pages.frame.frame import Frame
 from gateway.pages.tenants.keys import KeyPages
 from gateway.pages.tenants.page import TenantPage
@@ -13,9 +13,9 @@ from gateway.quota.quota import Quota
 
 def build_tenant_pages(frame: Frame, records: Records, quota: Quota, currency: str) -> list[Any]:
     """Return the objects of these pages. currency: of budgets."""
-    desk = KeyDesk(auth=records.auth, keys=records.keys, catalog=records.catalog)
+    manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
     return [
         TenantPages(frame, records, currency),
         TenantPage(frame, records, quota, currency),
-        KeyPages(frame, records, desk),
+        KeyPages(frame, records, manager),
     ]

@@ -8,7 +8,7 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.roles import ADMIN_ROLES, DEFAULT_SCOPES, TENANT_SCOPES
 from gateway.access.scopes import ACTOR
-from gateway.api.key_desk import KeyDesk, NewAdminKey
+from gateway.api.key_manager import KeyManager, NewAdminKey
 from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
@@ -28,10 +28,10 @@ LIST_QUERY = ("tenant", "state", "q", "sort", "page", "format", "done")
 class KeyPages:
     """Pages of keys."""
 
-    def __init__(self, frame: Frame, records: Records, desk: KeyDesk) -> None:
+    def __init__(self, frame: Frame, records: Records, manager: KeyManager) -> None:
         self._frame = frame
         self._records = records
-        self._desk = desk
+        self._manager = manager
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         which = read_key_filter(request)
@@ -52,7 +52,7 @@ class KeyPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             try:
-                key, clear = await self._desk.create(tenant, read_new_key(form), request[ACTOR])
+                key, clear = await self._manager.create(tenant, read_new_key(form), request[ACTOR])
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -75,7 +75,7 @@ class KeyPages:
             try:
                 fields = {"label": form.get("label", "").strip(), "role": form.get("role", "")}
                 fields |= {"expires_at": read_expiry(form.get("expires", ""))}
-                key, clear = await self._desk.create_admin(read_fields(fields, NewAdminKey), request[ACTOR])
+                key, clear = await self._manager.create_admin(read_fields(fields, NewAdminKey), request[ACTOR])
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -89,7 +89,7 @@ class KeyPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             try:
-                new, clear = await self._desk.rotate(key.id, read_grace(form), request[ACTOR])
+                new, clear = await self._manager.rotate(key.id, read_grace(form), request[ACTOR])
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -100,7 +100,7 @@ class KeyPages:
         key = await self._key(request)
         name = key.label or key.id
         if is_confirmed(request, name):
-            await self._desk.revoke(key.id, request[ACTOR])
+            await self._manager.revoke(key.id, request[ACTOR])
             raise web.HTTPSeeOther(f"{LIST}?done=revoked")
         whose = f"of {key.tenant.name}" if key.tenant else "of operators"
         text = f"The key {key.id} {whose} is refused from now on, and its running streams end."

@@ -16,7 +16,7 @@ ADMIN, CONSOLE = "/admin/tenants/{tenant}/adapters", "/console/adapters"
 SCOPE = "adapters"
 
 
-class AdapterPlace(NamedTuple):
+class PageAdapter(NamedTuple):
     """A tenant's adapter on a page. name: empty on pages that are about none. may_change: the visitor's right."""
 
     caller: AdapterCaller
@@ -55,10 +55,10 @@ class AdapterPlace(NamedTuple):
         return f"/admin/playground?tenant={self.tenant.name}" if self.is_operators else "/console/playground?"
 
 
-async def find_place(request: web.Request, tenants: Tenants) -> AdapterPlace:
-    """Return the place of a request. Raises RecordNotFound, Forbidden for a key that may not see the adapter."""
+async def find_adapter(request: web.Request, tenants: Tenants) -> PageAdapter:
+    """Return the adapter of a page. Raises RecordNotFound, Forbidden for a key that may not see the adapter."""
     caller, visitor = await find_caller(request, tenants), request[VISITOR]
     if caller.principal is not None and SCOPE not in visitor.scopes:
         raise Forbidden(f"Your key does not have the '{SCOPE}' scope.")
     may_change = visitor.role == "operator" or caller.principal is not None
-    return AdapterPlace(caller, request.match_info.get("name", ""), may_change)
+    return PageAdapter(caller, request.match_info.get("name", ""), may_change)

@@ -26,7 +26,7 @@ class NewWebhook(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tenant: str | None = None
 
 
-class WebhookDesk:
+class WebhookManager:
     """Adds, changes and tries webhooks. http_hosts: hosts that operators' webhooks may reach without TLS."""
 
     def __init__(

@@ -7,13 +7,13 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.caller import CALLER
 from gateway.access.scopes import PRINCIPAL
-from gateway.pages.parts.places import Places
+from gateway.pages.parts.links import Links
 
 ADAPTER = "/console/adapters/{name}"
 KEYS, REQUESTS = "/console/keys", "/console/requests"
 
 
-class ConsolePlaces(Places):
+class ConsoleLinks(Links):
     """URLs of the pages that the session may open. Pages about engines and other tenants have none."""
 
     requests_path = REQUESTS

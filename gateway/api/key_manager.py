@@ -51,7 +51,7 @@ class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     grace_seconds: Annotated[int, Meta(ge=0, le=MAX_GRACE_SECONDS)] = 3600
 
 
-class KeyDesk:
+class KeyManager:
     """Rules and changes of keys. actor: id of the caller's key, or the subject of its session. by: the caller if it is
     a tenant's, None for an operator. A change takes effect here at once and on every other gateway within a second.
     """

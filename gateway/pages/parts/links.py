@@ -17,7 +17,7 @@ ADAPTERS, ENGINE, KEYS, REQUESTS, REFUSALS, USAGE = (
 )
 
 
-class Places:
+class Links:
     """URLs of the pages that the request's application serves."""
 
     requests_path = REQUESTS
