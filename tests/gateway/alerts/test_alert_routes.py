@@ -7,44 +7,20 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from aiohttp import web
 from click.testing import CliRunner
 
 from gateway.alerts.signing import signed_headers
 from loraplex.cli import main
 from testing.gateway.running import ADMIN_KEY, Gateway, until
-from testing.ports import free_port
+from testing.gateway.webhooks import Target, webhook_target
 
 HOOKS = "/admin/api/webhooks"
 
 
-class Target:
-    """A web server that keeps what it receives."""
-
-    def __init__(self) -> None:
-        self.received: list[tuple[Any, bytes]] = []
-        self.status = 204
-        self.url = f"http://127.0.0.1:{free_port()}/secret-path"
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.received.append((request.headers.copy(), await request.read()))
-        return web.Response(status=self.status)
-
-    @property
-    def types(self) -> list[str]:
-        return [json.loads(body)["type"] for _, body in self.received]
-
-
 @pytest.fixture
 async def target(starts_servers: None) -> AsyncIterator[Target]:
-    target = Target()
-    app = web.Application()
-    app.router.add_post("/secret-path", target.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", int(target.url.split(":")[2].split("/")[0])).start()
-    yield target
-    await runner.cleanup()
+    async with webhook_target() as target:
+        yield target
 
 
 @pytest.fixture

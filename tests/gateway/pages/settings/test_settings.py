@@ -7,42 +7,22 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
-from aiohttp import web
 
 from gateway.alerts.signing import signed_headers
 from gateway.api.shown_settings import SET, shown_settings
 from gateway.records.database import migrations
 from gateway.settings import Settings
 from testing.gateway.running import ADMIN_KEY, PEPPER, Answer, Browser, Gateway, until
-from testing.ports import free_port
+from testing.gateway.webhooks import Target, webhook_target
 from tests.gateway.pages.records import HOSTILE, unsafe
 
 SECRET = r"whsec_[A-Za-z0-9+/=]{44}"
 
 
-class Target:
-    """A web server that keeps what it receives, and answers with `status`."""
-
-    def __init__(self) -> None:
-        self.received: list[tuple[Any, bytes]] = []
-        self.status = 204
-        self.url = f"http://127.0.0.1:{free_port()}/secret-path?token=secret-token"
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.received.append((request.headers.copy(), await request.read()))
-        return web.Response(status=self.status, text=HOSTILE)
-
-
 @pytest.fixture
 async def target(starts_servers: None) -> AsyncIterator[Target]:
-    target = Target()
-    app = web.Application()
-    app.router.add_post("/secret-path", target.handle)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.TCPSite(runner, "127.0.0.1", int(target.url.split(":")[2].split("/")[0])).start()
-    yield target
-    await runner.cleanup()
+    async with webhook_target(HOSTILE) as target:
+        yield target
 
 
 @pytest.fixture
