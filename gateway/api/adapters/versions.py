@@ -14,6 +14,7 @@ from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.quota.quota import Quota
 from gateway.records.adapters.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, Target, Targets
 from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.list import ListedAdapter
 from gateway.records.adapters.rows import Version
 from gateway.records.adapters.uploads import PartialUpload, Uploads
 from gateway.records.tenants.tenants import Tenant, Tenants
@@ -160,6 +161,15 @@ def describe_version(version: Version) -> dict[str, Any]:
     """Return a version as the API shows it."""
     return {
         "object": "adapter.version",
+        **describe_content(version),
+        "expires_at": version.expires_at,
+        "reasons": version.reasons,
+    }
+
+
+def describe_content(version: Version | ListedAdapter) -> dict[str, Any]:
+    """Return the fields that versions and listed adapters have in common."""
+    return {
         "name": version.name,
         "version": version.version,
         "state": version.state,
@@ -167,9 +177,7 @@ def describe_version(version: Version) -> dict[str, Any]:
         "rank": version.rank or None,
         "size_bytes": version.num_bytes,
         "created_at": version.created_at,
-        "expires_at": version.expires_at,
         "pinned": version.pinned,
-        "reasons": version.reasons,
     }
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.api.adapters.versions import describe_content
 from gateway.api.requests.fields import json_response, parse_text, read_flag, read_limit, read_number, read_sort
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
@@ -61,14 +62,7 @@ def describe_listed(adapter: ListedAdapter, resident: Sequence[str]) -> dict[str
     return {
         "object": "adapter",
         "tenant": adapter.tenant,
-        "name": adapter.name,
-        "version": adapter.version,
-        "state": adapter.state,
-        "digest": digest_name(adapter.digest) if adapter.digest else None,
-        "rank": adapter.rank or None,
-        "size_bytes": adapter.num_bytes,
-        "created_at": adapter.created_at,
-        "pinned": adapter.pinned,
+        **describe_content(adapter),
         "newest_version": adapter.newest,
         "newest_state": adapter.newest_state,
         "versions": adapter.versions,

@@ -59,12 +59,7 @@ class UsageExport:
         """
         form, group_by = _read_format(request), _read_groups(request)
         since, until = parse_period(request.query)
-        model = parse_text(request.query, "model")
-        which = UsageFilter(
-            tenant=parse_text(request.query, "tenant"),
-            models=None if model is None else [model],
-            key_id=parse_text(request.query, "key"),
-        )
+        which = read_usage_filter(request)
         fields = [field for field in FIELDS if _is_in(field.name, group_by)]
         if self._places.locked():
             raise Unavailable(f"{EXPORTS} exports are running; try again when one has ended.")
@@ -92,6 +87,12 @@ class UsageExport:
 def _is_in(name: str, group_by: Sequence[str]) -> bool:
     needed = _ONLY_BY.get(name, (name,) if name in GROUPS and name != "tenant" else None)
     return needed is None or any(group in group_by for group in needed)
+
+
+def read_usage_filter(request: web.Request) -> UsageFilter:
+    """Return the filter of the query. Raises BadRequest."""
+    tenant, model, key = (parse_text(request.query, name) for name in ("tenant", "model", "key"))
+    return UsageFilter(tenant=tenant, models=None if model is None else [model], key_id=key)
 
 
 def _read_format(request: web.Request) -> str:

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from gateway.api.reports.usage_export import UsageExport
-from gateway.api.requests.fields import parse_text
+from gateway.api.reports.usage_export import UsageExport, read_usage_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
@@ -28,7 +27,6 @@ from gateway.records.money.usage_ranking import (
     Step,
     UsageRanking,
 )
-from gateway.records.money.usage_report import UsageFilter
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", "month", "last_month")
@@ -98,12 +96,7 @@ class UsagePages:
         span = read_period(request, MONTH, now)
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
-        model = parse_text(request.query, "model")
-        which = UsageFilter(
-            tenant=parse_text(request.query, "tenant"),
-            models=None if model is None else [model],
-            key_id=parse_text(request.query, "key"),
-        )
+        which = read_usage_filter(request)
         part = Part(which=which, since=span.since, until=span.until)
         earlier = Part(which=which, since=span.before, until=span.before_until)
         by_time = group_by in ("hour", "day", "month")
