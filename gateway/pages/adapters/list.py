@@ -88,12 +88,13 @@ class AdapterListPage:
             found = await self._page(table, which, table.page, ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
+        table.rows, table.total = [self._row(each) for each in found.adapters], found.total
         return self._frame.render(
             request,
             "adapters.html",
             title="Adapters",
             status=400 if errors else 200,
-            table=_fill(table, [self._row(each) for each in found.adapters], found.total),
+            table=table,
             errors=errors,
             bases=await self._bases(which.base),
             states=STATE_OPTIONS,
@@ -130,9 +131,3 @@ class AdapterListPage:
             (f"sha256:{digest}", f"{served.get(digest) or 'not served'} · {digest[:8]}") for digest in sorted(known)
         ]
         return [("", "any"), *shown]
-
-
-def _fill(table: Table, rows: Sequence[Row], total: int) -> Table:
-    table.rows, table.total = rows, total
-    table.has_next = table.last < total
-    return table

@@ -77,7 +77,6 @@ class ConsoleAdapters(ConsolePages):
         if is_csv and not errors:
             return csv_response("adapters", CSV_COLUMNS, rows)
         table.rows, table.total = rows, found.total
-        table.has_next = table.last < found.total
         base = Model(name=self.console.base_model, digest=None)
         tenant = principal.tenant
         return self.console.frame.render(

@@ -43,7 +43,7 @@ class ConsoleKeys(ConsolePages):
             )
         if is_csv:
             return csv_response("keys", [each for each in CSV_COLUMNS if each.key != "tenant"], keys)
-        table.rows, table.total, table.has_next = keys, total, table.offset + len(keys) < total
+        table.rows, table.total = keys, total
         done = "The key is revoked." if request.query.get("done") == "revoked" else None
         return self.console.frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
 

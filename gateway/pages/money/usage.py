@@ -115,7 +115,6 @@ class UsagePages:
             self._ranking.earlier(earlier, group_by, ranking.groups, measure),
         )
         table.total, table.csv = ranking.number, False
-        table.has_next = table.offset + ROWS < ranking.number
         return {
             "span": span,
             "errors": {},

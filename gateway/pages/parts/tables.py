@@ -35,9 +35,8 @@ class Column(NamedTuple):
 class Table:
     """Rows of one page of a table, as `templates/parts/table.html` shows them.
 
-    sort: the column's key. total: number of all rows; None if unknown. page: from 1. has_next: whether there is a next
-    page. next_link, previous_link: URLs for tables whose pages are found by a cursor; previous_title: the text of the
-    link back. formats: of exports beside CSV.
+    sort: the column's key. total: number of all rows; None if unknown. page: from 1. next_link, previous_link: URLs for
+    tables whose pages are found by a cursor; previous_title: the text of the link back. formats: of exports beside CSV.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Table:
     descending: bool = False
     page: int = 1
     total: int | None = None
-    has_next: bool = False
     next_link: str | None = None
     previous_link: str | None = None
     previous_title: str = "Previous"
@@ -62,6 +60,10 @@ class Table:
     @property
     def last(self) -> int:
         return (self.page - 1) * ROWS + len(self.rows)
+
+    @property
+    def has_next(self) -> bool:
+        return self.total is not None and self.last < self.total
 
     @property
     def offset(self) -> int:
@@ -84,7 +86,6 @@ def fill(table: Table, rows: Iterable[Any]) -> Table:
     ordered = sorted(rows, key=lambda row: _order(column.of(row)), reverse=table.descending)
     table.total = len(ordered)
     table.rows = ordered[table.offset : table.offset + ROWS]
-    table.has_next = table.offset + ROWS < len(ordered)
     return table
 
 

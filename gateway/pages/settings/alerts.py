@@ -209,7 +209,6 @@ class AlertPages:
         )
         if is_csv:
             return csv_response("targets", CSV_COLUMNS, table.rows)
-        table.has_next = table.offset + len(table.rows) < table.total
         return {"table": table}
 
     async def _threshold_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
@@ -222,7 +221,6 @@ class AlertPages:
         table.rows, table.total = await self._tenants.page(q, only_own=only_own, **part)
         if is_csv:
             return csv_response("thresholds", THRESHOLD_COLUMNS, table.rows)
-        table.has_next = table.offset + len(table.rows) < table.total
         return {"table": table, "letters": BUDGET_LETTERS, "share_text": _share_text}
 
     async def _target_page(

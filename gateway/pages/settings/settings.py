@@ -114,7 +114,6 @@ class SettingPages:
         table.rows, table.total = await self._keys.page(which, sort=cast(Sort, table.sort), **part)
         if is_csv:
             return csv_response("admin-keys", KEY_CSV_COLUMNS, table.rows)
-        table.has_next = table.offset + len(table.rows) < table.total
         return key_context(table)
 
     async def _session_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
@@ -125,5 +124,4 @@ class SettingPages:
         table.rows, table.total = await self._session_lists.page(which, sort=cast(SessionSort, table.sort), **part)
         if is_csv:
             return csv_response("sessions", (Column("id", "Id"), *SESSION_COLUMNS), table.rows)
-        table.has_next = table.offset + len(table.rows) < table.total
         return {"table": table, "own": request[VISITOR].session_id}

@@ -42,7 +42,7 @@ class KeyPages:
         )
         if is_csv:
             return csv_response("keys", CSV_COLUMNS, keys)
-        table.rows, table.total, table.has_next = keys, total, table.offset + len(keys) < total
+        table.rows, table.total = keys, total
         done = "The key is revoked." if request.query.get("done") == "revoked" else None
         return self._frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
 

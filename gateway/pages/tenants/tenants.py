@@ -62,7 +62,7 @@ class TenantPages:
         page = await self._records.tenant_lists.page(which, sort=cast(Sort, table.sort), **window(table, is_csv=is_csv))
         if is_csv:
             return csv_response("tenants", COLUMNS, page.rows)
-        table.rows, table.total, table.has_next = page.rows, page.total, page.next is not None
+        table.rows, table.total = page.rows, page.total
         return self._frame.render(
             request,
             "tenants.html",
