@@ -1,7 +1,7 @@
 """A real browser for tests: Debian's Chromium, driven by Playwright, and the checks that every page must pass."""
 
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -75,13 +75,50 @@ async def person(browser: Any, url: str, *, width: int = 1280, scheme: str = "li
 async def faults(who: Person) -> list[str]:
     """Return what is wrong with the page that is open: errors, sideways scrolling, violations of accessibility."""
     found, who.problems = list(who.problems), []
-    width, room = await who.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
-    if width > room:
-        found.append(f"the page is {width} px wide in a window of {room} px")
-    # Evaluated by the debugger, which the page's policy does not restrict.
-    await who.page.evaluate(AXE.read_text())
-    result = await who.page.evaluate("axe.run(document, {resultTypes: ['violations']})")
-    for violation in result["violations"]:
-        nodes = "; ".join(node["html"][:160] for node in violation["nodes"][:3])
-        found.append(f"axe {violation['id']}: {nodes}")
+    return found + await _sideways(who) + await _violations(who)
+
+
+async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
+    """Open each page once and return its faults at both widths and in both colour schemes.
+
+    Every rule runs at both widths. The other scheme changes colours only, so there the rule of contrast suffices.
+    """
+    found = []
+    for path in paths:
+        # First narrow: nothing that was laid out for the wide window can hide a page that is too wide.
+        await _show(who, min(WIDTHS), "light")
+        await who.open(path)
+        seen, who.problems = [("", each) for each in who.problems], []
+        for width in sorted(WIDTHS):
+            for scheme in SCHEMES:
+                await _show(who, width, scheme)
+                here = await _sideways(who) if scheme == "light" else []
+                here += await _violations(who, *(["color-contrast"] if scheme == "dark" else []))
+                seen += [(f" ({width} px, {scheme})", each) for each in here]
+        found += [f"{path}{where}: {each}" for where, each in seen + [("", each) for each in who.problems]]
+        who.problems = []
     return found
+
+
+async def _show(who: Person, width: int, scheme: str) -> None:
+    await who.page.set_viewport_size({"width": width, "height": 900})
+    # A colour on its way between two schemes has the contrast of neither.
+    await who.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+
+
+async def _sideways(who: Person) -> list[str]:
+    width, room = await who.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
+    return [f"the page is {width} px wide in a window of {room} px"] if width > room else []
+
+
+async def _violations(who: Person, *rules: str) -> list[str]:
+    """Return the violations of accessibility by axe. rules: the only ones that run; empty: all."""
+    options: dict[str, Any] = {"resultTypes": ["violations"]} | ({"runOnly": list(rules)} if rules else {})
+    if not await who.page.evaluate("'axe' in window"):
+        # Evaluated by the debugger, which the page's policy does not restrict.
+        await who.page.evaluate(AXE.read_text())
+    result = await who.page.evaluate("options => axe.run(document, options)", options)
+    return [
+        f"axe {violation['id']}: {'; '.join(node['html'][:160] for node in violation['nodes'][:3])}"
+        for violation in result["violations"]
+    ]

@@ -1,10 +1,6 @@
 """Adapters and the playground in a real browser: clean pages, an upload, a roll-back, a comparison, and no markup."""
 
-from pathlib import Path
-
-import pytest
-
-from testing.browser import SCHEMES, WIDTHS, Person, faults, person
+from testing.browser import Person, faults, faults_of_pages, person
 from testing.gateway.running import ADMIN_KEY, Client, Gateway
 from tests.gateway.api.test_adapters import files, push
 
@@ -42,21 +38,14 @@ async def fill(gateway: Gateway) -> Client:
     return acme
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("scheme", SCHEMES)
-async def test_the_pages_are_clean(gateway, upstream, browser, width, scheme, tmp_path):
+async def test_the_pages_are_clean(gateway, upstream, browser):
     acme = await fill(gateway)
     upstream.resident = [(await acme.get("/v1/adapters/pirate")).json["digest"]]
-    found = {}
-    async with person(browser, gateway.url, width=width, scheme=scheme) as operator:
+    async with person(browser, gateway.url) as operator:
         await operator.log_in("/admin", ADMIN_KEY)
-        for i, page in enumerate(PAGES):
-            await operator.open(page)
-            if problems := await faults(operator):
-                found[page] = problems
-            await operator.page.screenshot(path=tmp_path / f"{scheme}-{width}-{i}.png", full_page=True)
+        found = await faults_of_pages(operator, PAGES)
         assert await operator.page.evaluate("window.stolen") is None
-    assert not found, "\n".join(f"{page}: {each}" for page, every in found.items() for each in every)
+    assert not found, "\n".join(found)
 
 
 async def test_an_operator_uploads_a_version_and_rolls_an_alias_back(gateway, upstream, browser, tmp_path):
@@ -93,7 +82,7 @@ async def ask(operator: Person, prompt: str) -> None:
         await operator.page.wait_for_selector(f"#side-{side} [data-part=state]:has-text('complete')")
 
 
-async def test_two_models_answer_side_by_side_as_text(gateway, upstream, browser, tmp_path: Path):
+async def test_two_models_answer_side_by_side_as_text(gateway, upstream, browser):
     await fill(gateway)
     price = {"input": 1_000_000, "output": 1_000_000}
     assert (await gateway.admin.call("PUT", "/admin/api/prices/base", json=price)).status == 200
@@ -113,7 +102,6 @@ async def test_two_models_answer_side_by_side_as_text(gateway, upstream, browser
         assert "other" in tip
         await page.click("summary:has-text('curl')")
         assert "chat/completions" in await page.inner_text("#curl")
-        await page.screenshot(path=tmp_path / "answers.png", full_page=True)
         assert await page.evaluate("window.stolen") is None
         assert await page.locator("main img, main script").count() == 0
         # A link leads to the story of the request.
