@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -81,6 +82,8 @@ WITH_TRANSFORMERS = frozenset(
         "wire/text/test_tokenizer",
     )
 )
+# The end-to-end tests that share a running demo. The other browser tests start a gateway of their own.
+ON_THE_STACK = re.compile(r"tests/e2e/(test_|browser/test_\w*walk\.py)")
 
 
 @pytest.fixture(scope="session")
@@ -143,14 +146,14 @@ def _longest_first(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of a file in one process, for its fixtures, and all end-to-end tests, and all with peft."""
+    """Keep the tests of a file in one process, for its fixtures, and all on the demo's stack, and all with peft."""
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if nodeid.partition("::")[0] in WITH_TRANSFORMERS:
                 return "with transformers"
-            return "tests/e2e" if nodeid.startswith("tests/e2e/") else super()._split_scope(nodeid)
+            return "tests/e2e" if ON_THE_STACK.match(nodeid) else super()._split_scope(nodeid)
 
     return Scheduling(config, log)
 

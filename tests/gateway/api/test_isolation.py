@@ -178,8 +178,9 @@ async def test_every_route_answers_alike_for_a_foreign_and_an_absent_adapter(nei
         for client in clients:
             for route in ROUTES:
                 for foreign, absent in pairs(route, theirs):
-                    # The first time, the query of globex' own adapter in a mixture may be in one of the two.
-                    for _ in range(3):
+                    # The query of globex' own adapter is in one of the two after its cached answer has expired, which
+                    # happens more often on a busy machine.
+                    for _ in range(20):
                         (status, headers, body), asked = await neighbours.observe(client, foreign, queries)
                         (*expected, text), asked_too = await neighbours.observe(client, absent, queries)
                         # A refusal lists the names of a key.

@@ -11,7 +11,7 @@ import pytest
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 
-EVENTS = 400
+EVENTS = 200
 # Larger than all socket buffers between the engine and the client together.
 TOKENS_PER_EVENT = 100_000
 

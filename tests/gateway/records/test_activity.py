@@ -1,8 +1,11 @@
 """Activity for charts: exact sums by tenant, model and engine, curves that add up to them, and percentiles."""
 
+import asyncio
 import random
-from collections.abc import Callable
+import shutil
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from gateway.records.activity.figures import ActivityReport, Curve, percentiles
 from gateway.records.activity.tables import BOUNDS
 from gateway.records.database import Database
 from testing.gateway.rows import row
+from tests.gateway.conftest import BOTH, new_database
 
 NOW = datetime.now(UTC)
 MODELS = ("base", "pirate", "terse", "pirate*0.5+terse*0.5", "pirate*0.4+terse*0.6")
@@ -54,12 +58,32 @@ def some_rows(number: int, days: float) -> list[UsageRow]:
 ROWS = some_rows(1500, 70)
 
 
-@pytest.fixture
-async def activity(database: Database) -> Activity:
+@pytest.fixture(scope="module", params=BOTH)
+def filled_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, migrated: Path) -> str:
+    """Return the URL of a database with ROWS, which the tests of this file only read."""
+    if request.param == "postgres":
+        server, template = request.getfixturevalue("postgres"), request.getfixturevalue("migrated_template")
+        url = server.get_uri(database=asyncio.run(new_database(server, template)))
+    else:
+        path = shutil.copy(migrated, tmp_path_factory.mktemp("activity"))
+        url = f"sqlite:///{path}"
+    asyncio.run(fill(url))
+    return url
+
+
+async def fill(url: str) -> None:
+    database = Database(url)
     writer = UsageWriter(database)
     for start in range(0, len(ROWS), 400):
         await writer.write(ROWS[start : start + 450])
-    return Activity(database)
+    await database.close()
+
+
+@pytest.fixture
+async def activity(filled_url: str) -> AsyncIterator[Activity]:
+    database = Database(filled_url)
+    yield Activity(database)
+    await database.close()
 
 
 def sums(rows: list[UsageRow]) -> tuple[int, ...]:

