@@ -176,7 +176,7 @@ async def test_redirects_errors_and_silence_are_failures():
             results.append(await by.send(target, "e", "engine.up", None, {"engine": "e"}, NOW))
         over.set()
     assert results == ["the target answered 302", "the target answered 500", "no answer within 0.3 s"]
-    # Nobody followed the redirect.
+    # The redirect was not followed.
     assert asked[:2] == ["/redirect", "/error"]
     gone = await sender.send(webhook(url), "e", "engine.up", None, {"engine": "e"}, NOW)
     assert gone is not None
