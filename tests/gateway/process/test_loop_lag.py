@@ -26,22 +26,27 @@ async def test_a_stall_is_measured_and_forgotten_where_it_was_before():
         await asyncio.sleep(0.2)
         before = time.monotonic()
         stand_still(0.5)
+        took = time.monotonic() - before
         # Even before the tick that would record it.
-        assert 0.4 < lag.since(before) <= 0.55
+        assert 0.4 < lag.since(before) <= time.monotonic() - before
         await asyncio.sleep(0.1)
         assert 0.4 < lag.since(before) <= time.monotonic() - before
         assert lag.longest >= 0.4
-        # Half of it.
-        assert lag.since(before + 0.25) < 0.35
+        # Half of it. A busy machine stretches the stall and may add one of its own.
+        assert lag.since(before + took / 2) < max(0.35, time.monotonic() - before - took / 2)
 
 
 async def test_a_loop_that_runs_well_has_no_lag():
     lag = LoopLag()
-    start = time.monotonic()
-    async with running(lag.watch()):
+
+    async def runs_well() -> bool:
+        """Return whether half a second had no lag. A busy machine may need several attempts."""
+        start = time.monotonic()
         await asyncio.sleep(0.5)
-        assert lag.since(start) < 0.25
-        assert lag.last < 0.25
+        return lag.since(start) < 0.25 and lag.last < 0.25
+
+    async with running(lag.watch()):
+        await until(runs_well)
 
 
 async def test_a_deadline_ends_what_takes_too_long():

@@ -14,6 +14,7 @@ from testing.gateway.upstream import Upstream
 # Requests a second, and the burst of five seconds.
 RATE = 4.0
 BURST = 20
+DELAYED = "loraplex_gateway_delayed_requests_total"
 
 
 async def seconds_of(asked: Any) -> float:
@@ -36,13 +37,12 @@ async def test_reads_beyond_the_rate_wait_and_served_requests_of_others_do_not(s
         mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
         await flood(mallory, "/v1/models", BURST + 12)
         waited = asyncio.ensure_future(seconds_of(mallory.get("/v1/models")))
-        other = await seconds_of(acme.get("/v1/models"))
-        operator = await seconds_of(gateway.admin.get("/admin/api/tenants"))
-        assert not waited.done()
+        assert (await acme.get("/v1/models")).status == 200
+        assert (await gateway.admin.get("/admin/api/tenants")).status == 200
         # 12 requests are owed, four a second.
         assert await waited > 2.0
-        assert max(other, operator) < 2.0
-        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") == 1
+        # A count, because a busy machine delays every request.
+        assert await metric(gateway, DELAYED) == 1
 
 
 async def test_served_requests_are_free(serve: Any, upstream: Upstream):
@@ -50,7 +50,7 @@ async def test_served_requests_are_free(serve: Any, upstream: Upstream):
         acme = await gateway.tenant("acme", requests_per_minute=1000)
         for _ in range(30):
             assert (await acme.complete()).status == 200
-        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") == 0
+        assert await metric(gateway, DELAYED) == 0
 
 
 async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, upstream: Upstream):
@@ -59,7 +59,9 @@ async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, up
         # 2 MiB of spaces in 2 KB count as 32 more requests.
         body, headers = gzip.compress(b" " * 2**21), {"Content-Encoding": "gzip"}
         assert (await mallory.call("POST", "/v1/completions", data=body, headers=headers)).status == 400
-        assert await seconds_of(mallory.complete()) > 2.0
+        assert await metric(gateway, DELAYED) == 0
+        assert (await mallory.complete()).status == 200
+        assert await metric(gateway, DELAYED) == 1
 
 
 async def test_guesses_wait_by_address_and_issued_keys_behind_it_do_not(serve: Any, upstream: Upstream):
@@ -68,8 +70,10 @@ async def test_guesses_wait_by_address_and_issued_keys_behind_it_do_not(serve: A
         guesser = gateway.client("lpx_" + "0" * 64)
         await flood(guesser, "/v1/models", BURST + 12)
         waited = asyncio.ensure_future(seconds_of(guesser.get("/v1/models")))
-        assert await seconds_of(acme.complete()) < 2.0
-        assert await seconds_of(gateway.nobody.get("/readyz")) < 2.0
+        assert (await acme.complete()).status == 200
+        assert (await gateway.nobody.get("/readyz")).status == 200
+        # The guess still waits.
+        assert not waited.done()
         assert await waited > 2.0
 
 
@@ -108,10 +112,10 @@ async def test_refused_requests_at_the_routes_of_probes_wait_and_probes_do_not(r
         for _ in range(BURST):
             await raw_answer(gateway, refused)
         assert (await gateway.nobody.get("/healthz")).status == 200
-        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") == 0
+        assert await metric(gateway, DELAYED) == 0
         await asyncio.gather(*(raw_answer(gateway, refused) for _ in range(8)))
         assert (await gateway.nobody.get("/healthz")).status == 200
-        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") > 0
+        assert await metric(gateway, DELAYED) > 0
 
 
 async def raw_answer(gateway: Gateway, request: bytes) -> None:
@@ -133,4 +137,4 @@ async def test_redirects_of_forms_without_a_session_and_preflights_count(serve: 
             got = await gateway.nobody.call("POST", "/console/logout", allow_redirects=False)
             assert got.status == 303
             assert (await gateway.nobody.call("OPTIONS", "/v1/models", headers=asked)).status == 204
-        assert await metric(gateway, "loraplex_gateway_delayed_requests_total") > 5
+        assert await metric(gateway, DELAYED) > 5
