@@ -71,8 +71,8 @@ async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
     }
 
 
-def urls(home: str, known: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yield (page, page with hostile parameters) of every page below `home`."""
+def urls(home: str, known: dict[str, str]) -> Iterator[str]:
+    """Yield every page below `home`, and once more with hostile parameters if it has any."""
     for route in ROUTES:
         if route.method != "GET" or route.scope != "page" or not route.path.startswith(f"{home}/"):
             continue
@@ -80,7 +80,9 @@ def urls(home: str, known: dict[str, str]) -> Iterator[tuple[str, str]]:
             continue
         ids = known | {"id": known["request" if "/requests/" in route.path else "key"]}
         path = re.sub(r"{(\w+)[^}]*}", lambda found, ids=ids: ids[found[1]], route.path)
-        yield path, f"{path}?{urlencode({name: ALL for name in route.query if name != 'format'})}"
+        yield path
+        if parameters := {name: ALL for name in route.query if name != "format"}:
+            yield f"{path}?{urlencode(parameters)}"
 
 
 async def check(who: Person, path: str) -> list[str]:
@@ -107,10 +109,9 @@ async def test_hostile_texts_are_inert_on_every_page(gateway, upstream, browser)
     for home, key in (("/admin", ADMIN_KEY), ("/console", known["secret"])):
         async with person(browser, gateway.url) as who:
             await who.log_in(home, key)
-            for page, hostile in urls(home, known):
+            for page in urls(home, known):
                 found += await check(who, page)
-                shown += SHORT in await who.text()
-                found += await check(who, hostile)
+                shown += "?" not in page and SHORT in await who.text()
     assert not found, "\n".join(found)
     # The texts were there, as texts.
     assert shown >= 5
