@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Sequence
+from functools import cache
 from importlib import resources
 
 from aiohttp import web
@@ -48,6 +49,7 @@ class ConsoleHelp(ConsolePages):
         )
 
 
+@cache
 def render(text: str) -> tuple[Markup, list[tuple[Markup, str]]]:
     """Return the Markdown text without its introduction as HTML, and (title, link) of each section."""
     # HTML in the source is escaped.
