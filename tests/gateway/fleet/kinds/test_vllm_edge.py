@@ -27,6 +27,13 @@ from testing.serving import serving
 from tests.gateway.fleet.kinds.test_fleet_vllm import key_file, served
 
 
+@pytest.fixture(autouse=True)
+def short_periods(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let gateways poll servers and report uses five times as often, which the tests wait for."""
+    monkeypatch.setattr("gateway.fleet.registry.POLL_SECONDS", 0.2)
+    monkeypatch.setattr("gateway.fleet.kinds.recent_uses.REPORT_SECONDS", 0.2)
+
+
 async def problems(gateway: Gateway) -> list[str]:
     return await gateway.engine_faults()
 
@@ -67,7 +74,7 @@ async def test_an_unsafe_vllm_gets_no_request_and_says_why_once(
         page = (await gateway.admin.get("/metrics")).body.decode()
         assert f'loraplex_gateway_engine_refused{{engine="{vllm.url}"}} 1.0' in page
         assert f'loraplex_gateway_engine_up{{engine="{vllm.url}"}} 0.0' in page
-        await asyncio.sleep(2.5)
+        await asyncio.sleep(0.6)
         assert caplog.text.count("0.25.1") == 1
         vllm.version = "0.26.0"
 
@@ -120,7 +127,7 @@ async def test_an_announcement_changes_nothing_of_a_listed_engine(
             headers = {"x-loraplex-internal-token": TOKEN}
             body = {"url": vllm.url}
             assert (await gateway.nobody.post("/internal/engines", body, headers=headers)).status == 204
-            await asyncio.sleep(2.5)
+            await asyncio.sleep(0.6)
             acme = await gateway.tenant("acme")
             assert (await acme.complete(max_tokens=1)).status == 200
             assert TOKEN not in str(vllm.requests)
@@ -243,13 +250,13 @@ async def test_workers_do_not_unload_each_others_popular_adapters(tmp_path: Path
     async with two_workers(4, [*popular_one, *popular_two, *rare], redis, tmp_path) as (vllm, one, two):
         for digest in rare:
             await one.ask(digest, vllm)
-        await asyncio.sleep(1.2)
+        await asyncio.sleep(0.25)
         for _ in range(20):
             for worker, popular in ((one, popular_one), (two, popular_two)):
                 for digest in popular:
                     await worker.ask(digest, vllm)
                 await worker.probe(worker.engine)
-            await asyncio.sleep(0.15)
+            await asyncio.sleep(0.03)
         assert set(vllm.names) == {f"sha256:{digest}" for digest in (*popular_one, *popular_two)}
         assert len(vllm.loads) == len(set(vllm.loads)) == 8
         assert set(vllm.unloads) == {f"sha256:{digest}" for digest in rare}
@@ -262,9 +269,9 @@ async def test_a_long_answer_keeps_its_adapter_from_being_unloaded_by_another_wo
         with one.engine.requests.count(long, "acme"):
             for digest in others:
                 # A poll of the first worker, longer after its use than the period of reports.
-                await asyncio.sleep(1.1)
+                await asyncio.sleep(0.22)
                 await one.probe(one.engine)
-                await asyncio.sleep(0.2)
+                await asyncio.sleep(0.04)
                 await two.probe(two.engine)
                 await two.ask(digest, vllm)
         assert f"sha256:{long}" in vllm.names
