@@ -8,6 +8,7 @@ Knows no HTTP, no text, and no threads except the adapter loaders'. All methods 
 thread.
 """
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ import torch
 
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.tier_state import TierState
-from engine.build import build
+from engine.build import build, kv_bytes_per_token, resolve_dtypes
 from engine.config import EngineConfig
 from engine.execution.runner import StepTokens
 from engine.model.weights import Progress
@@ -26,8 +27,13 @@ from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.preemption_counts import PreemptionCount
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.step_log import StepLog, StepWork
 from kernels.platform import platform_of
+from kernels.roofline import measure_roofline
 from wire.errors import BadRequest
+from wire.responses import StepSecond
+
+log = logging.getLogger(__name__)
 
 # Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
 PROMPT_LOGITS_BYTES = 128 << 20
@@ -38,7 +44,7 @@ REPORTED_TENANTS = 20
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A step whose tokens the host has not read. started: perf_counter at the start of its planning.
-    is_short: whether it leaves out streams (`Scheduler.is_short`).
+    is_short: whether it leaves out streams (`Scheduler.is_short`). context: tokens of its requests.
     """
 
     sampling: StepTokens
@@ -46,6 +52,7 @@ class StepInFlight:
     num_decodes: int
     num_prompt_tokens: int
     is_short: bool
+    context: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +82,7 @@ class EngineState:
     tenants: tuple[TenantState, ...]
     preempted: tuple[PreemptionCount, ...]
     tiers: TierState
+    recent_steps: tuple[StepSecond, ...] = ()
 
 
 class Engine:
@@ -111,6 +119,9 @@ class Engine:
             policy=parts.policy,
             pacer=self._pacer,
         )
+        self._dtype, kv_dtype, _ = resolve_dtypes(config, self.model_config)
+        kv_bytes = kv_bytes_per_token(self.model_config, kv_dtype)
+        self._steps = StepLog(StepWork.of(self.model_config, self._dtype.itemsize, kv_bytes))
         self._seeds = torch.Generator().manual_seed(config.seed)
         self._arrivals = 0
         self._num_steps = 0
@@ -175,12 +186,13 @@ class Engine:
         if launched is not None:
             num_prompt_tokens = sum(n for r, n in plan.items() if not r.is_decoding)
             num_decodes = sum(r.is_decoding for r in plan)
+            context = sum(r.num_computed + n for r, n in plan.items())
             self.scheduler.advance(plan)
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
             is_short = self.scheduler.is_short
-            self._in_flight = StepInFlight(sampling, started, num_decodes, num_prompt_tokens, is_short)
+            self._in_flight = StepInFlight(sampling, started, num_decodes, num_prompt_tokens, is_short, context)
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
             if not self._async:
@@ -197,11 +209,24 @@ class Engine:
         self._num_generated_tokens += len(moved)
         outputs = [request.output([token] if (token := sampled[request]) >= 0 else []) for request in moved]
         now = time.perf_counter()
+        # The step ran from its start, or from the end of the step before it if that was later.
+        seconds = now - max(step.started, self._last_commit)
         if not step.is_short:
-            # The step ran from its start, or from the end of the step before it if that was later.
-            self._pacer.observe(now - max(step.started, self._last_commit), step.num_decodes, step.num_prompt_tokens)
+            self._pacer.observe(seconds, step.num_decodes, step.num_prompt_tokens)
+        self._steps.add(seconds, decodes=step.num_decodes, prompt_tokens=step.num_prompt_tokens, context=step.context)
         self._last_commit = now
         return outputs
+
+    def measure_roofline(self) -> None:
+        """Measure the device, so that the steps' times can be compared with its limits. Call it before the first
+        request: a step beside it would make the device look slower.
+        """
+        if not platform_of(self.device).has_ops:
+            return
+        try:
+            self._steps.roofline = measure_roofline(self.device, self._dtype, self._steps.work.weight_bytes)
+        except RuntimeError as error:  # no memory left for the measurement
+            log.warning("the device was not measured: %s", error)
 
     def adapter_ready(self, digest: str) -> bool:
         return self.adapters.is_resident(digest)
@@ -240,6 +265,7 @@ class Engine:
             tenants=scheduler.tenants(REPORTED_TENANTS),
             preempted=scheduler.preempted.largest(REPORTED_TENANTS),
             tiers=pool.tier_state(),
+            recent_steps=self._steps.recent(),
         )
 
     def close(self) -> None:

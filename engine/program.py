@@ -59,6 +59,7 @@ async def serve(
         async with listening(server, host, port) as bound_port:
             try:
                 await server.start(progress)
+                await server.measure_roofline()
                 if not stop.is_set():
                     ready(bound_port)
                 async with announce(bound_port):

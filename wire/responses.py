@@ -226,6 +226,23 @@ class Preempted(Struct):
     number: int
 
 
+class StepSecond(Struct):
+    """Sums of an engine's steps that ended within one second of its clock.
+
+    at: Unix time of the second's start. seconds: time of the steps. longest: time of the longest step. prompt_tokens,
+    decodes: computed rows. roofline: least time of these steps by the device's measured memory bandwidth and rate of
+    matrix products; None if it is not measured.
+    """
+
+    at: int
+    steps: int = 0
+    seconds: float = 0.0
+    longest: float = 0.0
+    prompt_tokens: int = 0
+    decodes: int = 0
+    roofline: float | None = None
+
+
 class EngineStateResponse(Struct):
     """Body of `GET /state`.
 
@@ -277,6 +294,8 @@ class EngineStateResponse(Struct):
     adapters_host: list[str] | UnsetType = UNSET
     # The pairs of tenants with most preemptions, at most 20.
     preempted: list[Preempted] = []
+    # The last 5 seconds that have ended and had steps.
+    recent_steps: list[StepSecond] = []
 
 
 # Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)

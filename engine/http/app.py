@@ -186,6 +186,12 @@ class Server:
             PinnedAdapters(self._host_cache),
         )
 
+    async def measure_roofline(self) -> None:
+        """Measure the device's limits, for the steps' reports. Call it after `start`, before the first request."""
+        assert self._engine is not None
+        assert self._engine_thread is not None
+        await self._engine_thread.call(self._engine.measure_roofline)
+
     async def stop(self) -> None:
         """Refuse new requests, wait for those in flight, then free everything."""
         self._draining = True

@@ -185,4 +185,5 @@ class StateFeed:
                 for t in state.tenants
             ],
             preempted=[Preempted(*count) for count in state.preempted],
+            recent_steps=list(state.recent_steps),
         )

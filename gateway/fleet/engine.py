@@ -12,7 +12,7 @@ from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.own_requests import OwnRequests, Prefetched
 from wire.digests import bare_digest
-from wire.responses import Preempted, TenantShare
+from wire.responses import Preempted, StepSecond, TenantShare
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +139,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     base_digest: str | None = None
     tenants: list[TenantShare] = []
     preempted: list[Preempted] = []
+    recent_steps: list[StepSecond] = []
     reported: dict[str, Any] = {}
 
 

@@ -1,4 +1,6 @@
-"""History of the engines in memory: a sample of each every SAMPLE_SECONDS, and the changes of its state. Bounded."""
+"""History of the engines in memory: a sample of each every SAMPLE_SECONDS, its steps by second, and the changes of its
+state. Bounded.
+"""
 
 import asyncio
 import time
@@ -9,11 +11,16 @@ from typing import Any, NamedTuple
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
+from wire.responses import StepSecond
 
 LOOK_SECONDS = 1.0
 SAMPLE_SECONDS = 5.0
 # An hour of samples, and the changes that an engine keeps.
 MAX_SAMPLES, MAX_CHANGES = 720, 50
+# Four minutes of steps by second. The utilisation is that of the last one.
+STEP_SECONDS, UTILISATION_SECONDS = 240, 60
+# A second is known this long after its end: engines report every second, and the history looks every second.
+LAG_SECONDS = 2
 MAX_ENGINES = 512
 
 
@@ -21,8 +28,8 @@ class Sample(NamedTuple):
     """An engine at a time, in Unix seconds.
 
     kv_used, pages_used: parts of the total, from 0 to 1. tokens: generated tokens per second. hits: part of the prompt
-    tokens since the last sample that the prefix cache had. loads, evictions: of adapters, per minute. step_ms: mean
-    time of a step. None: the engine does not report it.
+    tokens since the last sample that the prefix cache had. loads, evictions: of adapters, per minute. None: the engine
+    does not report it.
     """
 
     at: int
@@ -35,7 +42,6 @@ class Sample(NamedTuple):
     hits: float | None
     loads: float | None
     evictions: float | None
-    step_ms: float | None
 
 
 class Change(NamedTuple):
@@ -52,11 +58,20 @@ class EngineHistory:
     def __init__(self) -> None:
         self.samples: deque[Sample] = deque(maxlen=MAX_SAMPLES)
         self.changes: deque[Change] = deque(maxlen=MAX_CHANGES)
+        self._steps: deque[StepSecond] = deque(maxlen=STEP_SECONDS)
+        self._instance: str | None = None
         self._before: dict[str, Any] = {}
         self._before_at = 0.0
 
     def look(self, engine: EngineRecord) -> None:
-        """Note a change of the engine's state."""
+        """Note a change of the engine's state, and the seconds of steps that it has reported since the last look."""
+        if engine.state.instance != self._instance:
+            # The clock of another process may be behind.
+            self._instance = engine.state.instance
+            self._steps.clear()
+        for second in engine.state.recent_steps:
+            if not self._steps or second.at > self._steps[-1].at:
+                self._steps.append(second)
         state, reason = describe_state(engine)
         if not self.changes or (self.changes[-1].state, self.changes[-1].reason) != (state, reason):
             self.changes.append(Change(datetime.now(UTC), state, reason))
@@ -72,9 +87,7 @@ class EngineHistory:
                 return None
             return max(0.0, reported[name] - before[name])
 
-        generated, steps, loads, evictions = map(
-            since, ("generated_tokens", "steps", "adapter_loads", "adapter_evictions")
-        )
+        generated, loads, evictions = map(since, ("generated_tokens", "adapter_loads", "adapter_evictions"))
         hit, queried = since("prefix_hit_tokens"), since("prefix_query_tokens")
         self.samples.append(
             Sample(
@@ -88,10 +101,25 @@ class EngineHistory:
                 hits=None if not queried or hit is None else hit / queried,
                 loads=None if loads is None else 60 * loads / seconds,
                 evictions=None if evictions is None else 60 * evictions / seconds,
-                step_ms=None if not steps or not generated else 1000 * seconds / steps,
             )
         )
         self._before, self._before_at = reported, clock
+
+    def steps(self, now: int) -> list[StepSecond]:
+        """Return the last STEP_SECONDS known seconds before `now`, in Unix seconds, also those without steps; empty if
+        the engine has reported none.
+        """
+        known, last = {second.at: second for second in self._steps}, now - LAG_SECONDS
+        return [known.get(at) or StepSecond(at) for at in range(last - STEP_SECONDS, last)] if known else []
+
+    def utilisation(self, now: int) -> float | None:
+        """Return the least time of the last minute's steps by the device's roofline, as a part of the minute; None if
+        the engine has not measured its device.
+        """
+        if not self._steps or self._steps[-1].roofline is None:
+            return None
+        last = self.steps(now)[-UTILISATION_SECONDS:]
+        return sum(second.roofline or 0.0 for second in last) / UTILISATION_SECONDS
 
     @property
     def last(self) -> Sample | None:
@@ -111,6 +139,12 @@ class History:
     def of(self, url: str) -> EngineHistory:
         """Return an engine's history, an empty one for an unknown engine."""
         return self._engines.get(url) or EngineHistory()
+
+    def utilisation(self, now: int) -> float | None:
+        """Return the mean utilisation of the engines that are up; None if none of them has measured its device."""
+        found = [self.of(engine.url).utilisation(now) for engine in self._registry.engines if engine.is_up]
+        known = [each for each in found if each is not None]
+        return sum(known) / len(known) if known else None
 
     async def watch(self) -> None:
         """Take samples until cancelled. Run it as a task."""

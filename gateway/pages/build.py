@@ -58,7 +58,7 @@ def build_pages(
             assets,
             Live(frame, lambda request: request[VISITOR], still_valid, lambda: drain.begun),
             *build_login(frame, resources, records),
-            *build_overview(frame, strip, resources, records, billing, activity),
+            *build_overview(frame, strip, resources, records, billing, activity, serving.history),
             *build_fleet_pages(frame, resources, records, serving),
             *build_tenant_pages(frame, records, billing.quota, settings.currency),
             *build_money_pages(frame, resources, records),

@@ -56,6 +56,7 @@ class Upstream:
         # Requests of other gateways here; whether it is draining; whether it pushes its state.
         self.running = 0
         self.preempted: list[dict[str, Any]] = []
+        self.recent_steps: list[dict[str, Any]] = []
         self.draining = False
         # Seats of its batch. With seats, it reports its own requests as running.
         self.seats = 0
@@ -188,6 +189,7 @@ class Upstream:
             "base_digest": self.base_digest,
             "version": self.version,
             "preempted": self.preempted,
+            "recent_steps": self.recent_steps,
             **({} if self.host is None else {"adapters_host": self.host}),
         }
 

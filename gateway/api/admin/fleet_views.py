@@ -1,5 +1,6 @@
 """`/admin/api/engines/history` and `/admin/api/residency`: an engine's last hour, and where adapters are."""
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -82,19 +83,21 @@ class FleetViews:
         self._residents = residents
 
     async def history(self, request: web.Request) -> web.Response:
-        """Return the samples and changes of an engine; without `?url=`, those of the queue."""
+        """Return the samples, changes and steps of an engine; without `?url=`, those of the queue."""
         url = request.query.get("url")
         if url is None:
             queue = [{"at": at, "waiting": waiting, "inside": inside} for at, waiting, inside in self._history.queue]
             return json_response({"object": "engine.history", "url": None, "samples": queue, "changes": []})
         engine = find_engine(self._registry, url)
-        history = self._history.of(engine.url)
+        history, now = self._history.of(engine.url), int(time.time())
         return json_response(
             {
                 "object": "engine.history",
                 "url": engine.url,
                 "samples": [sample._asdict() for sample in history.samples],
                 "changes": [change._asdict() for change in history.changes],
+                "steps": history.steps(now),
+                "utilisation": history.utilisation(now),
             }
         )
 

@@ -1,5 +1,6 @@
 """`/admin/engines`: the engines, one engine with its history, where adapters are resident, and drain and resume."""
 
+import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import EngineView, view_engine
 from gateway.pages.parts.charts import thin
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from wire.responses import StepSecond
 
 # Points of a chart; more samples are thinned out.
 MAX_POINTS = 240
@@ -125,7 +127,8 @@ class EnginePages:
             row=self._row(engine, datetime.now(UTC)),
             engine=engine,
             state=engine.state.reported,
-            charts=_charts(thin(list(history.samples), MAX_POINTS)),
+            charts=[*step_charts(history.steps(int(time.time()))), *_charts(thin(list(history.samples), MAX_POINTS))],
+            utilisation=history.utilisation(int(time.time())),
             changes=list(reversed(history.changes)),
         )
 
@@ -207,8 +210,41 @@ def _tier_on(index: int) -> Callable[[ResidentRow], str]:
     return lambda row: row.tiers[index][0]
 
 
-def _charts(samples: Sequence[Sample]) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (id, title, data) of an engine's charts."""
+Chart = tuple[str, str, str, dict[str, Any]]
+
+
+def step_charts(seconds: Sequence[StepSecond]) -> list[Chart]:
+    """Return (id, title, period, data) of the charts of an engine's steps; none without reports of steps."""
+    if not seconds:
+        return []
+    times = [second.at for second in seconds]
+
+    def chart(unit: str, series: dict[str, list[float | None]], *, stacked: bool = False) -> dict[str, Any]:
+        listed = [{"name": name, "values": values} for name, values in series.items()]
+        return {"times": times, "unit": unit, "series": listed, "stacked": stacked}
+
+    durations: dict[str, list[float | None]] = {
+        "longest": [round(1000 * each.longest, 1) if each.steps else None for each in seconds],
+        "mean": [round(1000 * each.seconds / each.steps, 1) if each.steps else None for each in seconds],
+    }
+    rows: dict[str, list[float | None]] = {
+        "prompt tokens": [each.prompt_tokens for each in seconds],
+        "decodes": [each.decodes for each in seconds],
+    }
+    # A step counts in the second of its end, so a long one may have begun before it.
+    use: dict[str, list[float | None]] = {"steps": [round(100 * min(1.0, each.seconds), 1) for each in seconds]}
+    if any(each.roofline is not None for each in seconds):
+        use["roofline"] = [round(100 * min(1.0, each.roofline or 0.0), 1) for each in seconds]
+    period = "the last 4 minutes, by second"
+    return [
+        ("step-times", "Time of a step", period, chart("ms", durations)),
+        ("step-rows", "Computed tokens", period, chart("tokens/s", rows, stacked=True)),
+        ("step-use", "Time in steps", period, chart("%", use)),
+    ]
+
+
+def _charts(samples: Sequence[Sample]) -> list[Chart]:
+    """Return (id, title, period, data) of an engine's charts of the last hour."""
     times = [sample.at for sample in samples]
 
     def chart(unit: str, series: dict[str, list[float | int | None]], *, stacked: bool = False) -> dict[str, Any]:
@@ -226,12 +262,12 @@ def _charts(samples: Sequence[Sample]) -> list[tuple[str, str, dict[str, Any]]]:
         "queue": [each.waiting for each in samples],
     }
     memory = {"KV cache": parts("kv_used"), "adapter pages": parts("pages_used"), "prefix hits": parts("hits")}
+    period = "the last hour"
     return [
-        ("load", "Requests", chart("requests", load, stacked=True)),
-        ("tokens", "Generated tokens", chart("tokens/s", {"generated": rates("tokens")})),
-        ("memory", "Memory and prefix cache", chart("%", memory)),
-        ("steps", "Time of a step", chart("ms", {"mean of 5 s": rates("step_ms")})),
-        ("loads", "Adapters", chart("per minute", {"loads": rates("loads"), "evictions": rates("evictions")})),
+        ("load", "Requests", period, chart("requests", load, stacked=True)),
+        ("tokens", "Generated tokens", period, chart("tokens/s", {"generated": rates("tokens")})),
+        ("memory", "Memory and prefix cache", period, chart("%", memory)),
+        ("loads", "Adapters", period, chart("per minute", {"loads": rates("loads"), "evictions": rates("evictions")})),
     ]
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gateway.fleet.history import History
 from gateway.pages.frame.filters import money
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip
@@ -16,7 +17,13 @@ from gateway.resources import Resources
 
 
 def build_overview(
-    frame: Frame, strip: Strip, resources: Resources, records: Records, billing: Billing, activity: Activity
+    frame: Frame,
+    strip: Strip,
+    resources: Resources,
+    records: Records,
+    billing: Billing,
+    activity: Activity,
+    history: History,
 ) -> list[Any]:
     """Return the objects of these pages."""
     database, currency = resources.database, resources.settings.currency
@@ -26,6 +33,6 @@ def build_overview(
         lambda micro_units: money(micro_units, currency),
     )
     return [
-        Overview(frame=frame, strip=strip, activity=activity, needs=needs),
+        Overview(frame=frame, strip=strip, activity=activity, needs=needs, history=history),
         SearchPage(frame, Search(database)),
     ]

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest, Unavailable
+from gateway.fleet.history import History
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
@@ -39,11 +40,12 @@ class Figures(NamedTuple):
 class Overview:
     """The page. It shows the engines, the queue and the strip also while the database is away."""
 
-    def __init__(self, *, frame: Frame, strip: Strip, activity: Activity, needs: Needs) -> None:
+    def __init__(self, *, frame: Frame, strip: Strip, activity: Activity, needs: Needs, history: History) -> None:
         self._frame = frame
         self._strip = strip
         self._activity = activity
         self._needs = needs
+        self._history = history
 
     async def redirect(self, _: web.Request) -> web.Response:
         """Redirect `/admin` to the page, whose links are relative to `/admin/`."""
@@ -83,6 +85,7 @@ class Overview:
             today=None if today is None else today.total.cost,
             charts=[] if report is None else charts(report, group),
             sparks={} if report is None else _sparks(report),
+            utilisation=self._history.utilisation(int(now.timestamp())),
             needs=await self._needs.entries(status),
         )
 

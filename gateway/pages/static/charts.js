@@ -4,6 +4,15 @@
   const drawn = new Map();
   const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
+  // A canvas does not understand var() and light-dark(), so a hidden element computes each colour as rgb.
+  const probe = document.createElement("i");
+  probe.hidden = true;
+  function computed(colour) {
+    if (!probe.isConnected) document.body.append(probe);
+    probe.style.color = colour;
+    return getComputedStyle(probe).color;
+  }
+
   function shown(value, unit) {
     if (value === null || value === undefined) return "–";
     const size = Math.abs(value);
@@ -17,7 +26,13 @@
 
   function clock(seconds, span) {
     const text = new Date(seconds * 1000).toISOString();
-    return span > 2 * 86400 ? text.slice(5, 10) : text.slice(11, 16);
+    return span > 2 * 86400 ? text.slice(5, 10) : text.slice(11, span < 900 ? 19 : 16);
+  }
+
+  /* Time as text, with seconds in a short chart. */
+  function stamp(seconds, times) {
+    const length = times[times.length - 1] - times[0] < 900 ? 19 : 16;
+    return new Date(seconds * 1000).toISOString().slice(0, length).replace("T", " ");
   }
 
   /* Series from the last to the first, each with the sum of those before it, so that the areas lie on one another. */
@@ -50,9 +65,9 @@
       return;
     }
     const span = chart.times[chart.times.length - 1] - chart.times[0];
-    const colour = (i) => style(`--series-${Math.min(i + 1, 9)}`);
+    const token = (i) => `var(--series-${Math.min(i + 1, 9)})`, colour = (i) => computed(token(i));
     // Opaque, because each area reaches down to zero behind those in front of it.
-    const ground = style("--surface"), fill = (i) => `color-mix(in srgb, ${colour(i)} 84%, ${ground})`;
+    const fill = (i) => computed(`color-mix(in srgb, ${token(i)} 84%, var(--surface))`);
     const isArea = chart.stacked, isBar = chart.kind === "bar";
     const values = isArea ? stacked(chart.series, chart.times.length) : chart.series.map((one) => one.values);
     const order = chart.series.map((_, i) => i);
@@ -66,7 +81,7 @@
       points: { show: true, size: 5, filter: () => (chart.times.length < 3 ? null : alone(chart.series[i].values)) },
       spanGaps: false,
     }));
-    const axis = { stroke: style("--quiet"), font: `11.5px ${style("--font")}`, grid: { stroke: style("--line"), width: 1 }, ticks: { show: false } };
+    const axis = { stroke: computed("var(--quiet)"), font: `11.5px ${style("--font")}`, grid: { stroke: computed("var(--line)"), width: 1 }, ticks: { show: false } };
     const options = {
       width: plot.clientWidth || 300,
       height: 210,
@@ -107,7 +122,7 @@
     if (index !== null && chart.times[index] !== undefined) {
       const time = document.createElement("span");
       time.className = "time";
-      time.textContent = new Date(chart.times[index] * 1000).toISOString().slice(0, 16).replace("T", " ") + " UTC";
+      time.textContent = `${stamp(chart.times[index], chart.times)} UTC`;
       parts.push(time);
     }
     chart.series.forEach((one, i) => {
@@ -138,7 +153,7 @@
       }
       chart.times.forEach((time, i) => {
         const row = body.insertRow();
-        row.insertCell().textContent = new Date(time * 1000).toISOString().slice(0, 16).replace("T", " ");
+        row.insertCell().textContent = stamp(time, chart.times);
         for (const one of chart.series) row.insertCell().textContent = one.values[i] ?? "–";
       });
       box.replaceChildren(table);

@@ -144,3 +144,13 @@ async def test_an_engine_that_failed_lets_its_followers_go(
 async def test_the_state_names_the_largest_adapter_served(client: Client):
     state = await client.state()
     assert (state["max_lora_rank"], state["max_adapter_bytes"]) == (16, 4 << 30)
+
+
+async def test_the_state_has_the_last_seconds_of_steps(client: Client):
+    await client.complete(prompt="hello", max_tokens=4, ignore_eos=True)
+    [first, *_] = (await client.wait_for(lambda state: state["recent_steps"]))["recent_steps"]
+    assert first["steps"] >= 1
+    assert 0 < first["longest"] <= first["seconds"]
+    assert first["prompt_tokens"] + first["decodes"] >= first["steps"]
+    # Only a program of its own measures its device.
+    assert first["roofline"] is None

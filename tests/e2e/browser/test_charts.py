@@ -1,0 +1,46 @@
+"""Charts in a real browser: the steps of an engine, by second, in the colours of the scheme."""
+
+import time
+
+from testing.browser import faults, person
+from testing.gateway.running import ADMIN_KEY, until
+
+DRAWN = "document.querySelector('#step-times canvas').toDataURL()"
+
+
+async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway, upstream, browser):
+    now = int(time.time())
+    upstream.recent_steps = [
+        {"at": now - i, "steps": 9, "seconds": 0.5, "longest": 0.2, "prompt_tokens": 90, "decodes": 30, "roofline": 0.3}
+        for i in range(5, 0, -1)
+    ]
+
+    async def is_known() -> bool:
+        history = (await gateway.admin.get(f"/admin/api/engines/history?url={upstream.url}")).json
+        return sum(each["steps"] for each in history["steps"]) == 45
+
+    await until(is_known)
+    async with person(browser, gateway.url, scheme="light") as operator:
+        page = operator.page
+        await operator.log_in("/admin", ADMIN_KEY)
+        # 5 x 0.3 s of the last minute.
+        assert "2.5 %" in await page.inner_text("#tiles .tile:has-text('Engines in use')")
+        await operator.open(f"/admin/engines/one?url={upstream.url}")
+        assert "2.5 %" in await page.inner_text(".tile:has-text('In use')")
+        # Live charts follow the clock, so the page is stopped.
+        await page.wait_for_selector("#step-times canvas")
+        await page.evaluate("document.querySelectorAll('[data-live]').forEach(each => delete each.dataset.live)")
+        await page.click("#step-times summary")
+        rows = page.locator("#step-times tbody tr", has_text="55.6")
+        assert await rows.count() == 5
+        assert await rows.first.inner_text() != ""
+        light = await page.evaluate(DRAWN)
+        await page.emulate_media(color_scheme="dark")
+        while (dark := await page.evaluate(DRAWN)) == light:
+            await page.wait_for_timeout(20)
+        # The button's first step is light, whatever the system has.
+        await page.click("[data-theme-switch]")
+        assert await page.evaluate(DRAWN) == light
+        await page.click("[data-theme-switch]")
+        assert await page.evaluate(DRAWN) == dark
+        assert await faults(operator) == []

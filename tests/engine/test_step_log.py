@@ -1,0 +1,46 @@
+"""The steps' sums by second, and the least time that a device needs for them."""
+
+import time
+
+import torch
+
+from engine.step_log import RECENT, StepLog, StepWork
+from kernels.roofline import Roofline, measure_roofline
+
+# 1,000 elements in the layers and 100 in the head, of 2 bytes each, and 8 bytes for a token's keys and values.
+WORK = StepWork(1000, 100, 2, 8)
+
+
+def test_the_least_time_is_that_of_the_bytes_or_of_the_products():
+    roofline = Roofline(bandwidth=1000.0, flops=10_000.0)
+    assert WORK.seconds(roofline, rows=1, decodes=1, context=100) == (2 * 1100 + 8 * 100) / 1000
+    assert WORK.seconds(roofline, rows=50, decodes=0, context=50) == 2 * 1000 * 50 / 10_000
+
+
+def test_steps_are_summed_by_second_and_the_present_second_is_left_out(monkeypatch):
+    log, clock = StepLog(WORK), [100.5]
+    monkeypatch.setattr(time, "time", lambda: clock[-1])
+    log.add(0.1, decodes=1, prompt_tokens=0, context=10)
+    assert log.recent() == ()
+    roofline = log.roofline = Roofline(1e6, 1e6)
+    for now in (101.0, 101.9, *range(103, 110)):
+        clock.append(now)
+        log.add(0.2, decodes=2, prompt_tokens=3, context=10)
+    clock.append(110.0)
+    assert [each.at for each in log.recent()] == [105, 106, 107, 108, 109]
+    assert len(log.recent()) == RECENT
+    [last] = log.recent()[-1:]
+    assert (last.steps, last.seconds, last.longest, last.prompt_tokens, last.decodes) == (1, 0.2, 0.2, 3, 2)
+    # No step is faster than the device.
+    log.roofline = Roofline(1.0, 1.0)
+    log.add(0.2, decodes=1, prompt_tokens=0, context=1)
+    clock.append(111.0)
+    assert log.recent()[-1].roofline == 0.2
+    assert last.roofline == WORK.seconds(roofline, rows=5, decodes=2, context=10)
+
+
+def test_a_device_is_measured_in_plausible_figures():
+    found = measure_roofline(torch.device("cpu"), torch.float32, 1 << 20)
+    # Any machine of this century: between 100 MB/s and 100 TB/s, 100 MFLOPS and 10 PFLOPS.
+    assert 1e8 < found.bandwidth < 1e14
+    assert 1e8 < found.flops < 1e16
