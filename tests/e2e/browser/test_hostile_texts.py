@@ -59,7 +59,7 @@ async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
         return len((await gateway.admin.get("/admin/api/requests?tenant=acme")).json["data"]) >= 3
 
     await until(is_recorded)
-    requests = (await gateway.admin.get("/admin/api/requests?tenant=acme&status=ok")).json["data"]
+    requests = (await gateway.admin.get("/admin/api/requests?tenant=acme")).json["data"]
     return {
         "tenant": "acme",
         "plan": "pro",
@@ -67,7 +67,9 @@ async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
         "name": "pirate",
         "key": key["id"],
         "secret": key["key"],
-        "request": requests[0].get("request_id") or requests[0]["id"],
+        "request": requests[0]["request_id"],
+        # All requests: answered, refused by the gateway, refused by the engine.
+        "requests": " ".join(each["request_id"] for each in requests),
     }
 
 
@@ -105,16 +107,21 @@ async def check(who: Person, path: str) -> list[str]:
 async def test_hostile_texts_are_inert_on_every_page(gateway, upstream, browser):
     known = await fill(gateway, upstream)
     found: list[str] = []
-    shown = 0
+    shown, stories = 0, ""
     for home, key in (("/admin", ADMIN_KEY), ("/console", known["secret"])):
         async with person(browser, gateway.url) as who:
             await who.log_in(home, key)
             for page in urls(home, known):
                 found += await check(who, page)
                 shown += "?" not in page and SHORT in await who.text()
+            for request_id in (*known["requests"].split(), quote(HOSTILE[1])):
+                found += await check(who, f"{home}/requests/{request_id}")
+                stories += await who.text()
     assert not found, "\n".join(found)
-    # The texts were there, as texts.
+    # The texts were there, as texts: in requests, the end user and the unknown model.
     assert shown >= 5
+    assert SHORT in stories
+    assert HOSTILE[1] in stories
 
 
 async def test_a_prompt_and_its_answer_are_text_in_the_playground(gateway, upstream, browser):
