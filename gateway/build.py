@@ -47,6 +47,7 @@ from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
 from gateway.api.webhook_manager import WebhookManager
+from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.recovery import Abandoned
 from gateway.fleet.addresses import own_fields
 from gateway.metrics import Metrics
@@ -247,7 +248,10 @@ def _build_housekeeping(
         timedelta(hours=settings.minute_sums_hours),
         None if days is None else timedelta(days=days),
     )
+    rebuild = ActivityRebuild(resources.database, minutes_kept)
     chores: dict[str, Chore] = {
+        # Before rows are removed, because it reads them.
+        "days of charts rebuilt": rebuild.run,
         "adapters and bytes collected": intake.collect,
         "unfinished uploads removed": resumable.sweep,
         "events removed": alerts.events.sweep,

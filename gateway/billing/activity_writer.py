@@ -92,13 +92,7 @@ class ActivityWriter:
 def add_row(sums: Sums, series: dict[int, Series], row: UsageRow) -> None:
     """Add a row to the sums of its minute, in its tenant's, its model's and its engine's series."""
     start = int(row.created_at.timestamp()) // 60 * 60
-    found = [_series(TENANT, row.tenant_id, row.tenant, ""), _series(ENGINE, "", "", row.engine or "")]
-    if "*" in row.model:
-        found.append(_series(MODEL, row.tenant_id, row.tenant, MIXTURES))
-    elif row.adapter_digest is not None:
-        found.append(_series(MODEL, row.tenant_id, row.tenant, row.model))
-    else:
-        found += [_series(OWN_BASE, row.tenant_id, row.tenant, row.model), _series(BASE, "", "", row.model)]
+    found = series_of(row.tenant_id, row.tenant, row.model, row.engine, is_base=row.adapter_digest is None)
     changes = [
         (0, 1),
         (_OF_STATUS.get(row.status, _AT["error"]), 1),
@@ -117,6 +111,16 @@ def add_row(sums: Sums, series: dict[int, Series], row: UsageRow) -> None:
             values = sums[key] = [0] * len(COLUMNS)
         for index, amount in changes:
             values[index] += amount
+
+
+def series_of(tenant_id: str, tenant: str, model: str, engine: str | None, *, is_base: bool) -> list[Series]:
+    """Return the series of a request. is_base: whether it used no adapter."""
+    found = [_series(TENANT, tenant_id, tenant, ""), _series(ENGINE, "", "", engine or "")]
+    if "*" in model:
+        return [*found, _series(MODEL, tenant_id, tenant, MIXTURES)]
+    if not is_base:
+        return [*found, _series(MODEL, tenant_id, tenant, model)]
+    return [*found, _series(OWN_BASE, tenant_id, tenant, model), _series(BASE, "", "", model)]
 
 
 @lru_cache(MAX_KNOWN)

@@ -9,7 +9,7 @@ from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_,
 
 from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.database import Database
-from gateway.records.money.usage_report import TIMES, segments
+from gateway.records.money.usage_rows import TIMES, segments
 from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
 

@@ -13,7 +13,8 @@ from gateway.api.reports.parquet import Field, ParquetWriter
 from gateway.api.requests.fields import parse_period, parse_text
 from gateway.errors import BadRequest, Unavailable
 from gateway.records.money.prices import exact_money
-from gateway.records.money.usage_report import GROUPS, UsageFilter, UsageReport, UsageSums
+from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
+from gateway.records.money.usage_rows import UsageFilter
 
 FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "application/vnd.apache.parquet"}
 QUERY = ("format", "group_by", "since", "until", "tenant", "model", "key")

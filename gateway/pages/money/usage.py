@@ -11,19 +11,28 @@ from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
 from gateway.pages.parts.links import Links
-from gateway.pages.parts.periods import MONTH, TITLES, PagePeriod, as_field, read_period, segments_of
+from gateway.pages.parts.periods import (
+    LAST_MONTH,
+    LENGTHS,
+    MONTH,
+    TITLES,
+    PagePeriod,
+    as_field,
+    read_period,
+    segments_of,
+)
 from gateway.pages.parts.tables import ROWS, Column, read_table
 from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.money.usage_ranking import (
     CURVES,
     GROUPS,
     MEASURES,
+    NEWEST,
     Curves,
     GroupBy,
     Measure,
     Part,
     RankedGroup,
-    Ranking,
     Step,
     UsageRanking,
 )
@@ -54,6 +63,8 @@ EXPORTS = (
 )
 # Longest period with a point each hour, and each day.
 HOURS, DAYS = timedelta(days=3), timedelta(days=120)
+# Named periods above this length begin with a whole day.
+DAILY = timedelta(days=7)
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -97,8 +108,12 @@ class UsagePages:
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
         which = read_usage_filter(request)
-        part = Part(which=which, since=span.since, until=span.until)
-        earlier = Part(which=which, since=span.before, until=span.before_until)
+        span = _whole(span)
+        # Sums of the present hour and day reach up to now.
+        is_open = span.name not in ("", LAST_MONTH)
+        part = Part(which=which, since=span.since, until=None if is_open else span.until)
+        bounds = (_floor(span.before), _floor(span.before_until)) if is_open else (span.before, span.before_until)
+        earlier = Part(which=which, since=bounds[0], until=bounds[1])
         by_time = group_by in ("hour", "day", "month")
         default = "-name" if by_time else f"-{measure}"
         table = read_table(request, "usage", _columns(group_by, by_time=by_time), default)
@@ -115,6 +130,7 @@ class UsagePages:
             self._ranking.earlier(earlier, group_by, ranking.groups, measure),
         )
         table.total, table.csv = ranking.number, False
+        table.has_more = ranking.has_more
         return {
             "span": span,
             "errors": {},
@@ -126,12 +142,26 @@ class UsagePages:
             "before": before,
             "changes": {name: _change(value, before[name]) for name, value in ranking.total.items()},
             "before_title": f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
-            "chart": _chart(curves, ranking, group_by, measure, step, self._currency),
+            "chart": _chart(curves, group_by, measure, step, self._currency),
             "step": step,
+            "newest": NEWEST if group_by == "end_user" and ranking.total["requests"] > NEWEST else None,
             "measured": lambda group: getattr(group, measure),
             "change_of": lambda group: _change(getattr(group, measure), group.before),
             "period_title": TITLES.get(span.name, "Custom period"),
         }
+
+
+def _floor(moment: datetime, hour: int | None = None) -> datetime:
+    """Return the start of the hour in UTC. hour: another hour of its day."""
+    start = moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    return start if hour is None else start.replace(hour=hour)
+
+
+def _whole(span: PagePeriod) -> PagePeriod:
+    """Return a named period from the start of its first hour, or its first day if it is long; sums answer it alone."""
+    if span.name not in LENGTHS:
+        return span
+    return span._replace(since=_floor(span.since, 0 if LENGTHS[span.name] > DAILY else None))
 
 
 def _columns(group_by: GroupBy, *, by_time: bool) -> tuple[Column, ...]:
@@ -170,9 +200,7 @@ def _change(now: int, before: int | None) -> float | None:
     return None if not before else (now - before) / before
 
 
-def _chart(
-    curves: Curves, ranking: Ranking, group_by: GroupBy, measure: Measure, step: Step, currency: str
-) -> dict[str, Any]:
+def _chart(curves: Curves, group_by: GroupBy, measure: Measure, step: Step, currency: str) -> dict[str, Any]:
     """Return the chart: a bar for each step from the first with usage to the last, stacked by group."""
     starts = _between(curves.starts, step)
     at = {start: i for i, start in enumerate(curves.starts)}
@@ -182,12 +210,10 @@ def _chart(
         return [values[at[start]] / unit if start in at else 0 for start in starts]
 
     series = [{"name": _title(group, group_by), "values": spread(values)} for group, values in curves.groups]
-    if len(series) < ranking.number or not series:
-        parts = [values for _, values in curves.groups]
-        rest = [total - sum(part[i] for part in parts) for i, total in enumerate(curves.total)]
-        title = "others" if series else MEASURE_TITLES[measure]
-        if any(rest):
-            series.append({"name": title, "values": spread(rest)})
+    parts = [values for _, values in curves.groups]
+    rest = [total - sum(part[i] for part in parts) for i, total in enumerate(curves.total)]
+    if any(rest):
+        series.append({"name": "others" if series else MEASURE_TITLES[measure], "values": spread(rest)})
     return {
         "times": [int(start.timestamp()) for start in starts],
         "series": series,

@@ -28,7 +28,7 @@ def build_overview(
     """Return the objects of these pages."""
     database, currency = resources.database, resources.settings.currency
     needs = Needs(
-        Attention(database, records.tenants, records.report),
+        Attention(database, records.tenant_lists),
         billing.ledger,
         lambda micro_units: money(micro_units, currency),
     )

@@ -35,7 +35,8 @@ class Column(NamedTuple):
 class Table:
     """Rows of one page of a table, as `templates/parts/table.html` shows them.
 
-    sort: the column's key. total: number of all rows; None if unknown. page: from 1. next_link, previous_link: URLs for
+    sort: the column's key. total: number of all rows; None if unknown. has_more: whether rows follow although
+    their number is unknown. page: from 1. next_link, previous_link: URLs for
     tables whose pages are found by a cursor; previous_title: the text of the link back. formats: of exports beside CSV.
     """
 
@@ -46,6 +47,7 @@ class Table:
     descending: bool = False
     page: int = 1
     total: int | None = None
+    has_more: bool = False
     next_link: str | None = None
     previous_link: str | None = None
     previous_title: str = "Previous"
@@ -63,7 +65,7 @@ class Table:
 
     @property
     def has_next(self) -> bool:
-        return self.total is not None and self.last < self.total
+        return self.has_more or (self.total is not None and self.last < self.total)
 
     @property
     def offset(self) -> int:

@@ -16,8 +16,8 @@ from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence
 from gateway.pages.requests.request_texts import limit_title
 from gateway.records.requests.refusal_report import (
     GROUPS,
+    NEWEST,
     OTHERS,
-    RESERVED_HOURS,
     Cause,
     RefusalReport,
     RefusalSums,
@@ -100,7 +100,7 @@ class RefusalPages:
             links=Links(request),
             limit_title=limit_title,
             no_key=NO_KEY,
-            reserved_hours=RESERVED_HOURS,
+            newest=NEWEST,
             bounds={} if sums is None else {"since": as_field(sums.since), "until": as_field(sums.until)},
             is_all=request.query.get("status") == ALL,
             **shown,

@@ -8,9 +8,8 @@ from sqlalchemy import select
 from gateway.records.adapters.rows import State
 from gateway.records.database import Database
 from gateway.records.keys.expiring import ExpiringKey, expiring_keys
-from gateway.records.money.usage_report import UsageReport
 from gateway.records.tables import adapter_versions, adapters, tenants
-from gateway.records.tenants.tenants import Tenants
+from gateway.records.tenants.list import TenantLists
 
 BUDGET_PART = 0.8
 EXPIRY, REJECTION = timedelta(days=7), timedelta(days=1)
@@ -45,32 +44,15 @@ class Concerns(NamedTuple):
 class Attention:
     """Queries of these records. Raises Unavailable while the database is away."""
 
-    def __init__(self, database: Database, all_tenants: Tenants, report: UsageReport) -> None:
+    def __init__(self, database: Database, lists: TenantLists) -> None:
         self._database = database
-        self._tenants = all_tenants
-        self._report = report
+        self._lists = lists
 
     async def read(self) -> Concerns:
         now = datetime.now(UTC)
+        budgets = [Budget(*found) for found in await self._lists.over_budget(BUDGET_PART, MAX_EACH)]
         keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH)
-        return Concerns(await self._budgets(now), keys, await self._rejected(now))
-
-    async def _budgets(self, now: datetime) -> list[Budget]:
-        month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
-        budgets = {
-            tenant.name: budget
-            for tenant in await self._tenants.list()
-            if (budget := tenant.limits.budget_per_month) and not tenant.suspended
-        }
-        if not budgets:
-            return []
-        sums = await self._report.sums((), since=month)
-        found = [
-            Budget(row.tenant, row.cost, budgets[row.tenant])
-            for row in sums
-            if not row.deleted and row.cost >= BUDGET_PART * budgets.get(row.tenant, float("inf"))
-        ]
-        return sorted(found, key=lambda budget: -budget.spent / budget.budget)[:MAX_EACH]
+        return Concerns(budgets, keys, await self._rejected(now))
 
     async def _rejected(self, now: datetime) -> list[RejectedVersion]:
         rejected: State = "rejected"

@@ -2,14 +2,15 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
-from sqlalchemy import BigInteger, ColumnElement, Subquery, case, cast, false, func, select, tuple_
+from sqlalchemy import ColumnElement, Subquery, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
-from gateway.records.money.usage_report import SUMMED, UsageFilter, rows_of
+from gateway.records.money.tenant_sums import SUMMED, TenantSums
+from gateway.records.money.usage_rows import UsageFilter, rows_of
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
 
@@ -30,6 +31,10 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 }
 # Number of groups with a curve of their own.
 CURVES = 8
+# Most rows that a ranking by end user reads.
+NEWEST = 20_000
+# Tenants whose groups are ranked at first, and at most before all are.
+FIRST_TENANTS, MOST_TENANTS = 100, 2000
 
 
 class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,10 +71,14 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of groups, the number of all groups, and the sums over all of them by SUMMED."""
+    """A page of groups, the number of all groups, and the sums over all of them by SUMMED.
+
+    number: None if there are more groups than were looked at. has_more: whether there are groups after the page.
+    """
 
     groups: list[RankedGroup]
-    number: int
+    number: int | None
+    has_more: bool = False
     total: dict[str, int]
 
 
@@ -82,18 +91,33 @@ class Curves(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage that a ranking is about."""
+    """Usage that a ranking is about. until: None for a period that ends now."""
 
     which: UsageFilter
     since: datetime
-    until: datetime
+    until: datetime | None
+
+    def of_tenants(self, ids: Sequence[str]) -> "Part":
+        """Return the usage of these tenants alone."""
+        return msgspec.structs.replace(self, which=msgspec.structs.replace(self.which, tenant_ids=ids))
+
+    def of_groups(self, groups: Sequence[RankedGroup]) -> "Part":
+        """Return the usage of these groups' tenants and models, by which indexes find it."""
+        models = sorted({group.model for group in groups if group.model is not None}) or self.which.models
+        ids = sorted({group.tenant_id for group in groups if group.tenant_id is not None})
+        which = msgspec.structs.replace(self.which, tenant_ids=ids, models=models)
+        return msgspec.structs.replace(self, which=which)
 
 
 class UsageRanking:
-    """Queries of rankings. They raise Unavailable, and BadRequest as a report by end user does."""
+    """Queries of rankings. They raise Unavailable, and BadRequest as a report by end user does.
+
+    A ranking by end user counts the newest NEWEST requests of its period, because no sums are by end user.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._sums = TenantSums(database)
 
     async def groups(
         self,
@@ -106,25 +130,62 @@ class UsageRanking:
         limit: int = 50,
     ) -> Ranking:
         """Return a page of groups. order: of SUMMED, "tokens" or "name"."""
-        rows = rows_of(self._database.dialect, (group_by,), part.which, part.since, part.until)
-        if rows is None:
-            return Ranking(groups=[], number=0, total=dict.fromkeys(SUMMED, 0))
-        keys = [rows.c[name] for name in KEYS[group_by]]
-        grouped = select(*keys, *_sums(rows)).group_by(*keys).cte("grouped")
-        totals = [cast(func.sum(grouped.c[name]).over(), BigInteger).label(f"all_{name}") for name in SUMMED]
-        query = select(grouped, func.count().over().label("number"), *totals).offset(offset).limit(limit)
-        ordered = [_order(grouped, group_by, order)] if order != "name" else []
-        names = [grouped.c[name] for name in KEYS[group_by][1:] or KEYS[group_by]]
-        first = [column.desc() if descending else column for column in ordered or names]
-        query = query.order_by(*first, *(grouped.c[name] for name in KEYS[group_by]))
+        part = await self._with_tenant(part)
+        window = _Window(group_by, order, descending, offset, limit)
+        is_long = group_by in ("model", "key") and part.which.is_of_all and descending and order != "name"
+        found = await self._first(part, window) if is_long and await self._sums.complete() else None
+        if found is None:
+            found = await self._found(part, window)
         async with self._database.read() as connection:
-            found = (await connection.execute(query)).all()
             labels = await _labels(connection, [row.key_id for row in found]) if group_by == "key" else {}
-        if not found:
-            return Ranking(groups=[], number=0, total=dict.fromkeys(SUMMED, 0))
-        total = {name: getattr(found[0], f"all_{name}") for name in SUMMED}
-        groups = [_group(row._mapping, group_by, labels) for row in found]
-        return Ranking(groups=groups, number=found[0].number, total=total)
+        has_more = len(found) > limit
+        groups = [_group(row._mapping, group_by, labels) for row in found[:limit]]
+        number = None if has_more or (offset and not groups) else offset + len(groups)
+        return Ranking(groups=groups, number=number, has_more=has_more, total=await self.total(part))
+
+    async def _found(self, part: Part, window: "_Window") -> Sequence[Any]:
+        """Return the groups of a window, and one more if there is one."""
+        rows = await self._rows(part, (window.group_by,))
+        if rows is None:
+            return []
+        names = KEYS[window.group_by]
+        keys = [rows.c[name] for name in names]
+        grouped = select(*keys, *_sums(rows)).group_by(*keys).cte("grouped")
+        ordered = [_order(grouped, window.order)] if window.order != "name" else []
+        first = ordered or [grouped.c[name] for name in names[1:] or names]
+        by = [column.desc() if window.descending else column for column in first]
+        query = select(grouped).order_by(*by, *(grouped.c[name] for name in names))
+        async with self._database.read() as connection:
+            return (await connection.execute(query.offset(window.offset).limit(window.limit + 1))).all()
+
+    async def _first(self, part: Part, window: "_Window") -> Sequence[Any] | None:
+        """Return the greatest groups of all tenants from those of the greatest tenants; None if these do not suffice.
+
+        No group is greater than its tenant. So all groups on a page are known once the least of them is as great as the
+        greatest tenant that was left out.
+        """
+        rows = await self._rows(part, ())
+        if rows is None:
+            return []
+        amount = _measured(rows, window.order)
+        greatest = select(rows.c.tenant_id, amount).group_by(rows.c.tenant_id).order_by(amount.desc())
+        async with self._database.read() as connection:
+            tenants: Sequence[Any] = (await connection.execute(greatest.limit(MOST_TENANTS + 1))).all()
+        at_once = FIRST_TENANTS
+        while True:
+            ids = [row[0] for row in tenants[: min(at_once, MOST_TENANTS)]]
+            found = await self._found(part.of_tenants(ids), window)
+            if len(ids) == len(tenants):
+                return found
+            is_full = len(found) > window.limit
+            least = _value(found[-1], window.order) if is_full else 0
+            if is_full and tenants[len(ids)][1] <= least:
+                return found
+            if at_once >= MOST_TENANTS:
+                return None
+            # Only tenants above the present last group can have a group before it.
+            above = sum(row[1] > least for row in tenants)
+            at_once = max(above, at_once + 1) if is_full else MOST_TENANTS
 
     async def earlier(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure
@@ -132,7 +193,7 @@ class UsageRanking:
         """Return the groups with their measure in `part`, the period before."""
         if "tenant" not in KEYS[group_by] or not groups:
             return list(groups)
-        rows = rows_of(self._database.dialect, (group_by,), part.which, part.since, part.until)
+        rows = await self._rows(part.of_groups(groups), (group_by,))
         if rows is None:
             return list(groups)
         keys = [rows.c[name] for name in KEYS[group_by]]
@@ -147,7 +208,7 @@ class UsageRanking:
 
     async def total(self, part: Part) -> dict[str, int]:
         """Return the sums over all groups."""
-        rows = rows_of(self._database.dialect, (), part.which, part.since, part.until)
+        rows = await self._rows(await self._with_tenant(part), ())
         if rows is None:
             return dict.fromkeys(SUMMED, 0)
         async with self._database.read() as connection:
@@ -158,47 +219,76 @@ class UsageRanking:
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
     ) -> Curves:
         """Return the curves of these groups and of all groups together."""
-        by_time = "tenant" not in KEYS[group_by]
-        wanted = (step,) if by_time else (group_by, step)
-        rows = rows_of(self._database.dialect, wanted, part.which, part.since, part.until)
-        if rows is None:
-            return Curves(starts=[], groups=[], total=[])
-        at = rows.c[step]
-        async with self._database.read() as connection:
-            keys = [] if by_time else [rows.c[name] for name in KEYS[group_by]]
-            own = [] if by_time else [_identity(group, group_by) for group in groups]
-            # The others together have NULL for a key, so that one pass over the rows finds all curves.
-            is_own = tuple_(*keys).in_(own) if keys and own else false()
-            shown = [case((is_own, key), else_=None).label(key.name) for key in keys]
-            query = select(*shown, at, _measured(rows, measure)).group_by(*shown, at)
-            total: dict[datetime, int] = {}
-            found: dict[tuple[Any, ...], dict[datetime, int]] = {}
-            for row in await connection.execute(query):
-                found.setdefault(tuple(row[:-2]), {})[row[-2]] = row[-1]
-                total[row[-2]] = total.get(row[-2], 0) + row[-1]
-            total = dict(sorted(total.items()))
+        part = await self._with_tenant(part)
+        by_user = ("end_user", step) if group_by == "end_user" else (step,)
+        total = {row[0]: row[1] for row in await self._by(part, by_user, (step,), measure)}
+        starts = sorted(total)
+        found: dict[tuple[Any, ...], dict[datetime, int]] = {}
+        if "tenant" in KEYS[group_by] and groups:
+            own = {_identity(group, group_by) for group in groups}
+            names = (*KEYS[group_by], step)
+            for *key, start, value in await self._by(part.of_groups(groups), (group_by, step), names, measure):
+                if tuple(key) in own:
+                    found.setdefault(tuple(key), {})[start] = value
         curves = []
-        for group in () if by_time else groups:
+        for group in groups if "tenant" in KEYS[group_by] else ():
             values = found.get(_identity(group, group_by), {})
-            curves.append((group, [values.get(start, 0) for start in total]))
-        return Curves(starts=list(total), groups=curves, total=list(total.values()))
+            curves.append((group, [values.get(start, 0) for start in starts]))
+        return Curves(starts=starts, groups=curves, total=[total[start] for start in starts])
+
+    async def _by(self, part: Part, group_by: Sequence[str], names: Sequence[str], measure: Measure) -> Sequence[Any]:
+        """Return the measure by columns, which are its last."""
+        rows = await self._rows(part, group_by)
+        if rows is None:
+            return []
+        keys = [rows.c[name] for name in names]
+        async with self._database.read() as connection:
+            return (await connection.execute(select(*keys, _measured(rows, measure)).group_by(*keys))).all()
+
+    async def _rows(self, part: Part, group_by: Sequence[str]) -> Subquery | None:
+        complete = await self._sums.complete()
+        dialect = self._database.dialect
+        return rows_of(dialect, group_by, part.which, part.since, part.until, by_tenant=complete, newest=NEWEST)
+
+    async def _with_tenant(self, part: Part) -> Part:
+        """Return the part with the tenant of its key, by which the sums are found."""
+        if part.which.key_id is None or not part.which.is_of_all:
+            return part
+        async with self._database.read() as connection:
+            owner = select(api_keys.c.tenant_id).where(api_keys.c.id == part.which.key_id)
+            tenant_id = (await connection.execute(owner)).scalar_one_or_none()
+        return part if tenant_id is None else part.of_tenants([tenant_id])
+
+
+class _Window(NamedTuple):
+    """Part of a ranking. order: of SUMMED, "tokens" or "name"."""
+
+    group_by: GroupBy
+    order: str
+    descending: bool
+    offset: int
+    limit: int
 
 
 def _sums(rows: Subquery) -> list[ColumnElement[int]]:
     return [int_sum(rows.c[name]).label(name) for name in SUMMED]
 
 
-def _measured(rows: Subquery, measure: Measure) -> ColumnElement[int]:
+def _measured(rows: Subquery, measure: str) -> ColumnElement[int]:
     value = rows.c.prompt_tokens + rows.c.completion_tokens if measure == "tokens" else rows.c[measure]
     return int_sum(value)
 
 
-def _order(grouped: Any, group_by: GroupBy, order: str) -> ColumnElement[Any]:
+def _order(grouped: Any, order: str) -> ColumnElement[Any]:
     if order == "tokens":
         tokens: ColumnElement[Any] = grouped.c.prompt_tokens + grouped.c.completion_tokens
         return tokens
     column: ColumnElement[Any] = grouped.c[order]
     return column
+
+
+def _value(row: Any, order: str) -> int:
+    return int(row.prompt_tokens + row.completion_tokens if order == "tokens" else getattr(row, order))
 
 
 def _identity(group: RankedGroup, group_by: GroupBy) -> tuple[Any, ...]:

@@ -1,8 +1,8 @@
 """Usage reports: sums of the ledger's rows over any period, from daily and hourly sums wherever these fit."""
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from collections.abc import AsyncGenerator, Sequence
+from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
@@ -10,40 +10,26 @@ from sqlalchemy import (
     CTE,
     ColumnElement,
     FromClause,
-    Select,
     Subquery,
-    Table,
-    func,
     literal,
     select,
     true,
     tuple_,
-    union_all,
 )
 
 from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
 from gateway.records.database import Database
+from gateway.records.money.tenant_sums import PERIODS, SUMMED
+from gateway.records.money.usage_rows import BY_ROWS, Moment, UsageFilter, rows_of
 from gateway.records.sums import int_sum
-from gateway.records.tables import UtcDateTime, api_keys, tenants, usage, usage_daily, usage_hourly
+from gateway.records.tables import api_keys, tenants, usage, usage_daily
 from wire.model_names import MAX_VERSION
 
-SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
 # Fields by which a report can group. Each report also groups by tenant.
 GROUPS = ("tenant", "model", "version", "key", "end_user", "hour", "day", "month")
-PERIODS = ("hour", "day", "month")
-# Groups that the sums do not contain, so that a report by them reads the rows of requests.
-BY_ROWS = frozenset({"version", "end_user"})
-# Limit of a report by such a group in days.
-MOST_VERSION_DAYS = 31
 # Limit of a tenant's requests in its own report by version. The database takes a few microseconds per row.
 MOST_VERSION_ROWS = 500_000
-HOUR, DAY = timedelta(hours=1), timedelta(days=1)
-# The column with the start of a row, an hour or a day.
-TIMES = {usage: usage.c.created_at, usage_hourly: usage_hourly.c["hour"], usage_daily: usage_daily.c["day"]}
-
-Moment = datetime | None
-"""Start or end of a period; None: the period has no such bound."""
 _AnyVersion = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 
 
@@ -131,7 +117,7 @@ class UsageReport:
         return _page(rows, [column.name for column in grouped.c], [column.name for column in order], limit)
 
     async def stream(
-        self, group_by: Sequence[str], which: "UsageFilter", since: Moment, until: Moment, at_once: int
+        self, group_by: Sequence[str], which: UsageFilter, since: Moment, until: Moment, at_once: int
     ) -> AsyncGenerator[list[UsageSums]]:
         """Yield all groups, `at_once` at a time, as a single statement finds them: their sums are those of one moment.
 
@@ -229,136 +215,3 @@ def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnEl
         # Databases refuse a NUL in a text.
         raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after")
     return [literal(value, column.type) for value, column in zip(values, order, strict=True)]
-
-
-def rows_of(
-    dialect: str, group_by: Sequence[str], which: "UsageFilter", since: Moment, until: Moment
-) -> Subquery | None:
-    """Return the rows and sums that make up `[since, until)`; None for an empty period.
-
-    Columns: those of UsageFilter, SUMMED, and those that the grouping needs. Raises BadRequest for a period that is too
-    long for a report that reads the rows of requests.
-    """
-    if BY_ROWS & set(group_by):
-        covered = _row_segments(since, until)
-    else:
-        covered = segments(since, until, days="hour" not in group_by)
-    parts = [_part(table, start, end, group_by, dialect) for table, start, end in covered]
-    parts = [which.narrow(part) for part in parts]
-    return union_all(*parts).subquery() if parts else None
-
-
-class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a report; None: any. tenant: by name, also of a deleted tenant. models: only these."""
-
-    tenant_id: str | None = None
-    tenant: str | None = None
-    models: Sequence[str] | None = None
-    key_id: str | None = None
-
-    def narrow(self, query: Select[Any]) -> Select[Any]:
-        columns = query.selected_columns
-        for name in ("tenant_id", "tenant", "key_id"):
-            if (value := getattr(self, name)) is not None:
-                query = query.where(columns[name] == value)
-        return query if self.models is None else query.where(columns.model.in_(self.models))
-
-
-def segments(since: Moment, until: Moment, *, days: bool = True) -> Iterator[tuple[Table, Moment, Moment]]:
-    """Yield `[since, until)` in the cheapest segments: whole days, whole hours around them, rows at the edges.
-
-    Every segment of hours lies within one day, and every segment of rows within one hour. days: False for a report by
-    hour, which takes whole hours instead of days.
-    """
-    first_hour = None if since is None else _start(since, HOUR, up=True)
-    last_hour = None if until is None else _start(until, HOUR)
-    if first_hour is not None and last_hour is not None and first_hour > last_hour:
-        yield from _unless_empty(usage, since, until)
-        return
-    yield from _unless_empty(usage, since, first_hour)
-    yield from _unless_empty(usage, last_hour, until)
-    if not days:
-        if first_hour is None or last_hour is None or first_hour < last_hour:
-            yield usage_hourly, first_hour, last_hour
-        return
-    first_day = None if first_hour is None else _start(first_hour, DAY, up=True)
-    last_day = None if last_hour is None else _start(last_hour, DAY)
-    if first_day is not None and last_day is not None and first_day > last_day:
-        yield from _unless_empty(usage_hourly, first_hour, last_hour)
-        return
-    yield from _unless_empty(usage_hourly, first_hour, first_day)
-    yield from _unless_empty(usage_hourly, last_day, last_hour)
-    if first_day is None or last_day is None or first_day < last_day:
-        yield usage_daily, first_day, last_day
-
-
-def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
-    """Yield `[since, until)` in segments of rows within a day each. Raises BadRequest for a too long period."""
-    # Includes rows that are written while the report is made, or have the time of a clock that is ahead.
-    end = until or datetime.now(UTC) + HOUR
-    if since is None or end - since > timedelta(days=MOST_VERSION_DAYS, hours=1):
-        raise BadRequest(
-            f"since: expected the start of a period of at most {MOST_VERSION_DAYS} days for a report by version or by "
-            "end user.",
-            param="since",
-        )
-    while since < end:
-        next_day = _start(since + timedelta(microseconds=1), DAY, up=True)
-        yield usage, since, min(next_day, end)
-        since = next_day
-
-
-def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
-    """Yield a segment of rows or hours unless it is empty. It is empty at an open end, which days cover."""
-    if start is not None and end is not None and start < end:
-        yield table, start, end
-
-
-def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime:
-    """Return the start of the moment's hour or day. up: the next start instead, unless the moment is a start."""
-    moment = moment.astimezone(UTC)
-    start = moment.replace(minute=0, second=0, microsecond=0)
-    if period == DAY:
-        start = start.replace(hour=0)
-    return start + period if up and start < moment else start
-
-
-def _part(table: Table, start: Moment, end: Moment, group_by: Sequence[str], dialect: str) -> Select[Any]:
-    """Select a segment of rows or of sums, in columns of the same names."""
-    at: ColumnElement[datetime] = TIMES[table]
-    requests = literal(1) if table is usage else table.c.requests
-    labels: list[ColumnElement[Any]] = []
-    whole: ColumnElement[Any]
-    for name in PERIODS:
-        if name in group_by:
-            # Every segment of hours lies within one day, except in a report by hour.
-            within = name == "day" and table is not usage_daily and "hour" not in group_by
-            is_start = (name == "day" and table is usage_daily) or (name == "hour" and table is usage_hourly)
-            whole = at if is_start else start_of(name, at, dialect)
-            if within and start is not None:
-                whole = literal(_start(start, DAY), UtcDateTime)
-            labels.append(whole.label(name))
-    # 0 and "" stand for NULL, with which positions cannot be compared.
-    if "version" in group_by:
-        labels.append(func.coalesce(usage.c.version, 0).label("version"))
-    if "end_user" in group_by:
-        labels.append(func.coalesce(usage.c.end_user, "").label("end_user"))
-    columns = (table.c.tenant_id, table.c.tenant, table.c.model, table.c.key_id, *labels)
-    sums = (requests.label("requests"), *(table.c[name] for name in SUMMED[1:]))
-    query = select(*columns, *sums)
-    if start is not None:
-        query = query.where(at >= start)
-    if end is not None:
-        query = query.where(at < end)
-    return query
-
-
-# SQLite's forms of starts, as `UtcDateTime` stores times.
-_STARTS = {"hour": "%Y-%m-%d %H:00:00.000000", "day": "%Y-%m-%d 00:00:00.000000", "month": "%Y-%m-01 00:00:00.000000"}
-
-
-def start_of(period: str, at: ColumnElement[datetime], dialect: str) -> ColumnElement[Any]:
-    """Return the start of the UTC hour, day or month of a time."""
-    if dialect == "sqlite":
-        return func.strftime(_STARTS[period], at, type_=UtcDateTime())
-    return func.date_trunc(period, at, "UTC", type_=UtcDateTime())

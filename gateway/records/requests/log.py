@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
-from sqlalchemy import ColumnElement, FromClause, Select, Table, and_, or_, select
+from sqlalchemy import ColumnElement, Table, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, Exceeded
@@ -30,7 +30,7 @@ TIMES: dict[Table, ColumnElement[Any]] = {usage: usage.c.created_at, refused_req
 _ID = re.compile(r"(?:req_|chatcmpl-|cmpl-)([0-9a-zA-Z_-]{1,60})")
 
 Position = tuple[datetime, Annotated[str, msgspec.Meta(max_length=64)]]
-"""Time and id of an entry; entries are ordered by both."""
+"""Time and id of an entry; entries are ordered by both. An empty id: before all entries of the time."""
 
 
 class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -214,19 +214,21 @@ async def _search(
     if not conditions:
         rows = (await connection.execute(along.limit(limit + 1))).all()
         return _Found([_entry(table, row) for row in rows], None)
-    read = along.limit(SCANNED).subquery()
-    order = read.c[at.name].desc(), read.c.request_id.desc()
-    query: Select[Any] = select(read).where(*_conditions(read, which, table)).order_by(*order).limit(limit + 1)
+    oldest = select(at).where(*_bounds(table, which, start, only_times=True)).order_by(at.desc())
+    horizon = (await connection.execute(oldest.offset(SCANNED - 1).limit(1))).scalar_one_or_none()
+    within = [] if horizon is None else [at >= horizon]
+    query = along.where(*within, *conditions).limit(limit + 1)
     entries = [_entry(table, row) for row in (await connection.execute(query)).all()]
-    if len(entries) > limit:
+    if horizon is None or len(entries) > limit:
         return _Found(entries, None)
-    last = along.with_only_columns(at, table.c.request_id).offset(SCANNED - 1).limit(1)
-    row = (await connection.execute(last)).first()
-    return _Found(entries, None if row is None else (row[0], row[1]))
+    # Below all ids, because the rows of that moment have been read.
+    return _Found(entries, (horizon, ""))
 
 
-def _bounds(table: Table, which: LogFilter, start: Position | None) -> list[ColumnElement[bool]]:
-    """Return the conditions that an index serves: the tenant and the time."""
+def _bounds(
+    table: Table, which: LogFilter, start: Position | None, *, only_times: bool = False
+) -> list[ColumnElement[bool]]:
+    """Return the conditions that an index serves: the tenant and the time. only_times: the index alone answers them."""
     at = TIMES[table]
     found: list[ColumnElement[bool]] = []
     if which.tenant_id is not None:
@@ -239,13 +241,15 @@ def _bounds(table: Table, which: LogFilter, start: Position | None) -> list[Colu
         found.append(at < which.until)
     if start is not None:
         # The first condition alone lets an index begin at the position.
-        found.append(and_(at <= start[0], or_(at < start[0], table.c.request_id < start[1])))
+        found.append(at <= start[0] if start[1] else at < start[0])
+        if start[1] and not only_times:
+            found.append(or_(at < start[0], table.c.request_id < start[1]))
     return found
 
 
-def _conditions(rows: FromClause, which: LogFilter, table: Table | None = None) -> list[ColumnElement[bool]]:
-    """Return the conditions without an index. table: the table that the rows are from, if they are not it."""
-    of_usage = (rows if table is None else table) is usage
+def _conditions(rows: Table, which: LogFilter) -> list[ColumnElement[bool]]:
+    """Return the conditions without an index."""
+    of_usage = rows is usage
     values = {"key_id": which.key_id, "model": which.model, "end_user": which.end_user}
     values["error_code" if of_usage else "code"] = which.code
     values |= {"engine": which.engine} if of_usage else {"limit_name": which.limit_name}

@@ -22,9 +22,8 @@ MAX_CAUSES, MAX_EVIDENCE = 1000, 2000
 # Number of causes with evidence, and of curves beside "others".
 EXPLAINED, CURVES = 5, 8
 OTHERS = "*"
-# Longest period whose reserved tokens are compared with the settled ones. The limit is needed because the comparison
-# reads the rows of requests.
-RESERVED_HOURS = 24
+# Newest rows whose reserved tokens are compared with the settled ones.
+NEWEST = 20_000
 
 GroupBy = Literal["limit", "tenant", "code"]
 GROUPS: tuple[GroupBy, ...] = ("limit", "tenant", "code")
@@ -136,24 +135,26 @@ class RefusalReport:
     async def reserved(
         self, *, since: datetime, until: datetime, tenant: str | None = None, limit: int = 50
     ) -> list[Reserved]:
-        """Return the tenants with most unused reservations, in the last RESERVED_HOURS of the period at most."""
-        start = max(since, until - timedelta(hours=RESERVED_HOURS))
-        settled = usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.surcharge
-        reserved, used = int_sum(usage.c.reserved_tokens), int_sum(settled)
+        """Return the tenants with most unused reservations among the NEWEST newest requests of the period."""
+        which = [usage.c.created_at >= since, usage.c.created_at < until]
+        if tenant is not None:
+            which.append(usage.c.tenant == tenant)
+        tokens = (usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.surcharge).label("settled")
+        newest = select(usage.c.tenant, usage.c.reserved_tokens, tokens).where(*which)
+        rows = newest.order_by(usage.c.created_at.desc()).limit(NEWEST).subquery()
+        reserved, used = int_sum(rows.c.reserved_tokens), int_sum(rows.c.settled)
         query = (
             select(
-                usage.c.tenant,
+                rows.c.tenant,
                 func.count().label("requests"),
                 reserved.label("reserved"),
                 used.label("settled"),
             )
-            .where(usage.c.created_at >= start, usage.c.created_at < until, usage.c.reserved_tokens.is_not(None))
-            .group_by(usage.c.tenant)
-            .order_by((reserved - used).desc(), usage.c.tenant)
+            .where(rows.c.reserved_tokens.is_not(None))
+            .group_by(rows.c.tenant)
+            .order_by((reserved - used).desc(), rows.c.tenant)
             .limit(limit)
         )
-        if tenant is not None:
-            query = query.where(usage.c.tenant == tenant)
         async with self._database.read() as connection:
             return [Reserved(**row._mapping) for row in await connection.execute(query)]
 

@@ -6,12 +6,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, or_, select
+from sqlalchemy import ColumnElement, Float, Select, Subquery, and_, case, cast, func, or_, select
 
 from gateway.errors import BadRequest
 from gateway.records.database import Database
+from gateway.records.money.tenant_sums import TenantSums
+from gateway.records.money.usage_rows import UsageFilter, rows_of
 from gateway.records.sums import int_sum
-from gateway.records.tables import api_keys, tenants, usage_daily
+from gateway.records.tables import api_keys, tenants
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
 Sort = Literal["name", "spend", "requests", "created"]
@@ -61,6 +63,7 @@ class TenantLists:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._tenant_sums = TenantSums(database)
 
     async def page(
         self,
@@ -77,7 +80,7 @@ class TenantLists:
         Raises BadRequest for a cursor of another order.
         """
         now = datetime.now(UTC)
-        found, order = _matching(which, sort, now)
+        found, order = _matching(which, sort, now, await self._sums(now))
         query = found.order_by(order.desc() if descending else order, tenants.c.name).limit(limit + 1).offset(offset)
         if after is not None:
             query = query.where(_behind(after, sort, descending, order))
@@ -95,7 +98,8 @@ class TenantLists:
 
     async def all(self, which: TenantFilter) -> list[Tenant]:
         """Return all matching tenants, in the order of their ids."""
-        found, _ = _matching(which, "name", datetime.now(UTC))
+        now = datetime.now(UTC)
+        found, _ = _matching(which, "name", now, await self._sums(now))
         async with self._database.read() as connection:
             rows = (await connection.execute(found.order_by(tenants.c.id))).all()
         return [read_tenant(row) for row in rows]
@@ -104,21 +108,51 @@ class TenantLists:
         """Return the month of each tenant by its id."""
         now = now or datetime.now(UTC)
         ids = [tenant.id for tenant in found]
-        sums, used = _sums(now, usage_daily.c.tenant_id.in_(ids)), _used(api_keys.c.tenant_id.in_(ids))
+        sums, used = await self._sums(now, ids), _used(api_keys.c.tenant_id.in_(ids))
         async with self._database.read() as connection:
             spent = {row.tenant_id: row for row in (await connection.execute(select(sums))).all()}
             uses = {row.tenant_id: row.used_at for row in (await connection.execute(select(used))).all()}
         return {tenant.id: _month(tenant, spent.get(tenant.id), uses.get(tenant.id), now) for tenant in found}
 
+    async def over_budget(self, part: float, limit: int) -> list[tuple[str, int, int]]:
+        """Return name, spend and budget of the tenants that have spent the greatest parts of this month's budget.
 
-def _matching(which: TenantFilter, sort: Sort, now: datetime) -> tuple[Select[Any], ColumnElement[Any]]:
+        part: least part. Suspended tenants are left out.
+        """
+        sums, budget = await self._sums(datetime.now(UTC)), tenants.c.budget_per_month
+        which = (budget > 0, tenants.c.suspended.is_(False), sums.c.spend >= budget * part)
+        query = select(tenants.c.name, sums.c.spend, budget).join(sums, sums.c.tenant_id == tenants.c.id).where(*which)
+        share = cast(sums.c.spend, Float) / budget
+        async with self._database.read() as connection:
+            rows = await connection.execute(query.order_by(share.desc(), tenants.c.name).limit(limit))
+            return [(name, spend, amount) for name, spend, amount in rows]
+
+    async def _sums(self, now: datetime, ids: Sequence[str] | None = None) -> Subquery:
+        """Select the sums of each tenant in this month, and the spend in the last FORECAST_DAYS whole days."""
+        month, recent, today = _periods(now)
+        complete, which = await self._tenant_sums.complete(), UsageFilter(tenant_ids=ids)
+        since = min(month, recent)
+        rows = rows_of(self._database.dialect, ("day",), which, since, None, by_tenant=complete)
+        assert rows is not None
+        day, cost = rows.c.day, rows.c.cost
+        in_month = day >= month
+        values = {
+            "spend": case((in_month, cost), else_=0),
+            "requests": case((in_month, rows.c.requests), else_=0),
+            "recent": case((and_(day >= recent, day < today), cost), else_=0),
+            "today": case((day >= today, cost), else_=0),
+        }
+        sums = (int_sum(value).label(name) for name, value in values.items())
+        return select(rows.c.tenant_id, *sums).group_by(rows.c.tenant_id).subquery("sums")
+
+
+def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) -> tuple[Select[Any], ColumnElement[Any]]:
     """Select the matching tenants, and return the column that orders them, which is also labelled `sorted_by`."""
     source: Any = tenants
     conditions: list[ColumnElement[bool]] = []
     order: ColumnElement[Any] = tenants.c.created_at if sort == "created" else tenants.c.name
     if sort in ("spend", "requests") or which.over_budget is not None:
         # All tenants' sums are needed only here; a page's own sums come by its tenants' ids.
-        sums = _sums(now)
         source = source.outerjoin(sums, sums.c.tenant_id == tenants.c.id)
         spend = func.coalesce(sums.c.spend, 0)
         if sort in ("spend", "requests"):
@@ -141,22 +175,6 @@ def _matching(which: TenantFilter, sort: Sort, now: datetime) -> tuple[Select[An
         texts = (tenants.c.name, tenants.c.display_name, tenants.c.external_id, tenants.c.contact)
         conditions.append(or_(*(func.lower(text).contains(which.q.lower(), autoescape=True) for text in texts)))
     return select(tenants, order.label("sorted_by")).select_from(source).where(*conditions), order
-
-
-def _sums(now: datetime, *which: ColumnElement[bool]) -> Subquery:
-    """Select the sums of each tenant in this month, and the spend in the last FORECAST_DAYS whole days."""
-    month, recent, today = _periods(now)
-    day, cost = usage_daily.c.day, usage_daily.c.cost
-    in_month = day >= month
-    values = {
-        "spend": case((in_month, cost), else_=0),
-        "requests": case((in_month, usage_daily.c.requests), else_=0),
-        "recent": case((and_(day >= recent, day < today), cost), else_=0),
-        "today": case((day >= today, cost), else_=0),
-    }
-    sums = (int_sum(value).label(name) for name, value in values.items())
-    query = select(usage_daily.c.tenant_id, *sums).where(day >= min(month, recent), *which)
-    return query.group_by(usage_daily.c.tenant_id).subquery("sums")
 
 
 def _used(*which: ColumnElement[bool]) -> Subquery:

@@ -12,7 +12,8 @@ from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
 from gateway.records.database import Database
-from gateway.records.money.usage_report import UsageFilter, UsageReport, UsageSums
+from gateway.records.money.usage_report import UsageReport, UsageSums
+from gateway.records.money.usage_rows import UsageFilter
 from testing.gateway.rows import row
 
 START = datetime(2026, 1, 30, 22, 40, tzinfo=UTC)

@@ -186,7 +186,7 @@ async def test_an_export_is_of_one_moment(reader: Reader, database: Database):
     """Rows that are written while an export is read are in none of its groups."""
     await fill(database, *rows(3000))
     report = UsageReport(database)
-    from gateway.records.money.usage_report import UsageFilter
+    from gateway.records.money.usage_rows import UsageFilter
 
     found, wrote = 0, False
     async for part in report.stream(("model", "hour"), UsageFilter(), None, None, at_once=100):

@@ -1,0 +1,100 @@
+"""Sums of usage by tenant, and by tenant and model, from the sums for charts.
+
+They have far fewer rows than the sums by key and model: one for each tenant and period.
+"""
+
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.activity.tables import ACTIVITY, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
+from gateway.records.database import Database
+from gateway.records.schema import UtcDateTime
+from gateway.records.tables import usage_daily
+
+SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost")
+PERIODS = ("hour", "day", "month")
+
+
+class TenantSums:
+    """Knowledge whether the sums have all requests. Raises Unavailable."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._complete = False
+
+    async def complete(self) -> bool:
+        """Return whether the sums have the requests of all days.
+
+        They lack days from before an update until these are rebuilt, the newest first
+        (gateway/billing/activity_rebuild.py), so the oldest day decides.
+        """
+        if not self._complete:
+            async with self._database.read() as connection:
+                oldest = (await connection.execute(select(func.min(usage_daily.c.day)))).scalar_one()
+                known, summed = (0, 0) if oldest is None else await count_day(connection, oldest)
+            self._complete = known == summed
+        return self._complete
+
+
+async def count_day(connection: AsyncConnection, day: datetime) -> tuple[int, int]:
+    """Return a day's requests in the sums for reports and in those for charts, as of one moment."""
+    table = ACTIVITY[86400]
+    known = select(func.coalesce(func.sum(usage_daily.c.requests), 0)).where(usage_daily.c.day == day)
+    summed = select(func.coalesce(func.sum(table.c.requests), 0)).where(
+        table.c.kind == ENGINE, table.c.start == int(day.timestamp())
+    )
+    row = (await connection.execute(select(known.scalar_subquery(), summed.scalar_subquery()))).one()
+    return int(row[0]), int(row[1])
+
+
+def can_sum(group_by: Sequence[str], models: Sequence[str] | None, key_id: str | None) -> bool:
+    """Return whether these sums can answer a report. They know each model's requests, but all mixtures together."""
+    if models is None:
+        return key_id is None and set(group_by) <= {"tenant", *PERIODS}
+    return key_id is None and set(group_by) <= {"tenant", "model", *PERIODS} and not any("*" in name for name in models)
+
+
+def sums_part(
+    level: int,
+    bounds: tuple[datetime | None, datetime | None],
+    group_by: Sequence[str],
+    dialect: str,
+    *,
+    owners: Sequence[ColumnElement[bool]] = (),
+    models: Sequence[str] | None = None,
+) -> Select[Any]:
+    """Select the sums of hours or days (3600 or 86400) in the columns of usage_report.rows_of.
+
+    owners: conditions on the columns of `activity_series`.
+    """
+    table, names = ACTIVITY[level], activity_series.c
+    kinds = (TENANT,) if models is None else (MODEL, OWN_BASE)
+    which: list[ColumnElement[bool]] = [table.c.kind.in_(kinds)]
+    since, until = bounds
+    if since is not None:
+        which.append(table.c.start >= int(since.timestamp()))
+    if until is not None:
+        which.append(table.c.start < int(until.timestamp()))
+    if owners or models is not None:
+        own = [*owners, names.kind.in_(kinds), *([] if models is None else [names.name.in_(models)])]
+        which.append(table.c.series_id.in_(select(names.id).where(*own)))
+    labels = [_start_of(name, table.c.start, dialect).label(name) for name in PERIODS if name in group_by]
+    sums = (func.sum(table.c[name]).label(name) for name in SUMMED)
+    rows = select(table.c.series_id, *labels, *sums).where(*which).group_by(table.c.series_id, *labels).subquery()
+    columns = (names.tenant_id, names.tenant, names.name.label("model"))
+    found = select(*columns, *(rows.c[label.name] for label in labels), *(rows.c[name] for name in SUMMED))
+    return found.join_from(rows, activity_series, names.id == rows.c.series_id)
+
+
+# SQLite's forms of starts, as `UtcDateTime` stores times.
+STARTS = {"hour": "%Y-%m-%d %H:00:00.000000", "day": "%Y-%m-%d 00:00:00.000000", "month": "%Y-%m-01 00:00:00.000000"}
+
+
+def _start_of(period: str, seconds: ColumnElement[int], dialect: str) -> ColumnElement[Any]:
+    if dialect == "sqlite":
+        return func.strftime(STARTS[period], seconds, "unixepoch", type_=UtcDateTime())
+    return func.date_trunc(period, func.to_timestamp(seconds), "UTC", type_=UtcDateTime())

@@ -1,0 +1,196 @@
+"""Rows and sums of usage that make up a period: daily and hourly sums wherever these fit, rows at its edges."""
+
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Select, Subquery, Table, func, literal, select, union_all
+
+from gateway.errors import BadRequest
+from gateway.records.activity.tables import activity_series
+from gateway.records.money.tenant_sums import PERIODS, STARTS, SUMMED, can_sum, sums_part
+from gateway.records.tables import UtcDateTime, usage, usage_daily, usage_hourly
+
+# Groups that the sums do not contain, so that a report by them reads the rows of requests.
+BY_ROWS = frozenset({"version", "end_user"})
+# Limit of a report by such a group in days.
+MOST_VERSION_DAYS = 31
+HOUR, DAY = timedelta(hours=1), timedelta(days=1)
+# The column with the start of a row, an hour or a day.
+TIMES = {usage: usage.c.created_at, usage_hourly: usage_hourly.c["hour"], usage_daily: usage_daily.c["day"]}
+
+Moment = datetime | None
+"""Start or end of a period; None: the period has no such bound."""
+
+
+def rows_of(
+    dialect: str,
+    group_by: Sequence[str],
+    which: "UsageFilter",
+    since: Moment,
+    until: Moment,
+    *,
+    by_tenant: bool = False,
+    newest: int | None = None,
+) -> Subquery | None:
+    """Return the rows and sums that make up `[since, until)`; None for an empty period.
+
+    Columns: those of UsageFilter, SUMMED, and those that the grouping needs. by_tenant: whether the sums by tenant are
+    complete and may replace those by key and model. newest: the most rows that a report by such a group reads; the
+    oldest are left out. Raises BadRequest for a period that is too long for a report that reads the rows of requests.
+    """
+    if BY_ROWS & set(group_by):
+        covered = _row_segments(since, until)
+    else:
+        covered = segments(since, until, days="hour" not in group_by)
+    by_tenant = by_tenant and can_sum(group_by, which.models, which.key_id)
+    parts = []
+    for table, start, end in covered:
+        if by_tenant and table is not usage:
+            level = 3600 if table is usage_hourly else 86400
+            models, owners = which.models, which.owners()
+            parts.append(sums_part(level, (start, end), group_by, dialect, owners=owners, models=models))
+        else:
+            parts.append(which.narrow(_part(table, start, end, group_by, dialect)))
+            if by_tenant:
+                parts[-1] = _columns_of_sums(parts[-1], group_by)
+    if newest is not None and BY_ROWS & set(group_by):
+        part = which.narrow(_part(usage, since, until, group_by, dialect))
+        return part.order_by(usage.c.created_at.desc()).limit(newest).subquery()
+    return union_all(*parts).subquery() if parts else None
+
+
+def _columns_of_sums(part: Select[Any], group_by: Sequence[str]) -> Select[Any]:
+    """Return rows in the columns of `sums_part`."""
+    columns = part.selected_columns
+    names = ("tenant_id", "tenant", "model", *(name for name in PERIODS if name in group_by), *SUMMED)
+    return part.with_only_columns(*(columns[name] for name in names))
+
+
+class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
+    """Requests of a report; None: any. tenant: by name, also of a deleted tenant. models, tenant_ids: only these."""
+
+    tenant_id: str | None = None
+    tenant: str | None = None
+    models: Sequence[str] | None = None
+    key_id: str | None = None
+    tenant_ids: Sequence[str] | None = None
+
+    @property
+    def is_of_all(self) -> bool:
+        return self.tenant_id is None and self.tenant is None and self.tenant_ids is None
+
+    def owners(self) -> list[ColumnElement[bool]]:
+        """Return the conditions on the tenant, for `activity_series`."""
+        columns = activity_series.c
+        found = [columns.tenant_id == self.tenant_id] if self.tenant_id is not None else []
+        if self.tenant is not None:
+            found.append(columns.tenant == self.tenant)
+        return found if self.tenant_ids is None else [*found, columns.tenant_id.in_(self.tenant_ids)]
+
+    def narrow(self, query: Select[Any]) -> Select[Any]:
+        columns = query.selected_columns
+        if self.tenant_ids is not None:
+            query = query.where(columns.tenant_id.in_(self.tenant_ids))
+        for name in ("tenant_id", "tenant", "key_id"):
+            if (value := getattr(self, name)) is not None:
+                query = query.where(columns[name] == value)
+        return query if self.models is None else query.where(columns.model.in_(self.models))
+
+
+def segments(since: Moment, until: Moment, *, days: bool = True) -> Iterator[tuple[Table, Moment, Moment]]:
+    """Yield `[since, until)` in the cheapest segments: whole days, whole hours around them, rows at the edges.
+
+    Every segment of hours lies within one day, and every segment of rows within one hour. days: False for a report by
+    hour, which takes whole hours instead of days.
+    """
+    first_hour = None if since is None else _start(since, HOUR, up=True)
+    last_hour = None if until is None else _start(until, HOUR)
+    if first_hour is not None and last_hour is not None and first_hour > last_hour:
+        yield from _unless_empty(usage, since, until)
+        return
+    yield from _unless_empty(usage, since, first_hour)
+    yield from _unless_empty(usage, last_hour, until)
+    if not days:
+        if first_hour is None or last_hour is None or first_hour < last_hour:
+            yield usage_hourly, first_hour, last_hour
+        return
+    first_day = None if first_hour is None else _start(first_hour, DAY, up=True)
+    last_day = None if last_hour is None else _start(last_hour, DAY)
+    if first_day is not None and last_day is not None and first_day > last_day:
+        yield from _unless_empty(usage_hourly, first_hour, last_hour)
+        return
+    yield from _unless_empty(usage_hourly, first_hour, first_day)
+    yield from _unless_empty(usage_hourly, last_day, last_hour)
+    if first_day is None or last_day is None or first_day < last_day:
+        yield usage_daily, first_day, last_day
+
+
+def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
+    """Yield `[since, until)` in segments of rows within a day each. Raises BadRequest for a too long period."""
+    # Includes rows that are written while the report is made, or have the time of a clock that is ahead.
+    end = until or datetime.now(UTC) + HOUR
+    if since is None or end - since > timedelta(days=MOST_VERSION_DAYS, hours=1):
+        raise BadRequest(
+            f"since: expected the start of a period of at most {MOST_VERSION_DAYS} days for a report by version or by "
+            "end user.",
+            param="since",
+        )
+    while since < end:
+        next_day = _start(since + timedelta(microseconds=1), DAY, up=True)
+        yield usage, since, min(next_day, end)
+        since = next_day
+
+
+def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
+    """Yield a segment of rows or hours unless it is empty. It is empty at an open end, which days cover."""
+    if start is not None and end is not None and start < end:
+        yield table, start, end
+
+
+def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime:
+    """Return the start of the moment's hour or day. up: the next start instead, unless the moment is a start."""
+    moment = moment.astimezone(UTC)
+    start = moment.replace(minute=0, second=0, microsecond=0)
+    if period == DAY:
+        start = start.replace(hour=0)
+    return start + period if up and start < moment else start
+
+
+def _part(table: Table, start: Moment, end: Moment, group_by: Sequence[str], dialect: str) -> Select[Any]:
+    """Select a segment of rows or of sums, in columns of the same names."""
+    at: ColumnElement[datetime] = TIMES[table]
+    requests = literal(1) if table is usage else table.c.requests
+    labels: list[ColumnElement[Any]] = []
+    whole: ColumnElement[Any]
+    for name in PERIODS:
+        if name in group_by:
+            # Every segment of hours lies within one day, except in a report by hour.
+            within = name == "day" and table is not usage_daily and "hour" not in group_by
+            is_start = (name == "day" and table is usage_daily) or (name == "hour" and table is usage_hourly)
+            whole = at if is_start else start_of(name, at, dialect)
+            if within and start is not None:
+                whole = literal(_start(start, DAY), UtcDateTime)
+            labels.append(whole.label(name))
+    # 0 and "" stand for NULL, with which positions cannot be compared.
+    if "version" in group_by:
+        labels.append(func.coalesce(usage.c.version, 0).label("version"))
+    if "end_user" in group_by:
+        labels.append(func.coalesce(usage.c.end_user, "").label("end_user"))
+    columns = (table.c.tenant_id, table.c.tenant, table.c.model, table.c.key_id, *labels)
+    sums = (requests.label("requests"), *(table.c[name] for name in SUMMED[1:]))
+    query = select(*columns, *sums)
+    if start is not None:
+        query = query.where(at >= start)
+    if end is not None:
+        query = query.where(at < end)
+    return query
+
+
+def start_of(period: str, at: ColumnElement[datetime], dialect: str) -> ColumnElement[Any]:
+    """Return the start of the UTC hour, day or month of a time."""
+    if dialect == "sqlite":
+        # SQLite rounds a time to its millisecond, which may be in the next hour.
+        return func.strftime(STARTS[period], func.substr(at, 1, 19), type_=UtcDateTime())
+    return func.date_trunc(period, at, "UTC", type_=UtcDateTime())
