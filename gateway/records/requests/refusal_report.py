@@ -22,8 +22,8 @@ MAX_CAUSES, MAX_EVIDENCE = 1000, 2000
 # Number of causes with evidence, and of curves beside "others".
 EXPLAINED, CURVES = 5, 8
 OTHERS = "*"
-# Newest rows whose reserved tokens are compared with the settled ones.
-NEWEST = 20_000
+# Longest period, and most of its newest rows, whose reserved tokens are compared with the settled ones.
+RESERVED_HOURS, NEWEST = 24, 20_000
 
 GroupBy = Literal["limit", "tenant", "code"]
 GROUPS: tuple[GroupBy, ...] = ("limit", "tenant", "code")
@@ -135,8 +135,12 @@ class RefusalReport:
     async def reserved(
         self, *, since: datetime, until: datetime, tenant: str | None = None, limit: int = 50
     ) -> list[Reserved]:
-        """Return the tenants with most unused reservations among the NEWEST newest requests of the period."""
-        which = [usage.c.created_at >= since, usage.c.created_at < until]
+        """Return the tenants with most unused reservations.
+
+        They are those of the NEWEST newest requests, in the last RESERVED_HOURS of the period at most.
+        """
+        start = max(since, until - timedelta(hours=RESERVED_HOURS))
+        which = [usage.c.created_at >= start, usage.c.created_at < until]
         if tenant is not None:
             which.append(usage.c.tenant == tenant)
         tokens = (usage.c.prompt_tokens + usage.c.completion_tokens + usage.c.surcharge).label("settled")
