@@ -91,6 +91,9 @@ class Database:
             for engine in (self._engine, self._reserved):
                 event.listen(engine.sync_engine, "connect", _prepare_sqlite)
                 event.listen(engine.sync_engine, "begin", _begin_sqlite)
+        else:
+            for engine in (self._engine, self._reserved):
+                event.listen(engine.sync_engine, "connect", _prepare_postgresql)
 
     @asynccontextmanager
     async def read(self, *, reserved: bool = False) -> AsyncIterator[AsyncConnection]:
@@ -304,6 +307,12 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
     cursor.execute("PRAGMA synchronous=NORMAL")
     cursor.execute("PRAGMA foreign_keys=ON")
     cursor.close()
+
+
+def _prepare_postgresql(connection: Any, _record: object) -> None:
+    # PostgreSQL compiles statements that it expects to be slow. Here that takes longer than their execution: the sums
+    # have 65 columns. A parameter of the connection would be refused by PgBouncer.
+    connection.run_async(lambda driver: driver.execute("SET jit = off"))
 
 
 def _begin_sqlite(connection: Connection) -> None:

