@@ -30,7 +30,15 @@ class Lifecycle:
 
     def contexts(self) -> Sequence[Context]:
         """Return the contexts in the order of their start. The accounts of requests end before the ledger."""
-        parts = (self._tracing, self._connections, self._schema, self._access, self._prices, self._leases)
+        parts = (
+            self._templates,
+            self._tracing,
+            self._connections,
+            self._schema,
+            self._access,
+            self._prices,
+            self._leases,
+        )
         gateway = self._gateway
         others = (
             gateway.intake.run,
@@ -41,8 +49,18 @@ class Lifecycle:
             gateway.alerts.outbox.running,
             gateway.alerts.watch.running,
             self._disks,
+            self._compiled,
         )
-        return (*parts, self._engines, self._usage, self._accounts, *others)
+        return (self._templates, *parts, self._engines, self._usage, self._accounts, *others)
+
+    async def _templates(self, _: web.Application) -> AsyncIterator[None]:
+        """Compile the pages' templates beside the rest of the start, so that no page holds the event loop for it."""
+        self._compiling = asyncio.create_task(asyncio.to_thread(self._gateway.frame.compile))
+        yield
+
+    async def _compiled(self, _: web.Application) -> AsyncIterator[None]:
+        await self._compiling
+        yield
 
     async def _tracing(self, _: web.Application) -> AsyncIterator[None]:
         yield
