@@ -26,7 +26,6 @@ class Batch:
     adapter_index: Tensor
     logits_rows: Tensor
     max_query_len: int
-    max_context_len: int
     adapter_slots: tuple[int, ...]
     """The distinct adapters in the batch; empty means that no LoRA runs at all."""
     has_base_rows: bool = True

@@ -139,7 +139,6 @@ class DecodeStep:
             adapter_index=adapters.int().to(device),
             logits_rows=row.to(device),
             max_query_len=1,
-            max_context_len=position + 1,
             adapter_slots=tuple(range(min(num_adapters, size))),
         )
 

@@ -1,6 +1,6 @@
 """Comparison of candidate tile sizes.
 
-The first line of each table is the one in use (`kernels.gpu.segments.PLANS`, `kernels.gpu.attention_tiles.DECODE` and
+The first line of each table is the one in use (`kernels.gpu.segments.PLANS`, `kernels.gpu.attention_work.DECODE` and
 `PREFILL`) and should be the fastest.
 """
 
@@ -14,9 +14,8 @@ from benchmarks.gpu.decode import PAGE_RANK, groups_of
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.bench_paged_attention import make
 from engine.model.families import parse_model_config
-from kernels.gpu import attention_tiles as attention_plan
-from kernels.gpu import segments
-from kernels.gpu.attention_tiles import build_attention_metadata
+from kernels.gpu import attention_work, segments
+from kernels.gpu.attention_work import list_work
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.segmented_lora import segmented_lora
 from kernels.gpu.segments import build_segments
@@ -40,15 +39,17 @@ DECODE: tuple[dict[str, int], ...] = (
     {"block_n": 128},
     {"block_n": 32, "num_stages": 4},
     {"num_warps": 2},
-    {"min_split": 64},
-    {"min_split": 256},
+    {"chunk": 256},
+    {"programs_per_sm": 2},
+    {"programs_per_sm": 4},
 )
 PREFILL: tuple[dict[str, int], ...] = (
     {},
     {"num_stages": 2},
     {"num_stages": 4},
     {"block_n": 128, "num_stages": 2},
-    {"block_m": 64, "num_warps": 4},
+    {"block_m": 64, "num_warps": 4, "programs_per_sm": 2},
+    {"chunk": 512},
 )
 
 
@@ -62,13 +63,13 @@ def figures(machine: Machine) -> Iterator[str]:
         "attention, decode",
         DECODE[: machine.candidates],
         {f"{n} x {k}": (heads, [(1, k)] * n) for n, k in decodes},
-        lambda case, change: _attention(machine, *case, replace(attention_plan.DECODE, **change)),
+        lambda case, change: _attention(machine, *case, decode=replace(attention_work.DECODE, **change)),
     )
     yield from _table(
         "attention, prefill",
         PREFILL[: machine.candidates],
         {f"{n} x {k}": (heads, [(k, k)] * n) for n, k in ((4, context), (1, long))},
-        lambda case, change: _attention(machine, *case, replace(attention_plan.PREFILL, **change)),
+        lambda case, change: _attention(machine, *case, prefill=replace(attention_work.PREFILL, **change)),
     )
     groups = {name: groups_of(c)[name] for name in ("qkv", "down")}
     adapters = machine.adapters[-1]
@@ -96,20 +97,19 @@ def _table(title: str, candidates: Sequence[dict[str, int]], cases: dict[str, An
 
 
 def _attention(
-    machine: Machine, heads: tuple[int, int, int], lengths: list[tuple[int, int]], tile: attention_plan.Tile
+    machine: Machine, heads: tuple[int, int, int], lengths: list[tuple[int, int]], **tile: attention_work.Tile
 ) -> float:
     num_heads, num_kv_heads, head_dim = heads
     sets = [make(lengths, heads, machine.dtype, machine.device) for _ in range(machine.copies)]
-    metadata = build_attention_metadata(
-        sets[0][4],
+    work = list_work(
+        *sets[0][4:6],
         num_heads,
         num_kv_heads,
         num_tokens=sum(queries for queries, _ in lengths),
         max_query_len=max(queries for queries, _ in lengths),
-        max_context_len=max(context for _, context in lengths),
-        tile=tile,
+        **tile,
     )
-    calls = [lambda a=a: paged_attention(*a, head_dim**-0.5, metadata=metadata) for a in sets]
+    calls = [lambda a=a: paged_attention(*a, head_dim**-0.5, work=work) for a in sets]
     return 1000 * machine.milliseconds(*calls)
 
 

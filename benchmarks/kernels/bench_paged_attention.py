@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.kernels.measure import Work, copies_past_l2
 from kernels import reference
-from kernels.gpu.attention_tiles import build_attention_metadata
+from kernels.gpu.attention_work import list_work
 from kernels.gpu.paged_attention import paged_attention
 
 TITLE = "Paged attention"
@@ -41,17 +41,11 @@ def work(name: str, lengths: list[tuple[int, int]], least_bandwidth: float = 0, 
     arguments = [
         make(lengths, (NUM_HEADS, NUM_KV_HEADS, HEAD_DIM), torch.bfloat16, torch.device("cuda")) for _ in range(copies)
     ]
-    metadata = build_attention_metadata(
-        arguments[0][4],
-        NUM_HEADS,
-        NUM_KV_HEADS,
-        num_tokens=num_tokens,
-        max_query_len=max(queries for queries, _ in lengths),
-        max_context_len=max(context for _, context in lengths),
-    )
+    queries = max(queries for queries, _ in lengths)
+    lists = list_work(*arguments[0][4:6], NUM_HEADS, NUM_KV_HEADS, num_tokens=num_tokens, max_query_len=queries)
     return Work(
         name,
-        [lambda a=a: paged_attention(*a, HEAD_DIM**-0.5, metadata=metadata) for a in arguments],
+        [lambda a=a: paged_attention(*a, HEAD_DIM**-0.5, work=lists) for a in arguments],
         kv_bytes + 2 * num_tokens * NUM_HEADS * HEAD_DIM * 2,
         4 * scores * NUM_HEADS * HEAD_DIM,
         least_bandwidth=least_bandwidth,
@@ -65,6 +59,7 @@ def works(quick: bool) -> Iterator[Work]:
         yield work(f"decode {batch} x {context}", [(1, context)] * batch, 0.9 if context >= 2048 else 0)
     for batch, length in [(4, 512)] if quick else [(4, 512), (1, 2048), (4, 2048), (1, 8192)]:
         yield work(f"prefill {batch} x {length}", [(length, length)] * batch, least_matrix=0.6)
+    yield work("decode 1 x 100,000 among 64 x 512", [(1, 100_000)] + [(1, 512)] * 64, 0.8)
     yield work("mixed: prefill 512 beside decode 32 x 1024", [(512, 512)] + [(1, 1024)] * 32)
 
 

@@ -59,7 +59,6 @@ class DecodeGraphs:
     ) -> None:
         self._forward, self._lora, self._last_tokens = forward, lora, last_tokens
         self._sizes = sorted(sizes)
-        self._max_model_len = max_model_len
         self._device = last_tokens.device
         self._pool: Any = None  # torch names no type for it
         most = self._sizes[-1]
@@ -120,6 +119,5 @@ class DecodeGraphs:
             adapter_index=fields[_ADAPTERS].to(torch.int32),
             logits_rows=self._rows[:size],
             max_query_len=1,
-            max_context_len=self._max_model_len,
             adapter_slots=ANY_ADAPTERS if with_lora else (),
         )

@@ -193,7 +193,6 @@ def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
         adapter_index=adapter_index,
         logits_rows=logits_rows,
         max_query_len=int(layout.counts.max()),
-        max_context_len=int(layout.context_lens.max()),
         adapter_slots=layout.adapter_slots,
         has_base_rows=bool(layout.base_rows) or bool((layout.adapters < 0).any()),
     )

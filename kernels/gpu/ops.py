@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels.batch import Batch
 from kernels.gpu import fused
-from kernels.gpu.attention_tiles import AttentionMetadata, build_attention_metadata
+from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
 from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
@@ -21,7 +21,7 @@ class TritonPlan:
         self.batch = batch
         self.routing = routing
         self._segments: dict[int, Segments] = {}
-        self._attention: dict[tuple[int, int], AttentionMetadata] = {}
+        self._attention: dict[tuple[int, int, int], list[WorkList]] = {}
 
     def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
         if page_rank not in self._segments:
@@ -37,18 +37,19 @@ class TritonPlan:
             )
         return self._segments[page_rank]
 
-    def attention(self, num_heads: int, num_kv_heads: int) -> AttentionMetadata:
-        heads = num_heads, num_kv_heads
-        if heads not in self._attention:
-            self._attention[heads] = build_attention_metadata(
+    def attention(self, num_heads: int, num_kv_heads: int, sliding_window: int) -> list[WorkList]:
+        key = num_heads, num_kv_heads, sliding_window
+        if key not in self._attention:
+            self._attention[key] = list_work(
                 self.batch.query_start,
+                self.batch.context_lens,
                 num_heads,
                 num_kv_heads,
                 num_tokens=self.batch.num_tokens,
                 max_query_len=self.batch.max_query_len,
-                max_context_len=self.batch.max_context_len,
+                sliding_window=sliding_window,
             )
-        return self._attention[heads]
+        return self._attention[key]
 
 
 class TritonOps:
@@ -119,7 +120,7 @@ class TritonOps:
             b.context_lens,
             scale,
             sliding_window,
-            plan.attention(q.shape[1], kv.k.shape[1]),
+            plan.attention(q.shape[1], kv.k.shape[1], sliding_window),
             kv.k_scales,
             kv.v_scales,
             softcap,

@@ -1,14 +1,14 @@
-"""Causal attention over a paged cache in one varlen kernel, for prefill, decode and mixed batches.
+"""Causal attention over a paged cache for prefill, decode and mixed batches.
 
 `out[t, h] = softmax(scale * q[t, h] @ K[:p + 1].T) @ V[:p + 1]`, where p is the position of token t, and K and V belong
 to t's request and key-value head `h // group`. Layouts and arguments are those of `kernels.reference.paged_attention`.
 
 A tile's rows are query tokens times the query heads that share a key-value head, so GQA reads each key once per tile.
 Keys are processed with the online softmax of FlashAttention-2 (Dao, 2023): first without a mask, then the diagonal.
-Long contexts of single-token queries are divided into splits (Flash-Decoding); a second kernel combines their partial
-results in a fixed order, so the same input gives the same bits. Grids and the number of splits depend only on bounds
-known to the host; the device decides which part of them is in use. A CUDA graph can therefore contain the launches, and
-needs no new work list if every query is one token.
+Each program of a persistent grid processes an equal share of the step's work (`kernels.gpu.attention_work`). A tile
+that several programs share is merged by a second kernel, by log-sum-exp in a fixed order, so the same input gives the
+same bits. Grids depend only on the device and on bounds known to the host. A CUDA graph can therefore contain the
+launches, and replays with any lengths.
 """
 
 import torch
@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.gpu.attention_tiles import MAX_SPLITS, AttentionMetadata, build_attention_metadata
+from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.fused import check_kv_scales
 from kernels.reference import LARGEST
 
@@ -32,17 +32,17 @@ def paged_attention(
     context_lens: Tensor,
     scale: float,
     sliding_window: int = 0,
-    metadata: AttentionMetadata | None = None,
+    work: list[WorkList] | None = None,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
     softcap: float = 0.0,
 ) -> Tensor:
     """Compute `kernels.reference.paged_attention`; return `[T, num_heads, D]`.
 
-    `metadata` avoids rebuilding it for each layer; without it the lengths are read back from the device (a sync). 8-bit
-    caches (float8_e4m3fn or int8) need their scales and are widened to q's dtype in the kernel. Rows of q that no
-    request owns (padding) are not written. q may be a view whose last dimension is contiguous. Raises ValueError for
-    unsuitable shapes, dtypes or layouts.
+    `work` avoids building the lists again for each layer; without it the queries' lengths are read back from the device
+    (a sync). 8-bit caches (float8_e4m3fn or int8) need their scales and are widened to q's dtype in the kernel. Rows of
+    q that no request owns (padding) are not written. q may be a view whose last dimension is contiguous. Raises
+    ValueError for unsuitable shapes, dtypes or layouts.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, num_kv_heads, block_size, cache_dim = k_cache.shape
@@ -59,76 +59,65 @@ def paged_attention(
         raise ValueError(f"k_cache: expected a power of two as block size, got {block_size}")
     if block_tables.stride(1) != 1:
         raise ValueError("block_tables: expected contiguous rows")
-    if metadata is None:
-        metadata = build_attention_metadata(
+    if work is None:
+        work = list_work(
             query_start,
+            context_lens,
             num_heads,
             num_kv_heads,
             num_tokens=num_tokens,
             max_query_len=int((query_start[1:] - query_start[:-1]).max()) if len(context_lens) else 0,
-            max_context_len=int(context_lens.max()) if len(context_lens) else 0,
+            sliding_window=sliding_window,
         )
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    if metadata.num_tiles == 0:
-        return out
-    splits, tile = metadata.num_splits, metadata.tile
-    partial = torch.empty(
-        (len(context_lens), num_heads, splits, head_dim) if splits > 1 else 0, dtype=torch.float32, device=q.device
-    )
-    lse = torch.empty(partial.shape[:-1], dtype=torch.float32, device=q.device)
     head_padded = max(16, triton.next_power_of_2(head_dim))
-    shared = {
-        "NUM_KV_HEADS": num_kv_heads,
-        "GROUP": num_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "HEAD_PADDED": head_padded,
-        "MIN_SPLIT": tile.min_split,
-        "WINDOW": sliding_window,
-    }
-    _attend[(metadata.num_tiles, num_kv_heads, splits)](
-        q,
-        k_cache,
-        v_cache,
-        out,
-        partial,
-        lse,
-        metadata.tiles,
-        metadata.tiles_in_use,
-        block_tables,
-        query_start,
-        context_lens,
-        k_scales,
-        v_scales,
-        metadata.num_tiles,
-        block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        scale * LOG2E if not softcap else scale * 2 * LOG2E / softcap,
-        splits,
-        SOFTCAP=softcap * LOG2E,
-        BLOCK_SIZE=block_size,
-        BLOCK_Q=metadata.block_q,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n if head_padded * q.element_size() <= 256 else tile.block_n // 2,
-        **shared,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    if splits > 1:
-        _combine[(len(context_lens), num_heads)](
-            out, partial, lse, query_start, context_lens, splits, **shared, MOST_SPLITS=MAX_SPLITS, num_warps=4
+    for each in work if num_tokens else ():
+        tile, group = each.tile, num_heads // num_kv_heads
+        pieces = torch.empty((each.programs, 2, tile.block_m, head_dim), dtype=torch.float32, device=q.device)
+        lse = torch.empty(pieces.shape[:-1], dtype=torch.float32, device=q.device)
+        cut = torch.empty((each.programs, 2), dtype=torch.int32, device=q.device)
+        shared = {
+            "NUM_KV_HEADS": num_kv_heads,
+            "GROUP": group,
+            "HEAD_DIM": head_dim,
+            "HEAD_PADDED": head_padded,
+            "BLOCK_Q": each.block_q,
+            "BLOCK_M": tile.block_m,
+        }
+        _attend[(each.programs,)](
+            q,
+            k_cache,
+            v_cache,
+            out,
+            pieces,
+            lse,
+            cut,
+            each.tiles,
+            each.starts,
+            block_tables,
+            query_start,
+            context_lens,
+            k_scales,
+            v_scales,
+            each.tiles.shape[1],
+            block_tables.stride(0),
+            q.stride(0),
+            q.stride(1),
+            scale * LOG2E if not softcap else scale * 2 * LOG2E / softcap,
+            each.programs,
+            SOFTCAP=softcap * LOG2E,
+            BLOCK_SIZE=block_size,
+            BLOCK_N=tile.block_n if head_padded * q.element_size() <= 256 else tile.block_n // 2,
+            CHUNK=tile.chunk,
+            WINDOW=sliding_window,
+            **shared,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )
+        _merge[(each.programs, each.block_q * group)](
+            out, pieces, lse, cut, each.tiles, query_start, each.tiles.shape[1], each.programs, **shared, num_warps=2
         )
     return out
-
-
-@triton.jit
-def _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the number of keys per split, chosen so that only the last split ends within a tile.
-
-    A request with more than one query has a single split.
-    """
-    share = tl.maximum((num_keys + num_splits * 64 - 1) // (num_splits * 64) * 64, MIN_SPLIT)
-    return tl.where(query_len == 1, share, num_keys)
 
 
 @triton.jit
@@ -207,35 +196,37 @@ def _walk(  # type: ignore[no-untyped-def]
 
 # Lengths that change between steps must not create new variants, because each is compiled while requests wait. The same
 # holds for the position of a step's tables in their upload buffer.
+_LENGTHS = ("tiles_stride", "table_stride", "programs")
 _TABLES = ("block_tables", "query_start", "context_lens")
 
 
-@triton.jit(do_not_specialize=("num_tiles", "table_stride", "num_splits"), do_not_specialize_on_alignment=_TABLES)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=_TABLES)
 def _attend(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
     out,
-    partial,
+    pieces,
     lse,
+    cut,
     tiles,
-    tiles_in_use,
+    starts,
     block_tables,
     query_start,
     context_lens,
     k_scales,
     v_scales,
-    num_tiles,
+    tiles_stride,
     table_stride,
     q_token_stride,
     q_head_stride,
     scale_log2,
-    num_splits,
+    programs,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
+    CHUNK: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -243,17 +234,29 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    tile = tl.program_id(0)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    request = tile
-    first = 0
-    in_use = num_tiles
-    if tiles is not None:
-        in_use = tl.load(tiles_in_use)
-        request = tl.load(tiles + tile, mask=tile < in_use, other=0)
-        first = tl.load(tiles + num_tiles + tile, mask=tile < in_use, other=0)
-    if tile < in_use:
+    """Process the units from `program * share` on: the rest of a tile, whole tiles, the beginning of a tile.
+
+    Whole tiles go to `out`, the rest of a tile to `pieces[program, 0]`, and a beginning to `pieces[program, 1]`.
+    `cut[program]` is the tile and head of that beginning, or -1.
+    """
+    program = tl.program_id(0)
+    total = tl.load(tiles + 3 * tiles_stride - 1) * NUM_KV_HEADS
+    share = (total + programs - 1) // programs
+    unit = program * share
+    end_unit = tl.minimum(unit + share, total)
+    tile = tl.load(starts + program)
+    cut_tile = -1
+    cut_head = 0
+    row = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, HEAD_PADDED)
+    while unit < end_unit:
+        base = tl.load(tiles + 2 * tiles_stride + tile)
+        num_chunks = tl.load(tiles + 2 * tiles_stride + tile + 1) - base
+        request = tl.load(tiles + tile)
+        first = tl.load(tiles + tiles_stride + tile)
+        kv_head = (unit - base * NUM_KV_HEADS) // num_chunks
+        first_chunk = (unit - base * NUM_KV_HEADS) % num_chunks
+        end_chunk = tl.minimum(num_chunks, first_chunk + end_unit - unit)
         query_at = tl.load(query_start + request)
         query_len = tl.load(query_start + request + 1) - query_at
         context_len = tl.load(context_lens + request)
@@ -261,85 +264,105 @@ def _attend(  # type: ignore[no-untyped-def]
         begin = 0
         if WINDOW > 0:
             begin = tl.maximum(first_position - WINDOW + 1, 0)
-        stop = tl.minimum(first_position + BLOCK_Q, context_len)
-        per_split = _keys_per_split(stop - begin, query_len, num_splits, MIN_SPLIT)
-        whole = per_split >= stop - begin
-        begin += split * per_split
-        end = tl.minimum(begin + per_split, tl.where(query_len > 0, stop, 0))
-        if begin < end:
-            row = tl.arange(0, BLOCK_M)
-            token = first + row // GROUP
-            head = kv_head * GROUP + row % GROUP
-            live = (row < BLOCK_Q * GROUP) & (token < query_len)
-            position = context_len - query_len + token
-            d = tl.arange(0, HEAD_PADDED)
-            mask = live[:, None] & (d < HEAD_DIM)[None, :]
-            q_at = (query_at + token).to(tl.int64) * q_token_stride + head * q_head_stride
-            q_tile = tl.load(q + q_at[:, None] + d[None, :], mask=mask, other=0.0)
+        end = tl.minimum(begin + end_chunk * CHUNK, tl.minimum(first_position + BLOCK_Q, context_len))
+        begin += first_chunk * CHUNK
 
-            acc = tl.zeros((BLOCK_M, HEAD_PADDED), dtype=tl.float32)
-            # Finite, so that a row that has seen no key computes exp2(0), not exp2(nan).
-            m = tl.full((BLOCK_M,), -1.0e30, dtype=tl.float32)
-            weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
-            table = block_tables + request.to(tl.int64) * table_stride
-            diagonal = begin
-            if WINDOW == 0:
-                seen_by_all = tl.maximum(tl.minimum(first_position + 1, end) - begin, 0)
-                diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
-                acc, m, weight = _walk(
-                    acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head,
-                    position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
-                    False,
-                )  # fmt: skip
+        token = first + row // GROUP
+        head = kv_head * GROUP + row % GROUP
+        live = (row < BLOCK_Q * GROUP) & (token < query_len)
+        position = context_len - query_len + token
+        mask = live[:, None] & (d < HEAD_DIM)[None, :]
+        q_at = (query_at + token).to(tl.int64) * q_token_stride + head * q_head_stride
+        q_tile = tl.load(q + q_at[:, None] + d[None, :], mask=mask, other=0.0)
+
+        acc = tl.zeros((BLOCK_M, HEAD_PADDED), dtype=tl.float32)
+        # Finite, so that a row that has seen no key computes exp2(0), not exp2(nan).
+        m = tl.full((BLOCK_M,), -1.0e30, dtype=tl.float32)
+        weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+        table = block_tables + request.to(tl.int64) * table_stride
+        diagonal = begin
+        if WINDOW == 0:
+            seen_by_all = tl.maximum(tl.minimum(first_position + 1, end) - begin, 0)
+            diagonal = begin + seen_by_all // BLOCK_N * BLOCK_N
             acc, m, weight = _walk(
-                acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head,
-                position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
+                acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, begin, diagonal, kv_head,
+                position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP,
+                False,
             )  # fmt: skip
-            total = tl.where(weight > 0.0, weight, 1.0)
-            acc = acc / total[:, None]
-            if whole:
-                out_at = ((query_at + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
-                tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
-            else:
-                part = (request.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-                tl.store(partial + part[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
-                tl.store(lse + part, m + tl.log2(total), mask=live)
+        acc, m, weight = _walk(
+            acc, m, weight, q_tile, k_cache, v_cache, k_scales, v_scales, table, diagonal, end, kv_head,
+            position, scale_log2, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, BLOCK_SIZE, BLOCK_N, WINDOW, SOFTCAP, True,
+        )  # fmt: skip
+        # A row that has seen no key of this piece has weight 0 in the merge.
+        acc = acc / tl.where(weight > 0.0, weight, 1.0)[:, None]
+        begins = first_chunk == 0
+        ends = end_chunk == num_chunks
+        if begins & ends:
+            out_at = ((query_at + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM
+            tl.store(out + out_at[:, None] + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
+        else:
+            piece = (2 * program + begins.to(tl.int32)).to(tl.int64) * BLOCK_M + row
+            tl.store(pieces + piece[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
+            tl.store(lse + piece, tl.where(weight > 0.0, m + tl.log2(weight), float("-inf")), mask=live)
+        is_cut = begins & (end_chunk < num_chunks)
+        cut_tile = tl.where(is_cut, tile, cut_tile)
+        cut_head = tl.where(is_cut, kv_head, cut_head)
+        unit += end_chunk - first_chunk
+        tile += ((kv_head == NUM_KV_HEADS - 1) & ends).to(tl.int32)
+    tl.store(cut + 2 * program, cut_tile)
+    tl.store(cut + 2 * program + 1, cut_head)
 
 
-@triton.jit(do_not_specialize=("num_splits",), do_not_specialize_on_alignment=_TABLES[1:])
-def _combine(  # type: ignore[no-untyped-def]
+@triton.jit(do_not_specialize=("tiles_stride", "programs"), do_not_specialize_on_alignment=("query_start",))
+def _merge(  # type: ignore[no-untyped-def]
     out,
-    partial,
+    pieces,
     lse,
+    cut,
+    tiles,
     query_start,
-    context_lens,
-    num_splits,
+    tiles_stride,
+    programs,
     NUM_KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PADDED: tl.constexpr,
-    MIN_SPLIT: tl.constexpr,
-    WINDOW: tl.constexpr,
-    MOST_SPLITS: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_M: tl.constexpr,
 ):
-    """Combine the splits of one request and head by their log-sum-exp, in a fixed order."""
-    request = tl.program_id(0)
-    head = tl.program_id(1)
-    query_at = tl.load(query_start + request)
-    query_len = tl.load(query_start + request + 1) - query_at
-    num_keys = tl.load(context_lens + request)
-    if WINDOW > 0:
-        num_keys = tl.minimum(num_keys, WINDOW)
-    per_split = _keys_per_split(num_keys, query_len, num_splits, MIN_SPLIT)
-    if (query_len == 1) & (per_split < num_keys):
-        split = tl.arange(0, MOST_SPLITS)
-        d = tl.arange(0, HEAD_PADDED)
-        live = split * per_split < num_keys
-        part = (request.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * num_splits + split
-        weight = tl.load(lse + part, mask=live, other=float("-inf"))
-        weight = tl.exp2(weight - tl.max(weight, 0))
-        mask = live[:, None] & (d < HEAD_DIM)[None, :]
-        values = tl.load(partial + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-        result = tl.sum(values * weight[:, None], 0) / tl.sum(weight, 0)
-        out_at = (query_at.to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + d
-        tl.store(out + out_at, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)
+    """Merge a row of the tile that a program has begun and later ones have continued, in their order."""
+    PIECES: tl.constexpr = 16
+    program = tl.program_id(0)
+    row = tl.program_id(1)
+    tile = tl.load(cut + 2 * program)
+    if tile >= 0:
+        kv_head = tl.load(cut + 2 * program + 1)
+        base = tl.load(tiles + 2 * tiles_stride + tile)
+        num_chunks = tl.load(tiles + 2 * tiles_stride + tile + 1) - base
+        total = tl.load(tiles + 3 * tiles_stride - 1) * NUM_KV_HEADS
+        share = (total + programs - 1) // programs
+        last = (base * NUM_KV_HEADS + (kv_head + 1) * num_chunks - 1) // share
+        request = tl.load(tiles + tile)
+        token = tl.load(tiles + tiles_stride + tile) + row // GROUP
+        query_at = tl.load(query_start + request)
+        if token < tl.load(query_start + request + 1) - query_at:
+            d = tl.arange(0, HEAD_PADDED)
+            m = tl.full((), -1.0e30, dtype=tl.float32)
+            weight = tl.zeros((), dtype=tl.float32)
+            acc = tl.zeros((HEAD_PADDED,), dtype=tl.float32)
+            for first in range(program, last + 1, PIECES):
+                p = first + tl.arange(0, PIECES)
+                live = p <= last
+                piece = (2 * p + (p == program).to(tl.int32)).to(tl.int64) * BLOCK_M + row
+                exponent = tl.load(lse + piece, mask=live, other=float("-inf"))
+                m_new = tl.maximum(m, tl.max(exponent, 0))
+                share_of = tl.exp2(exponent - m_new)
+                mask = live[:, None] & (d < HEAD_DIM)[None, :]
+                values = tl.load(pieces + piece[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+                shrink = tl.exp2(m - m_new)
+                acc = acc * shrink + tl.sum(values * share_of[:, None], 0)
+                weight = weight * shrink + tl.sum(share_of, 0)
+                m = m_new
+            head = kv_head * GROUP + row % GROUP
+            out_at = ((query_at + token).to(tl.int64) * (NUM_KV_HEADS * GROUP) + head) * HEAD_DIM + d
+            tl.store(out + out_at, (acc / weight).to(out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -118,7 +118,6 @@ def batch(first: int, last: int) -> Batch:
         adapter_index=torch.full((last - first,), -1, dtype=torch.int32),
         logits_rows=torch.arange(last - first),
         max_query_len=last - first,
-        max_context_len=last,
         adapter_slots=(),
     )
 

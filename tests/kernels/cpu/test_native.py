@@ -58,7 +58,6 @@ def make_batch(counts: list[int], lengths: list[int], block_size: int, adapters:
         adapter_index=index,
         logits_rows=torch.zeros(0, dtype=torch.int64),
         max_query_len=max(counts),
-        max_context_len=max(lengths),
         adapter_slots=tuple(sorted(set(index.tolist()) - {-1})),
     )
 

@@ -18,8 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu import attention_tiles as attention_plan
-from kernels.gpu import fused, paged_attention, sampling, segmented_lora, segments
+from kernels.gpu import attention_work, fused, paged_attention, sampling, segmented_lora, segments
 from kernels.reference import LoraGroup, LoraRouting
 
 # Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
@@ -149,7 +148,7 @@ def draw(num_rows: int) -> None:
 def main() -> None:
     triton.runtime.driver.set_active(H200())
     JITFunction.run = compile_only
-    segmented_lora._num_sms = attention_plan._num_sms = lambda device: 132
+    segmented_lora._num_sms = attention_work._num_sms = lambda device: 132
     step["label"] = "first"
     run(64, 512)
     step["label"] = "other lengths"

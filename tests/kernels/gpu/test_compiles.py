@@ -14,8 +14,9 @@ pytestmark = pytest.mark.timeout(300)  # one process compiles everything the fir
 
 KERNELS = {
     "_attend",
-    "_combine",
     "_expand",
+    "_list_work",
+    "_merge",
     "_rms_norm",
     "_rope_and_write_kv",
     "_route",

@@ -1,5 +1,6 @@
-"""Paged attention in Triton against `kernels.reference`: prefill, decode, mixed; heads, blocks, windows, splits."""
+"""Paged attention in Triton against `kernels.reference`: prefill, decode, mixed; heads, blocks, windows, cuts."""
 
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from kernels import reference
 from kernels.gpu import paged_attention as module
-from kernels.gpu.attention_tiles import build_attention_metadata
+from kernels.gpu.attention_work import DECODE, PREFILL, list_work
 from kernels.gpu.paged_attention import paged_attention
 from testing.interpreter import repeated
 
@@ -61,9 +62,14 @@ def quantize(k, v, dtype):
 
 
 def poison(monkeypatch):
-    """Fill every buffer that the kernels allocate with NaN, so that an unwritten element shows."""
+    """Fill every buffer that the kernels allocate with NaN or a useless index, so that an unwritten element shows."""
     empty = torch.empty
-    monkeypatch.setattr(module.torch, "empty", lambda *args, **kwargs: empty(*args, **kwargs).fill_(float("nan")))
+
+    def poisoned(*args, **kwargs):
+        made = empty(*args, **kwargs)
+        return made.fill_(float("nan") if made.is_floating_point() else 2**30)
+
+    monkeypatch.setattr(module.torch, "empty", poisoned)
 
 
 def as_bytes(arguments):
@@ -71,15 +77,14 @@ def as_bytes(arguments):
     return [a.contiguous().view(torch.uint8).clone() for a in arguments if isinstance(a, torch.Tensor)]
 
 
-def check(arguments, sliding_window=0, metadata=None):
+def check(arguments, sliding_window=0):
     before = as_bytes(arguments)
     expected = reference.paged_attention(*arguments, sliding_window)
-    got = paged_attention(*arguments, sliding_window, metadata)
+    got = paged_attention(*arguments, sliding_window)
     torch.testing.assert_close(got, expected, atol=TOLERANCE[got.dtype], rtol=TOLERANCE[got.dtype])
     assert all(map(torch.equal, before, as_bytes(arguments)))
-    # The interpreter runs one program after the other, so a second run differs only if the metadata changed.
-    if got.is_cuda or metadata is not None:
-        assert torch.equal(got, paged_attention(*arguments, sliding_window, metadata))
+    if got.is_cuda:  # the interpreter runs one program after the other
+        assert torch.equal(got, paged_attention(*arguments, sliding_window))
 
 
 @pytest.mark.parametrize("batch", BATCHES)
@@ -126,22 +131,34 @@ def test_soft_capped_scores_of_8_bit_keys(kv_dtype, device, monkeypatch):
     q, k, v, *rest = make((8, 2, 128), [(1, 1500), (1, 300)], torch.float16, device, 32)
     k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
     options = {"k_scales": k_scales, "v_scales": v_scales, "softcap": 0.7}
-    metadata = build_attention_metadata(rest[1], 8, 2, num_tokens=2, max_query_len=1, max_context_len=1500)
-    assert metadata.num_splits > 1
     expected = reference.paged_attention(q, k, v, *rest, **options)
     poison(monkeypatch)
-    got = paged_attention(q, k, v, *rest, 0, metadata, **options)
+    got = paged_attention(q, k, v, *rest, **options)
     torch.testing.assert_close(got, expected, atol=4e-3, rtol=4e-3)
 
 
 @pytest.mark.parametrize(("block_size", "window"), [(16, 0), (32, 1000)])
-def test_long_context_is_split(block_size, window, device, monkeypatch):
-    lengths = [(1, 8192), (1, 900), (1, 100)]
-    arguments = make((4, 1, 128), lengths, torch.float16, device, block_size)
-    metadata = build_attention_metadata(arguments[4], 4, 1, num_tokens=3, max_query_len=1, max_context_len=8192)
-    assert metadata.num_splits >= 16
+def test_long_context_is_cut(block_size, window, device, monkeypatch):
+    arguments = make((4, 1, 128), [(1, 8192), (1, 900), (1, 100)], torch.float16, device, block_size)
     poison(monkeypatch)
-    check(arguments, window, metadata)
+    check(arguments, window)
+
+
+@pytest.mark.parametrize("programs_per_sm", [1, pytest.param(3, marks=pytest.mark.slow), 11])
+def test_any_division_of_the_work(programs_per_sm, device, monkeypatch):
+    """Shares that end within a tile, at its end, or hold many tiles, and programs without work give one result."""
+    lengths = [(1, 700), (4, 130), (0, 0), (40, 300), (1, 1), (9, 9), (1, 128)]
+    arguments = make((8, 2, 32), lengths, torch.float32, device)
+    poison(monkeypatch)
+    sizes = {
+        "decode": replace(DECODE, programs_per_sm=programs_per_sm),
+        "prefill": replace(PREFILL, programs_per_sm=programs_per_sm, chunk=64),
+    }
+    tokens = sum(queries for queries, _ in lengths)
+    for window in (0, 100):
+        work = list_work(*arguments[4:6], 8, 2, num_tokens=tokens, max_query_len=tokens, sliding_window=window, **sizes)
+        got = paged_attention(*arguments, window, work)
+        torch.testing.assert_close(got, reference.paged_attention(*arguments, window), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -168,28 +185,16 @@ def test_caches_of_8_bits(batch, kv_dtype, device, monkeypatch):
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_long_contexts_of_8_bits_are_split(kv_dtype, device, monkeypatch):
+def test_long_contexts_of_8_bits_are_cut(kv_dtype, device, monkeypatch):
     q, k, v, *rest = make((8, 2, 128), [(1, 2000), (1, 700)], torch.float16, device, 32)
     full = reference.paged_attention(q, k, v, *rest, 1000)
     k, k_scales, v, v_scales = quantize(k, v, kv_dtype)
     scales = {"k_scales": k_scales, "v_scales": v_scales}
-    metadata = build_attention_metadata(rest[1], 8, 2, num_tokens=2, max_query_len=1, max_context_len=2048)
-    assert metadata.num_splits > 1
     poison(monkeypatch)
-    got = paged_attention(q, k, v, *rest, 1000, metadata, **scales)
+    got = paged_attention(q, k, v, *rest, 1000, **scales)
     torch.testing.assert_close(got, reference.paged_attention(q, k, v, *rest, 1000, **scales), atol=4e-3, rtol=4e-3)
     # The loss of 8 bits against 16: e4m3 keeps three bits behind the point, int8 seven of the row's largest.
     assert (got - full).float().norm() / full.float().norm() < (0.06 if kv_dtype == torch.float8_e4m3fn else 0.02)
-
-
-def test_split_and_unsplit_requests_share_a_batch(device, monkeypatch):
-    """A batch holds decodes, which are split, and prefill rows, which are not."""
-    lengths = [(1, 1500), (12, 500), (1, 30)]
-    arguments = make((8, 2, 64), lengths, torch.float32, device, 32)
-    metadata = build_attention_metadata(arguments[4], 8, 2, num_tokens=14, max_query_len=12, max_context_len=1500)
-    assert metadata.num_splits > 1
-    poison(monkeypatch)
-    check(arguments, metadata=metadata)
 
 
 @pytest.mark.parametrize("model", [(6, 6, 80), (12, 1, 32), (34, 1, 16), (4, 2, 256)])
@@ -216,9 +221,8 @@ def test_padding_rows_and_requests_are_left_alone(device, monkeypatch):
     padded = torch.cat((q, torch.full((2, 4, 64), float("nan"), device=device)))
     starts = torch.cat((starts, starts[-1:], starts[-1:]))
     tables, contexts = torch.cat((tables, tables)), torch.cat((contexts, torch.zeros_like(contexts)))
-    metadata = build_attention_metadata(starts, 4, 2, num_tokens=4, max_query_len=1, max_context_len=8192)
     poison(monkeypatch)
-    got = paged_attention(padded, k, v, tables, starts, contexts, scale, metadata=metadata)
+    got = paged_attention(padded, k, v, tables, starts, contexts, scale)
     torch.testing.assert_close(got[:2], expected, atol=1e-5, rtol=1e-5)
     assert got[2:].isnan().all()
 

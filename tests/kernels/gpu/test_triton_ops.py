@@ -67,7 +67,6 @@ def make_batch() -> Batch:
         adapter_index=torch.tensor([a for q, _, a in REQUESTS for _ in range(q)], dtype=torch.int32),
         logits_rows=torch.arange(sum(queries)),
         max_query_len=max(queries),
-        max_context_len=max(contexts),
         adapter_slots=(0, 1, 2),
     )
 
