@@ -13,7 +13,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
 from engine.config import SIMULATED, EngineConfig, StepTime
-from engine.execution.graphs import default_sizes
+from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
 from engine.execution.simulated import DEVICE as SIMULATED_DEVICE
 from engine.execution.simulated import SimulatedRunner
@@ -62,7 +62,15 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     kv_cache_bytes, adapter_bytes = split_memory(config, platform_of(device).free_memory())
     num_blocks = kv_cache_bytes // (kv_bytes_per_token(model, kv_dtype) * config.block_size)
     context = fit_context(config, context, num_blocks, kv_cache_bytes)
-    limits = RunnerLimits(num_blocks, config.block_size, config.max_num_seqs, context, kv_dtype, graph_sizes)
+    limits = RunnerLimits(
+        num_blocks,
+        config.block_size,
+        config.max_num_seqs,
+        context,
+        kv_dtype,
+        graph_sizes,
+        default_token_sizes(config.max_num_batched_tokens) if graph_sizes else (),
+    )
     shape = BaseShape.from_config(raw_config)
     adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, loaded.pack)
     runner = loaded.make_runner(adapters, limits)

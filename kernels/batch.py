@@ -1,6 +1,7 @@
 """Input of every op in a step: one layout for prefill, decode and mixed batches, on the CPU and the GPU."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -30,6 +31,9 @@ class Batch:
     """The distinct adapters in the batch; empty means that no LoRA runs at all."""
     has_base_rows: bool = True
     """False where the host knows that every token uses an adapter."""
+    embedding_rows: Mapping[int, Tensor] = field(default_factory=dict)
+    head_rows: Mapping[int, Tensor] = field(default_factory=dict)
+    """By slot, for adapters with LoRA on embed_tokens or lm_head: their tokens, and their rows of `logits_rows`."""
 
     @property
     def num_tokens(self) -> int:

@@ -6,7 +6,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from kernels.batch import Batch
-from kernels.reference import LoraGroup, LoraRouting
+from kernels.reference import HeadNorms, LoraGroup, LoraRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,9 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: Any) -> Tensor: ...
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any) -> Tensor: ...
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any, norms: HeadNorms | None = None
+    ) -> Tensor: ...
 
     def paged_attention(
         self, q: Tensor, kv: KvCache, plan: Any, scale: float, sliding_window: int, softcap: float = 0.0

@@ -15,6 +15,7 @@ Shapes used throughout (T = tokens of all requests concatenated, B = requests in
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,8 @@ from torch import Tensor
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
     """Rank pages of one group of projections that read the same input (qkv; o; gate and up; down) in one layer.
+
+    Strides from page to page and from slot to slot are arbitrary, so that all groups can share their memory.
 
     a_pages: `[num_pages, num_slices, page_rank, in_features]`, slice s is one projection's A.
     b_pages: `[num_pages, page_rank, out_features]`, B transposed; slice s owns columns `offsets[s]:offsets[s + 1]`.
@@ -152,6 +155,14 @@ def write_kv(
             scales[block, :, row] = row_scales
 
 
+class HeadNorms(NamedTuple):
+    """Norms of the heads of q and k, `[head_dim]` each, before the rotation (Qwen3, Gemma 3)."""
+
+    q: Tensor
+    k: Tensor
+    eps: float
+
+
 def rope_and_write_kv(
     qkv: Tensor,
     positions: Tensor,
@@ -161,11 +172,16 @@ def rope_and_write_kv(
     slot_mapping: Tensor,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Split qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, rotate q and k, store k and v; return q `[T, Hq, D]`."""
+    """Split qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, normalise q and k if there are norms, rotate them, store k
+    and v; return q `[T, Hq, D]`.
+    """
     num_kv_heads, head_dim = k_cache.shape[1], k_cache.shape[3]
     heads = qkv.view(len(qkv), -1, head_dim)
     q, k, v = heads.split((heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads), 1)
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
     write_kv(apply_rope(k, positions, cos_sin), v, k_cache, v_cache, slot_mapping, k_scales, v_scales)
     return apply_rope(q, positions, cos_sin)
 

@@ -93,7 +93,7 @@ class AdapterPool:
         host_cache.refuse_beyond(**self._limits)
         host_cache.keep_reserved(self._reservations.__contains__)
         self._lane = lane or platform_of(device).lane()
-        self._writer = PageWriter(self.groups, base.groups, self.page_table, self.ranks, self._lane)
+        self._writer = PageWriter(pages, base.groups, self._lane)
         self._copier = ThreadPoolExecutor(1, thread_name_prefix="adapter-copy")
 
     @property

@@ -2,12 +2,12 @@
 
 A write waits for the steps that may still read the pages' previous content. On a GPU, copies have their own stream,
 which waits for all work launched before the pages were allocated. An adapter counts as loaded only after its last byte
-is written. Copies leave pinned memory through a few buffers in rotation, so little is in flight at any time: a step's
-own upload, which shares the bus, waits only for that.
+is written. A page is packed in pinned memory in its own layout and copied in a few large pieces: a step's own upload,
+which shares the bus, waits for one piece at most.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,50 +16,63 @@ import torch
 from torch import Tensor
 
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
+from adapters.tiers.pages import PAGE_RANK, PageParts, RankPages
 from kernels.platform import Fence, Lane, platform_of
-from kernels.reference import LARGEST, LoraGroup, quantize_rows
+from kernels.reference import LARGEST, quantize_rows
 
-NUM_BUFFERS = 4
+NUM_BUFFERS = 2
+# 80 us of a bus of 50 GB/s.
+PIECE_BYTES = 4 << 20
 Cells = npt.NDArray[Any]
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _NO_SCALES: Cells = np.zeros(0, np.int32)
 
 
-class _Target(NamedTuple):
-    """Device tensor whose rows are written. cells: the same memory as a numpy array, if it is host memory."""
+class _Slices(NamedTuple):
+    """Rows of a page, or of pages, for one group of projections in one layer, as integers. b: by slice."""
 
-    tensor: Tensor
-    cells: Cells | None
+    a: Cells
+    b: tuple[Cells, ...]
+    row_scales: Cells | None
+
+    def of_page(self, page: int) -> "_Slices":
+        scales = None if self.row_scales is None else self.row_scales[page]
+        return _Slices(self.a[page], tuple(b[page] for b in self.b), scales)
 
 
 class PageWriter:
-    """Writer of adapters into the pages of each layer's `groups`.
+    """Writer of adapters into `pages`.
 
-    page_table, ranks: as in `kernels.reference.LoraRouting`. projections: those of each group, in the order of its
-    slices. Not thread-safe. Values are copied by numpy: an adapter has hundreds of small tensors, and torch takes three
-    times as long for each.
+    projections: those of each group, in the order of its slices. Not thread-safe. Values are copied by numpy: an
+    adapter has hundreds of small tensors, and torch takes three times as long for each.
     """
 
-    def __init__(
-        self,
-        groups: list[dict[str, LoraGroup]],
-        projections: Mapping[str, tuple[str, ...]],
-        page_table: Tensor,
-        ranks: Tensor,
-        lane: Lane,
-    ) -> None:
-        self._projections, self._lane = projections, lane
-        self._page_table, self._ranks = self._target(page_table), self._target(ranks)
-        self._groups = [{name: _Group(group, self._target) for name, group in layer.items()} for layer in groups]
-        parts = [part for group in groups[0].values() for part in (group.a_pages[0], group.b_pages[0])]
-        largest = max(part.nbytes for part in (*parts, page_table[0]))
-        platform = platform_of(page_table.device)
-        self._buffers = [platform.staging([largest], torch.uint8) for _ in range(NUM_BUFFERS)]
+    def __init__(self, pages: RankPages, projections: Mapping[str, tuple[str, ...]], lane: Lane) -> None:
+        self._pages, self._projections, self._lane = pages, projections, lane
+        first = pages.groups[0]
+        self._dtype = first[next(iter(first))].a_pages.dtype
+        self._bounds = {name: group.offsets for name, group in first.items()}
+        # The pages themselves if copies are in place, else buffers for a page each.
+        self._in_place = self._slices(pages.memory) if lane.in_place else []
+        self._staging: list[tuple[Tensor, list[dict[str, _Slices]]]] = []
         self._fences: list[Fence | None] = [None] * NUM_BUFFERS
-        self._turn = 0
+        if not lane.in_place:
+            platform = platform_of(pages.memory.device)
+            staged = [platform.staging([pages.page_bytes], torch.uint8) for _ in range(NUM_BUFFERS)]
+            self._staging = [(memory, self._slices(memory)) for memory in staged]
+            self._rows = [platform.staging(row.shape, row.dtype) for row in self._slot_rows(0)]
 
-    def _target(self, tensor: Tensor) -> _Target:
-        return _Target(tensor, _cells(tensor) if self._lane.in_place else None)
+    def _slot_rows(self, slot: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return a slot's scales, page table and rank."""
+        return self._pages.scales[slot], self._pages.page_table[slot], self._pages.ranks[slot : slot + 1]
+
+    def _slices(self, memory: Tensor) -> list[dict[str, _Slices]]:
+        def slices(name: str, parts: PageParts) -> _Slices:
+            b, bounds = _cells(parts.b), self._bounds[name]
+            columns = tuple(b[..., start:end] for start, end in pairwise(bounds))
+            return _Slices(_cells(parts.a), columns, None if parts.row_scales is None else _cells(parts.row_scales))
+
+        return [{name: slices(name, parts) for name, parts in layer.items()} for layer in self._pages.parts(memory)]
 
     def write(self, adapter: HostAdapter, slot: int, pages: Sequence[int], behind: Fence) -> None:
         """Write an adapter; return when it can be read.
@@ -67,68 +80,64 @@ class PageWriter:
         behind: the last work that may read the pages' and slot's old content.
         """
         self._lane.wait(behind)
-        for layer, groups in enumerate(self._groups):
-            for name, group in groups.items():
-                modules = [adapter.modules.get((layer, projection)) for projection in self._projections[name]]
-                with self._row(group.scales, slot) as scales:
-                    scales.view(np.float32)[:] = [module.scale if module else 0.0 for module in modules]
+        scales: list[float] = []
+        groups: list[tuple[int, str, list[Rows | None]]] = []
+        for layer in range(len(self._pages.groups)):
+            for name, projections in self._projections.items():
+                modules = [adapter.modules.get((layer, projection)) for projection in projections]
+                scales += [module.scale if module else 0.0 for module in modules]
                 if any(modules):
-                    self._write_group(group, modules, pages)
-        with self._row(self._page_table, slot) as table:
-            table[: len(pages)], table[len(pages) :] = pages, -1
-        with self._row(self._ranks, slice(slot, slot + 1)) as rank:
-            rank[0] = adapter.rank_in_layers
-        for fence in self._fences:
-            if fence is not None:
+                    groups.append(
+                        (layer, name, [rows_of(module, self._dtype) if module else None for module in modules])
+                    )
+        for number, page in enumerate(pages):
+            rows = slice(number * PAGE_RANK, (number + 1) * PAGE_RANK)
+            if self._lane.in_place:
+                for layer, name, modules_rows in groups:
+                    _fill_slices(self._in_place[layer][name].of_page(page), modules_rows, rows)
+                continue
+            turn = number % NUM_BUFFERS
+            self._wait(turn)
+            memory, staged = self._staging[turn]
+            for layer, name, modules_rows in groups:
+                _fill_slices(staged[layer][name], modules_rows, rows)
+            for start in range(0, len(memory), PIECE_BYTES):
+                piece = slice(start, start + PIECE_BYTES)
+                self._fences[turn] = self._lane.copy(self._pages.memory[page, piece], memory[piece])
+        self._write_slot(slot, scales, pages, adapter.rank_in_layers)
+
+    def _write_slot(self, slot: int, scales: Sequence[float], pages: Sequence[int], rank: int) -> None:
+        targets = self._slot_rows(slot)
+        rows = targets if self._lane.in_place else self._rows
+        values = (scales, [*pages, *[-1] * (len(targets[1]) - len(pages))], [rank])
+        for row, value in zip(rows, values, strict=True):
+            row.numpy()[:] = value
+        if not self._lane.in_place:
+            fences = [self._lane.copy(target, row) for target, row in zip(targets, rows, strict=True)]
+            for turn in range(NUM_BUFFERS):
+                self._wait(turn)
+            for fence in fences:
                 fence.synchronize()
 
-    def _write_group(self, group: "_Group", modules: Sequence[LoraModule | None], pages: Sequence[int]) -> None:
-        page_rank, dtype = group.a_pages.tensor.shape[2], group.a_pages.tensor.dtype
-        slices = [None if module is None else rows_of(module, dtype) for module in modules]
-        for j, page in enumerate(pages):
-            rows = slice(j * page_rank, (j + 1) * page_rank)
-            with self._row(group.a_pages, page) as a:
-                for s, module_rows in enumerate(slices):
-                    _fill(a[s], module_rows and module_rows.a[rows])
-            with self._row(group.b_pages, page) as b:
-                for s, module_rows in enumerate(slices):
-                    _fill(b[:, group.offsets[s] : group.offsets[s + 1]], module_rows and module_rows.b[rows])
-            if group.row_scales is not None:
-                with self._row(group.row_scales, page) as scales:
-                    for s, module_rows in enumerate(slices):
-                        _fill(scales[s], module_rows and module_rows.scales[rows])
-
-    @contextmanager
-    def _row(self, target: _Target, index: int | slice) -> Iterator[Cells]:
-        """Yield memory for a row, and start its copy to the device at the end. The caller must write the whole row.
-
-        The memory is the row itself if copies are in place, else the next buffer, once its previous copy has ended.
-        """
-        if target.cells is not None:
-            yield target.cells[index]
-            return
-        row, fence = target.tensor[index], self._fences[self._turn]
+    def _wait(self, turn: int) -> None:
+        fence, self._fences[turn] = self._fences[turn], None
         if fence is not None:
             fence.synchronize()
-        staged = self._buffers[self._turn][: row.nbytes].view(row.dtype).view(row.shape)
-        yield _cells(staged)
-        self._fences[self._turn] = self._lane.copy(row, staged)
-        self._turn = (self._turn + 1) % NUM_BUFFERS
-
-
-class _Group:
-    """A layer's `LoraGroup` as targets."""
-
-    def __init__(self, group: LoraGroup, target: Callable[[Tensor], _Target]) -> None:
-        self.a_pages, self.b_pages = target(group.a_pages), target(group.b_pages)
-        self.scales, self.offsets = target(group.scales), group.offsets
-        self.row_scales = None if group.row_scales is None else target(group.row_scales)
 
 
 def _cells(tensor: Tensor) -> Cells:
     """Return a host tensor's memory as integers of the same size, because numpy lacks some dtypes."""
     cells: Cells = tensor.view(_INTEGERS[tensor.dtype.itemsize]).numpy()
     return cells
+
+
+def _fill_slices(target: _Slices, modules: Sequence["Rows | None"], rows: slice) -> None:
+    """Write those rank rows of a group's modules to a page."""
+    for s, module in enumerate(modules):
+        _fill(target.a[s], module and module.a[rows])
+        _fill(target.b[s], module and module.b[rows])
+        if target.row_scales is not None:
+            _fill(target.row_scales[s], module and module.scales[rows])
 
 
 def _fill(target: Cells, rows: Cells | None) -> None:

@@ -1,8 +1,10 @@
 """Rank pages of a base model on a device: tensors and sizes. Knows no adapters.
 
 A page holds `PAGE_RANK` rank rows of A and of B-transposed for every projection of every layer, so one page table
-serves all layers. Layout: `kernels.reference.LoraGroup`.
+serves all layers. Its bytes are contiguous, so that one copy fills it. Layout: `kernels.reference.LoraGroup`.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +16,17 @@ from kernels.reference import LARGEST, LoraGroup
 PAGE_RANK = 8
 # Maximum number of adapters that own pages at once.
 MAX_SLOTS = 4096
+_ALIGNMENT = 16
+
+
+class PageParts(NamedTuple):
+    """Parts of pages of one group of projections in one layer, as in `kernels.reference.LoraGroup`, with any
+    leading dimensions. row_scales: None unless the pages have 8 bits.
+    """
+
+    a: Tensor
+    b: Tensor
+    row_scales: Tensor | None
 
 
 class RankPages:
@@ -26,9 +39,9 @@ class RankPages:
     def __init__(
         self, base: BaseShape, *, memory: int, max_rank: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self._base, self._dtype, self._device = base, dtype, device
+        self._base, self._dtype = base, dtype
         self.per_adapter = -(-max_rank // PAGE_RANK)
-        self.page_bytes = self._row_bytes() * PAGE_RANK * base.num_layers
+        self.page_bytes = sum(_padded(size) for _, size in self._sizes()) * base.num_layers
         self.num_pages = memory // self.page_bytes
         if self.num_pages < self.per_adapter:
             raise ValueError(
@@ -36,32 +49,56 @@ class RankPages:
                 f"{self.per_adapter} ({self.per_adapter * self.page_bytes} bytes)"
             )
         self.num_slots = min(MAX_SLOTS, self.num_pages)
-        self.groups = [{name: self._group(name) for name in base.groups} for _ in range(base.num_layers)]
+        # Bytes, because every backend can fill these with zeros.
+        self.memory = platform_of(device).zeros((self.num_pages, self.page_bytes), torch.uint8)
+        slices = [len(projections) for projections in base.groups.values()]
+        self.scales = torch.zeros(self.num_slots, sum(slices) * base.num_layers, dtype=torch.float32, device=device)
+        scales = iter(self.scales.split(slices * base.num_layers, 1))
+        self.groups = [
+            {
+                name: LoraGroup(parts.a, parts.b, next(scales), _column_bounds(base, name), parts.row_scales)
+                for name, parts in layer.items()
+            }
+            for layer in self.parts(self.memory)
+        ]
         self.page_table = torch.full((self.num_slots, self.per_adapter), -1, dtype=torch.int32, device=device)
         self.ranks = torch.zeros(self.num_slots, dtype=torch.int32, device=device)
 
-    def _row_bytes(self) -> int:
-        """Return the bytes of one rank row in one layer."""
-        base = self._base
-        elements = sum(_in_features(base, g) * len(base.groups[g]) + _column_bounds(base, g)[-1] for g in base.groups)
-        scales = 4 * len(base.projections) if self._dtype in LARGEST else 0
-        return elements * self._dtype.itemsize + scales
+    def parts(self, memory: Tensor) -> list[dict[str, PageParts]]:
+        """Return views of the pages in `memory`, uint8 `[..., page_bytes]`, by layer and group."""
+        start = 0
 
-    def _group(self, name: str) -> LoraGroup:
-        slices, bounds = len(self._base.groups[name]), _column_bounds(self._base, name)
-        has_scales = self._dtype in LARGEST
-        return LoraGroup(
-            self._zeros(self.num_pages, slices, PAGE_RANK, _in_features(self._base, name)),
-            self._zeros(self.num_pages, PAGE_RANK, bounds[-1]),
-            torch.zeros(self.num_slots, slices, dtype=torch.float32, device=self._device),
-            bounds,
-            torch.zeros(self.num_pages, slices, PAGE_RANK, device=self._device) if has_scales else None,
-        )
+        def take(size: int, dtype: torch.dtype, *shape: int) -> Tensor:
+            nonlocal start
+            part = memory[..., start : start + size].view(dtype)
+            start += _padded(size)
+            return part.unflatten(-1, shape)
 
-    def _zeros(self, *shape: int) -> Tensor:
-        # Allocate bytes, because every backend can fill these with zeros.
-        size = (*shape[:-1], shape[-1] * self._dtype.itemsize)
-        return platform_of(self._device).zeros(size, torch.uint8).view(self._dtype)
+        def group(name: str) -> PageParts:
+            slices, columns = len(self._base.groups[name]), _column_bounds(self._base, name)[-1]
+            sizes = dict(self._sizes())
+            a = take(sizes[name, "a"], self._dtype, slices, PAGE_RANK, _in_features(self._base, name))
+            b = take(sizes[name, "b"], self._dtype, PAGE_RANK, columns)
+            has_scales = self._dtype in LARGEST
+            scales = take(sizes[name, "row_scales"], torch.float32, slices, PAGE_RANK) if has_scales else None
+            return PageParts(a, b, scales)
+
+        return [{name: group(name) for name in self._base.groups} for _ in range(self._base.num_layers)]
+
+    def _sizes(self) -> list[tuple[tuple[str, str], int]]:
+        """Return the bytes of each part of a page in one layer."""
+        found, base = [], self._base
+        for name, projections in base.groups.items():
+            rank_bytes = PAGE_RANK * self._dtype.itemsize
+            found.append(((name, "a"), rank_bytes * len(projections) * _in_features(base, name)))
+            found.append(((name, "b"), rank_bytes * _column_bounds(base, name)[-1]))
+            if self._dtype in LARGEST:
+                found.append(((name, "row_scales"), 4 * PAGE_RANK * len(projections)))
+        return found
+
+
+def _padded(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _in_features(base: BaseShape, group: str) -> int:

@@ -1,7 +1,7 @@
 """Layout of a step: its plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
@@ -9,6 +9,7 @@ from torch import Tensor
 from engine.execution.transfer import upload
 from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request
 from kernels.batch import Batch
+from kernels.ops import LoraTables
 from wire.digests import digest_name
 
 
@@ -27,22 +28,24 @@ class Layout:
     """A step on the host, T tokens of B requests; dtypes and shapes as in `Batch`.
 
     token_ids: -1 for a token that only the device has.
-    seats, adapters, counts: per request, `[B]`; adapters is -1 where no token of the step uses the adapter.
-    base_rows: ranges `[start, end)` of rows before an activated LoRA applies, in requests whose later rows use it.
+    seats, firsts, counts, adapters, adapter_starts: `[B]` int64, per request: its seat, the position of its first token
+    of the step, the number of its tokens, its adapter's slot or -1, and the position from which the adapter applies.
+    tables: every seat's blocks, `[max_num_seqs, max_blocks]`; the next step changes them. num_blocks: most of a request
+    of the step. new_blocks: entries of the tables that changed since the step before, `[3, n]`: seat, index, block.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits.
     """
 
     token_ids: np.ndarray
-    positions: np.ndarray
-    slots: np.ndarray
     query_start: np.ndarray
-    context_lens: np.ndarray
-    block_tables: np.ndarray
     logits_rows: np.ndarray
     seats: np.ndarray
-    adapters: np.ndarray
+    firsts: np.ndarray
     counts: np.ndarray
-    base_rows: list[tuple[int, int]]
+    adapters: np.ndarray
+    adapter_starts: np.ndarray
+    tables: np.ndarray
+    num_blocks: int
+    new_blocks: np.ndarray
     sampled: list[Request]
     sampled_rows: list[int]
     prompt_rows: list[PromptRows]
@@ -51,13 +54,26 @@ class Layout:
     def adapter_slots(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.adapters.tolist()) - {-1}))
 
-    @property
-    def token_adapters(self) -> np.ndarray:
+    def positions(self) -> np.ndarray:
+        """Return the position of each token, `[T]`."""
+        starts = self.query_start
+        if starts[-1] == len(self.counts):
+            return self.firsts
+        return np.arange(starts[-1]) - self.by_token(starts[:-1] - self.firsts)
+
+    def by_token(self, values: np.ndarray) -> np.ndarray:
+        """Repeat values `[B]` for the tokens of each request, `[T]`."""
+        return values if self.query_start[-1] == len(self.counts) else np.repeat(values, self.counts)
+
+    def token_adapters(self, positions: np.ndarray) -> np.ndarray:
         """Return the adapter's slot of each token, `[T]`."""
-        slots = np.repeat(self.adapters, self.counts)
-        for start, end in self.base_rows:
-            slots[start:end] = -1
-        return slots
+        return np.where(positions < self.by_token(self.adapter_starts), -1, self.by_token(self.adapters))
+
+
+def rows_by_slot(adapters: np.ndarray, slots: Collection[int]) -> dict[int, np.ndarray]:
+    """Return the rows `[n]` of those slots that are among `adapters`."""
+    found = {slot: np.flatnonzero(adapters == slot) for slot in slots}
+    return {slot: rows for slot, rows in found.items() if len(rows)}
 
 
 class Planner:
@@ -66,12 +82,12 @@ class Planner:
     slot_digests: the digest of the adapter in each slot of the device pool, "" for an empty slot.
     """
 
-    def __init__(self, max_num_seqs: int, max_blocks: int, block_size: int, slot_digests: Sequence[str] = ()) -> None:
-        self.block_size = block_size
+    def __init__(self, max_num_seqs: int, max_blocks: int, slot_digests: Sequence[str] = ()) -> None:
         self._slot_digests = slot_digests
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._written = [0] * max_num_seqs
+        self._new: list[tuple[int, int, int]] = []
 
     def lay_out(self, plan: Mapping[Request, int]) -> Layout:
         """Lay out the plan's requests in its order. The rows of logits are every position of a prompt with
@@ -81,7 +97,7 @@ class Planner:
         seats: list[int] = []
         firsts: list[int] = []
         adapters: list[int] = []
-        base_rows: list[tuple[int, int]] = []
+        adapter_starts: list[int] = []
         rows: list[int] = []
         sampled_rows: list[int] = []
         sampled: list[Request] = []
@@ -97,7 +113,8 @@ class Planner:
                 token_ids += known[first : first + n]
             seats.append(request.seat)
             firsts.append(first)
-            adapters.append(_slot(request, n, len(token_ids), base_rows))
+            adapters.append(request.adapter_slot if first + n > request.adapter_start else -1)
+            adapter_starts.append(request.adapter_start)
             request.record_served(self._served(request.adapter_slot))
             end = len(token_ids)
             if request.wants_prompt_logprobs:
@@ -111,22 +128,19 @@ class Planner:
         counts = np.fromiter(plan.values(), np.int64, len(plan))
         starts = np.zeros(len(plan) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        first_at = np.array(firsts, np.int64)
-        seat_of = np.array(seats, np.int64)
-        positions, owners = _by_token(first_at, seat_of, starts, counts)
-        size = self.block_size
+        new_blocks, self._new = np.array(self._new, np.int64).reshape(-1, 3).T, []
         return Layout(
             token_ids=np.array(token_ids, np.int64),
-            positions=positions,
-            slots=self._tables[owners, positions // size].astype(np.int64) * size + positions % size,
             query_start=starts,
-            context_lens=(first_at + counts).astype(np.int32),
-            block_tables=np.take(self._tables[:, :num_blocks], seat_of, axis=0),
             logits_rows=np.array(rows, np.int64),
-            seats=seat_of,
-            adapters=np.array(adapters, np.int32),
+            seats=np.array(seats, np.int64),
+            firsts=np.array(firsts, np.int64),
             counts=counts,
-            base_rows=base_rows,
+            adapters=np.array(adapters, np.int64),
+            adapter_starts=np.array(adapter_starts, np.int64),
+            tables=self._tables,
+            num_blocks=num_blocks,
+            new_blocks=new_blocks,
             sampled=sampled,
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
@@ -146,53 +160,56 @@ class Planner:
         written = self._written[seat]
         if written < len(blocks):
             self._tables[seat, written : len(blocks)] = blocks[written:]
+            self._new += [(seat, index, blocks[index]) for index in range(written, len(blocks))]
             self._written[seat] = len(blocks)
 
 
-def _slot(request: Request, n: int, end: int, base_rows: list[tuple[int, int]]) -> int:
-    """Return the slot of a request's next `n` tokens, which end at row `end`; -1 if none uses the adapter.
-
-    If an activated LoRA begins to apply among them, append the rows before it to `base_rows`.
-    """
-    num_base = min(n, max(0, request.adapter_start - request.num_computed))
-    if 0 < num_base < n:
-        base_rows.append((end - n, end - n + num_base))
-    return request.adapter_slot if num_base < n else -1
-
-
-def _by_token(
-    first_at: np.ndarray, seats: np.ndarray, starts: np.ndarray, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the position and the seat of each token. first_at, seats, counts: per request; starts: its first row."""
-    if starts[-1] == len(counts):
-        return first_at, seats
-    return np.arange(starts[-1]) - np.repeat(starts[:-1] - first_at, counts), np.repeat(seats, counts)
-
-
-def make_batch(layout: Layout, last_tokens: Tensor) -> Batch:
+def make_batch(layout: Layout, block_size: int, last_tokens: Tensor, lora: LoraTables) -> Batch:
     """Return the layout as tensors on the device of `last_tokens`, the newest token of each seat, which replaces ids of
     -1.
     """
+    positions = layout.positions()
+    blocks = layout.tables[layout.by_token(layout.seats), positions // block_size].astype(np.int64)
+    adapters = layout.token_adapters(positions)
+    embedding_rows = rows_by_slot(adapters, lora.embeddings)
+    head_rows = rows_by_slot(adapters[layout.logits_rows], lora.heads)
     unknown = np.flatnonzero(layout.token_ids < 0)
     owners = np.searchsorted(layout.query_start, unknown, side="right") - 1
     arrays = (
-        layout.token_ids, layout.positions, layout.slots, layout.query_start, layout.context_lens, layout.block_tables,
-        layout.token_adapters, layout.logits_rows, unknown, layout.seats[owners],
-    )  # fmt: skip
-    *tensors, rows, seats = upload(last_tokens.device, arrays)
-    token_ids, positions, slots, query_start, context_lens, block_tables, adapter_index, logits_rows = tensors
-    if len(unknown):
-        token_ids.index_copy_(0, rows, last_tokens[seats])
-    return Batch(
-        token_ids=token_ids,
-        positions=positions,
-        slot_mapping=slots,
-        query_start=query_start,
-        context_lens=context_lens,
-        block_tables=block_tables,
-        adapter_index=adapter_index,
-        logits_rows=logits_rows,
+        layout.token_ids,
+        positions,
+        blocks * block_size + positions % block_size,
+        layout.query_start,
+        (layout.firsts + layout.counts).astype(np.int32),
+        np.take(layout.tables[:, : layout.num_blocks], layout.seats, axis=0),
+        adapters.astype(np.int32),
+        layout.logits_rows,
+        unknown,
+        layout.seats[owners],
+        *embedding_rows.values(),
+        *head_rows.values(),
+    )
+    tensors = iter(upload(last_tokens.device, arrays))
+    batch = Batch(
+        token_ids=next(tensors),
+        positions=next(tensors),
+        slot_mapping=next(tensors),
+        query_start=next(tensors),
+        context_lens=next(tensors),
+        block_tables=next(tensors),
+        adapter_index=next(tensors),
+        logits_rows=next(tensors),
         max_query_len=int(layout.counts.max()),
         adapter_slots=layout.adapter_slots,
-        has_base_rows=bool(layout.base_rows) or bool((layout.adapters < 0).any()),
+        has_base_rows=bool((adapters < 0).any()),
+    )
+    rows, seats = next(tensors), next(tensors)
+    if len(unknown):
+        batch.token_ids.index_copy_(0, rows, last_tokens[seats])
+    if not embedding_rows and not head_rows:
+        return batch
+    return replace(
+        batch,
+        embedding_rows={slot: next(tensors) for slot in embedding_rows},
+        head_rows={slot: next(tensors) for slot in head_rows},
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from adapters.tiers.device_pool import AdapterPool
-from engine.execution.graphs import DecodeGraphs
+from engine.execution.graphs import GraphSizes, StepGraphs
 from engine.execution.layout import Layout, Planner, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, mark_not_finite, sample, token_logprobs
 from engine.execution.transfer import Download, upload
@@ -94,7 +94,8 @@ class RunnerLimits:
     """Sizes of a runner.
 
     num_blocks: of the KV cache of each layer. block_size: tokens per block. max_num_seqs: maximum number of running
-    requests. max_model_len: maximum tokens of a request. graph_sizes: see `engine.execution.graphs`; empty: no graphs.
+    requests. max_model_len: maximum tokens of a request. graph_sizes, graph_tokens: `decodes` and `tokens` of
+    `engine.execution.graphs.GraphSizes`; both empty: no graphs.
     """
 
     num_blocks: int
@@ -103,6 +104,7 @@ class RunnerLimits:
     max_model_len: int
     kv_dtype: torch.dtype
     graph_sizes: tuple[int, ...] = ()
+    graph_tokens: tuple[int, ...] = ()
 
 
 class Runner:
@@ -123,20 +125,15 @@ class Runner:
         shape = (limits.num_blocks, c.num_kv_heads, block_size, c.head_dim)
         kv = [make_kv_cache(shape, limits.kv_dtype, device) for _ in range(c.num_layers)]
         decoder.attach(kv, adapters)
-        self._planner = Planner(max_num_seqs, -(-limits.max_model_len // block_size), block_size, adapters.slot_digests)
+        max_blocks = -(-limits.max_model_len // block_size)
+        self._adapters, self._block_size = adapters, block_size
+        self._planner = Planner(max_num_seqs, max_blocks, adapters.slot_digests)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
-        self.graphs: DecodeGraphs | None = None
-        if limits.graph_sizes:
+        self.graphs: StepGraphs | None = None
+        if limits.graph_sizes or limits.graph_tokens:
+            sizes = GraphSizes(limits.graph_sizes, limits.graph_tokens, max_num_seqs, max_blocks, block_size)
             with torch.inference_mode():
-                self.graphs = DecodeGraphs(
-                    decoder.forward,
-                    limits.graph_sizes,
-                    adapters,
-                    self._last_tokens,
-                    max_model_len=limits.max_model_len,
-                    block_size=block_size,
-                    progress=progress,
-                )
+                self.graphs = StepGraphs(decoder, adapters, self._last_tokens, sizes, progress)
 
     @torch.inference_mode()
     def forward(self, plan: Mapping[Request, int]) -> Launched:
@@ -144,7 +141,7 @@ class Runner:
         layout = self._planner.lay_out(plan)
         logits = self.graphs.run(layout) if self.graphs is not None else None
         if logits is None:
-            logits = self.decoder.forward(make_batch(layout, self._last_tokens))
+            logits = self.decoder.forward(make_batch(layout, self._block_size, self._last_tokens, self._adapters))
         return Launched(layout, logits)
 
     @torch.inference_mode()

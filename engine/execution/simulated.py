@@ -17,7 +17,8 @@ import torch
 
 from adapters.tiers.device_pool import AdapterPool
 from engine.config import StepTime
-from engine.execution.layout import Layout, Planner, make_batch
+from engine.execution.graphs import Shape, pack_fields
+from engine.execution.layout import Layout, Planner
 from engine.execution.runner import RunnerLimits
 from engine.execution.sampler import bans, draw_columns
 from engine.execution.transfer import upload
@@ -56,16 +57,18 @@ class SimulatedRunner:
         self._vocab_size, self._step_time = vocab_size, step_time
         self._slot_digests = adapters.slot_digests
         num_blocks = -(-limits.max_model_len // limits.block_size)
-        self._planner = Planner(limits.max_num_seqs, num_blocks, limits.block_size, adapters.slot_digests)
+        self._planner = Planner(limits.max_num_seqs, num_blocks, adapters.slot_digests)
+        self._max_num_seqs = limits.max_num_seqs
         self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
-        self._device_tokens = torch.zeros(limits.max_num_seqs, dtype=torch.int64, device=DEVICE)
         self._busy_until = 0.0
 
     def forward(self, plan: Mapping[Request, int]) -> Pass:
         """Launch a step."""
         layout = self._planner.lay_out(plan)
-        make_batch(layout, self._device_tokens)
         num_tokens, step_time = len(layout.token_ids), self._step_time
+        upload(DEVICE, [*layout.new_blocks])
+        rows = max(self._max_num_seqs, len(layout.logits_rows))
+        upload(DEVICE, [pack_fields(layout, Shape(num_tokens, rows, num_tokens))])
         seconds = step_time.fixed + step_time.per_token * num_tokens
         if num_tokens > len(layout.counts):
             seconds += step_time.prompt
@@ -102,7 +105,7 @@ class SimulatedRunner:
         rows = layout.logits_rows[[layout.sampled_rows[i] for i in live]]
         newest = self._last_tokens[[request.seat for request in requests]]
         before = np.where(layout.token_ids[rows] < 0, newest, layout.token_ids[rows])
-        adapters = [self._adapter_hash(slot) for slot in layout.token_adapters[rows].tolist()]
+        adapters = [self._adapter_hash(slot) for slot in layout.token_adapters(layout.positions())[rows].tolist()]
         # A greedy answer does not depend on the seed.
         seeds = np.where(columns.temperature == 0, 0, columns.seeds)
         found = np.array(adapters, np.uint64)

@@ -7,7 +7,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypedDict
 
-import torch
 from torch import Tensor
 
 from engine.execution import outside_lora
@@ -15,7 +14,7 @@ from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from kernels.batch import Batch
 from kernels.ops import DecoderWeights, FusedForward, KvCache, LoraTables, Ops, PackedLinear
-from kernels.reference import LoraGroup
+from kernels.reference import HeadNorms, LoraGroup
 
 
 class Decoder(ABC):
@@ -44,22 +43,37 @@ class Decoder(ABC):
         """Run one step of T flat tokens. Return `[L, vocab]` fp32 logits of the batch's `logits_rows`."""
         if self._fused is None:
             return self.forward_by_ops(batch)
-        logits = self._fused(batch, self._lora, self._embed_with_lora(batch))
-        outside_lora.add_to_logits(logits, self._fused.hidden(len(logits)), batch, self.ops, self._lora)
-        return self.finish_logits(logits)
+        inputs = self.embed(batch.token_ids, batch.embedding_rows) if batch.embedding_rows else None
+        logits = self._fused(batch, self._lora, inputs)
+        return self._finish(logits, self._fused.hidden(len(logits)), batch.head_rows)
 
     def forward_by_ops(self, batch: Batch) -> Tensor:
         """Run the same step op by op: on backends without a fused form, and as the fused form's slow twin in tests."""
-        w, ops = self.weights, self.ops
-        plan = ops.plan(batch, self._lora)
-        inputs = self._embed_with_lora(batch)
-        if inputs is None:
-            inputs = ops.embed(w.embedding, batch.token_ids)
-            if w.embedding_scale != 1:
-                inputs *= w.embedding_scale
-        hidden = self.run_layers(inputs, plan)[batch.logits_rows]
-        logits = ops.linear(hidden, w.lm_head, None, plan).float()
-        outside_lora.add_to_logits(logits, hidden, batch, ops, self._lora)
+        return self.logits(self.hidden(self.embed(batch.token_ids, batch.embedding_rows), batch), batch.head_rows)
+
+    def embed(self, token_ids: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
+        """Return the first layer's input, `[T, hidden]`. rows: the tokens of each slot with LoRA on the embedding."""
+        inputs, scale = self.ops.embed(self.weights.embedding, token_ids), self.weights.embedding_scale
+        if scale != 1:
+            inputs *= scale
+        if rows and self._lora is not None:
+            outside_lora.add_to_inputs(inputs, token_ids, scale, rows, self.ops, self._lora)
+        return inputs
+
+    def hidden(self, inputs: Tensor, batch: Batch) -> Tensor:
+        """Run the layers. Return lm_head's input for the batch's `logits_rows`, `[L, hidden]`. inputs: overwritten.
+
+        Launches only device work that a graph can contain.
+        """
+        return self.run_layers(inputs, self.ops.plan(batch, self._lora))[batch.logits_rows]
+
+    def logits(self, hidden: Tensor, head_rows: Mapping[int, Tensor]) -> Tensor:
+        """Return `[L, vocab]` fp32 logits. head_rows: the rows of each slot with LoRA on lm_head."""
+        return self._finish(self.ops.linear(hidden, self.weights.lm_head, None, None).float(), hidden, head_rows)
+
+    def _finish(self, logits: Tensor, hidden: Tensor, head_rows: Mapping[int, Tensor]) -> Tensor:
+        if head_rows and self._lora is not None:
+            outside_lora.add_to_logits(logits, hidden, head_rows, self.ops, self._lora)
         return self.finish_logits(logits)
 
     @abstractmethod
@@ -80,24 +94,13 @@ class Decoder(ABC):
         """
         w, ops, groups, kv = self.weights.layers[layer], self.ops, self.groups(layer), self.kv[layer]
         qkv = ops.linear(x, w.qkv, groups.get("qkv"), plan)
+        norms = None
         if w.q_norm is not None and w.k_norm is not None:
-            qkv = self.norm_heads(qkv, w.q_norm, w.k_norm)
-        q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, plan)
+            norms = HeadNorms(w.q_norm, w.k_norm, self.config.rms_norm_eps)
+        q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, plan, norms)
         scale, softcap = self.weights.attention_scale, self.weights.attention_softcap
         x = ops.paged_attention(q, kv, plan, scale, w.sliding_window, softcap)
         return ops.linear(x.view(len(x), -1), w.o, groups.get("o"), plan)
-
-    def norm_heads(self, qkv: Tensor, q_norm: Tensor, k_norm: Tensor) -> Tensor:
-        """Return qkv with every head of q and k normalised."""
-        c = self.config
-        q_end, k_end = c.num_heads * c.head_dim, (c.num_heads + c.num_kv_heads) * c.head_dim
-        q, k, v = qkv[:, :q_end], qkv[:, q_end:k_end], qkv[:, k_end:]
-        q = self.ops.rms_norm(q.reshape(-1, c.head_dim), q_norm, c.rms_norm_eps).view(q.shape)
-        k = self.ops.rms_norm(k.reshape(-1, c.head_dim), k_norm, c.rms_norm_eps).view(k.shape)
-        return torch.cat((q, k, v), -1)
-
-    def _embed_with_lora(self, batch: Batch) -> Tensor | None:
-        return outside_lora.embed(self.weights.embedding, self.weights.embedding_scale, batch, self.ops, self._lora)
 
 
 class Projections(TypedDict):

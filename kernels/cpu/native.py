@@ -19,7 +19,7 @@ from kernels.batch import Batch
 from kernels.cpu.sampling import sample
 from kernels.memory import HugePages
 from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
-from kernels.reference import LoraGroup, LoraRouting
+from kernels.reference import HeadNorms, LoraGroup, LoraRouting
 
 # Rows of one adapter that a thread processes at a time, small enough to divide a long prompt between threads.
 LORA_ROWS = 16
@@ -41,7 +41,8 @@ class _CacheShape(Structure):
 class _LoraGroup(Structure):
     _fields_ = [
         ("a_pages", c_void_p), ("b_pages", c_void_p), ("scales", c_void_p), ("slices", c_int64),
-        ("in_features", c_int64), ("out_features", c_int64), ("offsets", c_int64 * 4),
+        ("in_features", c_int64), ("out_features", c_int64), ("a_stride", c_int64), ("b_stride", c_int64),
+        ("scale_stride", c_int64), ("offsets", c_int64 * 4),
     ]  # fmt: skip
 
 
@@ -186,8 +187,15 @@ class NativeOps:
         )  # fmt: skip
         return y
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: NativePlan) -> Tensor:
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: NativePlan, norms: HeadNorms | None = None
+    ) -> Tensor:
         """Rotate q inside qkv and return a view of it, `[T, num_heads, D]`; store k and v."""
+        if norms is not None:
+            heads = qkv.view(len(qkv), -1, kv.k.shape[3])
+            ends = heads.shape[1] - 2 * kv.k.shape[1], heads.shape[1] - kv.k.shape[1]
+            for part, weight in ((heads[:, : ends[0]], norms.q), (heads[:, ends[0] : ends[1]], norms.k)):
+                part.copy_(self.rms_norm(part.reshape(-1, part.shape[2]), weight, norms.eps).view(part.shape))
         shape = _cache_shape(kv.k, qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1])
         self._functions[qkv.dtype]["rope_and_write_kv"](
             qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), kv.k.data_ptr(),
@@ -329,7 +337,8 @@ def _lora_group(group: LoraGroup) -> _LoraGroup:
     offsets = (c_int64 * 4)(*group.offsets)
     return _LoraGroup(
         group.a_pages.data_ptr(), group.b_pages.data_ptr(), group.scales.data_ptr(), len(group.offsets) - 1,
-        group.a_pages.shape[3], group.offsets[-1], offsets,
+        group.a_pages.shape[3], group.offsets[-1], group.a_pages.stride(0), group.b_pages.stride(0),
+        group.scales.stride(0), offsets,
     )  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.batch import Batch
 from kernels.cpu.sampling import sample
 from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
-from kernels.reference import LoraGroup, LoraRouting
+from kernels.reference import HeadNorms, LoraGroup, LoraRouting
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,12 @@ class TorchOps:
             reference.segmented_lora(y, x, group, plan.routing)
         return y
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TorchPlan) -> Tensor:
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TorchPlan, norms: HeadNorms | None = None
+    ) -> Tensor:
         b = plan.batch
         return reference.rope_and_write_kv(
-            qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales
+            qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales, norms
         )
 
     def paged_attention(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kernels.reference import LARGEST, SMALLEST_AMAX
+from kernels.reference import LARGEST, SMALLEST_AMAX, HeadNorms
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,8 +75,10 @@ def rope_and_write_kv(
     slot_mapping: Tensor,
     k_scales: Tensor | None = None,
     v_scales: Tensor | None = None,
+    norms: HeadNorms | None = None,
 ) -> Tensor:
-    """Rotate q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, store k and v, return q `[T, num_heads, D]`.
+    """Rotate q and k of qkv `[T, (num_heads + 2 * num_kv_heads) * D]`, after their norms if there are any, store k and
+    v, return q `[T, num_heads, D]`.
 
     Tokens with a negative slot (padding of a graph's bucket) store nothing. 8-bit caches have scales
     `[num_blocks, num_kv_heads, block_size]` fp32, which are written too (`kernels.reference.quantize_rows`).
@@ -93,6 +95,8 @@ def rope_and_write_kv(
     check_kv_scales(k_cache, v_cache, k_scales, v_scales)
     if cos_sin.shape[1] != head_dim or not cos_sin.is_contiguous() or head_dim % 2:
         raise ValueError(f"cos_sin: expected contiguous [max_positions, {head_dim}], got {tuple(cos_sin.shape)}")
+    for weight in norms[:2] if norms is not None else ():
+        _check_weight(weight, qkv[:, :head_dim])
     q = torch.empty((len(qkv), num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     all_heads, block_heads = num_heads + 2 * num_kv_heads, 8
     if len(qkv):
@@ -106,7 +110,10 @@ def rope_and_write_kv(
             q,
             k_scales,
             v_scales,
+            None if norms is None else norms.q,
+            None if norms is None else norms.k,
             qkv.stride(0),
+            0.0 if norms is None else norms.eps,
             NUM_HEADS=num_heads,
             NUM_KV_HEADS=num_kv_heads,
             HALF=head_dim // 2,
@@ -221,7 +228,10 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     q,
     k_scales,
     v_scales,
+    q_norm,
+    k_norm,
     qkv_stride,
+    eps,
     NUM_HEADS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
     HALF: tl.constexpr,
@@ -242,6 +252,13 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     at = qkv + token * qkv_stride + head[:, None] * HEAD_DIM + d[None, :]
     first = tl.load(at, mask=mask, other=0.0)
     second = tl.load(at + HALF, mask=mask, other=0.0)
+    if q_norm is not None:
+        inverse = tl.sum(first.to(tl.float32) * first.to(tl.float32) + second.to(tl.float32) * second.to(tl.float32), 1)
+        inverse = tl.rsqrt(inverse / HEAD_DIM + eps)
+        first = _norm_half(first, inverse, head, q_norm + d, k_norm + d, in_head, NUM_HEADS, NUM_KV_HEADS)
+        second = _norm_half(
+            second, inverse, head, q_norm + HALF + d, k_norm + HALF + d, in_head, NUM_HEADS, NUM_KV_HEADS
+        )
     cos = tl.load(cos_sin + position * HEAD_DIM + d, mask=in_head, other=0.0).to(tl.float32)[None, :]
     sin = tl.load(cos_sin + position * HEAD_DIM + HALF + d, mask=in_head, other=0.0).to(tl.float32)[None, :]
     rotated_first = (first.to(tl.float32) * cos - second.to(tl.float32) * sin).to(first.dtype)
@@ -268,6 +285,20 @@ def _rope_and_write_kv(  # type: ignore[no-untyped-def]
     tl.store(k_cache + kv_at + HALF, k_second.to(k_cache.dtype.element_ty), mask=k_mask)
     tl.store(v_cache + kv_at, v_first.to(v_cache.dtype.element_ty), mask=v_mask)
     tl.store(v_cache + kv_at + HALF, v_second.to(v_cache.dtype.element_ty), mask=v_mask)
+
+
+@triton.jit
+def _norm_half(  # type: ignore[no-untyped-def]
+    half, inverse, head, q_weight, k_weight, in_head, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr
+):
+    """Return half of each head's row times `inverse` and the weight of q or k; values stay as they are."""
+    h = half.to(tl.float32) * inverse[:, None]
+    q_tile = tl.load(q_weight, mask=in_head, other=0.0)
+    k_tile = tl.load(k_weight, mask=in_head, other=0.0)
+    if q_tile.dtype == half.dtype:
+        h = h.to(half.dtype).to(tl.float32)
+    h *= tl.where((head < NUM_HEADS)[:, None], q_tile.to(tl.float32)[None, :], k_tile.to(tl.float32)[None, :])
+    return tl.where((head < NUM_HEADS + NUM_KV_HEADS)[:, None], h.to(half.dtype), half)
 
 
 @triton.jit

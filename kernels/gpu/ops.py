@@ -3,15 +3,18 @@
 import torch
 from torch import Tensor
 
-from kernels.batch import Batch
+from kernels.batch import ANY_ADAPTERS, Batch
 from kernels.gpu import fused
 from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
 from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
-from kernels.gpu.segments import DECODE, Segments, build_segments
+from kernels.gpu.segments import DECODE, PREFILL, Segments, build_segments
 from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
-from kernels.reference import LoraGroup, LoraRouting
+from kernels.reference import HeadNorms, LoraGroup, LoraRouting
+
+# Tokens from which a captured step with prompts uses LoRA's large tiles, because most of its tokens are a prompt's.
+MANY_ROWS = 256
 
 
 class TritonPlan:
@@ -26,14 +29,15 @@ class TritonPlan:
     def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
         if page_rank not in self._segments:
             batch, num_adapters = self.batch, len(self.batch.adapter_slots)
-            # Decode tables depend only on shapes: a graph contains their build and replays it with any mix of adapters.
+            # Tables of decode steps and of graphs depend only on shapes, so a graph replays with any mix of adapters.
             is_decode = batch.max_query_len == 1
+            is_any = is_decode or batch.adapter_slots == ANY_ADAPTERS
             self._segments[page_rank] = build_segments(
                 routing,
                 page_rank,
-                num_adapters=None if is_decode else num_adapters,
-                single_adapter=not is_decode and num_adapters == 1 and not batch.has_base_rows,
-                plan=DECODE if is_decode else None,
+                num_adapters=None if is_any else num_adapters,
+                single_adapter=not is_any and num_adapters == 1 and not batch.has_base_rows,
+                plan=(DECODE if is_decode or batch.num_tokens < MANY_ROWS else PREFILL) if is_any else None,
             )
         return self._segments[page_rank]
 
@@ -103,9 +107,13 @@ class TritonOps:
         expand(y, planes, group, segments)
         return y
 
-    def rope_and_write_kv(self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TritonPlan) -> Tensor:
+    def rope_and_write_kv(
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TritonPlan, norms: HeadNorms | None = None
+    ) -> Tensor:
         b = plan.batch
-        return fused.rope_and_write_kv(qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales)
+        return fused.rope_and_write_kv(
+            qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales, norms
+        )
 
     def paged_attention(
         self, q: Tensor, kv: KvCache, plan: TritonPlan, scale: float, sliding_window: int, softcap: float = 0.0

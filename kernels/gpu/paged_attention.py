@@ -245,8 +245,7 @@ def _attend(  # type: ignore[no-untyped-def]
     unit = program * share
     end_unit = tl.minimum(unit + share, total)
     tile = tl.load(starts + program)
-    cut_tile = -1
-    cut_head = 0
+    tl.store(cut + 2 * program, -1)
     row = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_PADDED)
     while unit < end_unit:
@@ -304,13 +303,11 @@ def _attend(  # type: ignore[no-untyped-def]
             piece = (2 * program + begins.to(tl.int32)).to(tl.int64) * BLOCK_M + row
             tl.store(pieces + piece[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
             tl.store(lse + piece, tl.where(weight > 0.0, m + tl.log2(weight), float("-inf")), mask=live)
-        is_cut = begins & (end_chunk < num_chunks)
-        cut_tile = tl.where(is_cut, tile, cut_tile)
-        cut_head = tl.where(is_cut, kv_head, cut_head)
+            if begins:
+                tl.store(cut + 2 * program, tile)
+                tl.store(cut + 2 * program + 1, kv_head)
         unit += end_chunk - first_chunk
         tile += ((kv_head == NUM_KV_HEADS - 1) & ends).to(tl.int32)
-    tl.store(cut + 2 * program, cut_tile)
-    tl.store(cut + 2 * program + 1, cut_head)
 
 
 @triton.jit(do_not_specialize=("tiles_stride", "programs"), do_not_specialize_on_alignment=("query_start",))

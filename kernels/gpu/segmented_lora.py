@@ -10,7 +10,8 @@ of a group (q, k, v; gate, up) share each launch.
 one scale, which multiplies the sum of the planes.
 
 The grids depend only on shapes: persistent programs process work lists whose length is stored on the device, so a CUDA
-graph replays with any mix of adapters, ranks and base rows (see `kernels.gpu.segments`).
+graph replays with any mix of adapters, ranks and base rows (see `kernels.gpu.segments`). The lists hold each chunk's
+rank and pages, so a program waits for one load, by its chunk, before it reads an adapter's rows.
 
 Source: the two-step gather form of Punica's SGMV (Chen et al., 2023), with S-LoRA's unified rank pages.
 """
@@ -63,14 +64,15 @@ def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
         segments.chunks,
         segments.tiles,
         segments.counts,
-        segments.page_table,
-        segments.ranks,
+        segments.pages,
         len(x),
         segments.chunks.shape[1],
         segments.tiles.shape[1],
         programs,
         x.stride(0),
-        MAX_PAGES=segments.page_table.shape[1],
+        group.a_pages.stride(0),
+        group.scales.stride(0),
+        MAX_PAGES=segments.pages.shape[1],
         IN_FEATURES=in_features,
         NUM_SLICES=num_slices,
         PAGE_RANK=segments.page_rank,
@@ -104,13 +106,15 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
         segments.rows,
         segments.chunks,
         segments.counts,
-        segments.page_table,
-        segments.ranks,
+        segments.pages,
         planes.shape[1],
         segments.chunks.shape[1],
         programs,
         y.stride(0),
-        MAX_PAGES=segments.page_table.shape[1],
+        group.b_pages.stride(0),
+        group.scales.stride(0),
+        0 if group.row_scales is None else group.row_scales.stride(0),
+        MAX_PAGES=segments.pages.shape[1],
         OFFSET_1=offsets[0],
         OFFSET_2=offsets[1],
         OFFSET_3=offsets[2],
@@ -133,23 +137,23 @@ def _check(rows: Tensor, name: str, width: int, group: LoraGroup, segments: Segm
             f"{name}: expected [{segments.num_tokens}, {width}] with its last dimension contiguous, "
             f"got {tuple(rows.shape)} with strides {rows.stride()}"
         )
-    pages = group.a_pages.dtype
-    if group.b_pages.dtype != pages or (pages != rows.dtype and pages not in LARGEST):
-        raise ValueError(f"{name}: {rows.dtype}, but pages are {pages} and {group.b_pages.dtype}")
-    if (group.row_scales is not None) != (pages in LARGEST):
-        raise ValueError(f"row_scales: expected them beside pages of 8 bits and no others, pages are {pages}")
+    dtype = group.a_pages.dtype
+    if group.b_pages.dtype != dtype or (dtype != rows.dtype and dtype not in LARGEST):
+        raise ValueError(f"{name}: {rows.dtype}, but pages are {dtype} and {group.b_pages.dtype}")
+    if (group.row_scales is not None) != (dtype in LARGEST):
+        raise ValueError(f"row_scales: expected them beside pages of 8 bits and no others, pages are {dtype}")
     if group.a_pages.shape[2] != segments.page_rank:
         raise ValueError(f"a_pages: page rank {group.a_pages.shape[2]}, segments were built for {segments.page_rank}")
     if len(group.offsets) - 1 != group.a_pages.shape[1] or len(group.offsets) - 1 > MAX_SLICES:
         raise ValueError(f"offsets: expected {group.a_pages.shape[1]} slices, at most {MAX_SLICES}: {group.offsets}")
     tensors = (group.a_pages, group.b_pages, group.scales, group.row_scales)
-    if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
-        raise ValueError("group: expected contiguous a_pages, b_pages, scales and row_scales")
+    if not all(tensor is None or tensor[0].is_contiguous() for tensor in tensors):
+        raise ValueError("group: expected contiguous pages of a_pages, b_pages and row_scales, and rows of scales")
 
 
 def _rank_padded(segments: Segments) -> int:
     block_r = segments.plan.block_r
-    return -(-segments.page_table.shape[1] * segments.page_rank // block_r) * block_r
+    return -(-segments.pages.shape[1] * segments.page_rank // block_r) * block_r
 
 
 @cache
@@ -172,13 +176,14 @@ def _shrink(  # type: ignore[no-untyped-def]
     chunks,
     tiles,
     counts,
-    page_table,
-    ranks,
+    pages,
     num_tokens,
     chunk_stride,
     max_tiles,
     programs,
     x_stride,
+    page_stride,
+    scale_stride,
     MAX_PAGES: tl.constexpr,
     IN_FEATURES: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -202,17 +207,17 @@ def _shrink(  # type: ignore[no-untyped-def]
         slot = tl.load(chunks + chunk)
         start = tl.load(chunks + chunk_stride + chunk)
         length = tl.load(chunks + chunk_stride + chunk + 1) - start
-        if tl.load(scales + slot * NUM_SLICES + s) != 0.0:
+        if tl.load(scales + slot.to(tl.int64) * scale_stride + s) != 0.0:
             row_live = m < length
-            rank_live = r < tl.load(ranks + slot)
+            rank_live = r < tl.load(chunks + 2 * chunk_stride + chunk)
             row = start + m
             if rows is not None:
                 row = tl.load(rows + row, mask=row_live, other=0)
             row = row.to(tl.int64)
-            page = tl.load(page_table + slot * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
-            a_row = (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
+            page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
+            a_row = page * page_stride + (s * PAGE_RANK + r % PAGE_RANK) * IN_FEATURES
             x_at = x + row[:, None] * x_stride + split * K_PER_SPLIT + k[None, :]
-            a_at = a_pages + a_row[None, :] * IN_FEATURES + split * K_PER_SPLIT + k[:, None]
+            a_at = a_pages + a_row[None, :] + split * K_PER_SPLIT + k[:, None]
             acc = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
             for k0 in range(0, K_PER_SPLIT, BLOCK_K):
                 if EVEN_K:
@@ -239,12 +244,14 @@ def _expand(  # type: ignore[no-untyped-def]
     rows,
     chunks,
     counts,
-    page_table,
-    ranks,
+    pages,
     num_tokens,
     chunk_stride,
     programs,
     y_stride,
+    page_stride,
+    scale_stride,
+    row_scale_stride,
     MAX_PAGES: tl.constexpr,
     OFFSET_1: tl.constexpr,
     OFFSET_2: tl.constexpr,
@@ -273,9 +280,9 @@ def _expand(  # type: ignore[no-untyped-def]
         slot = tl.load(chunks + chunk)
         start = tl.load(chunks + chunk_stride + chunk)
         length = tl.load(chunks + chunk_stride + chunk + 1) - start
-        scale = tl.load(scales + slot * NUM_SLICES + s)
+        scale = tl.load(scales + slot.to(tl.int64) * scale_stride + s)
         if scale != 0.0:
-            rank = tl.load(ranks + slot)
+            rank = tl.load(chunks + 2 * chunk_stride + chunk)
             row_live = m < length
             row = start + m
             if rows is not None:
@@ -292,9 +299,9 @@ def _expand(  # type: ignore[no-untyped-def]
             for r0 in range(0, rank, BLOCK_R):
                 r = r0 + tl.arange(0, BLOCK_R)
                 rank_live = r < rank
-                page = tl.load(page_table + slot * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
-                b_row = page * PAGE_RANK + r % PAGE_RANK
-                b_at = b_pages + b_row[:, None] * OUT_FEATURES + n[None, :]
+                page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
+                b_row = page * page_stride + r % PAGE_RANK * OUT_FEATURES
+                b_at = b_pages + b_row[:, None] + n[None, :]
                 b_tile = tl.load(b_at, mask=rank_live[:, None] & n_live[None, :], other=0.0)
                 h_at = planes + plane_row[:, None] + r[None, :]
                 h_mask = row_live[:, None] & rank_live[None, :]
@@ -302,7 +309,7 @@ def _expand(  # type: ignore[no-untyped-def]
                 for plane in tl.static_range(1, SPLIT_K):
                     h += tl.load(h_at + plane * plane_stride, mask=h_mask, other=0.0)
                 if row_scales is not None:
-                    scale_at = row_scales + (page * NUM_SLICES + s) * PAGE_RANK + r % PAGE_RANK
+                    scale_at = row_scales + page * row_scale_stride + s * PAGE_RANK + r % PAGE_RANK
                     # Multiplied by 512 until the end, so that h keeps its precision in fp16, where the scale alone is
                     # subnormal.
                     h *= (tl.load(scale_at, mask=rank_live, other=0.0) * 512.0)[None, :]

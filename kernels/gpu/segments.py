@@ -63,10 +63,10 @@ class Segments:
 
     active: False when the host knows that no token uses an adapter; `segmented_lora` then returns at once.
     rows: `[T]` token index at each sorted position, base tokens last; None if one adapter has all tokens, in order.
-    chunks: `[2, C + 1]` slot and first sorted position of each chunk; a chunk ends where the next begins.
+    chunks: `[3, C + 1]` slot, first sorted position and rank of each chunk; a chunk ends where the next begins.
+    pages: `[C, max_pages]` physical pages of each chunk's adapter, so that a kernel finds them by the chunk alone.
     tiles: `[2, X]` chunk and rank tile of each piece of shrink work.
     counts: `[2]` chunks and tiles in use.
-    page_table, ranks: the routing's own tensors (see `kernels.reference.LoraRouting`).
     """
 
     plan: Plan
@@ -75,10 +75,9 @@ class Segments:
     num_tokens: int
     rows: Tensor | None
     chunks: Tensor
+    pages: Tensor
     tiles: Tensor
     counts: Tensor
-    page_table: Tensor
-    ranks: Tensor
 
 
 def build_segments(
@@ -97,8 +96,7 @@ def build_segments(
     the tokens, if the host knows it; it reduces the tables and selects the plan. Omit it for a graph, which must accept
     any mix. `single_adapter`: the host knows that all tokens use the same adapter; then nothing is sorted. With `out`,
     the tables of an earlier result of the same shapes are refilled in place and `out` is returned; raises ValueError if
-    the shapes differ. `out` reads `page_table` and `ranks` of the routing it was first built with, so the caller must
-    update those two in place.
+    the shapes differ.
     """
     num_tokens, num_slots = routing.adapter_index.shape[0], routing.ranks.shape[0]
     used = min(num_tokens, 1 if single_adapter else num_slots if num_adapters is None else num_adapters)
@@ -108,7 +106,7 @@ def build_segments(
             out.counts.zero_()
             return out
         none = routing.ranks.new_empty(0)
-        return Segments(plan, page_rank, False, num_tokens, none, none, none, none, routing.page_table, routing.ranks)
+        return Segments(plan, page_rank, False, num_tokens, none, none, none, none, none)
     max_chunks = used + (num_tokens - used) // plan.block_m
     max_rank_tiles = -(-routing.page_table.shape[1] * page_rank // plan.block_r)
     target = out or _empty(routing, page_rank, plan, max_chunks, max_rank_tiles, single_adapter)
@@ -125,14 +123,17 @@ def build_segments(
         _route[(1,)](
             routing.adapter_index,
             routing.ranks,
+            routing.page_table,
             target.rows,
             target.chunks,
+            target.pages,
             target.tiles,
             target.counts,
             num_tokens,
             num_slots,
             target.chunks.shape[1],
             target.tiles.shape[1],
+            MAX_PAGES=routing.page_table.shape[1],
             MAX_RANK_TILES=max_rank_tiles,
             BLOCK_M=plan.block_m,
             BLOCK_R=plan.block_r,
@@ -158,11 +159,10 @@ def _empty(
         True,
         num_tokens,
         None if single_adapter else table(num_tokens),
-        table(2, max_chunks + 1),
+        table(3, max_chunks + 1),
+        table(max_chunks, routing.page_table.shape[1]),
         table(2, max_chunks * max_rank_tiles),
         table(2),
-        routing.page_table,
-        routing.ranks,
     )
 
 
@@ -172,6 +172,8 @@ def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
     max_chunks = out.chunks.shape[1] - 1
     out.chunks[0] = slot
     torch.arange(max_chunks + 1, out=out.chunks[1]).mul_(out.plan.block_m).clamp_(max=out.num_tokens)
+    out.chunks[2] = routing.ranks[slot]
+    out.pages.copy_(routing.page_table[slot].expand_as(out.pages))
     rank_tiles = (routing.ranks[slot] + out.plan.block_r - 1) // out.plan.block_r
     item = torch.arange(max_chunks * max_rank_tiles, device=slot.device)
     out.tiles[0] = item // rank_tiles.clamp(min=1)
@@ -194,6 +196,8 @@ def _sort(routing: LoraRouting, out: Segments, rows: Tensor) -> None:
     out.chunks[0, :-1] = slot
     out.chunks[1, :-1] = torch.where(live, starts[slot] + nth * plan.block_m, bounds[-1])
     out.chunks[1, -1:] = bounds[-1:]
+    out.chunks[2, :-1] = routing.ranks[slot]
+    out.pages.copy_(routing.page_table[slot])
 
     tiles_per_chunk = torch.where(live, (routing.ranks[slot] + plan.block_r - 1) // plan.block_r, 0)
     chunk, rank_tile, num_tiles = spread(tiles_per_chunk, max_tiles)
@@ -221,14 +225,17 @@ def spread(counts: Tensor, size: int) -> tuple[Tensor, Tensor, Tensor]:
 def _route(  # type: ignore[no-untyped-def]
     adapter_index,
     ranks,
+    page_table,
     rows,
     chunks,
+    pages,
     tiles,
     counts,
     num_tokens,
     num_slots,
     chunk_stride,
     max_tiles,
+    MAX_PAGES: tl.constexpr,
     MAX_RANK_TILES: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -263,7 +270,12 @@ def _route(  # type: ignore[no-untyped-def]
     tl.store(chunks + chunk_stride + chunk, t, mask=begins_chunk)
     tl.store(chunks + chunk_stride + num_chunks, tl.sum(uses_adapter.to(tl.int32), 0))
 
-    rank_tiles = tl.where(begins_chunk, (tl.load(ranks + slot, mask=begins_chunk, other=0) + BLOCK_R - 1) // BLOCK_R, 0)
+    rank = tl.load(ranks + slot, mask=begins_chunk, other=0)
+    tl.store(chunks + 2 * chunk_stride + chunk, rank, mask=begins_chunk)
+    for p in range(MAX_PAGES):
+        page = tl.load(page_table + slot * MAX_PAGES + p, mask=begins_chunk, other=0)
+        tl.store(pages + chunk * MAX_PAGES + p, page, mask=begins_chunk)
+    rank_tiles = (rank + BLOCK_R - 1) // BLOCK_R
     first_tile = tl.cumsum(rank_tiles, 0) - rank_tiles
     for r in range(MAX_RANK_TILES):
         has_tile = r < rank_tiles

@@ -24,6 +24,7 @@ struct LoraGroup {
     const T *a_pages, *b_pages;
     const float* scales;
     int64_t slices, in_features, out_features;
+    int64_t a_stride, b_stride, scale_stride;  // from page to page, from slot to slot
     int64_t offsets[4];
 
     // h: [tokens, slices, width]; base rows and slices that an adapter does not target stay unchanged. May share a
@@ -61,7 +62,9 @@ struct LoraGroup {
         }
     }
 
-    bool targets(int64_t slot, int64_t slice) const { return scales[slot * slices + slice] != 0.0f; }
+    float scale(int64_t slot, int64_t slice) const { return scales[slot * scale_stride + slice]; }
+
+    bool targets(int64_t slot, int64_t slice) const { return scale(slot, slice) != 0.0f; }
 
     // Packs `columns` columns of an adapter's B, from `first`, like a panel of the product: [rank /
     // PAIR][columns][PAIR]. Returns the number of steps.
@@ -84,17 +87,17 @@ struct LoraGroup {
         return r.page_table[slot * r.max_pages + rank / r.page_rank];
     }
     const T* a_row(int64_t slot, int64_t slice, int64_t rank, const Routing& r) const {
-        return a_pages + ((page(slot, rank, r) * slices + slice) * r.page_rank + rank % r.page_rank) * in_features;
+        return a_pages + page(slot, rank, r) * a_stride + (slice * r.page_rank + rank % r.page_rank) * in_features;
     }
     const T* b_row(int64_t slot, int64_t rank, const Routing& r) const {
-        return b_pages + (page(slot, rank, r) * r.page_rank + rank % r.page_rank) * out_features;
+        return b_pages + page(slot, rank, r) * b_stride + rank % r.page_rank * out_features;
     }
 
     template <int ROWS>
     void shrink_rows(const T* x, T* h, const int32_t* tokens, int64_t slot, int64_t slice, const Routing& r) const {
         typedef Elem<T> E;
         constexpr int64_t step = 16 * E::PAIR;
-        const float scale = scales[slot * slices + slice];
+        const float scale = this->scale(slot, slice);
         const T* inputs[ROWS];
         for (int i = 0; i < ROWS; i++) inputs[i] = x + tokens[i] * in_features;
         for (int64_t first = 0; first < r.ranks[slot]; first += kRanks) {

@@ -136,7 +136,7 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
         lane.step_ended.set()
     wait_for(pool, second)
     check_pages(pool, host, second, pool.pin(second))
-    assert lane.most_in_flight <= NUM_BUFFERS + 1, "a step's own upload waits for the copies in flight"
+    assert lane.most_in_flight <= NUM_BUFFERS + 4, "a step's own upload waits for a piece in flight, not for an adapter"
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Compiler run of every launch for an H200 (sm_90), on a machine without a GPU; run by test_compiles.py.
+"""Compiler run of every launch for an H200 (sm_90) or another architecture, without a GPU; run by test_compiles.py.
 
 Triton needs no device to compile, only a driver that names a target. So the real launch functions run here with tensors
 in host memory, and every launch stops after compilation. Prints one JSON line per compiled variant: kernel, label, uses
@@ -19,7 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from kernels.gpu import attention_work, fused, paged_attention, sampling, segmented_lora, segments
-from kernels.reference import LoraGroup, LoraRouting
+from kernels.reference import HeadNorms, LoraGroup, LoraRouting
 
 # Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
 OTHER_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 50)
@@ -27,11 +27,17 @@ OTHER_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 50)
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
-class H200:
+# The compute capability without its point.
+ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+# Triton has no fp8_e4m3 before sm_89.
+DTYPES = (torch.bfloat16, *((torch.float8_e4m3fn,) if ARCHITECTURE >= 89 else ()), torch.int8)
+
+
+class Driver:
     """The part of a Triton driver that compilation needs."""
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", ARCHITECTURE, 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -124,9 +130,10 @@ def elementwise(num_tokens: int) -> None:
     fused.rms_norm(qkv[:, :4096].view(num_tokens, 32, 128), x[0, :128], 1e-6)
     fused.add_rms_norm(x, x, x[0], 1e-5)
     fused.add_rms_norm(x, x, torch.empty(4096), 1e-5)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+    for dtype in DTYPES:
         cache, scales = cache_of(dtype)
-        fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache, index, scales, scales)
+        for norms in (None, HeadNorms(qkv[0, :128], qkv[0, :128], 1e-6)):
+            fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache, index, scales, scales, norms)
     for gate in (fused.silu_and_mul, fused.gelu_and_mul):
         gate(torch.empty(num_tokens, 2 * 14336, dtype=torch.bfloat16))
 
@@ -146,7 +153,7 @@ def draw(num_rows: int) -> None:
 
 
 def main() -> None:
-    triton.runtime.driver.set_active(H200())
+    triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_only
     segmented_lora._num_sms = attention_work._num_sms = lambda device: 132
     step["label"] = "first"
@@ -159,7 +166,7 @@ def main() -> None:
 def run(decodes: int, prompt: int) -> None:
     """Launch a step of decoding requests only, then a step with a prompt."""
     offsets = (0, 4096, 5120, 6144)
-    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int8):
+    for dtype in DTYPES:
         lora(decodes, offsets, dtype, plan=segments.DECODE)
         lora(prompt, offsets, dtype, num_adapters=2)
         attend([1] * decodes, 700 + decodes, dtype)

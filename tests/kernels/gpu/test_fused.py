@@ -83,6 +83,26 @@ def test_rope_and_write_kv(heads, block_size, dtype, device):
     assert torch.equal(caches[1], expected_caches[1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(16, 8, 128), (3, 1, 80)], ids=["Qwen3", "padded"])
+def test_heads_are_normalised_before_the_rotation(heads, dtype, device):
+    num_heads, num_kv_heads, head_dim = heads
+    qkv = randn(4, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype, device=device) * 3
+    positions = slots = torch.tensor([0, 3, 9, 1], device=device)
+    angles = torch.rand(10, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6
+    cos_sin = torch.cat((angles.cos(), angles.sin()), 1).to(device)
+    weights = [randn(head_dim, dtype=dtype, device=device, seed=i) + 1 for i in (6, 7)]
+    # Weights in fp32, as Gemma's, multiply before the result is rounded.
+    for norms in (reference.HeadNorms(*weights, 1e-6), reference.HeadNorms(*(w.float() for w in weights), 1e-6)):
+        shape = (1, num_kv_heads, 16, head_dim)
+        caches = [torch.zeros(shape, dtype=dtype, device=device) for _ in "kv"]
+        expected_caches = [cache.clone() for cache in caches]
+        expected = reference.rope_and_write_kv(qkv, positions, cos_sin, *expected_caches, slots, norms=norms)
+        close(fused.rope_and_write_kv(qkv, positions, cos_sin, *caches, slots, norms=norms), expected)
+        close(caches[0], expected_caches[0])
+        assert torch.equal(caches[1], expected_caches[1])
+
+
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8])
 @pytest.mark.parametrize("heads", [(9, 3, 64), (32, 8, 128), (3, 1, 80)], ids=["SmolLM2", "Llama-3.1-8B", "padded"])
 @pytest.mark.parametrize("dtype", DTYPES)

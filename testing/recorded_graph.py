@@ -1,0 +1,89 @@
+"""Double of CUDA graphs for kernels in Triton's interpreter: records the work of a step and repeats exactly that."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Step = Callable[[], Tensor]
+
+# Operations that read the device's values on the host, which a CUDA graph cannot contain.
+WAITING = {
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.nonzero.default,
+    torch.ops.aten.masked_select.default,
+    torch.ops.aten.equal.default,
+    torch.ops.aten._unique2.default,
+}
+
+
+class _Recorder(TorchDispatchMode):
+    """Appends every operation of torch to `work`, as a call that repeats it on the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Callable[[], None]] = []
+        self._is_launching = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self._is_launching:  # the interpreter's own
+            return func(*args, **kwargs)
+        assert func not in WAITING, f"{func} waits for the device in a captured step"
+        result = func(*args, **kwargs)
+        self.work.append(lambda: _repeat(func, args, kwargs, result))
+        return result
+
+    @contextmanager
+    def launches(self) -> Iterator[None]:
+        """Record kernel launches too."""
+        from triton.runtime.interpreter import GridExecutor
+
+        launch = GridExecutor.__call__
+
+        def recording(executor: Any, *args: Any, **kwargs: Any) -> None:
+            self._is_launching = True
+            try:
+                launch(executor, *args, **kwargs)
+            finally:
+                self._is_launching = False
+            self.work.append(lambda: launch(executor, *args, **kwargs))
+
+        GridExecutor.__call__ = recording
+        try:
+            yield
+        finally:
+            GridExecutor.__call__ = launch
+
+
+def _repeat(func: Any, args: Any, kwargs: Any, before: Any) -> None:
+    """Run an operation again and put its results where the first run put them."""
+    results = zip(tree_leaves(before), tree_leaves(func(*args, **kwargs)), strict=True)
+    for old, new in results:
+        if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+            old.copy_(new)
+
+
+class RecordingPlatform:
+    """`kernels.platform.Platform` of the CPU whose graphs repeat recorded work; `step` itself is called once."""
+
+    def __init__(self, platform: Any) -> None:
+        self._platform = platform
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._platform, name)
+
+    def capture(self, step: Step, pool: Any) -> tuple[Step, Any]:
+        with _Recorder() as recorder, recorder.launches():
+            result = step()
+
+        def replay() -> Tensor:
+            for repeat in recorder.work:
+                repeat()
+            return result
+
+        return replay, pool
