@@ -38,6 +38,7 @@ from gateway.api.inference.delivery import Deliveries, make_deliveries
 from gateway.api.key import OwnKey
 from gateway.api.key_manager import KeyManager
 from gateway.api.models import Models
+from gateway.api.reports.audit import OwnAudit
 from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
 from gateway.api.reports.usage import Usage
 from gateway.api.requests.memory import BodyMemory
@@ -371,6 +372,7 @@ def _admin_handlers(
         ),
         AdminAdapters(adapters=records.adapter_list, registry=serving.registry),
         AdminAudit(audit=records.audit),
+        OwnAudit(audit=records.audit),
         AdminPlans(auth=auth, plans=records.plans, known=records.price_list, base_model=catalog.base_model),
         AdminPrices(auth=auth, prices=records.prices, known=records.price_list, tenants=tenants, catalog=catalog),
         AdminTenants(auth=auth, tenants=tenants, lists=records.tenant_lists, plans=records.plans, catalog=catalog),

@@ -296,9 +296,9 @@ class GatewayClient:
                 return page | {"data": groups}
             query = query | {"after": following}
 
-    async def audit(self, **query: Any) -> Any:
-        """Return a page of the audit log. query: tenant, actor, action, since, until, limit and after."""
-        return await self.call("GET", "/admin/api/audit", params=query)
+    async def audit(self, *, own: bool = False, **query: Any) -> Any:
+        """Return a page of the audit log. query: as its route takes it. own: of the key's tenant."""
+        return await self.call("GET", "/v1/audit" if own else "/admin/api/audit", params=query)
 
     async def plans(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/plans")

@@ -13,6 +13,7 @@ MONEY = ("budget", "spent")
 TITLES = {
     "budget.threshold": "{tenant} has spent {percent} % of its budget",
     "budget.exhausted": "{tenant} has used up its budget",
+    "budget.soft": "{tenant} has reached its soft budget",
     "tenant.suspended": "{tenant} is suspended",
     "key.expiring": "An API key of {tenant} expires soon",
     "engine.down": "The engine {engine} is down",

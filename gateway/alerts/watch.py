@@ -17,9 +17,10 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
 from gateway.metrics import Metrics
 from gateway.process.background import running
-from gateway.quota.kinds import BUDGET, BUDGET_PERIOD
+from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, ROLLING_BUDGET
 from gateway.quota.periods import period_start
 from gateway.records.events.events import Events
+from gateway.records.events.types import EventType
 from gateway.records.keys.expiring import expiring_keys
 from gateway.records.money.spending import Spending
 from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
@@ -39,28 +40,47 @@ BURST_MINUTES = 10
 
 
 class _Reached(NamedTuple):
-    """A threshold that a tenant's spending has reached. kind: letter of the budget. spent: in micro-units."""
+    """A threshold that a tenant's spending has reached. kind: letter of the budget. spent: in micro-units. threshold:
+    share of the budget; None for the soft budget.
+    """
 
     tenant: BudgetedTenant
     kind: str
-    threshold: float
+    threshold: float | None
     spent: int
     now: datetime
 
     @property
+    def type(self) -> EventType:
+        if self.threshold is None:
+            return "budget.soft"
+        return "budget.exhausted" if self.threshold >= 1 else "budget.threshold"
+
+    @property
     def once(self) -> str:
-        budget = self.tenant.budgets[self.kind]
-        return f"budget:{self.tenant.id}:{self.kind}:{self._since}:{budget}:{self.threshold:g}"
+        share = "soft" if self.threshold is None else f"{self.threshold:g}"
+        return f"budget:{self.tenant.id}:{self.kind}:{self._period}:{self._budget}:{share}"
 
     @property
     def data(self) -> dict[str, Any]:
-        budget, period = self.tenant.budgets[self.kind], BUDGET_PERIOD[self.kind]
-        data = {"threshold": self.threshold, "budget": budget, "spent": self.spent, "period": period}
-        return {**data, "since": self._since}
+        data: dict[str, Any] = {} if self.threshold is None else {"threshold": self.threshold}
+        data |= {"budget": self._budget, "spent": self.spent, "period": BUDGET_PERIOD[self.kind]}
+        return {**data, "since": f"{period_start(self.kind, self.now):%Y-%m-%d}"}
 
     @property
-    def _since(self) -> str:
-        return f"{period_start(self.kind, self.now):%Y-%m-%d}"
+    def _budget(self) -> int:
+        return (self.tenant.soft if self.threshold is None else self.tenant.budgets)[self.kind]
+
+    @property
+    def _period(self) -> str:
+        """Return the period in which there is one event.
+
+        A rolling period begins anew each day; fixed blocks of its length count instead.
+        """
+        start = period_start(self.kind, self.now)
+        if length := ROLLING_BUDGET.get(self.kind):
+            start -= timedelta(days=start.toordinal() % length)
+        return f"{start:%Y-%m-%d}"
 
 
 class Watch:
@@ -131,8 +151,14 @@ class Watch:
         async for tenants in self._tenants.pages():
             reached = []
             for tenant in tenants:
-                amounts = {kind: spent.of(kind, tenant.id) for kind in tenant.budgets}
-                used[tenant.name] = max(amounts[kind] / budget for kind, budget in tenant.budgets.items())
+                amounts = {kind: spent.of(kind, tenant.id) for kind in tenant.budgets | tenant.soft}
+                if tenant.budgets:
+                    used[tenant.name] = max(amounts[kind] / budget for kind, budget in tenant.budgets.items())
+                reached += [
+                    _Reached(tenant, kind, None, amounts[kind], now)
+                    for kind, budget in tenant.soft.items()
+                    if amounts[kind] >= budget
+                ]
                 reached += [
                     _Reached(tenant, kind, threshold, amounts[kind], now)
                     for kind, budget in tenant.budgets.items()
@@ -164,7 +190,7 @@ class Watch:
         for each in reached:
             if each.once in new:
                 await self._events.record(
-                    "budget.exhausted" if each.threshold >= 1 else "budget.threshold",
+                    each.type,
                     each.data,
                     once=each.once,
                     tenant_id=each.tenant.id,

@@ -45,6 +45,12 @@ class NewAdminKey(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     role: AdminRole = "operator"
 
 
+class KeyChanges(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for changes of a key. An absent field stays as it is; a limit of null is removed."""
+
+    label: Label | UnsetType = UNSET
+
+
 class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body for a rotation. grace_seconds: the time for which the old key stays valid beside the new one."""
 
@@ -133,6 +139,15 @@ class KeyManager:
         await self._keys.replace(new, key_id, now + timedelta(seconds=grace_seconds), actor, bounded=by is not None)
         await self._auth.catch_up()
         return new, clear
+
+    async def change(self, key_id: str, given: KeyChanges, actor: str, by: TenantPrincipal | None = None) -> ApiKey:
+        """Change a key's label and limits. Raises RecordNotFound, also for another tenant's key, and BadRequest."""
+        changes = given.given()
+        if not changes:
+            raise BadRequest("Expected a label or a limit to change.")
+        key = await self._keys.change(key_id, changes, actor, None if by is None else by.tenant.id)
+        await self._auth.catch_up()
+        return key
 
     async def revoke(self, key_id: str, actor: str, by: TenantPrincipal | None = None) -> None:
         """Revoke a key. Raises RecordNotFound, also for another tenant's key."""

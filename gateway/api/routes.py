@@ -29,9 +29,9 @@ from gateway.api.health import Health, MetricsPage
 from gateway.api.home import Home
 from gateway.api.inference.completions import Completions
 from gateway.api.key import KeyInfo, OwnKey
-from gateway.api.key_manager import NewAdminKey, Rotation
+from gateway.api.key_manager import KeyChanges, NewAdminKey, Rotation
 from gateway.api.models import Models
-from gateway.api.reports.routes import REQUEST_LOG
+from gateway.api.reports.routes import REPORTS
 from gateway.api.reports.usage import Usage
 from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
 from gateway.api.reports.usage_export import UsageExport
@@ -46,6 +46,7 @@ TENANT_LIST = ("plan", "tag", "suspended", "over_budget", "q", "idle_days", "sor
 REPORT = ("since", "until", "group_by", "limit", "after")
 TENANT = "/admin/api/tenants/{tenant}"
 PLAN = "/admin/api/plans/{plan}"
+KEY = "/admin/api/keys/{id}"
 WEBHOOK = "/admin/api/webhooks/{name}"
 
 # Route of the admin API, which takes no query parameters unless `query` lists them.
@@ -153,7 +154,7 @@ API: dict[type, tuple[Route, ...]] = {
             query=("q", "limit", "page"),
         ),
     ),
-    **REQUEST_LOG,
+    **REPORTS,
     AdminAudit: (
         _admin(
             "GET",
@@ -254,7 +255,8 @@ API: dict[type, tuple[Route, ...]] = {
         ),
         _admin("GET", "/admin/api/keys", KeyRoutes.list_admin, "List admin keys, or all keys.", query=KEY_LIST),
         _admin("POST", "/admin/api/keys/{id}/rotate", KeyRoutes.rotate_any, "Replace a key.", request=Rotation),
-        _admin("DELETE", "/admin/api/keys/{id}", KeyRoutes.revoke_any, "Revoke a key."),
+        _admin("PATCH", KEY, KeyRoutes.change_any, "Change the label and limits of a key.", request=KeyChanges),
+        _admin("DELETE", KEY, KeyRoutes.revoke_any, "Revoke a key."),
     ),
     AdminSessions: (
         _admin(

@@ -11,7 +11,7 @@ from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.database import Database
 from gateway.records.money.usage_rows import TIMES, segments
 from gateway.records.sums import int_sum
-from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_hourly
+from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_daily, usage_hourly
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -51,6 +51,28 @@ class UsagePast:
         every = union_all(*parts).subquery()
         async with self._database.read() as connection:
             return (await connection.execute(select(int_sum(every.c.cost)))).scalar_one()
+
+    async def cost_by_day(
+        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
+    ) -> dict[datetime, int]:
+        """Return the cost of the requests in `[since, until)` by day (UTC), in micro-units. Days without requests lack.
+
+        since: the start of a day.
+        """
+        last = until.replace(hour=0, minute=0, second=0, microsecond=0)
+        parts = [
+            select(
+                (table.c.day if table is usage_daily else literal(last, usage_daily.c.day.type)).label("day"),
+                table.c.cost.label("cost"),
+            ).where(*self._within(table, start, end, tenant_id, part))
+            for table, start, end in segments(since, until)
+        ]
+        if not parts:
+            return {}
+        every = union_all(*parts).subquery()
+        query = select(every.c.day, int_sum(every.c.cost).label("cost")).group_by(every.c.day)
+        async with self._database.read() as connection:
+            return {row.day: row.cost for row in (await connection.execute(query)).all()}
 
     async def by_hour(
         self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True

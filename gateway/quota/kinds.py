@@ -7,9 +7,19 @@ from typing import Literal
 
 import msgspec
 
-MINUTE, DAY, WEEK, MONTH = "minute", "day", "week", "month"
+MINUTE, DAY, WEEK, MONTH, ROLLING = "minute", "day", "week", "month", "30 days"
+# Length of the rolling period in days (UTC), of which today is the last.
+ROLLING_DAYS = 30
 # Windows of rates, in microseconds.
 WINDOWS = {MINUTE: 60_000_000, DAY: 86_400_000_000}
+
+# Periods of soft budgets, and their words.
+SOFT_PERIODS: dict[Literal["day", "week", "month", "30 days"], str] = {
+    "day": " per day",
+    "week": " per week from Monday",
+    "month": " per calendar month",
+    "30 days": " of the last 30 days, today included",
+}
 
 
 class Kind(msgspec.Struct, frozen=True, kw_only=True):
@@ -18,7 +28,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     name: in the API, the database and the command line. letter: the last letter of its field in Redis; a letter is
     never reused for another kind. takes: the amount of each use: one, the request's tokens or cost, or an upload's
     bytes. period: of a rate or budget; None for a gauge, which limits what exists at once. charged: the event that uses
-    it; "store" kinds are checked by `gateway/records/adapters/limits.py` alone. unit: the words after the value in
+    it; "store" kinds are checked by `gateway/records/adapters/limits.py` alone; "alert" kinds refuse nothing, and
+    `gateway/alerts` reports when a tenant's spending reaches them. unit: the words after the value in
     messages; "{s}" is the plural ending. largest: the highest value that the API accepts. default: for a new tenant.
     heading: on the dashboard.
     """
@@ -26,8 +37,8 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     letter: str = ""
     takes: Literal["one", "tokens", "cost", "bytes"] = "one"
-    period: Literal["minute", "day", "week", "month"] | None = None
-    charged: Literal["request", "upload", "store"] = "request"
+    period: Literal["minute", "day", "week", "month", "30 days"] | None = None
+    charged: Literal["request", "upload", "store", "alert"] = "request"
     unit: str
     help: str
     largest: int
@@ -41,7 +52,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_budget(self) -> bool:
-        """Return whether the kind limits money in a calendar period (UTC); weeks begin on Monday."""
+        """Return whether the kind limits money: in a day, a week from Monday, a month, or the last 30 days (UTC)."""
         return self.takes == "cost"
 
     @property
@@ -60,7 +71,7 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def is_recalled(self) -> bool:
         """Return whether past usage is recalled from the ledger after Redis has lost it."""
-        return self.charged == "request" and self.period in (DAY, WEEK, MONTH)
+        return self.charged == "request" and self.period in (DAY, WEEK, MONTH, ROLLING)
 
     @property
     def limit_class(self) -> str:
@@ -160,6 +171,29 @@ KINDS = (
         heading="Budget/month",
     ),
     Kind(
+        name="budget_per_30_days",
+        letter="l",
+        takes="cost",
+        period="30 days",
+        unit="of budget per 30 days",
+        help="Budget of the last 30 days, today included (UTC)",
+        largest=10**15,
+        heading="Budget/30 days",
+    ),
+    *(
+        Kind(
+            name=f"soft_budget_per_{period.replace(' ', '_')}",
+            takes="cost",
+            period=period,
+            charged="alert",
+            unit=f"of soft budget per {period}",
+            help=f"Soft budget{words} (UTC)",
+            largest=10**15,
+            heading=f"Soft budget/{period}",
+        )
+        for period, words in SOFT_PERIODS.items()
+    ),
+    Kind(
         name="adapter_changes_per_minute",
         letter="m",
         period="minute",
@@ -208,9 +242,10 @@ KINDS = (
     ),
 )
 
-# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters.
+# Limits on the requests of a tenant, a key or a model; limits on a tenant's own adapters; soft budgets of a tenant.
 REQUEST_KINDS = tuple(kind for kind in KINDS if kind.charged == "request")
-ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged != "request")
+ADAPTER_KINDS = tuple(kind for kind in KINDS if kind.charged in ("upload", "store"))
+ALERT_KINDS = tuple(kind for kind in KINDS if kind.charged == "alert")
 # Kinds that the script counts, by their letters.
 BY_LETTER = {kind.letter: kind for kind in KINDS if kind.letter}
 
@@ -221,6 +256,9 @@ GAUGE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_gauge)
 TOKEN_RATE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_token_rate)
 BUDGET = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_budget)
 # Period of a budget by letter, and the names of the budgets.
-BUDGET_PERIOD = {letter: kind.period for letter, kind in BY_LETTER.items() if kind.is_budget}
+BUDGET_PERIOD = {letter: str(kind.period) for letter, kind in BY_LETTER.items() if kind.is_budget}
 BUDGET_NAMES = tuple(kind.name for kind in KINDS if kind.is_budget)
+# Days of the rolling budgets by letter. A budget of a period, and a soft one, by the period's name.
+ROLLING_BUDGET = {letter: ROLLING_DAYS for letter, period in BUDGET_PERIOD.items() if period == ROLLING}
+SOFT_BUDGET = {str(kind.period): kind.name for kind in ALERT_KINDS}
 RECALLED = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_recalled)

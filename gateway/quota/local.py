@@ -11,15 +11,13 @@ from datetime import UTC, datetime
 import msgspec
 
 from gateway.quota.demand import HEADROOM, Demand
-from gateway.quota.kinds import BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
+from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import Limit
 from gateway.quota.periods import period_end, period_start
+from gateway.quota.rolling import MAX_STEP, DailySpend, day_of
 
 # Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
 GAUGE_WAIT_MS = 1000
-# Maximum step of a clock that is set back, in microseconds. A rate's debt does not decay until the clock has caught up,
-# unless the step is larger than this.
-MAX_STEP = 3_600_000_000
 State = tuple[float, float, float]
 # Number of states beyond which those that are paid off are dropped.
 MAX_STATES = 100_000
@@ -61,7 +59,7 @@ class _Room(msgspec.Struct):
 
     left: requests, tokens or money. used: of a gauge or budget, in the same unit. The others are of a rate, in
     microseconds. occupied: debt and held time. held_time: of its held tokens. early: the time by which the debt is paid
-    off earlier than at the limit's own rate.
+    off earlier than at the limit's own rate. days: of a rolling budget.
     """
 
     limit: Limit
@@ -71,6 +69,7 @@ class _Room(msgspec.Struct):
     occupied: float = 0.0
     held_time: float = 0.0
     early: float = 0.0
+    days: DailySpend | None = None
 
 
 class LocalLimits:
@@ -80,6 +79,8 @@ class LocalLimits:
         # Tenant id and field -> state. Rate: (time, debt at that time, the limit by which the debt was computed);
         # budget: (first day of the period, amount spent in it, 0); count: (amount, 0, 0).
         self._states: dict[str, State] = {}
+        # Tenant id and field of a rolling budget -> its spending.
+        self._days: dict[str, DailySpend] = {}
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
 
@@ -102,7 +103,7 @@ class LocalLimits:
                 self._take(room, at_first if is_held else room.limit.amount(tokens, cost), now)
             lease = _Lease(tokens, granted, cost, now, limits, at_first)
             self._leases[demand.tenant_id + demand.request_id] = lease
-            if len(self._states) > MAX_STATES:
+            if len(self._states) + len(self._days) > MAX_STATES:
                 self._forget(now)
         states = [(room.left, wait, _reset(room, now)) for room, wait in zip(rooms, waits, strict=True)]
         return Answer(allowed, granted, states)
@@ -138,6 +139,9 @@ class LocalLimits:
                     self._hold(field, -lease.held)
                 more = tokens - lease.charged if kind in TOKEN_RATE else int(counts) - 1
                 self._settle_rate(limit, field, more, lease.at, now)
+            elif kind in ROLLING_BUDGET:
+                if (days := self._days.get(field)) is not None:
+                    self._days[field] = days.at(now).plus(cost - lease.cost, day_of(lease.at))
             elif kind in BUDGET:
                 if state is not None and state[0] == _period(kind, lease.at):
                     self._states[field] = (state[0], max(0, state[1] + cost - lease.cost), 0)
@@ -188,6 +192,9 @@ class LocalLimits:
     def _room(self, scope: str, limit: Limit, now: int) -> _Room:
         """Return the room of a limit before the request."""
         field, kind = scope + limit.field, limit.kind
+        if length := ROLLING_BUDGET.get(kind):
+            days = self._days.get(field, DailySpend(day_of(now), (0,) * length)).at(now)
+            return _Room(limit, field, max(0, limit.value - days.total), used=days.total, days=days)
         if kind not in WINDOW:
             state = self._states.get(field)
             used = _spent(state, kind, now) if kind in BUDGET else state[0] if state else 0
@@ -214,6 +221,8 @@ class LocalLimits:
         limit = room.limit
         if amount <= room.left:
             return 0
+        if room.days is not None:
+            return room.days.wait(limit.value, amount, now)
         if limit.kind not in WINDOW:
             return _left_ms(limit.kind, now) if limit.kind in BUDGET else GAUGE_WAIT_MS
         window = WINDOW[limit.kind]
@@ -227,6 +236,9 @@ class LocalLimits:
         """Take `amount` from a limit and update its room."""
         limit, field = room.limit, room.field
         room.left -= amount
+        if room.days is not None:
+            room.days = self._days[field] = room.days.plus(amount, day_of(now))
+            return
         if limit.kind not in WINDOW:
             total = room.used + amount
             self._states[field] = (_period(limit.kind, now), total, 0) if limit.kind in BUDGET else (total, 0, 0)
@@ -257,6 +269,7 @@ class LocalLimits:
             self._held.pop(field, None)
 
     def _forget(self, now: int) -> None:
+        self._days = {field: days for field, days in self._days.items() if days.at(now).total}
         for field, state in list(self._states.items()):
             kind = field[-1]
             if (kind in WINDOW and _debt(state, now) == 0) or (kind in BUDGET and state[0] < _period(kind, now)):
@@ -285,6 +298,8 @@ def _granted(demand: Demand, rooms: Sequence[_Room]) -> int:
 
 def _reset(room: _Room, now: int) -> int:
     """Return the ms until the limit is wholly free again if nothing more is used."""
+    if room.days is not None:
+        return room.days.reset(now)
     if room.limit.kind in WINDOW:
         return math.ceil((room.occupied - room.early) / 1000)
     return _left_ms(room.limit.kind, now) if room.limit.kind in BUDGET else 0

@@ -9,11 +9,12 @@ import msgspec
 from gateway.quota.kinds import BUDGET, WINDOW
 from gateway.quota.limits import Limit
 from gateway.quota.recall import Recall
+from gateway.quota.rolling import DailySpend, day_of
 
 
 class Left(msgspec.Struct, frozen=True, gc=False):
     """Rest of a limit. remaining: in the limit's unit. reset: ms until all of the limit is free again if nothing more
-    is used; of a budget, until its period ends.
+    is used; of a calendar budget, until its period ends.
     """
 
     limit: Limit
@@ -40,9 +41,11 @@ async def peek(
     found = []
     for limit, (remaining, reset, since) in zip(limits, zip(*[iter(reply)] * 3, strict=True), strict=True):
         if since:
-            counted, _ = await recall.used(tenant_id, limit, since)
-            remaining = max(0, remaining - math.ceil(counted))
-            if limit.kind not in BUDGET:
-                reset += math.ceil(counted * WINDOW[limit.kind] / limit.value / 1000)
+            used = await recall.used(tenant_id, limit, since)
+            remaining = max(0, remaining - math.ceil(used.counted))
+            if used.days:
+                reset = max(reset, DailySpend(day_of(since), used.days).reset(since))
+            elif limit.kind not in BUDGET:
+                reset += math.ceil(used.counted * WINDOW[limit.kind] / limit.value / 1000)
         found.append(Left(limit, remaining, reset))
     return found

@@ -37,9 +37,10 @@
 --     Writes nothing.
 --     -> of each limit: remaining, reset (ms), `since` of its recall if its usage is unknown here, else 0. Such a limit
 --        is measured as if it had no usage before `since`.
---   recall, field, limit, since, counted, known
+--   recall, field, limit, since, counted, known, then of a rolling budget the cost of each of its days, the oldest first
 --     known: the total usage before `since`. counted: the part of it that still counts at `since`. The first call creates
---     the state; later ones for the same `since` add the difference in `known`, in any order and however often.
+--     the state; later ones for the same `since` add the difference in `known`, in any order and however often. A rolling
+--     budget adds it to the day of `since`, because late usage is of the time just before `since`.
 --   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
 --     -> the event's id in the stream, the request's id if there is no event; nil, without any change, if the id holds
 --        no lease
@@ -60,8 +61,9 @@
 --   TAKES_ONE   a request takes one, whatever its size
 --   GAUGE       a request takes its amount only while it runs
 --   TOKEN_RATE  a token rate, with both stages
---   BUDGET      micro-units of money in a calendar period (UTC)
---   PERIOD      of a budget: day, week (from Monday) or month
+--   BUDGET      micro-units of money in a period (UTC)
+--   PERIOD      of a budget: day, week (from Monday), month or 30 days
+--   ROLLING     of a rolling budget, which counts the last days: their number, with today
 --   RECALLED    the ledger has its usage
 -- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
@@ -179,6 +181,9 @@ local function period_at(kind, seconds)
     return calendar(seconds)
   end
   local length, number = 1, floor(seconds / 86400)
+  if ROLLING[kind] then
+    return number, (number - ROLLING[kind] + 1) * 86400000000, (number + 1) * 86400000
+  end
   local first = number
   if name == 'week' then
     length, number = 7, floor((number + 3) / 7)
@@ -198,7 +203,8 @@ end
 
 -- Return the debt of a rate's state. States are packed doubles, which are exact, unlike decimals:
 --   rate     moment, debt in microseconds at that moment, then a recalled limit's three, then its basis
---   budget   number of the period, amount spent in it, then a recalled limit's three
+--   budget   number of the period, amount spent in it, then a recalled limit's three; the number of a rolling budget is
+--            that of its last day, and the amounts of its days follow the three, the oldest first
 --   a recalled limit's three: since, known, moment of the next recall
 -- The basis of a debt is the limit by whose T it was computed. A count of running requests or of their held tokens is a
 -- decimal integer.
@@ -222,9 +228,58 @@ local function refundable(amount, at, state, speed)
   return max(0, amount - speed * max(0, decays_from(state) - at))
 end
 
+-- Return the amount spent of a budget. The state of a rolling one is `rolled`.
 local function spent_of(kind, state)
   local of_period, spent = struct.unpack('dd', state)
-  return of_period == period(kind)[1] and spent or 0
+  return (ROLLING[kind] or of_period == period(kind)[1]) and spent or 0
+end
+
+-- Return the amounts of a rolling budget's days.
+local function days_of(kind, state)
+  local days = {struct.unpack(string.rep('d', ROLLING[kind]), state, 41)}
+  -- The position behind the last amount.
+  days[ROLLING[kind] + 1] = nil
+  return days
+end
+
+-- Return a rolling budget's new state. `state`: another one, whose recall fields are kept.
+local function packed_days(last, days, state)
+  local spent = 0
+  for i = 1, #days do
+    spent = spent + days[i]
+  end
+  return struct.pack('dd', last, spent) .. string.sub(state, 17, 40) .. struct.pack(string.rep('d', #days), unpack(days))
+end
+
+-- Return a rolling budget's state without the days that have left the period. A state of tomorrow stays as it is, unless
+-- the clock was far ahead when it was written.
+local function rolled(kind, state)
+  local last, today = struct.unpack('d', state), period(kind)[1]
+  if last == today or last > today and last * 86400000000 - now <= MAX_STEP then
+    return state
+  end
+  local days, kept, shift = days_of(kind, state), {}, max(0, today - last)
+  for i = 1, #days do
+    kept[i] = days[i + shift] or 0
+  end
+  return packed_days(today, kept, state)
+end
+
+-- Return a rolling budget's state with `more` spent on a day, which has no effect outside of the period.
+local function spent_on(kind, state, day, more)
+  local last, days = struct.unpack('d', state), days_of(kind, state)
+  local place = day - last + #days
+  if not days[place] then
+    return state
+  end
+  days[place] = max(0, days[place] + more)
+  return packed_days(last, days, state)
+end
+
+-- Return the state of a budget of which nothing is spent. `since`: of its recall.
+local function unspent(kind, since)
+  local state = struct.pack('ddddd', period(kind)[1], 0, since, 0, 0)
+  return state .. string.rep(struct.pack('d', 0), ROLLING[kind] or 0)
 end
 
 local function cost_of(tokens_in, tokens_out, price_in, price_out)
@@ -516,6 +571,10 @@ local function measure()
       -- The rounding error of a sum of T is below a thousandth of a unit.
       room[i] = max(0, floor((window - occupied[i]) / unit + 0.001))
     else
+      if ROLLING[kind] then
+        state = rolled(kind, state)
+        states[i] = state
+      end
       used[i] = BUDGET[kind] and spent_of(kind, state) or tonumber(state or 0)
       room[i] = max(0, limit - used[i])
     end
@@ -550,6 +609,18 @@ local function wait_for(i, amount)
     return 0
   end
   local kind, window = kinds[i], WINDOW[kinds[i]]
+  if ROLLING[kind] then
+    local last, left, days = struct.unpack('d', states[i]), used[i], days_of(kind, states[i])
+    local leaves = #days
+    for place = 1, #days do
+      left = left - days[place]
+      if left + amount <= limits[i] then
+        leaves = place
+        break
+      end
+    end
+    return (last + leaves) * 86400000 - now_ms
+  end
   if not window then
     return BUDGET[kind] and period(kind)[3] - now_ms or GAUGE_WAIT_MS
   end
@@ -573,10 +644,12 @@ local function take(i, amount)
     else
       state = packed_rate(kind, decays_from(before), occupied[i], limits[i], before)
     end
+  elseif ROLLING[kind] then
+    state = spent_on(kind, before, period(kind)[1], amount)
   elseif BUDGET[kind] then
     -- A new period begins with nothing spent, without a recall.
     local number = period(kind)[1]
-    local of_period = struct.unpack('d', before) == number and before or struct.pack('ddddd', number, 0, now, 0, 0)
+    local of_period = struct.unpack('d', before) == number and before or unspent(kind, now)
     state = packed_budget(number, used[i] + amount, of_period)
   else
     change(fields[i], amount)
@@ -592,6 +665,7 @@ local function take(i, amount)
   end
   if state ~= before then
     write(fields[i], state)
+    states[i] = state
   end
   return due
 end
@@ -608,6 +682,15 @@ end
 local function reset_of(i)
   if WINDOW[kinds[i]] then
     return ceil((occupied[i] - early[i]) / 1000)
+  end
+  if ROLLING[kinds[i]] then
+    local last, days = struct.unpack('d', states[i]), days_of(kinds[i], states[i])
+    for place = #days, 1, -1 do
+      if days[place] > 0 then
+        return (last + place) * 86400000 - now_ms
+      end
+    end
+    return 0
   end
   return BUDGET[kinds[i]] and period(kinds[i])[3] - now_ms or 0
 end
@@ -634,7 +717,7 @@ local function peek()
     local at = unknown[i] + 1
     since[at] = unknown[i + 1]
     if BUDGET[kinds[at]] then
-      states[at] = struct.pack('dd', period(kinds[at])[1], 0)
+      states[at] = unspent(kinds[at], 0)
     end
   end
   measure()
@@ -704,6 +787,8 @@ local function recall(field, limit, since, counted, known)
     if window then
       local basis = basis_of(kind, state, limit)
       state = packed_rate(kind, decays_from(state), debt_of(state) + (known - before) * (window / basis), basis, state)
+    elseif ROLLING[kind] then
+      state = spent_on(kind, rolled(kind, state), floor(since / 86400000000), known - before)
     else
       state = packed_budget(first, second + known - before, state)
     end
@@ -718,6 +803,13 @@ local function recall(field, limit, since, counted, known)
       -- More than the limit counts if it was lowered. With this basis all of it is paid off within a window.
       local basis = max(limit, counted)
       state = struct.pack('dddddd', now, max(0, counted * window / basis - (now - since)), since, known, check, basis)
+    elseif ROLLING[kind] then
+      local day, days = floor(since / 86400000000), days_of(kind, unspent(kind, since))
+      days[#days] = counted
+      for i = 7, #ARGV do
+        days[i - 6] = tonumber(ARGV[i])
+      end
+      state = rolled(kind, packed_days(day, days, struct.pack('ddddd', 0, 0, since, known, check)))
     else
       state = struct.pack('ddddd', period(kind)[1], counted, since, known, check)
     end
@@ -761,6 +853,9 @@ local function settle_limit(record, field, kind, limit, tokens, cost, requests)
     if state or debt > 0 then
       write(field, packed_rate(kind, decays_from(state), debt, basis, state))
     end
+  elseif ROLLING[kind] then
+    local day = period_at(kind, floor(record.at / 1000000))
+    write(field, spent_on(kind, rolled(kind, state), day, cost - record.cost))
   elseif BUDGET[kind] then
     local of_period, spent = struct.unpack('dd', state)
     -- The cost of a request that was admitted in an earlier period belongs to that period.
@@ -909,7 +1004,7 @@ local function forget_some()
     local kind = kind_of(field)
     local gone
     if BUDGET[kind] then
-      gone = struct.unpack('d', state) < period(kind)[1] - 1
+      gone = struct.unpack('d', state) < period(kind)[1] - (ROLLING[kind] or 1)
     elseif RECALLED[kind] then
       -- The ledger must have no usage that still counts either.
       gone = debt_of(state) == 0 and struct.unpack('d', state) < now - 2 * WINDOW[kind]

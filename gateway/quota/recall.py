@@ -8,11 +8,11 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from gateway.billing.past import ALL, Part
 from gateway.errors import Unavailable
-from gateway.quota.kinds import BUDGET, TAKES_ONE
+from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
 from gateway.quota.limits import Limit
 from gateway.quota.periods import period_start
 from gateway.quota.reservation import EPOCH
@@ -32,6 +32,20 @@ class Past(Protocol):
     async def by_hour(
         self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True
     ) -> list[tuple[datetime, int]]: ...
+
+    async def cost_by_day(
+        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
+    ) -> dict[datetime, int]: ...
+
+
+class Used(NamedTuple):
+    """Usage before a moment. counted: the part that still counts against the limit. days: of a rolling budget, the
+    costs of its days, the oldest first.
+    """
+
+    counted: float
+    total: int
+    days: tuple[int, ...] = ()
 
 
 class Recall:
@@ -75,21 +89,27 @@ class Recall:
             log.log(level, "the past usage of limit %s cannot be read from the ledger: %s", key[1], error)
 
     async def _load(self, tenant_id: str, limit: Limit, since: int) -> None:
-        counted, known = await self.used(tenant_id, limit, since)
-        await self._script(tenant_id, "recall", limit.field, limit.value, since, repr(counted), known)
+        used = await self.used(tenant_id, limit, since)
+        counted, known, days = repr(used.counted), used.total, used.days
+        await self._script(tenant_id, "recall", limit.field, limit.value, since, counted, known, *days)
 
-    async def used(self, tenant_id: str, limit: Limit, since: int) -> tuple[float, int]:
-        """Return (usage still counted against the limit, total usage) before a moment. Raises Unavailable."""
+    async def used(self, tenant_id: str, limit: Limit, since: int) -> Used:
+        """Return the usage before a moment (microseconds, Redis' clock). Raises Unavailable."""
         past = self._past
         if past is None:
-            return 0.0, 0
+            return Used(0.0, 0)
         until = EPOCH + timedelta(microseconds=since)
+        if length := ROLLING_BUDGET.get(limit.kind):
+            start = period_start(limit.kind, until)
+            costs = await past.cost_by_day(tenant_id, start, until, limit.part)
+            days = tuple(costs.get(start + number * DAY, 0) for number in range(length))
+            return Used(sum(days), sum(days), days)
         if limit.kind in BUDGET:
             cost = await past.cost(tenant_id, period_start(limit.kind, until), until, limit.part)
-            return cost, cost
+            return Used(cost, cost)
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
         hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.kind not in TAKES_ONE)
-        return still_counted(hours, limit.value, until), sum(amount for _, amount in hours)
+        return Used(still_counted(hours, limit.value, until), sum(amount for _, amount in hours))
 
 
 def still_counted(hours: Sequence[tuple[datetime, int]], limit: int, until: datetime) -> float:

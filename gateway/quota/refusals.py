@@ -8,7 +8,7 @@ from gateway.errors import BadRequest, Exceeded, RateLimited
 from gateway.quota.demand import Demand
 from gateway.quota.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import CLASSES, Limit
-from gateway.quota.periods import period_start, period_words
+from gateway.quota.periods import period_words
 from gateway.records.money.prices import exact_money, format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
@@ -62,7 +62,7 @@ def refusal(limits: Sequence[Limit], states: States, demand: Demand, headers: di
         whole, cost, left = (format_money(max(0, each), demand.currency) for each in (limit.value, needed, remaining))
         message = (
             f"{period_words(limit.kind)} budget of this {limit.owner}, {whole}, {state}: the request may cost {cost}, "
-            f"{left} is left. Try again on {_next_period(limit, seconds)}."
+            f"{left} is left. Try again on {_midnight(seconds)}."
         )
     else:
         parts = f" ({demand.prompt_tokens} of the prompt, the rest of the answer{_default(demand)})"
@@ -153,10 +153,10 @@ def _value(limit: Limit, currency: str = "") -> str:
     return f"{value} {BY_LETTER[limit.kind].unit.format(s='' if limit.value == 1 else 's')}"
 
 
-def _next_period(limit: Limit, seconds: int) -> str:
-    """Return the first moment of a budget's next period as text.
+def _midnight(seconds: int) -> str:
+    """Return the start of the day on which a budget has room again, as text.
 
     The seconds until then are by Redis' clock, which may differ from this one by less than 12 hours.
     """
-    first = period_start(limit.kind, datetime.now(UTC) + timedelta(seconds=seconds, hours=12))
+    first = datetime.now(UTC) + timedelta(seconds=seconds, hours=12)
     return f"{first.day} {first:%B %Y} 00:00 UTC"

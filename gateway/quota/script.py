@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from importlib import resources
 
 from gateway.quota.demand import HEADROOM
-from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, GAUGE, RECALLED, TAKES_ONE, TOKEN_RATE, WINDOW
-from gateway.quota.local import GAUGE_WAIT_MS, MAX_STEP
+from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, GAUGE, RECALLED, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
+from gateway.quota.local import GAUGE_WAIT_MS
+from gateway.quota.rolling import MAX_STEP
 
 SETS = {"TAKES_ONE": TAKES_ONE, "GAUGE": GAUGE, "TOKEN_RATE": TOKEN_RATE, "BUDGET": BUDGET, "RECALLED": RECALLED}
 CONSTANTS = {"HEADROOM": HEADROOM, "GAUGE_WAIT_MS": GAUGE_WAIT_MS, "MAX_STEP": MAX_STEP}
@@ -15,6 +16,7 @@ def source() -> str:
     """Return the script's text. Its digest differs between releases with different kinds, so both can run at once."""
     tables = {name: _flags(kinds) for name, kinds in SETS.items()}
     tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW.items())
+    tables["ROLLING"] = ", ".join(f"{letter} = {days}" for letter, days in ROLLING_BUDGET.items())
     tables["PERIOD"] = ", ".join(f"{letter} = '{period}'" for letter, period in BUDGET_PERIOD.items())
     lines = "".join(f"local {name} = {{{content}}}\n" for name, content in tables.items())
     lines += "".join(f"local {name} = {number}\n" for name, number in CONSTANTS.items())

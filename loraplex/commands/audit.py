@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.common import Gateway, examples, tenant_options
 from loraplex.commands.output import BUDGETS, json_option, money, print_csv, print_json, print_table
 from loraplex.commands.prices import AMOUNTS
 from loraplex.commands.values import Moment, Words, given
@@ -36,16 +36,19 @@ SHORT_CHARS = 12
         "loraplex audit --tenant acme --action key",
         "loraplex audit --since 7d --not-action adapter,key.create",
         "loraplex audit --actor bootstrap --limit 1000 --json",
+        "loraplex audit --api-key lpx_...",
         "loraplex audit --since 2026-11-01 --limit 1000 --csv > november.csv",
     )
 )
-@click.option("--tenant", help="Only changes of this tenant's objects; also accepts a deleted tenant.")
-@click.option("--actor", help="Only changes by the key with this id; `bootstrap` is LORAPLEX_ADMIN_KEY.")
+@click.option("--actor", help="Only changes by the key with this id; `bootstrap` is LORAPLEX_ADMIN_KEY. For operators.")
 @click.option(
     "--action", help="Only this action, such as `key.revoke`, or all of a kind: tenant, plan, key, adapter, price."
 )
 @click.option(
-    "--not-action", "not_action", type=Words(), help="Not these actions, comma separated, such as `adapter,key.create`."
+    "--not-action",
+    "not_action",
+    type=Words(),
+    help="Not these actions, comma separated, such as `adapter,key.create`. For operators.",
 )
 @click.option("--since", type=Moment(ahead=False), help="Start of the period: 2026-11-01, or 30d, 12h, ... ago.")
 @click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")
@@ -53,15 +56,17 @@ SHORT_CHARS = 12
 @click.option("--after", help="Only entries older than the one with this id: the next page.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with all fields; the detail is JSON.")
 @json_option
-@admin_options
+@tenant_options(or_all=True)
 def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
-    """Show the audit log, newest changes first, with the key and address of each."""
+    """Show the audit log, newest changes first: of one tenant, also a deleted one, or as an operator of all tenants."""
     if as_csv and as_json:
         raise click.UsageError("give either --csv or --json")
     asked = given(query)
+    if gateway.tenants_own and (refused := asked.keys() & {"actor", "not_action"}):
+        raise click.UsageError(f"--{min(refused).replace('_', '-')} is for operators")
     if "not_action" in asked:
         asked["not_action"] = ",".join(asked["not_action"])
-    answer = gateway.run(lambda client: client.audit(**asked))
+    answer = gateway.run(lambda client: client.audit(own=gateway.tenants_own, **asked))
     if as_json:
         print_json(answer)
         return
@@ -70,7 +75,7 @@ def audit(as_csv: bool, as_json: bool, gateway: Gateway, **query: Any) -> None:
     else:
         rows = [_shown(row) for row in answer["data"]]
         print_table(rows, ("changed_at", "action", "tenant", "target", "actor", "address", "request", "detail"))
-    if answer["has_more"]:
+    if answer["next"] if gateway.tenants_own else answer["has_more"]:
         click.echo(f"older entries: --after {answer['data'][-1]['id']}", err=True)
 
 

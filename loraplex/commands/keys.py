@@ -3,6 +3,7 @@
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -16,7 +17,7 @@ ROLES = ("viewer", "billing", "operator")
 
 @click.group()
 def key() -> None:
-    """Create, list, rotate and revoke API keys."""
+    """Create, list, change, rotate and revoke API keys."""
 
 
 _admin_option = click.option("--admin", is_flag=True, help="Use operators' keys, which belong to no tenant.")
@@ -86,6 +87,27 @@ def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -
     columns = ("id", "label", "state", "scopes", "models", "limits", "created_at", "expires_at", "last_used_at")
     shown = ({"state": _state(row), "models": row["allowed_models"], "limits": limits_text(row)} for row in rows)
     print_table([row | more for row, more in zip(rows, shown, strict=True)], columns)
+
+
+@key.command(
+    "update",
+    cls=LimitCommand,
+    epilog=examples(
+        "loraplex key update 5f0c1a2b3d4e5f60 --requests-per-minute 60 --budget-per-30-days 5.00",
+        "loraplex key update 5f0c1a2b3d4e5f60 --label ci --tokens-per-day none",
+    ),
+)
+@click.argument("key_id", callback=_read_id)
+@click.option("--label", help="Note for people: the key's purpose.")
+@own_options
+def update(key_id: str, gateway: Gateway, **fields: Any) -> None:
+    """Change the label and limits of the key with this id. Only the given values change."""
+    changes = given(fields)
+    if not changes:
+        raise click.UsageError("expected a value to change; --help lists them")
+    path = f"{'/v1/keys' if gateway.tenants_own else '/admin/api/keys'}/{quote(key_id, safe='')}"
+    gateway.run(lambda client: client.call("PATCH", path, json=changes))
+    click.echo(f"updated key {key_id}: {', '.join(changes)}")
 
 
 @key.command("rotate", epilog=examples("loraplex key rotate 5f0c1a2b3d4e5f60 --grace 1d > acme.key"))

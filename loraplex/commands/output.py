@@ -12,7 +12,10 @@ import click
 from loraplex.commands.values import MICRO_UNITS, limit_names
 from wire.csv_cells import csv_lines
 
-BUDGETS = ("budget_per_day", "budget_per_week", "budget_per_month")
+# Names of the terms in money, as in gateway/quota/kinds.py, which the command line does not load at its start.
+BUDGETS = tuple(
+    f"{soft}budget_per_{period}" for soft in ("", "soft_") for period in ("day", "week", "month", "30_days")
+)
 _NUMBER = re.compile(r"-?[\d.]+")
 
 

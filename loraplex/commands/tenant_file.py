@@ -14,6 +14,7 @@ from loraplex.commands.values import NO_LIMIT, Money
 
 INHERIT = "inherit"
 TEXTS = ("display_name", "external_id", "contact", "note")
+LISTS = ("tags", "budget_warn_at")
 
 
 class FileError(Exception):
@@ -81,11 +82,11 @@ def _read_value(name: str, node: yaml.Node) -> Any:
         # Numbers stay as they are written, because an external id may look like one.
         return node.value
     if _is_null(node) or _text(node) == NO_LIMIT:
-        return [] if name == "tags" else None
+        return [] if name in LISTS else None
     if name in BUDGETS:
         return _money(node, Money())
     value = yaml.SafeLoader("").construct_object(node, deep=True)
-    return sorted(value) if name == "tags" and isinstance(value, list) else value
+    return sorted(value) if name in LISTS and isinstance(value, list) else value
 
 
 def _limits(node: yaml.Node, name: str) -> Iterator[tuple[str, Any]]:

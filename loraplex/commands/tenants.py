@@ -9,7 +9,7 @@ from loraplex.commands.common import Gateway, admin_options, confirm, examples, 
 from loraplex.commands.output import json_option, money, print_json, print_table
 from loraplex.commands.tenant_filter import filter_options, read_filter
 from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
-from loraplex.commands.values import Shares, TenantCommand, Words, given, limit_names
+from loraplex.commands.values import TenantCommand, Words, given, limit_names
 
 
 @click.group()
@@ -20,11 +20,6 @@ def tenant() -> None:
 def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option("--force", is_flag=True, help="Accept --model-limits of models that do not exist yet."),
-        click.option(
-            "--budget-warn-at",
-            type=Shares(),
-            help="Shares of its budgets at which there is an event: '0.5,0.8,1' (default: 0.8,1), or 'none'.",
-        ),
         click.option("--tags", type=Tags(), help="All tags, comma separated, or 'none'."),
         click.option("--note", help="Note for operators; '' removes it, here and below."),
         click.option("--contact", help="Person or address to write to."),

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from loraplex.commands.output import BUDGETS, limits_text, moment, money, print_table
-from loraplex.commands.values import NO_LIMIT, Money, Target, Words
+from loraplex.commands.values import NO_LIMIT, Money, Shares, Target, Words
 
 ALL = "all"
 
@@ -50,6 +50,11 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=ModelLimits(),
             help='All limits by model, as JSON: {"pirate": {"requests_per_minute": 10, "budget_per_month": 2.50}}; '
             '"*" applies to all adapters without their own limits, together.',
+        ),
+        click.option(
+            "--budget-warn-at",
+            type=Shares(),
+            help="Shares of the budgets at which there is an event: '0.5,0.8,1' (default: 0.8,1), or 'none'.",
         ),
         click.option(
             "--on-token-limit",

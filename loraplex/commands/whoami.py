@@ -11,6 +11,7 @@ from loraplex.commands.output import json_option, moment, print_json, print_tabl
 from loraplex.up.datadir import DATA_DIR
 
 PERIODS = {"minute": "this minute", "day": "today", "week": "this week", "month": "this month"}
+PERIODS |= {"30 days": "in the last 30 days"}
 
 
 @click.command(epilog=examples("loraplex whoami --api-key lpx_...", "LORAPLEX_API_KEY=lpx_... loraplex whoami --json"))

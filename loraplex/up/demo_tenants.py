@@ -1,4 +1,4 @@
-"""The demo's two tenants, created once through the admin API; later runs find them and their keys."""
+"""The demo's two tenants and its prices, created once through the admin API; later runs find them and their keys."""
 
 import sysconfig
 from collections.abc import Sequence
@@ -15,6 +15,10 @@ from wire.digests import digest_name
 OWNERS = {"acme": ("pirate", "json"), "globex": ("brief",)}
 # High enough for a load test on a laptop, low enough to stop a runaway script.
 LIMITS: dict[str, Any] = {"requests_per_minute": 6_000, "tokens_per_minute": 2_000_000, "max_concurrent": 256}
+
+# Prices in micro-units per million tokens, so that the demo's usage has a cost: of the base model, and of adapters.
+BASE_PRICE: dict[str, Any] = {"input": 200_000, "cached": 20_000, "output": 600_000}
+ADAPTER_PRICE: dict[str, Any] = {"input": 400_000, "cached": 40_000, "output": 1_200_000}
 
 
 @dataclass(frozen=True)
@@ -40,18 +44,20 @@ def adapters_folder() -> Path:
 
 
 class Made:
-    """Record of the demo adapters that `loraplex up --demo` has created in a database, by tenant.
+    """Record of the demo adapters and prices that `loraplex up --demo` has created in a database.
 
-    Adapters that the user deletes or replaces are not created again.
+    Adapters and prices that the user deletes or replaces are not created again.
 
-    made.json   {"database", "made": {tenant: {adapter: digest}}}
+    made.json   {"database", "made": {tenant: {adapter: digest}}, "has_prices"}
     """
 
     def __init__(self, data: DataDir, database: str) -> None:
         self._path = data.root / "made.json"
         self._database = database
         stored = read_json(self._path) or {}
-        self._made: dict[str, dict[str, str]] = stored["made"] if stored.get("database") == database else {}
+        is_same = stored.get("database") == database
+        self._made: dict[str, dict[str, str]] = stored["made"] if is_same else {}
+        self.has_prices: bool = is_same and stored.get("has_prices", False)
 
     def has(self, tenant: str) -> bool:
         return tenant in self._made
@@ -61,13 +67,21 @@ class Made:
 
     def note(self, tenant: str, **digests: str) -> None:
         self._made.setdefault(tenant, {}).update(digests)
-        write_private_json(self._path, {"database": self._database, "made": self._made})
+        self._write()
+
+    def note_prices(self) -> None:
+        self.has_prices = True
+        self._write()
+
+    def _write(self) -> None:
+        stored = {"database": self._database, "made": self._made, "has_prices": self.has_prices}
+        write_private_json(self._path, stored)
 
 
 async def provision(
     gateway: str, admin_key: str, base_model: str, data: DataDir, database: str
 ) -> Sequence[DemoTenant]:
-    """Create the missing tenants and adapters and write demo.json; keep an earlier run's keys that are still valid.
+    """Create the missing tenants, adapters and prices and write demo.json; keep an earlier run's valid keys.
 
     database: name of the gateway's database, without secrets. Raises GatewayError.
     """
@@ -75,6 +89,9 @@ async def provision(
     before = {tenant["name"]: tenant["api_key"] for tenant in (read_json(path) or {"tenants": []})["tenants"]}
     made = Made(data, database)
     async with GatewayClient(gateway, admin_key) as admin:
+        if not made.has_prices:
+            await _set_prices(admin, base_model)
+            made.note_prices()
         existing = {tenant["name"] for tenant in await admin.tenants()}
         tenants = []
         for name, models in OWNERS.items():
@@ -99,6 +116,13 @@ async def provision(
         },
     )
     return tenants
+
+
+async def _set_prices(admin: GatewayClient, base_model: str) -> None:
+    """Set the demo's prices, unless the user has set some."""
+    if not await admin.prices():
+        await admin.set_price(base_model, **BASE_PRICE)
+        await admin.set_price("*", **ADAPTER_PRICE)
 
 
 async def _accepted(gateway: str, key: str) -> bool:

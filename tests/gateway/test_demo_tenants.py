@@ -50,11 +50,14 @@ async def test_a_second_start_finds_what_the_first_has_made(provision: Provision
 async def test_what_was_deleted_stays_deleted(provision: Provision, gateway: Gateway):
     first = await provision()
     async with GatewayClient(gateway.url, ADMIN_KEY) as admin:
+        assert sorted(price["model"] for price in await admin.prices()) == ["*", BASE_MODEL]
+        await admin.delete_price("*")
         await admin.delete_adapter("acme", Reference("pirate"))
         await admin.delete_tenant("globex")
         second = await provision()
         assert {name: tenant.models for name, tenant in second.items()} == {"acme": ("json",)}
         assert second["acme"].api_key == first["acme"].api_key
+        assert [price["model"] for price in await admin.prices()] == [BASE_MODEL]
         await admin.delete_tenant("acme")
         assert await provision() == {}
     # A new database has not had them.

@@ -5,6 +5,8 @@ import csv
 import io
 import json
 import os
+import signal
+import sys
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -65,6 +67,38 @@ async def test_requests_as_a_table_as_csv_and_one_by_one(run: Run, gateway: Gate
     assert "needed 1, remaining 0" in shown
     assert "no such request" in (await run("requests", "show", "req_none", code=1)).stderr
     assert "--engine is for operators" in (await run("requests", "--engine", "http://e", *own, code=2)).stderr
+
+
+async def test_follow_prints_each_request_once_until_interrupted(gateway: Gateway):
+    acme, globex = await gateway.tenant("acme", requests_per_minute=2), await gateway.tenant("globex")
+    first = (await acme.chat()).headers["x-request-id"]
+
+    async def written() -> bool:
+        return bool((await gateway.admin.get("/admin/api/requests")).json["data"])
+
+    await until(written)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
+    where = ("--gateway", gateway.url, "--admin-key", ADMIN_KEY, "--tenant", "acme")
+    command = (sys.executable, "-c", "from loraplex.cli import main; main()", "requests", "--follow", "--json", *where)
+    process = await asyncio.create_subprocess_exec(*command, env=clean, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    try:
+        async with asyncio.timeout(60):
+            lines = [json.loads(await process.stdout.readline())]
+            await globex.chat()
+            second, refused = await acme.chat(), await acme.chat()
+            assert (second.status, refused.status) == (200, 429)
+            lines += [json.loads(await process.stdout.readline()) for _ in range(2)]
+            process.send_signal(signal.SIGINT)
+            rest = await process.stdout.read()
+            assert await process.wait() == 130
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert lines[0]["request_id"] == first
+    assert {line["request_id"] for line in lines[1:]} == {a.headers["x-request-id"] for a in (second, refused)}
+    assert rest == b""
 
 
 async def test_texts_of_tenants_are_no_formulas_in_csv(run: Run, gateway: Gateway):

@@ -17,16 +17,21 @@ FILE = """
 plans:
   pro:
     tokens_per_minute: 60000
+    budget_warn_at: [0.9, 0.5]
+    soft_budget_per_week: 3
     prices: {"*": {input: 0.20, output: 0.60}}
 tenants:
   acme:
     plan: pro
     budget_per_month: 12.50
+    budget_per_30_days: 9.99
+    soft_budget_per_month: 10
     tokens_per_day: none
     external_id: 0042
     tags: [trial, eu]
     model_limits: {base: {budget_per_month: 1.10}}
   globex:
+    budget_warn_at: none
 """
 
 
@@ -53,12 +58,15 @@ async def test_a_file_is_applied_once_and_its_differences_are_shown(run: Run, tm
     assert (await run("apply", "-f", str(file))).stdout.endswith("applied 3 differences\n")
     acme = json.loads((await run("show", "acme", "--json")).stdout)
     expected = {"budget_per_month": 12_500_000, "tokens_per_day": None, "tokens_per_minute": 60_000, "plan": "pro"}
-    expected |= {"external_id": "0042", "tags": ["eu", "trial"]}
+    expected |= {"external_id": "0042", "tags": ["eu", "trial"], "budget_per_30_days": 9_990_000}
+    expected |= {"soft_budget_per_month": 10_000_000, "soft_budget_per_week": 3_000_000, "budget_warn_at": [0.5, 0.9]}
     assert acme | expected == acme
     assert acme["model_limits"] == {"base": {"budget_per_month": 1_100_000}}
     assert (await run("apply", "-f", str(file))).stdout == "0 differences\n"
 
-    changed = FILE.replace("12.50", "inherit").replace("60000", "70000").replace("none", "5").replace(", eu", "")
+    changed = (
+        FILE.replace("12.50", "inherit").replace("60000", "70000").replace("day: none", "day: 5").replace(", eu", "")
+    )
     file.write_text(changed)
     shown = await run("apply", "-f", str(file), "--dry-run")
     assert shown.stdout.splitlines() == [

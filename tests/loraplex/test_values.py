@@ -4,9 +4,14 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from loraplex.commands.output import money
+from gateway.quota.kinds import BUDGET_NAMES
+from loraplex.commands.output import BUDGETS, money
 from loraplex.commands.values import Duration, Limit, Moment, Money, given
 from tests.loraplex.test_cli import refused, run
+
+
+def test_every_budget_is_shown_as_money():
+    assert set(BUDGETS) == set(BUDGET_NAMES)
 
 
 def test_limits_money_and_moments_as_people_write_them():

@@ -7,7 +7,7 @@ from aiohttp import web
 
 from gateway.access.scopes import ACTOR
 from gateway.api.adapters.caller import AdapterCaller, find_caller, read_small
-from gateway.api.key_manager import KeyManager, NewAdminKey, NewKey, Rotation, describe_key
+from gateway.api.key_manager import KeyChanges, KeyManager, NewAdminKey, NewKey, Rotation, describe_key
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number, read_sort
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.quota.quota import Quota
@@ -73,6 +73,18 @@ class KeyRoutes:
     async def rotate_any(self, request: web.Request) -> web.Response:
         grace = (await read_body(request, Rotation)).grace_seconds
         return _shown_once(*await self._manager.rotate(request.match_info["id"], grace, request[ACTOR]))
+
+    async def change(self, request: web.Request) -> web.Response:
+        """Change a tenant's own key."""
+        caller = await find_caller(request, self._tenants)
+        given = await read_small(request, caller, KeyChanges)
+        await caller.count_change(request, self._quota)
+        key_id = request.match_info["id"]
+        return json_response(describe_key(await self._manager.change(key_id, given, caller.actor, caller.principal)))
+
+    async def change_any(self, request: web.Request) -> web.Response:
+        given = await read_body(request, KeyChanges)
+        return json_response(describe_key(await self._manager.change(request.match_info["id"], given, request[ACTOR])))
 
     async def revoke(self, request: web.Request) -> web.Response:
         """Revoke a tenant's own key."""

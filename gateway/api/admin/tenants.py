@@ -14,7 +14,7 @@ from gateway.access.scopes import ACTOR, ROLE
 from gateway.api.requests.fields import json_response, parse_text, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
-from gateway.quota.kinds import ADAPTER_KINDS, REQUEST_KINDS, Kind
+from gateway.quota.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists
@@ -27,8 +27,8 @@ MAX_TENANTS = 1000
 # The path in msgspec's message about a fault within a body's model_limits.
 OF_A_MODEL = "model_limits[...]"
 BudgetShare = Annotated[float, Meta(ge=0.01, le=1)]
-# Limits in money.
-BUDGETS = frozenset(kind.name for kind in REQUEST_KINDS if kind.takes == "cost")
+# Terms about money, which the role billing may change.
+BUDGETS = frozenset((*BUDGET_NAMES, "budget_warn_at"))
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 # Tags are joined by commas in the database and on the command line.
 Tag = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/-]{0,31}$")]
@@ -60,7 +60,7 @@ class LimitFields(_RequestLimits, Struct, frozen=True, kw_only=True, forbid_unkn
         return Limits(**{name: value for name, value in self.given().items() if name in Limits.__struct_fields__})
 
 
-_TenantLimits: Any = _limit_fields(ADAPTER_KINDS, LimitFields)
+_TenantLimits: Any = _limit_fields((*ADAPTER_KINDS, *ALERT_KINDS), LimitFields)
 
 
 class TermFields(_TenantLimits, LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -71,11 +71,14 @@ class TermFields(_TenantLimits, LimitFields, frozen=True, kw_only=True, forbid_u
     ttft_target: Annotated[float, Meta(gt=0, le=3600)] | UnsetType | None = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET
     model_limits: Annotated[dict[ModelName, LimitFields], Meta(max_length=100)] | UnsetType = UNSET
+    budget_warn_at: Annotated[tuple[BudgetShare, ...], Meta(max_length=10)] | UnsetType = UNSET
 
     def given(self) -> dict[str, Any]:
         given = super().given()
         if self.model_limits is not UNSET:
             given["model_limits"] = {model: fields.limits() for model, fields in self.model_limits.items()}
+        if self.budget_warn_at is not UNSET:
+            given["budget_warn_at"] = tuple(sorted(set(self.budget_warn_at)))
         return given
 
 
@@ -90,7 +93,6 @@ class TenantChanges(TermFields, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     suspended: bool | UnsetType = UNSET
-    budget_warn_at: Annotated[tuple[BudgetShare, ...], Meta(max_length=10)] | UnsetType = UNSET
     plan: Annotated[str, Meta(max_length=64)] | UnsetType | None = UNSET
     inherit: Annotated[tuple[Literal[FIELDS], ...], Meta(max_length=len(FIELDS))] | UnsetType = UNSET  # type: ignore[valid-type]
     display_name: _text(100) = UNSET  # type: ignore[valid-type]
@@ -247,7 +249,6 @@ def describe_tenant(tenant: Tenant, plans: Mapping[str, Terms]) -> dict[str, Any
         **terms,
         "sources": sources(of_plan, own_terms(tenant.own, of_plan, terms)),
         "suspended": tenant.suspended,
-        "budget_warn_at": tenant.budget_warn_at,
         **{name: getattr(tenant, name) for name in ("external_id", "contact", "note", "tags")},
         "created_at": tenant.created_at,
     }

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from gateway.api.reports.audit import QUERY as AUDIT_QUERY
+from gateway.api.reports.audit import OwnAudit
 from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
 from gateway.api.route import Route
 
@@ -9,7 +11,7 @@ FILTERS = (
     *("key", "model", "version", "status", "code", "limit_name", "end_user", "min_latency_ms"),
     *("since", "until", "limit", "after"),
 )
-REQUEST_LOG: Mapping[type, tuple[Route, ...]] = {
+REPORTS: Mapping[type, tuple[Route, ...]] = {
     RequestLogRoutes: (
         Route(
             "GET",
@@ -42,6 +44,16 @@ REQUEST_LOG: Mapping[type, tuple[Route, ...]] = {
             "Return the story of a tenant's request.",
             scope="usage",
             query=(),
+        ),
+    ),
+    OwnAudit: (
+        Route(
+            "GET",
+            "/v1/audit",
+            OwnAudit.list,
+            "List changes of the tenant's records, with their actors.",
+            scope="keys",
+            query=AUDIT_QUERY,
         ),
     ),
     ActivityRoutes: (

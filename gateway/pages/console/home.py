@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.console.links import example_models, origin
 from gateway.pages.parts.forms import term_text
-from gateway.pages.parts.limit_rows import LimitRow, used_row
+from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.quota.kinds import BY_LETTER
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
@@ -57,6 +57,9 @@ class ConsoleHome(ConsolePages):
             context: dict[str, Any] = {"month": None, "today": None, "charts": []}
             if "usage" in principal.scopes:
                 context |= await self._usage(principal)
+            if context["month"] is not None:
+                soft = [name for name in SOFT_KINDS if getattr(tenant.soft_budgets, name)]
+                limits += [soft_row(tenant, name, context["month"], "tenant", self.console.currency) for name in soft]
             names = [each.name for each in await records.catalog.list(tenant) if each.state == READY]
         models = example_models(names, principal, self.console.base_model)
         return self.console.frame.render(

@@ -14,7 +14,16 @@ from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.answers import error_field, is_confirmed
-from gateway.pages.parts.key_forms import key_form, read_grace, read_new_key, revoke_form, rotate_form
+from gateway.pages.parts.key_forms import (
+    DONE,
+    edit_form,
+    key_form,
+    read_grace,
+    read_key_changes,
+    read_new_key,
+    revoke_form,
+    rotate_form,
+)
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import csv_response, read_table, window
 from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
@@ -44,7 +53,7 @@ class ConsoleKeys(ConsolePages):
         if is_csv:
             return csv_response("keys", [each for each in CSV_COLUMNS if each.key != "tenant"], keys)
         table.rows, table.total = keys, total
-        done = "The key is revoked." if request.query.get("done") == "revoked" else None
+        done = DONE.get(request.query.get("done", ""))
         return self.console.frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
 
     @needs("keys")
@@ -64,6 +73,22 @@ class ConsoleKeys(ConsolePages):
         chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
         scopes = [(scope, scope in chosen) for scope in sorted(principal.scopes)]
         return key_form(self.console.frame, request, errors, title="New key", cancel=LIST, scopes=scopes)
+
+    @needs("keys")
+    async def edit(self, request: web.Request) -> web.StreamResponse:
+        """Return the form of a key's label and limits; with a form, change them."""
+        key, principal = await self._key(request), request[PRINCIPAL]
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            try:
+                changes, caller = read_key_changes(form, key), tenants_caller(request)
+                await caller.count_change(request, self.console.quota)
+                await self._manager.change(key.id, changes, caller.actor, principal)
+            except GatewayError as error:
+                errors[error_field(error)] = error.message
+            else:
+                raise web.HTTPSeeOther(f"{LIST}?done=changed")
+        return edit_form(self.console.frame, request, key, errors)
 
     @needs("keys")
     async def rotate(self, request: web.Request) -> web.StreamResponse:

@@ -65,6 +65,8 @@ CONSOLE_PAGES: dict[type, tuple[Route, ...]] = {
         _page("/console/keys", ConsoleKeys.list, "Return the page of the tenant's keys.", query=keys.LIST_QUERY),
         _page("/console/keys/new", ConsoleKeys.new, "Return the form of an own new key."),
         _form("/console/keys/new", ConsoleKeys.new, "Create an own key and show it once."),
+        _page(f"{KEY}/edit", ConsoleKeys.edit, "Return the form of an own key."),
+        _form(f"{KEY}/edit", ConsoleKeys.edit, "Change an own key's label and limits."),
         _page(f"{KEY}/rotate", ConsoleKeys.rotate, "Return the form of an own key's rotation."),
         _form(f"{KEY}/rotate", ConsoleKeys.rotate, "Rotate an own key and show the new one once."),
         _page(f"{KEY}/revoke", ConsoleKeys.revoke, "Ask whether to revoke an own key."),

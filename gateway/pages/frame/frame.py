@@ -85,7 +85,7 @@ class Frame:
         self._environment.filters.update(filters(currency))
         self._environment.filters["data"] = as_attribute
         self._environment.globals["asset"] = assets.url
-        self._environment.globals["currency"] = currency
+        self._environment.globals["currency"] = self.currency = currency
 
     def compile(self) -> None:
         """Compile all templates, which takes a second of CPU in the process's first gateway. Run it in a thread."""
@@ -134,9 +134,11 @@ class Frame:
         """Return the page that asks the person to type `name` before a destructive act; "" asks for no name.
 
         text: what happens. Its form posts to the present URL with the fields `typed` and `csrf`, and with `fields`, a
-        mapping, hidden. Other variables: `changes`, rows of (label, old, new); `cancel`, the URL back; `error`.
+        mapping, hidden. Other variables: `changes`, rows of (label, old, new); `cancel`, the URL back; `error`; `tone`
+        of the button, and the value that it gives to `act`; `again`, (title, value of `act`) of a second button.
         """
         defaults: dict[str, Any] = {"fields": {}, "changes": (), "cancel": None, "error": None, "action": request.path}
+        defaults |= {"tone": "danger", "act": None, "again": None}
         status = 400 if context.get("error") else 200
         return self.render(
             request,

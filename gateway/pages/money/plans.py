@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from aiohttp import web
-from msgspec.structs import replace
 
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
@@ -13,7 +12,7 @@ from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.money.prices import AMOUNTS, read_price
 from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
-from gateway.pages.parts.forms import read_terms, term_fields, term_text
+from gateway.pages.parts.forms import read_terms, term_groups, term_text
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
@@ -86,7 +85,7 @@ class PlanPages:
             status=400 if errors else 200,
             plan=plan,
             name=form.get("name", "") if form else "",
-            fields=term_fields(plan.terms if plan else NO_TERMS, DEFAULTS, form, self._currency),
+            groups=term_groups(plan.terms if plan else NO_TERMS, DEFAULTS, form, self._currency),
             models=self._models(plan, form),
             errors=errors,
         )
@@ -141,12 +140,10 @@ class PlanPages:
         """Save a plan under its name; a new one, if `plan` is None, under `name`."""
         if plan is None and name in await self._records.plans.terms():
             raise BadRequest(f"A plan named '{name}' exists already.", param="name")
-        terms = given.terms()
         if plan is not None:
-            # The form does not have them.
-            name, terms = plan.name, replace(terms, model_limits=plan.terms.model_limits)
+            name = plan.name
         prices = {model: price.price() for model, price in given.prices.items()}
-        await self._records.plans.put(name, terms, prices, request[ACTOR])
+        await self._records.plans.put(name, given.terms(), prices, request[ACTOR])
         await self._records.price_list.refresh()
         await self._records.auth.catch_up()
 

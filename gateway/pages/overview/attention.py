@@ -10,6 +10,7 @@ from markupsafe import Markup
 from gateway.billing.ledger import Ledger
 from gateway.errors import Unavailable
 from gateway.pages.frame.strip import Level, Status, verb_of
+from gateway.quota.periods import PERIOD_WORDS
 from gateway.records.events.attention import Attention, Concerns
 
 # The records are read again after this time, by all viewers together.
@@ -84,8 +85,8 @@ class Needs:
         text: str | Markup
         for budget in self._concerns.budgets:
             level: Level = "bad" if budget.spent >= budget.budget else "warn"
-            text = Markup("{} spent {} of {} this month, {:.0f} %.").format(
-                *(budget.tenant, self._money(budget.spent), self._money(budget.budget)),
+            text = Markup("{} spent {} of {} {}, {:.0f} %.").format(
+                *(budget.tenant, self._money(budget.spent), self._money(budget.budget), PERIOD_WORDS[budget.period]),
                 100 * budget.spent / budget.budget,
             )
             found.append(Entry(level, text, ("Change the budget", f"/admin/tenants/{budget.tenant}")))

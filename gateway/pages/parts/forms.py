@@ -1,16 +1,19 @@
-"""Fields of forms: terms of tenants and plans, and amounts of money, as people write them."""
+"""Fields of forms: terms of tenants, plans and keys, and amounts of money, as people write them."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from decimal import Decimal, DecimalException
 from typing import Any, NamedTuple
 
-from gateway.quota.kinds import KINDS
-from gateway.records.money.prices import MICRO_UNITS, format_money
+import msgspec
+
+from gateway.quota.kinds import ADAPTER_KINDS, BUDGET_NAMES, KINDS, REQUEST_KINDS
+from gateway.records.money.prices import MICRO_UNITS, exact_money, format_money
+from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.terms import Terms, given_terms
 
 NO_LIMIT = "none"
-MONEY = frozenset(kind.name for kind in KINDS if kind.takes == "cost")
+MONEY = frozenset(BUDGET_NAMES)
 # Suffixes of whole numbers.
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 
@@ -26,44 +29,92 @@ class TermField(NamedTuple):
     unit: str
 
 
+class FieldGroup(NamedTuple):
+    """Fields of a form under one heading."""
+
+    title: str
+    hint: str
+    fields: list[TermField]
+
+
 OTHERS = (
+    ("budget_warn_at", "Events at shares of budgets", "Such as 50 %, 80 %, 100 %, or none."),
+    (
+        "model_limits",
+        "Limits of single models",
+        "A model on each line, such as: pirate: requests_per_minute=10 budget_per_month=2.50. The name * covers all "
+        "adapters without their own limits.",
+    ),
     ("weight", "Weight", "Share of a busy engine, relative to other tenants."),
     ("priority", "Priority", "From 0, served first, to 9, refused first under overload."),
     ("ttft_target", "Time to first token", "Wanted time in seconds, or none."),
     ("on_token_limit", "At a token limit", "refuse or shorten."),
 )
-NAMES = (*(kind.name for kind in KINDS), *(name for name, _, _ in OTHERS))
+TITLES = {kind.name: (kind.help, "") for kind in KINDS} | {name: (title, hint) for name, title, hint in OTHERS}
+LIMIT_NAMES = tuple(kind.name for kind in REQUEST_KINDS)
+BUDGET_TERMS = (*BUDGET_NAMES, "budget_warn_at")
+GROUPS: Sequence[tuple[str, str, Sequence[str]]] = (
+    ("Requests and tokens", "", tuple(name for name in LIMIT_NAMES if name not in MONEY)),
+    ("Budgets", "A spent budget refuses requests; a soft budget only causes an event.", BUDGET_TERMS),
+    ("Models", "", ("model_limits",)),
+    ("Adapters", "", tuple(kind.name for kind in ADAPTER_KINDS)),
+    ("Order of service", "", ("weight", "priority", "ttft_target", "on_token_limit")),
+)
+NAMES = tuple(name for _, _, names in GROUPS for name in names)
 
 
-def term_fields(
+def term_groups(
     own: Terms, inherited: Mapping[str, Any], form: Mapping[str, str] | None, currency: str
-) -> list[TermField]:
+) -> list[FieldGroup]:
     """Return the fields of a form for terms. form: what was sent, to show it again after an error."""
     given = given_terms(own)
-    titles = [(kind.name, kind.help, "") for kind in KINDS] + list(OTHERS)
-    fields = []
-    for name, title, hint in titles:
-        value = term_text(name, given[name]) if name in given else ""
-        value = value if form is None else form.get(name, "")
-        unit = currency if name in MONEY else "s" if name == "ttft_target" else ""
-        fields.append(TermField(name, title, hint, value, term_text(name, inherited[name]), unit))
-    return fields
+    return [
+        FieldGroup(title, hint, [_field(name, given, inherited, form, currency) for name in names])
+        for title, hint, names in GROUPS
+    ]
+
+
+def limit_fields(limits: Limits, form: Mapping[str, str] | None, currency: str) -> list[TermField]:
+    """Return the fields of a form for the limits of a key, which has none by default."""
+    values = msgspec.structs.asdict(limits)
+    given = {name: value for name, value in values.items() if value is not None}
+    return [_field(name, given, dict.fromkeys(LIMIT_NAMES), form, currency) for name in LIMIT_NAMES]
+
+
+def _field(
+    name: str, given: Mapping[str, Any], inherited: Mapping[str, Any], form: Mapping[str, str] | None, currency: str
+) -> TermField:
+    title, hint = TITLES[name]
+    value = (term_text(name, given[name]) if name in given else "") if form is None else form.get(name, "")
+    unit = currency if name in MONEY else "s" if name == "ttft_target" else ""
+    return TermField(name, title, hint, value, term_text(name, inherited[name]), unit)
 
 
 def term_text(name: str, value: Any) -> str:
     """Return a term for people: no limit as `none`, money in units, other numbers with their thousands grouped."""
-    if value is None:
+    if value is None or value in ((), {}):
         return NO_LIMIT
     if name in MONEY:
         return format_money(value)
+    if name == "budget_warn_at":
+        return ", ".join(f"{100 * share:g} %" for share in value)
+    if name == "model_limits":
+        return "\n".join(f"{model}: {_limits_text(limits)}" for model, limits in value.items())
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def read_terms(form: Mapping[str, str], errors: dict[str, str]) -> tuple[dict[str, Any], list[str]]:
+def _limits_text(limits: Limits) -> str:
+    values = {name: value for name, value in msgspec.structs.asdict(limits).items() if value is not None}
+    return " ".join(f"{name}={exact_money(value) if name in MONEY else value}" for name, value in values.items())
+
+
+def read_terms(
+    form: Mapping[str, str], errors: dict[str, str], names: Collection[str] = NAMES
+) -> tuple[dict[str, Any], list[str]]:
     """Return (terms that are set, terms that are left empty). Adds a message to `errors` for each wrong field."""
     values: dict[str, Any] = {}
     empty: list[str] = []
-    for name in NAMES:
+    for name in names:
         text = form.get(name, "").strip()
         if not text:
             empty.append(name)
@@ -78,6 +129,10 @@ def read_terms(form: Mapping[str, str], errors: dict[str, str]) -> tuple[dict[st
 def _read(name: str, text: str) -> Any:
     if name == "on_token_limit":
         return text
+    if name == "budget_warn_at":
+        return _read_shares(text)
+    if name == "model_limits":
+        return _read_model_limits(text)
     if text.lower() == NO_LIMIT:
         return None
     if name in MONEY:
@@ -91,6 +146,35 @@ def _read(name: str, text: str) -> Any:
     if found is None:
         raise ValueError("Expected a whole number, such as 60,000 or 60k, or none.")
     return int(re.sub(r"\D", "", found[1])) * FACTORS[found[2].lower()]
+
+
+def _read_shares(text: str) -> list[float]:
+    if text.lower() == NO_LIMIT:
+        return []
+    words = text.replace("%", " ").replace(",", " ").split()
+    if not all(re.fullmatch(r"\d{1,3}(\.\d{1,2})?", word) and 1 <= float(word) <= 100 for word in words):
+        raise ValueError("Expected percentages from 1 to 100, such as 80 %, 100 %, or none.")
+    return [round(float(word) / 100, 6) for word in words]
+
+
+def _read_model_limits(text: str) -> dict[str, dict[str, Any]]:
+    """Return the limits of each line of the field by model. Raises ValueError for people."""
+    if text.lower() == NO_LIMIT:
+        return {}
+    found: dict[str, dict[str, Any]] = {}
+    for line in filter(None, map(str.strip, text.splitlines())):
+        model, colon, rest = line.partition(":")
+        limits = dict(word.partition("=")[::2] for word in rest.replace(",", " ").split())
+        if not (colon and model.strip() and limits) or model.strip() in found:
+            raise ValueError(f"Expected one line for each model, such as pirate: max_concurrent=2; got {line!r}.")
+        unknown = sorted(limits.keys() - set(LIMIT_NAMES))
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no limit of a model, only: {', '.join(LIMIT_NAMES)}.")
+        try:
+            found[model.strip()] = {name: _read(name, value) for name, value in limits.items()}
+        except ValueError as error:
+            raise ValueError(f"{model.strip()}: {error}") from None
+    return found
 
 
 def read_money(text: str) -> int:

@@ -6,8 +6,13 @@ from typing import NamedTuple
 from markupsafe import Markup
 
 from gateway.pages.frame.filters import money, number
-from gateway.pages.parts.forms import MONEY
+from gateway.pages.parts.forms import MONEY, term_text
+from gateway.quota.kinds import ALERT_KINDS
 from gateway.quota.peek import Left
+from gateway.records.tenants.list import TenantMonth
+from gateway.records.tenants.tenants import Tenant
+
+SOFT_KINDS = {kind.name: kind for kind in ALERT_KINDS}
 
 
 class LimitRow(NamedTuple):
@@ -20,6 +25,16 @@ class LimitRow(NamedTuple):
     limit: int = 0
     shown: Markup | str = ""
     resets_at: datetime | None = None
+
+
+def soft_row(tenant: Tenant, name: str, month: TenantMonth, source: str, currency: str) -> LimitRow:
+    """Return the row of a soft budget with what is spent of it. name: of its kind."""
+    kind = SOFT_KINDS[name]
+    limit, spent = getattr(tenant.soft_budgets, name), month.spent.get(str(kind.period), 0)
+    if not limit:
+        return LimitRow(kind.help, term_text(name, limit), source)
+    shown = Markup("{} of {}").format(money(spent, currency), money(limit, currency))
+    return LimitRow(kind.help, term_text(name, limit), source, spent, limit, shown)
 
 
 def used_row(left: Left, title: str, text: str, source: str, currency: str, now: datetime) -> LimitRow:

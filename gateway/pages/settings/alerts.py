@@ -17,7 +17,7 @@ from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table, window
 from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
-from gateway.quota.kinds import BY_LETTER
+from gateway.quota.kinds import BUDGET_PERIOD, BY_LETTER
 from gateway.records.events.events import EVENT_TYPES, Event, Events
 from gateway.records.events.webhook_list import STATES, Sort, Target, TargetFilter, TargetLists
 from gateway.records.events.webhooks import Webhook
@@ -51,6 +51,8 @@ CSV_COLUMNS = (
     Column("error", "Error", value=lambda target: target.webhook.error),
     Column("created_at", "Added", value=lambda target: target.webhook.created_at),
 )
+BUDGET = "budget_per_month"
+PERIODS = {letter: "30 days" if name == "30 days" else f"a {name}" for letter, name in BUDGET_PERIOD.items()}
 BUDGET_LETTERS = tuple(kind.letter for kind in BY_LETTER.values() if kind.is_budget)
 
 
@@ -58,11 +60,16 @@ def _share_text(tenant: BudgetedTenant) -> str:
     return ", ".join(f"{100 * share:g} %" for share in tenant.warn_at) or "none"
 
 
+def _soft_text(tenant: BudgetedTenant) -> str | None:
+    texts = (f"{term_text(BUDGET, value)} in {PERIODS[kind]}" for kind, value in sorted(tenant.soft.items()))
+    return ", ".join(texts) or None
+
+
 def _budget_column(letter: str) -> Column:
     kind = BY_LETTER[letter]
     return Column(
         kind.name,
-        f"A {kind.period}",
+        "30 days" if kind.period == "30 days" else f"A {kind.period}",
         numeric=True,
         sortable=False,
         value=lambda tenant: term_text(kind.name, tenant.budgets[letter]) if letter in tenant.budgets else None,
@@ -74,6 +81,7 @@ THRESHOLD_COLUMNS = (
     Column("name", "Tenant", sortable=False),
     *(_budget_column(letter) for letter in BUDGET_LETTERS),
     Column("warn_at", "Events at", sortable=False, value=_share_text, hint="Shares of each budget"),
+    Column("soft", "Soft budgets", sortable=False, value=_soft_text, hint="Spending at which there is an event too"),
     Column("source", "From", sortable=False, value=lambda tenant: "tenant" if tenant.has_own else "default"),
 )
 
@@ -221,7 +229,7 @@ class AlertPages:
         table.rows, table.total = await self._tenants.page(q, only_own=only_own, **part)
         if is_csv:
             return csv_response("thresholds", THRESHOLD_COLUMNS, table.rows)
-        return {"table": table, "letters": BUDGET_LETTERS, "share_text": _share_text}
+        return {"table": table, "letters": BUDGET_LETTERS, "share_text": _share_text, "soft_text": _soft_text}
 
     async def _target_page(
         self, request: web.Request, webhook: Webhook, result: tuple[str, str] | None = None

@@ -18,6 +18,7 @@ AT_ONCE = 200
 EVENT_TITLES = {
     "budget.threshold": "Budget reached a threshold",
     "budget.exhausted": "Budget used up",
+    "budget.soft": "Soft budget reached",
     "tenant.suspended": "Tenant suspended",
     "key.expiring": "Key expires soon",
     "engine.down": "Engine down",
@@ -28,6 +29,7 @@ EVENT_TITLES = {
 TONES = {
     "budget.threshold": "warn",
     "budget.exhausted": "bad",
+    "budget.soft": "warn",
     "tenant.suspended": "info",
     "key.expiring": "warn",
     "engine.down": "bad",

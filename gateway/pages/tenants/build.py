@@ -4,6 +4,7 @@ from typing import Any
 
 from gateway.api.key_manager import KeyManager
 from gateway.pages.frame.frame import Frame
+from gateway.pages.tenants.forms import TenantForms
 from gateway.pages.tenants.keys import KeyPages
 from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
@@ -15,7 +16,8 @@ def build_tenant_pages(frame: Frame, records: Records, quota: Quota, currency: s
     """Return the objects of these pages. currency: of budgets."""
     manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
     return [
-        TenantPages(frame, records, currency),
+        TenantPages(frame, records),
+        TenantForms(frame, records, currency),
         TenantPage(frame, records, quota, currency),
         KeyPages(frame, records, manager),
     ]

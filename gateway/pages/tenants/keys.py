@@ -14,7 +14,17 @@ from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import error_field, is_confirmed
-from gateway.pages.parts.key_forms import key_form, read_expiry, read_grace, read_new_key, revoke_form, rotate_form
+from gateway.pages.parts.key_forms import (
+    DONE,
+    edit_form,
+    key_form,
+    read_expiry,
+    read_grace,
+    read_key_changes,
+    read_new_key,
+    revoke_form,
+    rotate_form,
+)
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import csv_response, read_table, window
 from gateway.parts import Records
@@ -43,7 +53,7 @@ class KeyPages:
         if is_csv:
             return csv_response("keys", CSV_COLUMNS, keys)
         table.rows, table.total = keys, total
-        done = "The key is revoked." if request.query.get("done") == "revoked" else None
+        done = DONE.get(request.query.get("done", ""))
         return self._frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
 
     async def new(self, request: web.Request) -> web.StreamResponse:
@@ -67,6 +77,19 @@ class KeyPages:
             cancel=f"/admin/tenants/{tenant.name}?tab=keys",
             scopes=[(scope, scope in chosen) for scope in sorted(TENANT_SCOPES)],
         )
+
+    async def edit(self, request: web.Request) -> web.StreamResponse:
+        """Return the form of a key's label and limits; with a form, change them."""
+        key = await self._key(request)
+        form, errors = request.get(FORM), dict[str, str]()
+        if form is not None:
+            try:
+                await self._manager.change(key.id, read_key_changes(form, key), request[ACTOR])
+            except GatewayError as error:
+                errors[error_field(error)] = error.message
+            else:
+                raise web.HTTPSeeOther(f"{LIST}?done=changed")
+        return edit_form(self._frame, request, key, errors)
 
     async def new_admin(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a new admin key; with a form, create it and show its secret."""

@@ -9,13 +9,14 @@ from gateway.access.auth import TenantPrincipal
 from gateway.errors import Unavailable
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.audit_rows import audit_row, audit_table
-from gateway.pages.parts.forms import OTHERS, term_text
+from gateway.pages.parts.forms import NAMES, TITLES, term_text
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
-from gateway.pages.parts.limit_rows import LimitRow, used_row
+from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
-from gateway.pages.tenants.tenants import DONE, LIST
+from gateway.pages.tenants.forms import LIST
+from gateway.pages.tenants.tenants import DONE
 from gateway.parts import Records
-from gateway.quota.kinds import KINDS, REQUEST_KINDS
+from gateway.quota.kinds import REQUEST_KINDS
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
 from gateway.records.tenants.tenants import Tenant
@@ -84,12 +85,14 @@ class TenantPage:
         of_plan = (await self._records.plans.terms()).get(tenant.plan or "", NO_TERMS)
         terms = tenant.terms()
         origin = sources(of_plan, own_terms(tenant.own, of_plan, terms))
-        titles = [(kind.name, kind.help) for kind in KINDS] + [(name, title) for name, title, _ in OTHERS]
         rows, now = [], datetime.now(UTC)
-        for name, title in titles:
-            text = term_text(name, terms[name])
+        month = (await self._records.tenant_lists.months([tenant]))[tenant.id]
+        for name in NAMES:
+            title, text = TITLES[name][0], term_text(name, terms[name])
             if name in left and name in {kind.name for kind in REQUEST_KINDS}:
                 rows.append(used_row(left[name], title, text, origin[name], self._currency, now))
+            elif name in SOFT_KINDS:
+                rows.append(soft_row(tenant, name, month, origin[name], self._currency))
             else:
                 rows.append(LimitRow(title, text, origin[name]))
         return {"table": Table("limits", LIMIT_COLUMNS, rows, csv=False), "is_away": is_away}

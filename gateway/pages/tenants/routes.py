@@ -4,6 +4,7 @@ from functools import partial
 
 from gateway.api.route import Route
 from gateway.pages.tenants import keys, page, tenants
+from gateway.pages.tenants.forms import TenantForms
 from gateway.pages.tenants.keys import KeyPages
 from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
@@ -17,17 +18,19 @@ TENANT_PAGES: dict[type, tuple[Route, ...]] = {
     TenantPages: (
         _page("GET", "/admin/tenants", TenantPages.list, "Return the page of tenants.", query=tenants.LIST_QUERY),
         _form("POST", "/admin/tenants/-/bulk", TenantPages.bulk, "Change all tenants that match."),
-        _form("GET", "/admin/tenants/-/new", TenantPages.new, "Return the form of a new tenant."),
-        _form("POST", "/admin/tenants/-/new", TenantPages.new, "Create a tenant."),
-        _form("GET", f"{TENANT}/edit", TenantPages.edit, "Return the form of a tenant."),
-        _form("POST", f"{TENANT}/edit", TenantPages.edit, "Change a tenant."),
-        _billing("GET", f"{TENANT}/budget", TenantPages.budget, "Return the form of a tenant's budget."),
-        _billing("POST", f"{TENANT}/budget", TenantPages.budget, "Change a tenant's budget."),
         _form("GET", f"{TENANT}/suspend", TenantPages.suspend, "Ask whether to suspend a tenant."),
         _form("POST", f"{TENANT}/suspend", TenantPages.suspend, "Suspend a tenant."),
         _form("POST", f"{TENANT}/resume", TenantPages.resume, "Resume a tenant."),
         _form("GET", f"{TENANT}/delete", TenantPages.delete, "Ask whether to delete a tenant."),
         _form("POST", f"{TENANT}/delete", TenantPages.delete, "Delete a tenant."),
+    ),
+    TenantForms: (
+        _form("GET", "/admin/tenants/-/new", TenantForms.new, "Return the form of a new tenant."),
+        _form("POST", "/admin/tenants/-/new", TenantForms.new, "Create a tenant."),
+        _form("GET", f"{TENANT}/edit", TenantForms.edit, "Return the form of a tenant."),
+        _form("POST", f"{TENANT}/edit", TenantForms.edit, "Change a tenant."),
+        _billing("GET", f"{TENANT}/budget", TenantForms.budget, "Return the form of a tenant's budgets."),
+        _billing("POST", f"{TENANT}/budget", TenantForms.budget, "Change a tenant's budgets."),
     ),
     TenantPage: (_page("GET", TENANT, TenantPage.show, "Return the page of a tenant.", query=page.QUERY),),
     KeyPages: (
@@ -36,6 +39,8 @@ TENANT_PAGES: dict[type, tuple[Route, ...]] = {
         _form("POST", "/admin/keys/new", KeyPages.new_admin, "Create an admin key and show it once."),
         _form("GET", f"{TENANT}/keys/new", KeyPages.new, "Return the form of a new key."),
         _form("POST", f"{TENANT}/keys/new", KeyPages.new, "Create a key and show it once."),
+        _form("GET", f"{KEY}/edit", KeyPages.edit, "Return the form of a key."),
+        _form("POST", f"{KEY}/edit", KeyPages.edit, "Change a key's label and limits."),
         _form("GET", f"{KEY}/rotate", KeyPages.rotate, "Return the form of a rotation."),
         _form("POST", f"{KEY}/rotate", KeyPages.rotate, "Rotate a key and show the new one once."),
         _form("GET", f"{KEY}/revoke", KeyPages.revoke, "Ask whether to revoke a key."),

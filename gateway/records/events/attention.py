@@ -17,11 +17,12 @@ MAX_EACH = 6
 
 
 class Budget(NamedTuple):
-    """Budget of a tenant, in micro-units."""
+    """Budget of a tenant, in micro-units. period: "month" and the like."""
 
     tenant: str
     spent: int
     budget: int
+    period: str
 
 
 class RejectedVersion(NamedTuple):
@@ -50,7 +51,10 @@ class Attention:
 
     async def read(self) -> Concerns:
         now = datetime.now(UTC)
-        budgets = [Budget(*found) for found in await self._lists.over_budget(BUDGET_PART, MAX_EACH)]
+        budgets = [
+            Budget(name, use.spent, use.budget, use.period)
+            for name, use in await self._lists.over_budget(BUDGET_PART, MAX_EACH)
+        ]
         keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH)
         return Concerns(budgets, keys, await self._rejected(now))
 

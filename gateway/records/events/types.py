@@ -7,6 +7,8 @@ EventType = Literal[
     "budget.threshold",
     # A tenant's spending reached its budget; further requests are refused.
     "budget.exhausted",
+    # A tenant's spending reached one of its soft budgets; nothing is refused.
+    "budget.soft",
     "tenant.suspended",
     # A key expires within 7 days.
     "key.expiring",

@@ -118,6 +118,30 @@ class Keys:
                 await record_change(connection, actor, "key.revoke", key_id, tenant=_owner(key))
                 await count_change(connection, key.scope)
 
+    async def change(self, key_id: str, changes: Mapping[str, Any], actor: str, tenant_id: str | None = None) -> ApiKey:
+        """Change `label` and limits of a valid key; return it. tenant_id: as in `revoke`.
+
+        Raises BadRequest if the key is not valid, or for limits of an admin's key.
+        """
+        limits = {name: value for name, value in changes.items() if name != "label"}
+        async with self._database.write() as connection:
+            key = await _locked(connection, key_id, tenant_id)
+            if not key.valid(datetime.now(UTC)):
+                raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
+            if limits and key.tenant is None:
+                raise BadRequest("An admin's key has no limits.", param=min(limits))
+            new = msgspec.structs.replace(
+                key, label=changes.get("label", key.label), limits=msgspec.structs.replace(key.limits, **limits)
+            )
+            values = {"label": new.label, **write_limits(new.limits)}
+            await connection.execute(update(api_keys).where(api_keys.c.id == key_id).values(**values))
+            before = {name: key.label if name == "label" else getattr(key.limits, name) for name in changes}
+            await record_change(
+                connection, actor, "key.update", key_id, dict(changes), before=before, tenant=_owner(key)
+            )
+            await count_change(connection, key.scope)
+        return new
+
     async def replace(
         self, new: ApiKey, old_id: str, expires_at: datetime, actor: str, *, bounded: bool = False
     ) -> None:

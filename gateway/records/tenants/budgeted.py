@@ -6,10 +6,10 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Row, func, or_, select
 
-from gateway.quota.kinds import BUDGET, BUDGET_NAMES, BY_LETTER
+from gateway.quota.kinds import BUDGET, BUDGET_NAMES, BUDGET_PERIOD, BY_LETTER, SOFT_BUDGET
 from gateway.records.database import Database
 from gateway.records.tables import tenants
-from gateway.records.tenants.limits import LIMIT_COLUMNS, read_limits
+from gateway.records.tenants.limits import LIMIT_COLUMNS, read_limits, read_soft_budgets
 from gateway.records.tenants.tenants import read_shares
 
 # Rows that are decoded without a pause: 2 ms of one core.
@@ -17,15 +17,20 @@ AT_ONCE = 100
 
 
 class BudgetedTenant(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant with a budget. budgets: in micro-units, above 0, by the letter of their kind. warn_at: shares of them at
-    which there is an event. has_own: whether these shares are the tenant's own, not the default.
+    """A tenant with a budget or a soft budget.
+
+    budgets: in micro-units, above 0, by the letter of their kind. soft: soft budgets, by the letter of the kind with
+    the same period. warn_at: shares of `budgets` at which there is an event. has_own: whether
+    they differ from the default.
     """
 
     id: str
     name: str
     budgets: dict[str, int]
+    soft: dict[str, int] = {}
     warn_at: tuple[float, ...]
     has_own: bool
+    suspended: bool = False
 
 
 class BudgetedTenants:
@@ -41,7 +46,7 @@ class BudgetedTenants:
             query = _QUERY.where(_HAS_BUDGET, tenants.c.id > after).order_by(tenants.c.id).limit(AT_ONCE)
             async with self._database.read() as connection:
                 rows = (await connection.execute(query)).all()
-            yield [tenant for row in rows if (tenant := _read(row)).budgets]
+            yield [tenant for row in rows if (tenant := _read(row)).budgets or tenant.soft]
             if len(rows) < AT_ONCE:
                 return
             after = rows[-1].id
@@ -74,16 +79,18 @@ _HAS_BUDGET: ColumnElement[bool] = or_(
     tenants.c.budget_per_month > 0,
     *(tenants.c.limits.contains(f'"{name}":') for name in BUDGET_NAMES if name != "budget_per_month"),
 )
-_COLUMNS = ("id", "name", "budget_warn_at", *LIMIT_COLUMNS)
+_COLUMNS = ("id", "name", "suspended", "budget_warn_at", *LIMIT_COLUMNS)
 _QUERY = select(*(tenants.c[name] for name in _COLUMNS))
 
 
 def _read(row: Row[Any]) -> BudgetedTenant:
-    limits = read_limits(row)
+    limits, soft = read_limits(row), read_soft_budgets(row)
     return BudgetedTenant(
         id=row.id,
         name=row.name,
         budgets={kind: value for kind in BUDGET if (value := getattr(limits, BY_LETTER[kind].name))},
+        soft={kind: value for kind in BUDGET if (value := getattr(soft, SOFT_BUDGET[BUDGET_PERIOD[kind]]))},
         warn_at=read_shares(row.budget_warn_at),
         has_own=row.budget_warn_at is not None,
+        suspended=row.suspended,
     )

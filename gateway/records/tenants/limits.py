@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row
+from sqlalchemy import BigInteger, ColumnElement, Row, literal
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.compiler import SQLCompiler
+from sqlalchemy.sql.functions import FunctionElement
 
-from gateway.quota.kinds import REQUEST_KINDS, Kind
-from gateway.records.tables import FORMER_COLUMNS
+from gateway.quota.kinds import ALERT_KINDS, REQUEST_KINDS, Kind
+from gateway.records.tables import FORMER_COLUMNS, tenants
 
 
 def limit_fields(kinds: tuple[Kind, ...], *, defaults: bool) -> Any:
@@ -34,6 +37,16 @@ class Limits(_Fields):
     """
 
 
+_SoftFields: Any = limit_fields(ALERT_KINDS, defaults=False)
+
+
+class SoftBudgets(_SoftFields):
+    """Soft budgets of a tenant in micro-units: a field for each of ALERT_KINDS. None: there is none.
+
+    They share the column of the limits.
+    """
+
+
 # Columns that `read_limits` reads.
 LIMIT_COLUMNS = ("limits", *FORMER_COLUMNS)
 # Limits of a new tenant, unless the operator sets others.
@@ -43,6 +56,11 @@ DEFAULT_LIMITS = Limits(**{kind.name: kind.default for kind in REQUEST_KINDS})
 def read_limits(row: Row[Any], prefix: str = "") -> Limits:
     """Return the limits of a row. prefix: the prefix of their columns' names."""
     return msgspec.convert(_stored(row, prefix), Limits)
+
+
+def read_soft_budgets(row: Row[Any]) -> SoftBudgets:
+    """Return the soft budgets of a tenant's row."""
+    return msgspec.convert(_stored(row, ""), SoftBudgets)
 
 
 def write_limits(limits: Limits) -> dict[str, Any]:
@@ -57,6 +75,32 @@ def change_limits(row: Row[Any] | None, changes: Mapping[str, int | None]) -> di
     """
     stored = {} if row is None else _stored(row)
     return _columns({name: value for name, value in {**stored, **changes}.items() if value is not None})
+
+
+def limit_value(name: str) -> ColumnElement[Any]:
+    """Return the value of a tenant's limit in a query; NULL: not limited."""
+    if name in FORMER_COLUMNS:
+        return tenants.c[name]
+    return _JsonNumber(tenants.c.limits, literal(name))
+
+
+class _JsonNumber(FunctionElement[int]):
+    """Number of a field of a JSON object that is stored as text."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(_JsonNumber, "sqlite")
+def _on_sqlite(element: _JsonNumber, compiler: SQLCompiler, **options: Any) -> str:
+    column, name = (compiler.process(each, **options) for each in element.clauses)
+    return f"json_extract({column}, '$.' || {name})"
+
+
+@compiles(_JsonNumber, "postgresql")
+def _on_postgresql(element: _JsonNumber, compiler: SQLCompiler, **options: Any) -> str:
+    column, name = (compiler.process(each, **options) for each in element.clauses)
+    return f"CAST(CAST({column} AS JSON) ->> {name} AS BIGINT)"
 
 
 def _stored(row: Row[Any], prefix: str = "") -> dict[str, int | None]:

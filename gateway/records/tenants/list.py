@@ -1,19 +1,22 @@
-"""Lists of tenants: filters, order and pages, with each tenant's spend in the calendar month (UTC) and its forecast."""
+"""Lists of tenants: filters, order and pages, with each tenant's spend in the periods of budgets and its forecast."""
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
-from sqlalchemy import ColumnElement, Float, Select, Subquery, and_, case, cast, func, or_, select
+from sqlalchemy import ColumnElement, Float, Row, Select, Subquery, and_, case, cast, func, or_, select
 
 from gateway.errors import BadRequest
+from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, BY_LETTER
+from gateway.quota.periods import period_start
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.money.usage_rows import UsageFilter, rows_of
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, tenants
+from gateway.records.tenants.limits import limit_value
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
 Sort = Literal["name", "spend", "requests", "created"]
@@ -24,9 +27,9 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 
 
 class TenantFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Conditions that all must hold; None: any. plan: "" means without a plan. over_budget: least part of the budget
-    that is spent; tenants without a budget never match. q: a part of the name, display name, external id or contact,
-    in any case. idle_days: days in which no key was used.
+    """Conditions that all must hold; None: any. plan: "" means without a plan. over_budget: least part of any budget of
+    the tenant that is spent; tenants without a budget never match. q: a part of the name, display name, external id or
+    contact, in any case. idle_days: days in which no key was used.
     """
 
     plan: str | None = None
@@ -40,14 +43,24 @@ class TenantFilter(msgspec.Struct, frozen=True, kw_only=True):
 class TenantMonth(msgspec.Struct, frozen=True, kw_only=True):
     """Usage of a tenant in this calendar month (UTC). spend, forecast: in micro-units.
 
-    forecast: the expected spend at the month's end if the coming days cost as much as the mean of the last ones.
-    last_used_at: the last use of any of its keys, exact to a minute.
+    spent: spend in the present periods of budgets, by the period's name. forecast: the expected spend at the month's
+    end if the coming days cost as much as the mean of the last ones. last_used_at: the last use of any of its keys,
+    exact to a minute.
     """
 
     requests: int = 0
     spend: int = 0
+    spent: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(BUDGET_PERIOD.values(), 0))
     forecast: int = 0
     last_used_at: datetime | None = None
+
+
+class BudgetUse(NamedTuple):
+    """Spend of a tenant's budget, in micro-units. period: "month" and the like."""
+
+    period: str
+    spent: int
+    budget: int
 
 
 class TenantPage(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,29 +127,38 @@ class TenantLists:
             uses = {row.tenant_id: row.used_at for row in (await connection.execute(select(used))).all()}
         return {tenant.id: _month(tenant, spent.get(tenant.id), uses.get(tenant.id), now) for tenant in found}
 
-    async def over_budget(self, part: float, limit: int) -> list[tuple[str, int, int]]:
-        """Return name, spend and budget of the tenants that have spent the greatest parts of this month's budget.
+    async def over_budget(self, part: float, limit: int) -> list[tuple[str, BudgetUse]]:
+        """Return the names of tenants that have spent the greatest parts of any budget, with that budget.
 
         part: least part. Suspended tenants are left out.
         """
-        sums, budget = await self._sums(datetime.now(UTC)), tenants.c.budget_per_month
-        which = (budget > 0, tenants.c.suspended.is_(False), sums.c.spend >= budget * part)
-        query = select(tenants.c.name, sums.c.spend, budget).join(sums, sums.c.tenant_id == tenants.c.id).where(*which)
-        share = cast(sums.c.spend, Float) / budget
+        sums = await self._sums(datetime.now(UTC))
+        kinds = sorted(BUDGET)
+        shares = [_share(sums, kind) for kind in kinds]
+        greatest = func.greatest if self._database.dialect == "postgresql" else func.max
+        columns = [
+            column.label(f"{name}_{kind}")
+            for kind in kinds
+            for name, column in (("spent", sums.c[f"spent_{kind}"]), ("budget", limit_value(BY_LETTER[kind].name)))
+        ]
+        query = select(tenants.c.name, *columns).join(sums, sums.c.tenant_id == tenants.c.id)
+        query = query.where(tenants.c.suspended.is_(False), or_(*(share >= part for share in shares)))
         async with self._database.read() as connection:
-            rows = await connection.execute(query.order_by(share.desc(), tenants.c.name).limit(limit))
-            return [(name, spend, amount) for name, spend, amount in rows]
+            rows = await connection.execute(query.order_by(greatest(*shares).desc(), tenants.c.name).limit(limit))
+            return [(row.name, _tightest([_use(row, kind) for kind in kinds])) for row in rows]
 
     async def _sums(self, now: datetime, ids: Sequence[str] | None = None) -> Subquery:
-        """Select the sums of each tenant in this month, and the spend in the last FORECAST_DAYS whole days."""
+        """Select the sums of each tenant in the periods of budgets, and the spend of the last FORECAST_DAYS days."""
         month, recent, today = _periods(now)
+        starts = {kind: period_start(kind, now) for kind in sorted(BUDGET)}
         complete, which = await self._tenant_sums.complete(), UsageFilter(tenant_ids=ids)
-        since = min(month, recent)
-        rows = rows_of(self._database.dialect, ("tenant", "day"), which, since, None, by_tenant=complete)
+        since = min(recent, *starts.values())
+        rows = rows_of(self._database.dialect, ("day",), which, since, None, by_tenant=complete)
         assert rows is not None
         day, cost = rows.c.day, rows.c.cost
         in_month = day >= month
         values = {
+            **{f"spent_{kind}": case((day >= start, cost), else_=0) for kind, start in starts.items()},
             "spend": case((in_month, cost), else_=0),
             "requests": case((in_month, rows.c.requests), else_=0),
             "recent": case((and_(day >= recent, day < today), cost), else_=0),
@@ -144,6 +166,24 @@ class TenantLists:
         }
         sums = (int_sum(value).label(name) for name, value in values.items())
         return select(rows.c.tenant_id, *sums).group_by(rows.c.tenant_id).subquery("sums")
+
+
+def tightest_budget(tenant: Tenant, month: TenantMonth) -> BudgetUse | None:
+    """Return the tenant's budget of which the largest part is spent; None without a budget."""
+    found = [
+        BudgetUse(period, month.spent.get(period, 0), budget)
+        for kind, period in BUDGET_PERIOD.items()
+        if (budget := getattr(tenant.limits, BY_LETTER[kind].name))
+    ]
+    return _tightest(found) if found else None
+
+
+def _tightest(uses: Sequence[BudgetUse]) -> BudgetUse:
+    return max(uses, key=lambda use: use.spent / use.budget if use.budget else 0)
+
+
+def _use(row: Row[Any], kind: str) -> BudgetUse:
+    return BudgetUse(BUDGET_PERIOD[kind], getattr(row, f"spent_{kind}"), getattr(row, f"budget_{kind}") or 0)
 
 
 def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) -> tuple[Select[Any], ColumnElement[Any]]:
@@ -154,12 +194,10 @@ def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) ->
     if sort in ("spend", "requests") or which.over_budget is not None:
         # All tenants' sums are needed only here; a page's own sums come by its tenants' ids.
         source = source.outerjoin(sums, sums.c.tenant_id == tenants.c.id)
-        spend = func.coalesce(sums.c.spend, 0)
         if sort in ("spend", "requests"):
             order = func.coalesce(sums.c[sort], 0)
         if which.over_budget is not None:
-            budget = tenants.c.budget_per_month
-            conditions += [budget.is_not(None), spend >= budget * which.over_budget]
+            conditions.append(or_(*(_over(sums, kind, which.over_budget) for kind in sorted(BUDGET))))
     if which.idle_days is not None:
         used = _used()
         source = source.outerjoin(used, used.c.tenant_id == tenants.c.id)
@@ -175,6 +213,17 @@ def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) ->
         texts = (tenants.c.name, tenants.c.display_name, tenants.c.external_id, tenants.c.contact)
         conditions.append(or_(*(func.lower(text).contains(which.q.lower(), autoescape=True) for text in texts)))
     return select(tenants, order.label("sorted_by")).select_from(source).where(*conditions), order
+
+
+def _share(sums: Subquery, kind: str) -> ColumnElement[Any]:
+    """Return the part of a tenant's budget that is spent, 0 without one. kind: the budget's letter."""
+    return func.coalesce(cast(sums.c[f"spent_{kind}"], Float) / func.nullif(limit_value(BY_LETTER[kind].name), 0), 0.0)
+
+
+def _over(sums: Subquery, kind: str, part: float) -> ColumnElement[bool]:
+    """Return the condition that a part of a tenant's budget is spent. kind: the budget's letter."""
+    budget, spent = limit_value(BY_LETTER[kind].name), func.coalesce(sums.c[f"spent_{kind}"], 0)
+    return and_(budget.is_not(None), spent >= budget * part)
 
 
 def _used(*which: ColumnElement[bool]) -> Subquery:
@@ -198,7 +247,13 @@ def _month(tenant: Tenant, sums: Any, used_at: datetime | None, now: datetime) -
     # Within the first day there is no whole day yet.
     rate = sums.recent / (age / DAY) if age >= DAY else sums.today / (max(HOUR, now - tenant.created_at) / DAY)
     forecast = sums.spend + rate * ((following - now) / DAY)
-    return TenantMonth(requests=sums.requests, spend=sums.spend, forecast=round(forecast), last_used_at=used_at)
+    return TenantMonth(
+        requests=sums.requests,
+        spend=sums.spend,
+        spent={period: getattr(sums, f"spent_{kind}") for kind, period in BUDGET_PERIOD.items()},
+        forecast=round(forecast),
+        last_used_at=used_at,
+    )
 
 
 def _cursor(sort: str, descending: bool, value: Any, name: str) -> str:

@@ -20,8 +20,16 @@ from gateway.records.changes import PRICES, count_change
 from gateway.records.database import Database
 from gateway.records.events.events import record_event
 from gateway.records.tables import adapters, plans, prices, tenants
-from gateway.records.tenants.limits import DEFAULT_LIMITS, Limits, change_limits, read_limits
+from gateway.records.tenants.limits import (
+    DEFAULT_LIMITS,
+    Limits,
+    SoftBudgets,
+    change_limits,
+    read_limits,
+    read_soft_budgets,
+)
 from gateway.records.tenants.terms import (
+    BUDGET_WARN_AT,
     FIELDS,
     NO_TERMS,
     OnTokenLimit,
@@ -37,12 +45,10 @@ TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 # In `model_limits`: the limits shared by all adapters without limits of their own.
 ANY_ADAPTER = "*"
-# Shares of a budget at which there is an event.
-BUDGET_WARN_AT = (0.8, 1.0)
 # Columns of texts for people and other systems; an empty text is stored as NULL.
 TEXTS = ("display_name", "external_id", "contact", "note")
 # Fields that are no terms and can be changed.
-OTHERS = ("plan", "suspended", "budget_warn_at", "tags", *TEXTS)
+OTHERS = ("plan", "suspended", "tags", *TEXTS)
 
 
 class Tenant(msgspec.Struct, frozen=True, kw_only=True):
@@ -53,12 +59,13 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
     whether a request for more tokens than are left is refused or shortened. model_limits: further limits, by the
     tenant's own name of a model; "*" covers all adapters without limits of their own. own: the terms that the tenant
     sets itself. external_id: the tenant's id in another system. budget_warn_at: shares of its budgets at which there is
-    an event.
+    an event. soft_budgets: amounts at which there is an event too; they refuse nothing.
     """
 
     id: str
     name: str
     limits: Limits = DEFAULT_LIMITS
+    soft_budgets: SoftBudgets = SoftBudgets()
     weight: float = 1.0
     priority: int = 5
     ttft_target: float | None = None
@@ -78,7 +85,8 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True):
 
     def terms(self) -> dict[str, Any]:
         """Return the effective terms by field."""
-        limits = msgspec.structs.asdict(self.limits) | msgspec.structs.asdict(self.adapter_limits)
+        groups = (self.limits, self.soft_budgets, self.adapter_limits)
+        limits = {name: value for group in groups for name, value in msgspec.structs.asdict(group).items()}
         return {name: limits[name] if name in limits else getattr(self, name) for name in FIELDS}
 
 
@@ -223,12 +231,13 @@ async def plan_terms(connection: AsyncConnection, name: str | None, *, lock: boo
 
 def term_columns(effective: Mapping[str, Any], row: Row[Any] | None = None) -> dict[str, Any]:
     """Return the column values of effective terms. row: the tenant's, whose limits of a newer release stay."""
-    of_requests = {name: effective[name] for name in Limits.__struct_fields__}
+    of_requests = {name: effective[name] for name in (*Limits.__struct_fields__, *SoftBudgets.__struct_fields__)}
     of_adapters = AdapterLimits(**{name: effective[name] for name in adapter_limits.FIELDS})
     return {
         **change_limits(row, of_requests),
         "adapter_limits": adapter_limits.write_limits(of_adapters),
         "model_limits": msgspec.json.encode(effective["model_limits"]).decode(),
+        "budget_warn_at": _write_shares(effective["budget_warn_at"]),
         **{name: effective[name] for name in ("weight", "priority", "ttft_target", "on_token_limit")},
     }
 
@@ -239,6 +248,7 @@ def read_tenant(row: Row[Any]) -> Tenant:
         id=row.id,
         name=row.name,
         limits=read_limits(row),
+        soft_budgets=read_soft_budgets(row),
         weight=row.weight,
         priority=row.priority,
         ttft_target=row.ttft_target,
@@ -269,6 +279,10 @@ def read_shares(stored: str | None) -> tuple[float, ...]:
     return BUDGET_WARN_AT if stored is None else msgspec.json.decode(stored, type=tuple[float, ...])
 
 
+def _write_shares(shares: tuple[float, ...]) -> str | None:
+    return None if shares == BUDGET_WARN_AT else msgspec.json.encode(shares).decode()
+
+
 def _terms_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name in FIELDS}
 
@@ -277,8 +291,6 @@ def _columns(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the column values of given fields that are no terms."""
     values = {name: fields[name] for name in ("plan", "suspended") if name in fields}
     values |= {name: fields[name] or None for name in TEXTS if name in fields}
-    if "budget_warn_at" in fields:
-        values["budget_warn_at"] = msgspec.json.encode(sorted(set(fields["budget_warn_at"]))).decode()
     if "tags" in fields:
         tags = sorted(set(fields["tags"]))
         values["tags"] = f",{','.join(tags)}," if tags else None

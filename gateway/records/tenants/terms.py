@@ -16,6 +16,8 @@ from gateway.records.tenants.limits import Limits
 
 OnTokenLimit = Literal["refuse", "shorten"]
 Source = Literal["tenant", "plan", "default"]
+# Shares of a budget at which there is an event.
+BUDGET_WARN_AT = (0.8, 1.0)
 
 _LIMITS: Any = msgspec.defstruct(
     "Limits", [(kind.name, int | UnsetType | None, UNSET) for kind in KINDS], frozen=True, kw_only=True
@@ -25,7 +27,7 @@ _LIMITS: Any = msgspec.defstruct(
 class Terms(_LIMITS, msgspec.Struct, frozen=True, kw_only=True):
     """Values that a plan or a tenant sets: a field for each kind of limit, and the following.
 
-    UNSET: not set here. None: not limited, or without a target.
+    UNSET: not set here. None: not limited, or without a target. budget_warn_at: sorted.
     """
 
     weight: float | UnsetType = UNSET
@@ -33,6 +35,7 @@ class Terms(_LIMITS, msgspec.Struct, frozen=True, kw_only=True):
     ttft_target: float | UnsetType | None = UNSET
     on_token_limit: OnTokenLimit | UnsetType = UNSET
     model_limits: dict[str, Limits] | UnsetType = UNSET
+    budget_warn_at: tuple[float, ...] | UnsetType = UNSET
 
 
 FIELDS: tuple[str, ...] = Terms.__struct_fields__
@@ -43,6 +46,7 @@ DEFAULTS: Mapping[str, Any] = {kind.name: kind.default for kind in KINDS} | {
     "ttft_target": None,
     "on_token_limit": "refuse",
     "model_limits": {},
+    "budget_warn_at": BUDGET_WARN_AT,
 }
 
 

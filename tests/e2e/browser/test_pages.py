@@ -1,6 +1,6 @@
 """Every page in light and dark, wide and narrow: no console error, no axe violation, no sideways scroll."""
 
-from testing.browser import faults_of_pages, person
+from testing.browser import faults, faults_of_pages, person
 from testing.gateway.running import ADMIN_KEY
 
 # Pages of operators. {engine}: the URL of the gateway's engine. Add each new page here.
@@ -19,9 +19,11 @@ ADMIN_PAGES = (
     "/admin/tenants/acme?tab=keys",
     "/admin/tenants/acme?tab=audit",
     "/admin/tenants/acme/edit",
+    "/admin/tenants/acme/budget",
     "/admin/tenants/acme/suspend",
     "/admin/keys",
     "/admin/keys/new",
+    "/admin/keys/{key}/edit",
     "/admin/tenants/acme/keys/new",
     "/admin/plans",
     "/admin/plans/-/new",
@@ -53,11 +55,32 @@ async def test_every_page_is_clean(gateway, upstream, browser):
         assert (await acme.complete()).status == 200
     async with person(browser, gateway.url) as operator:
         await operator.log_in("/admin", ADMIN_KEY)
-        found = await faults_of_pages(operator, [page.format(engine=upstream.url) for page in ADMIN_PAGES])
+        made = {"engine": upstream.url, "key": (acme.key or "").split("_")[1]}
+        found = await faults_of_pages(operator, [page.format(**made) for page in ADMIN_PAGES])
         refused = await faults_of_pages(operator, [REFUSED])
     assert not found, "\n".join(found)
     # The browser writes a line for an answer of 400.
     assert all("status of 400" in each for each in refused), "\n".join(refused)
+
+
+async def test_an_edit_is_shown_before_it_is_saved(gateway, browser):
+    await gateway.tenant("acme")
+    async with person(browser, gateway.url, width=390, scheme="dark") as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/tenants/acme/edit")
+        await operator.page.fill("#f-weight", "3")
+        await operator.page.fill("#f-model_limits", "base: max_concurrent=2\n*: budget_per_30_days=1.50")
+        await operator.page.click("button:has-text('Review the changes')")
+        await operator.page.wait_for_selector("button:has-text('Save')")
+        assert "1 (inherited)" in await operator.text()
+        assert not await faults(operator)
+        await operator.page.click("button:has-text('Back to the form')")
+        assert await operator.page.input_value("#f-weight") == "3"
+        await operator.page.click("button:has-text('Review the changes')")
+        await operator.page.click("button:has-text('Save')")
+        await operator.page.wait_for_url("**/admin/tenants/acme?done=changed")
+    shown = (await gateway.admin.get("/admin/api/tenants/acme")).json
+    assert (shown["weight"], shown["model_limits"]["*"]) == (3, {"budget_per_30_days": 1_500_000})
 
 
 async def test_an_operator_drains_and_resumes_an_engine(gateway, upstream, browser):

@@ -107,6 +107,26 @@ async def test_each_period_has_its_thresholds(database: Database):
     assert 'budget_used_ratio{tenant="acme"} 1.0' in gateway.page()
 
 
+async def test_a_soft_budget_has_one_event_in_each_period(database: Database):
+    soft = {"soft_budget_per_30_days": 100, "soft_budget_per_month": 10**6, "budget_warn_at": ()}
+    acme = await Tenants(database).create("acme", soft, "a")
+    gateways = [Gateway(database, 0.0) for _ in range(2)]
+    today = datetime.now(UTC)
+    await spend(database, acme, 99, today - timedelta(days=29))
+    await spend(database, acme, 1000, today - timedelta(days=30))
+    for gateway in gateways:
+        await gateway.watch.look()
+    assert await types(database) == []
+    await spend(database, acme, 2)
+    for gateway in gateways * 2:
+        await gateway.watch.look()
+    [event] = await all_events(database)
+    since = f"{today - timedelta(days=29):%Y-%m-%d}"
+    data = {"budget": 100, "spent": 101, "period": "30 days", "since": since}
+    assert (event.type, event.tenant, event.data) == ("budget.soft", "acme", data)
+    assert "budget_used_ratio{" not in gateways[0].page()
+
+
 async def test_tenants_are_read_in_pages(database: Database, monkeypatch: pytest.MonkeyPatch):
     """The last tenant of a page, the first of the next and those without a budget are all seen."""
     monkeypatch.setattr("gateway.records.tenants.budgeted.AT_ONCE", 2)

@@ -170,6 +170,39 @@ def test_a_budget_is_of_a_calendar_period(client: redis.Redis, kind: str, before
     assert (allowed, remaining) == (False, 40)
 
 
+def test_a_rolling_budget_has_room_again_when_a_days_spending_is_30_days_old(client: redis.Redis):
+    script, limits, price = Script(client), [Limit("tenant:l", "tenant", "l", 100)], Price(output=10**6)
+    # Two seconds before midnight, then on the next day, then a day without room.
+    assert script.acquire("a", limits, 0, 60, 60, price) == (True, 60, [(40, 0, 29 * DAY_MS + 2000)])
+    script.now += DAY
+    assert script.acquire("b", limits, 0, 40, 40, price) == (True, 40, [(0, 0, 29 * DAY_MS + 2000)])
+    assert script.settle("b", 30, 30, True)
+    script.now += DAY
+    wait = 27 * DAY_MS + 2000
+    assert script.acquire("c", limits, 0, 50, 50, price) == (False, 50, [(10, wait, wait + DAY_MS)])
+    script.now += (wait - 1) * MS
+    assert not script.acquire("d", limits, 0, 50, 50, price)[0]
+    script.now += MS
+    # The settlement of a request of a day that no longer counts changes nothing.
+    assert script.settle("a", 1, 1, True)
+    assert script.acquire("e", limits, 0, 70, 70, price) == (True, 70, [(0, 0, 30 * DAY_MS)])
+    script.now += 40 * DAY
+    assert script.acquire("f", limits, 0, 100, 100, price)[0]
+
+
+def test_a_rolling_budget_is_recalled_by_day(client: redis.Redis):
+    script, limit = Script(client), Limit("tenant:l", "tenant", "l", 1000)
+    assert ask(script, "a", limit, 1, PER_TOKEN)[0] == UNKNOWN
+    days = [500, *[0] * 28, 300]
+    script.call("recall", limit.field, limit.value, script.now, 800, 800, *days)
+    # A row that reached the ledger late counts on the day of the recall.
+    script.call("recall", limit.field, limit.value, script.now, 850, 850, *days[:-1], 350)
+    assert ask(script, "a", limit, 151, PER_TOKEN)[:5] == [0, 151, script.now, 150, 2000]
+    script.now += 2 * SECOND
+    assert ask(script, "b", limit, 651, PER_TOKEN)[3:5] == [650, 29 * DAY_MS]
+    assert ask(script, "c", limit, 650, PER_TOKEN)[0] == 1
+
+
 def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price) -> list[int]:
     """Return the script's raw answer, which also lists the limits to recall or check."""
     asked = (0, tokens, tokens, max(1, tokens))
@@ -178,11 +211,12 @@ def ask(script: Script, request_id: str, limit: Limit, tokens: int, price: Price
 
 
 PER_TOKEN = Price(output=10**6)
+DAY_MS = DAY // MS
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    kind=st.sampled_from("bdjw"),
+    kind=st.sampled_from("bdjlw"),
     brought=st.lists(st.tuples(st.integers(0, 500), st.sampled_from([0, 0, 0, -1, 1])), min_size=1, max_size=8),
 )
 def test_what_several_gateways_recall_adds_up_in_any_order(client: redis.Redis, kind: str, brought: list):

@@ -26,6 +26,7 @@ from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
+from gateway.quota.kinds import BUDGET, BY_LETTER
 from gateway.quota.quota import Quota
 from gateway.quota.recall import DAY, HOUR, still_counted
 from gateway.records.database import Database
@@ -138,7 +139,7 @@ def test_tokens_by_the_hour_owe_what_they_do_one_by_one_or_up_to_an_hours_worth_
     assert exact - 1e-6 <= by_hours <= exact + limit * (HOUR / DAY) + 1e-6
 
 
-@pytest.mark.parametrize("limit", ["budget_per_day", "budget_per_week", "budget_per_month", "tokens_per_day"])
+@pytest.mark.parametrize("limit", [*sorted(BY_LETTER[kind].name for kind in BUDGET), "tokens_per_day"])
 @pytest.mark.parametrize("owner", ["tenant", "key", "model"])
 async def test_what_was_used_before_the_data_was_lost_still_counts(
     limit: str, owner: str, server: ValkeyServer, records: Database

@@ -33,6 +33,8 @@ PRO = Terms(
     weight=2.0,
     max_adapters=5,
     model_limits={"base": Limits(max_concurrent=1), "*": Limits(max_concurrent=2)},
+    budget_warn_at=(0.5,),
+    soft_budget_per_day=7,
 )
 
 
@@ -54,6 +56,8 @@ async def test_tenants_follow_their_plan(database: Database, plans: Plans):
     other = await tenants.create("other", {}, "op")
     assert (acme.limits.tokens_per_minute, acme.weight, acme.limits.requests_per_minute) == (60_000, 2.0, 7)
     assert acme.adapter_limits.max_adapters == 5
+    assert (acme.budget_warn_at, acme.soft_budgets.soft_budget_per_day) == ((0.5,), 7)
+    assert (other.budget_warn_at, other.soft_budgets.soft_budget_per_day) == ((0.8, 1.0), None)
 
     here = Changes(database, 3600.0)
     await here.read()

@@ -40,7 +40,7 @@ async def test_filters_order_and_pages(database: Database):
     texts = {"display_name": "Ärger 100% GmbH", "external_id": "cus_9", "tags": ("eu", "a_b")}
     made = {
         "acme": await tenants.create("acme", {"plan": "pro"} | texts, "op"),
-        "globex": await tenants.create("globex", {"budget_per_month": 1000, "tags": ("axb", "europe")}, "op"),
+        "globex": await tenants.create("globex", {"budget_per_30_days": 1000, "tags": ("axb", "europe")}, "op"),
         "hooli": await tenants.create("hooli", {"suspended": True, "plan": "pro"}, "op"),
         "initech": await tenants.create("initech", {}, "op"),
     }
@@ -147,6 +147,7 @@ async def test_the_routes(gateway: Gateway):
     assert (answer["total"], [row["name"] for row in answer["data"]]) == (2, ["acme"])
     assert answer["data"][0]["month"] | {"last_used_at": None} == {
         "requests": 0, "spend": 0, "forecast": 0, "last_used_at": None,
+        "spent": {"day": 0, "week": 0, "month": 0, "30 days": 0},
     }  # fmt: skip
     following = (await gateway.admin.get("/admin/api/tenants", params={"after": answer["next"], "limit": "1"})).json
     assert ([row["name"] for row in following["data"]], following["next"]) == (["globex"], None)

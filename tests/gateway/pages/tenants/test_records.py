@@ -51,11 +51,50 @@ async def test_a_tenant_from_its_form_to_its_end(gateway: Gateway, browser: Brow
     assert shown | expected == shown
     assert (shown["sources"]["tokens_per_day"], shown["sources"]["weight"]) == ("tenant", "default")
 
-    edited = await browser.submit("/admin/tenants/acme/edit", **fields | {"tokens_per_minute": "", "weight": "2"})
-    assert edited.status == 303
+    fields |= {"tokens_per_minute": "", "weight": "2", "budget_warn_at": "50 %, 90", "soft_budget_per_30_days": "7.50"}
+    fields |= {"model_limits": "base: max_concurrent=2 budget_per_month=1.50\n*: tokens_per_day=60k"}
+    preview = text(await browser.submit("/admin/tenants/acme/edit", **fields))
+    check_inert(preview)
+    found = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", preview.split("<main")[1], re.DOTALL)
+    cells = [re.sub(r"<[^>]*>", "", cell) for cell in found]
+    rows = {cells[i]: cells[i + 1 : i + 3] for i in range(3, len(cells), 3)}
+    assert rows == {
+        "Prompt and output tokens per minute": ["60,000", "200,000 (inherited)"],
+        "Soft budget of the last 30 days, today included (UTC)": ["none (inherited)", "7.50"],
+        "Weight": ["1 (inherited)", "2"],
+        "Events at shares of budgets": ["80 %, 100 % (inherited)", "50 %, 90 %"],
+        "Limits of single models": [
+            "none (inherited)",
+            "base: max_concurrent=2 budget_per_month=1.50\n*: tokens_per_day=60000",
+        ],
+    }
+    assert (await gateway.admin.get("/admin/api/tenants/acme")).json["weight"] == 1
+    again = text(await browser.submit("/admin/tenants/acme/edit", act="edit", **fields))
+    assert 'value="50 %, 90"' in again
+    assert "*: tokens_per_day=60k</textarea>" in again
+    assert (await browser.submit("/admin/tenants/acme/edit", act="save", **fields)).status == 303
     [entry] = (await gateway.admin.get("/admin/api/audit?action=tenant.update")).json["data"]
-    assert entry["detail"] == {"inherit": ["tokens_per_minute"], "weight": 2.0}
+    assert entry["detail"] == {
+        "inherit": ["tokens_per_minute"],
+        "weight": 2.0,
+        "soft_budget_per_30_days": 7_500_000,
+        "budget_warn_at": [0.5, 0.9],
+        "model_limits": {"base": {"max_concurrent": 2, "budget_per_month": 1_500_000}, "*": {"tokens_per_day": 60_000}},
+    }
     assert entry["before"]["weight"] == 1.0
+    same = await browser.submit("/admin/tenants/acme/edit", **fields)
+    assert same.headers["Location"] == "/admin/tenants/acme?done=same"
+    for field, value in (
+        ("model_limits", "nothing: max_concurrent=2"),
+        ("model_limits", "base max_concurrent=2"),
+        ("model_limits", "base: max_adapters=2"),
+        ("model_limits", "base: max_concurrent=many"),
+        ("model_limits", "base: max_concurrent=0"),
+        ("budget_warn_at", "0.5"),
+        ("budget_per_30_days", "much"),
+    ):
+        wrong = await browser.submit("/admin/tenants/acme/edit", **fields | {field: value})
+        assert (wrong.status, f'id="e-{field}"' in wrong.body.decode()) == (400, True), value
     for path in ("", "?tab=limits", "?tab=keys", "?tab=audit", "/edit"):
         check_inert(text(await browser.get(f"/admin/tenants/acme{path}")))
     limits = text(await browser.get("/admin/tenants/acme?tab=limits"))
@@ -113,12 +152,30 @@ async def test_a_key_is_shown_once(gateway: Gateway, browser: Browser):
         assert key.split("_")[2] not in page
         check_inert(page)
 
+    wrong = await browser.submit(f"/admin/keys/{key_id}/edit", label=HOSTILE, requests_per_minute="some")
+    assert (wrong.status, 'id="e-requests_per_minute"' in wrong.body.decode()) == (400, True)
+    changed = {"label": HOSTILE, "requests_per_minute": "1k", "budget_per_30_days": "2.50"}
+    assert (await browser.submit(f"/admin/keys/{key_id}/edit", **changed)).status == 303
+    form = text(await browser.get(f"/admin/keys/{key_id}/edit"))
+    assert 'value="1,000"' in form
+    assert 'value="2.50"' in form
+    check_inert(form)
+    assert (await browser.submit(f"/admin/keys/{key_id}/edit", label=HOSTILE, requests_per_minute="2")).status == 303
+    [row] = [
+        row for row in (await gateway.admin.get("/admin/api/tenants/acme/keys")).json["data"] if row["id"] == key_id
+    ]
+    assert (row["requests_per_minute"], row["budget_per_30_days"]) == (2, None)
+
     async def is_noted() -> bool:
         # The use is written within seconds.
         return key_id not in text(await browser.get("/admin/keys?state=never_used"))
 
     await until(is_noted)
     assert (await browser.submit("/admin/tenants/acme/keys/new", scopes="admin", expires="")).status == 400
+    limited = {"scopes": "inference", "expires": "", "max_concurrent": "3", "label": "limited"}
+    assert (await browser.submit("/admin/tenants/acme/keys/new", **limited)).status == 200
+    keys = (await gateway.admin.get("/admin/api/tenants/acme/keys")).json["data"]
+    assert {row["label"]: row["max_concurrent"] for row in keys}["limited"] == 3
     rotated = text(await browser.submit(f"/admin/keys/{key_id}/rotate", grace="0"))
     new = re.findall(r"lpx_[0-9a-f]{16}_[0-9a-f]{48}", rotated)[0]
     assert (await gateway.client(key).chat()).status == 401
@@ -147,10 +204,14 @@ async def test_plans_and_prices_by_form(gateway: Gateway, browser: Browser):
     await gateway.admin.call(
         "PUT", "/admin/api/plans/pro", json={"model_limits": {"base": {"max_concurrent": 3}}, "weight": 2}
     )
-    assert 'value="2"' in text(await browser.get("/admin/plans/pro"))
-    assert (await browser.submit("/admin/plans/pro", weight="4")).status == 303
+    form = text(await browser.get("/admin/plans/pro"))
+    assert 'value="2"' in form
+    assert "base: max_concurrent=3</textarea>" in form
+    kept = {"weight": "4", "model_limits": "base: max_concurrent=3", "budget_warn_at": "none"}
+    assert (await browser.submit("/admin/plans/pro", **kept)).status == 303
     plan = (await gateway.admin.get("/admin/api/plans/pro")).json
     assert (plan["weight"], plan["model_limits"], plan["prices"]) == (4, {"base": {"max_concurrent": 3}}, {})
+    assert (plan["budget_warn_at"], plan["sources"]["budget_warn_at"]) == ([], "plan")
     wrong = await browser.submit("/admin/plans/pro", weight="0", all_input="1")
     assert (wrong.status, 'id="e-all_output"' in wrong.body.decode()) == (400, True)
     await gateway.tenant("acme", plan="pro")
@@ -199,7 +260,9 @@ async def test_each_role_sees_and_does_its_own(gateway: Gateway):
         for path in (*acts, "tenants/acme/keys/new", "keys/new", "prices", "plans/pro/prices"):
             assert (await viewer.submit(f"/admin/{path}", typed="acme", name="x", act="suspend")).status == 403, path
     async with gateway.browser(await role(gateway, "billing")) as billing:
-        assert (await billing.submit("/admin/tenants/acme/budget", budget_per_month="9.99")).status == 303
+        budgets = {"budget_per_month": "9.99", "soft_budget_per_day": "1", "budget_warn_at": "90 %", "weight": "9"}
+        assert "Weight" not in text(await billing.submit("/admin/tenants/acme/budget", **budgets))
+        assert (await billing.submit("/admin/tenants/acme/budget", act="save", **budgets)).status == 303
         wrong = await billing.submit("/admin/tenants/acme/budget", budget_per_month="x")
         assert 'id="e-budget_per_month"' in wrong.body.decode()
         assert (await billing.submit("/admin/prices", model="*", input="1", output="2")).status == 303
@@ -207,7 +270,8 @@ async def test_each_role_sees_and_does_its_own(gateway: Gateway):
         assert (await billing.submit("/admin/tenants/acme/edit", weight="9")).status == 403
         assert (await billing.submit("/admin/plans/pro", weight="9")).status == 403
     shown = (await gateway.admin.get("/admin/api/tenants/acme")).json
-    assert (shown["budget_per_month"], shown["weight"]) == (9_990_000, 1.0)
+    assert (shown["budget_per_month"], shown["soft_budget_per_day"], shown["weight"]) == (9_990_000, 1_000_000, 1.0)
+    assert shown["budget_warn_at"] == [0.9]
     assert (await gateway.admin.get("/admin/api/plans/pro")).json["prices"]["*"]["output"] == 2_000_000
 
 
