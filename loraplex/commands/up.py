@@ -31,16 +31,18 @@ def up(**flags: Any) -> None:
     from loraplex.up.datadir import DataDir, DataDirError
     from loraplex.up.display import Display
     from loraplex.up.local import UpError, check_port, check_redis, run
+    from loraplex.up.pins import PinError, choose_pins
     from loraplex.up.processes import ChildError
 
     display = Display()
-    with one_line(ConfigError, UpError, DataDirError, ModelError, ChildError, GatewayError):
+    with one_line(ConfigError, UpError, DataDirError, ModelError, ChildError, GatewayError, PinError):
         config = UpConfig(**flags)
         if not config.demo and config.model is None:
             raise click.UsageError("expected --model MODEL, or --demo for the demo model")
         check_port(config.host, config.port)
         if config.redis_url is not None:
             check_redis(config.redis_url)
+        pins = choose_pins(config.engines, config.engine_args)
         data = DataDir.open(config.data_dir)
         with data.lock():
             with display.step(f"Preparing {config.model or 'the demo model'}") as say:
@@ -50,4 +52,4 @@ def up(**flags: Any) -> None:
                     folder = ensure_model(config.model, data.models, say)
                     if folder.is_file():
                         folder = ensure_gguf_folder(folder, data.models)
-            asyncio.run(run(replace(config, model=str(folder)), data, display))
+            asyncio.run(run(replace(config, model=str(folder)), data, display, pins))

@@ -30,7 +30,9 @@ class UpConfig:
         None, help="SQLAlchemy URL (postgresql+asyncpg://...); default: SQLite in the data directory."
     )
     redis_url: str | None = option(None, help="URL of Redis or Valkey; default: an embedded Valkey.")
-    engines: int = option(1, least=1, most=64, help="Number of engine processes.")
+    engines: int = option(
+        1, least=1, most=64, help="Number of engine processes, each with a GPU or a share of the cores."
+    )
     engine_args: str = option("", help="Flags for every engine, as one string: '--max-num-seqs 32'.")
 
     def __post_init__(self) -> None:

@@ -11,8 +11,10 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import aiohttp
 import redis
@@ -24,7 +26,8 @@ from redis.retry import Retry
 from loraplex.up.config import LOOPBACK, UpConfig
 from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
 from loraplex.up.display import Display
-from loraplex.up.processes import ProcessGroup
+from loraplex.up.pins import Pin
+from loraplex.up.processes import Child, ProcessGroup
 
 # Linux allows 107 bytes for a Unix socket's path, macOS 103.
 SOCKET_PATH_BYTES = 100
@@ -69,10 +72,13 @@ def check_redis(url: str) -> None:
             raise UpError(f"--redis-url: cannot use this Redis or Valkey: {error}") from error
 
 
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind((LOOPBACK, 0))
-        return probe.getsockname()[1]
+def free_ports(count: int) -> list[int]:
+    """Return different free ports."""
+    with ExitStack() as probes:  # all are open at once, so that none is chosen twice
+        found = [probes.enter_context(closing(socket.socket())) for _ in range(count)]
+        for probe in found:
+            probe.bind((LOOPBACK, 0))
+        return [probe.getsockname()[1] for probe in found]
 
 
 def valkey_binary() -> str:
@@ -89,10 +95,11 @@ def valkey_binary() -> str:
 
 
 class LocalService:
-    """The processes of one `loraplex up`."""
+    """The processes of one `loraplex up`. pins: one for each engine."""
 
-    def __init__(self, config: UpConfig, data: DataDir, display: Display) -> None:
+    def __init__(self, config: UpConfig, data: DataDir, display: Display, pins: Sequence[Pin] = (Pin(),)) -> None:
         self.config = config
+        self.pins = pins
         self.data = data
         self.display = display
         self.secrets: Secrets = data.secrets()
@@ -105,8 +112,7 @@ class LocalService:
         environment = self._gateway_environment(redis_url)
         with self.display.step("Upgrading the database"):
             await self.processes.run("migrate", self._program("migrate"), environment)
-        engines = [await self._start_engine(index) for index in range(self.config.engines)]
-        environment["LORAPLEX_ENGINES"] = ",".join(engines)
+        environment["LORAPLEX_ENGINES"] = ",".join(await self._start_engines())
         await self._start_gateway(environment)
         write_private_json(
             self.data.root / "local.json",
@@ -154,28 +160,39 @@ class LocalService:
                 await self.processes.healthy(child, answers, VALKEY_SECONDS)
         return url
 
-    async def _start_engine(self, index: int) -> str:
-        """Start an engine and return its URL."""
-        port = free_port()
-        name = "engine" if self.config.engines == 1 else f"engine-{index}"
+    async def _start_engines(self) -> list[str]:
+        """Start the engines at the same time and return their URLs once all are healthy."""
+        pins = self.pins
+        names = ["engine"] if len(pins) == 1 else [f"engine-{index}" for index in range(len(pins))]
+        urls = [f"http://{LOOPBACK}:{port}" for port in free_ports(len(pins))]
+        places = [f"{name} ({pin.label})" if pin.label else name for name, pin in zip(names, pins, strict=True)]
+        with self.display.step(f"Loading {self.config.base_model} into {', '.join(places)}"):
+            starts = zip(names, pins, urls, strict=True)
+            children = [await self._start_engine(name, pin, url) for name, pin, url in starts]
+            for child, url in zip(children, urls, strict=True):
+                await self.processes.healthy(child, self._health_check(url), ENGINE_SECONDS)
+        # An engine's death loses only its in-flight answers; the gateway answers by the others, or 503 without others.
+        for child, url in zip(children, urls, strict=True):
+            self.processes.keep_alive(child, self._health_check(url), ENGINE_SECONDS)
+        return urls
+
+    async def _start_engine(self, name: str, pin: Pin, url: str) -> Child:
         finished = self.data.root / "finished"
         finished.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(
             *("engine", "--model", str(self.config.model_dir), "--served-model-name", self.config.base_model),
-            *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(port)),
+            *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(urlsplit(url).port)),
             *("--finished-file", str(finished / name)),
+            *pin.flags,
             *shlex.split(self.config.engine_args),
         )
         # OpenMP's threads spin while they wait by default, which takes the cores from the gateway.
-        environment = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ
+        environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, **pin.environment}
         environment["LORAPLEX_INTERNAL_TOKEN"] = self.secrets.internal_token
-        with self.display.step(f"Loading {self.config.base_model} into {name}"):
-            child = await self.processes.start(name, argv, environment)
-            url = f"http://{LOOPBACK}:{port}"
-            await self.processes.healthy(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
-        # An engine's death loses only its in-flight answers; the gateway answers 503 until the engine is back.
-        self.processes.keep_alive(child, lambda: self._answers(f"{url}/health"), ENGINE_SECONDS)
-        return url
+        return await self.processes.start(name, argv, environment, pin.cpus)
+
+    def _health_check(self, url: str) -> Callable[[], Awaitable[bool]]:
+        return lambda: self._answers(f"{url}/health")
 
     async def _start_gateway(self, environment: dict[str, str]) -> None:
         with self.display.step("Starting the gateway"):
@@ -213,12 +230,13 @@ class LocalService:
             return False
 
 
-async def run(config: UpConfig, data: DataDir, display: Display) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted.
+async def run(config: UpConfig, data: DataDir, display: Display, pins: Sequence[Pin]) -> None:
+    """Serve until SIGINT, SIGTERM or SIGHUP. An engine that dies is restarted at its own place. pins: one for each
+    engine.
 
     Raises ChildError if another part dies, or an engine too often; stops the others first.
     """
-    service = LocalService(config, data, display)
+    service = LocalService(config, data, display, pins)
     processes = service.processes
     signals = asyncio.Event()
 

@@ -37,7 +37,8 @@ class KeepAlive:
 class Child:
     """A child process.
 
-    keep_alive: None if its death ends the group. deaths: consecutive ones. healthy_at: on the event loop's clock.
+    cpus: those that it may use, also after a restart; empty: all. keep_alive: None if its death ends the group. deaths:
+    consecutive ones. healthy_at: on the event loop's clock.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Child:
     log: Path
     argv: Sequence[str]
     env: Mapping[str, str]
+    cpus: Sequence[int] = ()
     keep_alive: KeepAlive | None = None
     deaths: int = 0
     healthy_at: float | None = None
@@ -77,10 +79,13 @@ class ProcessGroup:
         self.stop_seconds = stop_seconds
         self.children: list[Child] = []
 
-    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> Child:
-        """Start `argv` in its own process group, so that Ctrl-C in the terminal reaches only this process."""
+    async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cpus: Sequence[int] = ()) -> Child:
+        """Start `argv` in its own process group, so that Ctrl-C in the terminal reaches only this process.
+
+        cpus: those that it may use; empty: all.
+        """
         log = self._new_log(name)
-        child = Child(name, await self._spawn(log, argv, env), log, argv, env)
+        child = Child(name, await self._spawn(log, argv, env, cpus), log, argv, env, cpus)
         self.children.append(child)
         return child
 
@@ -88,10 +93,12 @@ class ProcessGroup:
         """Restart a healthy child whenever it dies. check, timeout: as in `healthy`."""
         child.keep_alive, child.healthy_at = KeepAlive(check, timeout), asyncio.get_running_loop().time()
 
-    async def _spawn(self, log: Path, argv: Sequence[str], env: Mapping[str, str]) -> asyncio.subprocess.Process:
+    async def _spawn(
+        self, log: Path, argv: Sequence[str], env: Mapping[str, str], cpus: Sequence[int]
+    ) -> asyncio.subprocess.Process:
         with log.open("wb") as out:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "loraplex.up.launch", str(os.getpid()), *argv),
+                *(sys.executable, "-m", "loraplex.up.launch", str(os.getpid()), ",".join(map(str, cpus)), *argv),
                 env=dict(env),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=out,
@@ -164,7 +171,7 @@ class ProcessGroup:
             self._announce(f"{child.name} {how}; it starts again in {pause:g} s")
             await asyncio.sleep(pause)
             child.log = self._new_log(child.name)
-            child.process = await self._spawn(child.log, child.argv, child.env)
+            child.process = await self._spawn(child.log, child.argv, child.env, child.cpus)
             try:
                 await self.healthy(child, keep_alive.check, keep_alive.timeout)
             except ChildError:

@@ -8,6 +8,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,45 @@ def test_stopped_while_starting_it_leaves_nothing(number: int, tmp_path: Path):
         stack.stop()
 
 
+def cpus_of(stack: Stack) -> dict[int, frozenset[int]]:
+    """Return the CPUs that each engine may use, by process."""
+    pids = [pid for pid in children(stack.process.pid) if b"engine" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return {pid: frozenset(os.sched_getaffinity(pid)) for pid in pids}
+
+
+def check_each_answers(gateway: str, admin_key: str, ask: Callable[[], int]) -> None:
+    """Check that each engine answers while the others are drained."""
+    engines = http("GET", f"{gateway}/admin/api/engines", admin_key).json["data"]
+    for engine in engines:
+        others = [json.dumps({"url": e["url"]}).encode() for e in engines if e is not engine]
+        for other in others:
+            assert http("POST", f"{gateway}/admin/api/engines/drain", admin_key, other).status == 200
+        assert ask() == 200
+        for other in others:
+            assert http("POST", f"{gateway}/admin/api/engines/resume", admin_key, other).status == 200
+
+
+def check_that_an_engine_returns_to_its_cpus(stack: Stack, ask: Callable[[], int]) -> None:
+    """Kill an engine of two: the other answers meanwhile, and the new one has the same CPUs."""
+    before = cpus_of(stack)
+    shares = list(before.values())
+    assert len(shares) == 2
+    assert all(shares)
+    if os.cpu_count() != 1:
+        assert not shares[0] & shares[1]
+    dead = max(before)
+    os.kill(dead, signal.SIGKILL)
+    statuses = []
+    while "serves again" not in stack.text():
+        statuses.append(ask())
+        assert len(statuses) < 2000
+        time.sleep(0.02)
+    assert statuses.count(200) >= len(statuses) - 1, statuses  # one may have been sent to the dead engine
+    after = cpus_of(stack)
+    [new] = after.keys() - before.keys()
+    assert (after.keys() & before.keys(), after[new]) == (before.keys() - {dead}, before[dead])
+
+
 def test_a_model_by_folder_without_the_demo(tmp_path: Path):
     """`--model PATH` serves the folder under its own name, without tenants until one is created; on two engines."""
     folder = tmp_path / "tiny"
@@ -188,6 +228,11 @@ def test_a_model_by_folder_without_the_demo(tmp_path: Path):
         done = loraplex("usage", "--tenant", "solo", "--json", *flags)
         assert done.returncode == 0, done.stderr
         assert [row["tenant"] for row in json.loads(done.stdout)["data"]] == ["solo"]
+        body = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2}).encode()
+        ask = partial(http, "POST", f"{local['gateway']}/v1/completions", key, body)
+        check_each_answers(local["gateway"], local["admin_key"], lambda: ask().status)
+        check_that_an_engine_returns_to_its_cpus(plain, lambda: ask().status)
+        check_each_answers(local["gateway"], local["admin_key"], lambda: ask().status)
         assert plain.stop(signal.SIGTERM) == 0
     finally:
         plain.stop()

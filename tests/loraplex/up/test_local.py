@@ -11,7 +11,7 @@ import redis.exceptions
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
-from loraplex.up.local import LocalService, UpError, check_port, check_redis, free_port
+from loraplex.up.local import LocalService, UpError, check_port, check_redis, free_ports
 
 
 def command_line(pid: int) -> str:
@@ -31,7 +31,7 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
         port = taken.getsockname()[1]
         with pytest.raises(UpError, match=rf"127\.0\.0\.1 port {port}: Address already in use; choose another"):
             check_port("127.0.0.1", port)
-    check_port("127.0.0.1", free_port())
+    check_port("127.0.0.1", free_ports(1)[0])
 
 
 @pytest.mark.usefixtures("starts_servers")

@@ -12,6 +12,7 @@ import pytest
 
 from loraplex.up import processes
 from loraplex.up.processes import ChildError, ProcessGroup
+from testing.gateway.running import until
 
 SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)")
 
@@ -23,6 +24,10 @@ def alive(pid: int) -> bool:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+async def is_back(child, before: int) -> bool:
+    return child.process.pid != before and child.healthy_at is not None
 
 
 async def has_printed(child) -> bool:
@@ -211,5 +216,28 @@ async def test_the_death_of_another_child_ends_the_group_while_one_is_started_ag
             os.kill(child.process.pid, signal.SIGKILL)
             await child.process.wait()
         assert str(await asyncio.wait_for(death, 30)).startswith("gateway was killed by SIGKILL")
+    finally:
+        await group.stop(lambda name: None)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux only")
+async def test_a_restarted_child_keeps_its_cpu_and_the_other_lives(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.0,))
+    cpu = max(os.sched_getaffinity(0))
+    group = ProcessGroup(tmp_path)
+    pinned, other = [await group.start(name, SLEEPER, os.environ, cpus) for name, cpus in (("a", [cpu]), ("b", []))]
+    try:
+        for child in (pinned, other):
+            await group.healthy(child, lambda child=child: has_printed(child), 10)
+            group.keep_alive(child, lambda child=child: has_printed(child), 10)
+        watching = asyncio.create_task(group.first_death())
+        first, others = pinned.process.pid, other.process.pid
+        assert os.sched_getaffinity(first) == {cpu}
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: is_back(pinned, first))
+        assert os.sched_getaffinity(pinned.process.pid) == {cpu}
+        assert other.process.pid == others
+        assert os.sched_getaffinity(others) == os.sched_getaffinity(0)
+        watching.cancel()
     finally:
         await group.stop(lambda name: None)
