@@ -12,7 +12,7 @@ from gateway.records.database import Database
 from gateway.records.tables import api_keys, usage_daily
 from gateway.records.tables import tenants as table
 from gateway.records.tenants.bulk import AT_ONCE, BulkChange, TenantBulk
-from gateway.records.tenants.list import TenantFilter, TenantLists
+from gateway.records.tenants.list import BudgetUse, TenantFilter, TenantLists
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS, Terms
@@ -49,6 +49,8 @@ async def test_filters_order_and_pages(database: Database):
         await spend(database, made[name].id, now, cost, requests=cost % 7)
     assert await names(lists) == ["acme", "globex", "hooli", "initech"]
     assert await names(lists, sort="spend", descending=True) == ["initech", "globex", "acme", "hooli"]
+    nearly = [("acme", BudgetUse("month", 80, 100)), ("globex", BudgetUse("30 days", 500, 1000))]
+    assert await lists.over_budget(0.5, 6) == nearly
     for which, expected in (
         (TenantFilter(plan="pro"), ["acme", "hooli"]),
         (TenantFilter(plan=""), ["globex", "initech"]),
