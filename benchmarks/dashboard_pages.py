@@ -4,8 +4,8 @@ python -m benchmarks.dashboard_data --rows 2000000 --folder DATA --only-fill
 python -m benchmarks.dashboard_pages --folder DATA
 python -m benchmarks.dashboard_pages --folder DATA --postgres
 
-A whole gateway serves the pages from the data. Each is asked for five times; the first time counts too. The client
-shares the gateway's event loop, so its own work counts as well.
+A whole gateway serves the pages from the data. Each page is requested five times; the first time is included. The
+client shares the gateway's event loop, so the times include its work.
 """
 
 import argparse

@@ -2,9 +2,9 @@
 
     python -m benchmarks.host_share [--seconds 8] [--json FILE] [--profile] [-- ENGINE FLAGS]
 
-Measures the CPU time of the engine's core for each step, in this process and without a server; then, with a real
-`loraplex engine` over HTTP and streams of a client in this process: the front's CPU time for each streamed token, the
-share of the device's rate that 64 streams reach, and the first token of a long prompt beside 8 streams. Figures are
+Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine`, streams from
+it over HTTP, and measures the CPU time of the HTTP front per streamed token, the share of the device's rate that 64
+streams reach, and the time to the first token of a long prompt beside 8 streams. Figures are
 CPU times where possible. Run nothing else on the machine at the same time.
 """
 
@@ -44,7 +44,7 @@ PROMPT, LONG_PROMPT = 200, 4000
 MEMORY: dict[str, Any] = {"kv_cache_memory": 16 << 30, "adapter_memory": 1 << 30}
 # A decode step of an 8B model on an H200: 4.5 ms, 20 us for each prompt token.
 DECODE_MS, TOKEN_MS = 4.5, 0.02
-# Steps slow enough that no token waits for the front, so that each has its own event.
+# Steps so slow that the front sends each token in an event of its own.
 CALM_MS = 25
 # Fixed cost of a step with prompt tokens that is launched kernel by kernel.
 EAGER_MS = 10
@@ -82,7 +82,7 @@ def core_steps(model: Path, adapters: list[Path], streams: int, steps: int, prof
 
 @contextmanager
 def profiled(wanted: bool) -> Iterator[None]:
-    """Print where the time of the block went, if wanted."""
+    """Profile the block and print the result, if wanted."""
     if not wanted:
         yield
         return
@@ -172,7 +172,7 @@ async def open_stream(port: int, number: int, num_prompt_tokens: int, max_tokens
 
 @asynccontextmanager
 async def streams(engine: ServedEngine, number: int) -> AsyncIterator[None]:
-    """Keep streams open during the block; it begins when all decode."""
+    """Keep streams open during the block, which begins once all of them decode."""
     opened = [await open_stream(engine.port, i, PROMPT, 6000, NUM_ADAPTERS) for i in range(number)]
     for stream in opened:
         await stream.has_first.wait()

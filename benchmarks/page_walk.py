@@ -64,7 +64,7 @@ async def opened(who: Person, path: str) -> Times:
 
 
 async def paints(who: Person, home: str, key: str) -> dict[str, list[Times]]:
-    """Return the times of each page below `home`, without a limit of the network."""
+    """Return the times of each page below `home` on an unlimited network."""
     await who.log_in(home, key)
     paths = {name: path for name, path in PAGES.items() if path.startswith(home) and "{" not in path}
     return {name: [await opened(who, path) for _ in range(REPEATS)] for name, path in paths.items()}

@@ -97,7 +97,7 @@ def plausible(engines: list[str]) -> dashboard_data.Maker:
 
 
 def fill_names(path: Path) -> None:
-    """Write tenants, keys and adapters. Rows that are there, of tenants made by the API, serve as the pattern."""
+    """Write tenants, keys and adapters as copies of the existing rows, which the API has made."""
     chance = random.Random(2)
     with closing(sqlite3.connect(path)) as connection:
         connection.row_factory = sqlite3.Row

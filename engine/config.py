@@ -16,7 +16,7 @@ ToolCallParser = Literal["hermes", "llama3_json"]
 
 DEVICES = ("auto", "cpu", "cuda")
 SIMULATED = "simulated"
-# Maximum of each of a simulated step's times.
+# Maximum of each time in a simulated step.
 LONGEST_STEP_S = 60.0
 
 

@@ -61,7 +61,7 @@ class GatewayClient:
     async def call(self, method: str, path: str, *, expected: int = 200, **request: Any) -> Any:
         """Send a request and return the answer's JSON (None if empty).
 
-        Raises GatewayError for every status from 400 but `expected`.
+        Raises GatewayError for a status of 400 or more other than `expected`.
         """
         try:
             async with self._session.request(method, self.url + path, **request) as response:
@@ -98,18 +98,18 @@ class GatewayClient:
         return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields, params=_force(force))
 
     async def tenants(self, **query: str) -> list[dict[str, Any]]:
-        """Return all tenants that match. query: of plan, tag, suspended, over_budget, q, idle_days, sort and order."""
+        """Return all tenants that match. query: plan, tag, suspended, over_budget, q, idle_days, sort, order."""
         found: list[dict[str, Any]] = []
         while True:
             page = await self.call("GET", "/admin/api/tenants", params=query)
             found += page["data"]
-            # A gateway of the previous release sends all at once.
+            # A gateway of the previous release sends all tenants in one page, without `next`.
             if page.get("next") is None:
                 return found
             query = query | {"after": page["next"]}
 
     async def change_tenants(self, body: dict[str, Any], *, dry_run: bool) -> dict[str, Any]:
-        """Change all tenants that match the body's filter, or list them."""
+        """Change all tenants that match the body's filter. dry_run: only list them with their changes."""
         params = {"dry_run": "true"} if dry_run else {}
         return await self.call("POST", "/admin/api/tenants/bulk", json=body, params=params)
 
@@ -125,7 +125,7 @@ class GatewayClient:
     async def create_key(
         self, tenant: str | None, *, own: bool = False, force: bool = False, **fields: Any
     ) -> dict[str, Any]:
-        """Create a key. tenant None: an operator's key or, if `own`, one of the tenant that calls."""
+        """Create a key. tenant: None for an operator's key or, if `own`, a key of the calling tenant."""
         return await self.call("POST", _keys_path(tenant, own), json=fields, params=_force(force))
 
     async def keys(self, tenant: str | None, *, own: bool = False) -> list[dict[str, Any]]:
@@ -145,7 +145,7 @@ class GatewayClient:
         return await self.call("GET", "/admin/api/queue")
 
     async def ready(self) -> dict[str, Any]:
-        """Return the state of the gateway's parts, whether it is ready or not."""
+        """Return the state of the gateway's parts. A gateway that is not ready raises no error."""
         return await self.call("GET", "/readyz", expected=503)
 
     async def engines(self) -> list[dict[str, Any]]:
@@ -278,7 +278,7 @@ class GatewayClient:
         return await self._all_usage("/admin/api/usage", query)
 
     async def own_key(self) -> dict[str, Any]:
-        """Return a tenant's own key with what is left of its limits."""
+        """Return the calling tenant's key with the remaining amounts of its limits."""
         return await self.call("GET", "/v1/key")
 
     async def own_usage(self, **query: str) -> Any:

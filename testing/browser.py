@@ -9,7 +9,7 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 AXE = Path(__file__).resolve().parent.parent / "tests/e2e/browser/vendor/axe.min.js"
-# Returns each violation's rule and its first elements: the whole result takes as long to send as the rules to run.
+# Returns only each violation's rule and first elements: sending the whole result takes as long as running the rules.
 RUN_AXE = """options => axe.run(document, options).then(({violations}) => violations.map(({id, nodes}) =>
     [id, nodes.slice(0, 3).map(node => node.html.slice(0, 160)).join("; ")]))"""
 WIDTHS = (1280, 390)
@@ -76,7 +76,7 @@ async def person(browser: Any, url: str, *, width: int = 1280, scheme: str = "li
 
 
 async def faults(who: Person) -> list[str]:
-    """Return what is wrong with the page that is open: errors, sideways scrolling, violations of accessibility."""
+    """Return the faults of the open page: errors, horizontal scrolling, violations of accessibility rules."""
     found, who.problems = list(who.problems), []
     return found + await _sideways(who) + await _violations(who)
 
@@ -84,11 +84,11 @@ async def faults(who: Person) -> list[str]:
 async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
     """Open each page once and return its faults at both widths and in both colour schemes.
 
-    Every rule runs at both widths. The other scheme changes colours only, so there the rule of contrast suffices.
+    Every rule runs at both widths. The other scheme changes colours only, so only the contrast rule runs there.
     """
     found = []
     for path in paths:
-        # First narrow: nothing that was laid out for the wide window can hide a page that is too wide.
+        # The narrow window comes first: layout left over from the wide one could hide that the page is too wide.
         await _show(who, min(WIDTHS), "light")
         await who.open(path)
         seen, who.problems = [("", each) for each in who.problems], []
@@ -105,7 +105,7 @@ async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
 
 async def _show(who: Person, width: int, scheme: str) -> None:
     await who.page.set_viewport_size({"width": width, "height": 900})
-    # A colour on its way between two schemes has the contrast of neither.
+    # During a transition between two schemes, a colour has the contrast of neither.
     await who.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
 
 
@@ -115,8 +115,8 @@ async def _sideways(who: Person) -> list[str]:
 
 
 async def _violations(who: Person, *rules: str) -> list[str]:
-    """Return the violations of accessibility by axe. rules: the only ones that run; empty: all."""
-    # Preloaded style sheets serve one rule that is off by default.
+    """Return the violations of accessibility by axe. rules: the ones to run; all if empty."""
+    # Only one rule needs preloaded style sheets, and it is off by default.
     options: dict[str, Any] = {"resultTypes": ["violations"], "preload": False}
     if not await who.page.evaluate("'axe' in window"):
         # Evaluated by the debugger, which the page's policy does not restrict.

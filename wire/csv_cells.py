@@ -11,7 +11,7 @@ FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "\uff1d", "\uff0b", "\uff0d", "
 
 
 def cell(value: Any) -> Any:
-    """Return a value for CSV: a time in ISO 8601, a flag as in JSON, and nothing for None.
+    """Return a value for CSV: a time in ISO 8601, a flag as `true` or `false`, an empty cell for None.
 
     A text that a spreadsheet would take for a formula gets an apostrophe in front.
     """

@@ -22,7 +22,7 @@ class PromptTokensDetails(Struct):
 
 
 class Usage(Struct):
-    """Token counts. cost: in units of `currency`, with up to six decimals; only a gateway sends the two."""
+    """Token counts. cost, currency: only from a gateway; up to six decimals."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -219,7 +219,7 @@ class TenantShare(Struct):
 
 
 class Preempted(Struct):
-    """Number of a tenant's requests that gave way, since the engine's start, to requests of the tenant `by`."""
+    """Number of a tenant's requests preempted for requests of the tenant `by` since the engine's start."""
 
     tenant: str
     by: str
@@ -289,8 +289,8 @@ class EngineStateResponse(Struct):
     adapters_activated: list[str] = []
     # The tenants with most waiting requests and service, at most 20.
     tenants: list[TenantShare] = []
-    # Digests of adapters in host memory, at most the 512 most recently used ones. A line of a stream of states lacks
-    # them if they are the same as in the stream's line before.
+    # Digests of adapters in host memory, at most the 512 most recently used ones. A line of the state stream
+    # omits them if they have not changed since the line before.
     adapters_host: list[str] | UnsetType = UNSET
     # The pairs of tenants with most preemptions, at most 20.
     preempted: list[Preempted] = []

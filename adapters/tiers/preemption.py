@@ -14,8 +14,8 @@ class Preemption(NamedTuple):
     """Result of `choose_victims`.
 
     victims: adapters whose running requests are preempted, each with the tenant of the reservation that needs its
-    pages. placed: reservations that fit once these have stopped. displacing: those of `placed` that do not fit without
-    victims.
+    pages. placed: reservations that fit once the victims have stopped. displacing: the part of `placed` that
+    needs victims.
     """
 
     victims: dict[str, str]

@@ -11,11 +11,11 @@ attacks need misbehaving engines and run on a gateway before engine doubles. Eac
 default limits, in a process of niceness 19, so that its own work takes little CPU time from the service. For each
 attack the neighbour is measured in pairs of rounds, attacked and quiet, one right after the other, so that a drift of
 the machine cancels. In the quiet round, a process of the attacker's niceness takes as much CPU time as the attacker's
-own client took, and sends nothing, because a real attacker has its own machine. If the attack uses an engine as any
-tenant may, an honest tenant with the same use runs in the quiet round instead. Between the attacks, the controls
-`nothing` and `busy-loop` send nothing: their ratios show how far quiet rounds differ from each other. Each ratio has an
-interval of 90 %, from resampling. A ratio above its limit whose interval begins below the limit is undecided: more or
-longer rounds decide it. Exit code 1 if a limit is missed.
+own client took, and sends nothing, because a real attacker has its own machine. If the attack is a use
+of the engine that any tenant may make, an honest tenant with the same use runs in the quiet round instead. Between the
+attacks, the controls `nothing` and `busy-loop` send nothing: their ratios show how far quiet rounds differ from each
+other. Each ratio has an interval of 90 %, from resampling. A ratio above its limit whose interval begins below the
+limit is undecided: more or longer rounds decide it. Exit code 1 if a limit is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.
@@ -137,7 +137,7 @@ def open_place(name: str, folder: Path, flags: argparse.Namespace) -> contextlib
 
 
 def leave_core() -> int:
-    """Take this process and those that it starts off the machine's last core. Return that core."""
+    """Move this process and its future children off the machine's last core. Return that core."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise SystemExit("--engine-core: this machine has one core, expected at least 2.")

@@ -58,7 +58,7 @@ class Neighbour:
     async def calibrate(self) -> None:
         """Warm up the service with single chats, one after the other, and set the interval from their duration.
 
-        The first upload is part of it, because only a content's first upload is probed in the engine.
+        It includes the first upload, because the engine probes a content only at its first upload.
         """
         measured = Measurements()
         if self._uploads:

@@ -81,7 +81,7 @@ def _part(stack: Stack, command: str) -> psutil.Process:
 def up(folder: Path, kind: str, *, postgres: bool, engine_core: int | None = None) -> Iterator[Place]:
     """Start a kind of STACKS with the demo model, on SQLite or on its own PostgreSQL.
 
-    engine_core: the core that the engine runs on, which this process has left.
+    engine_core: the core for the engine alone, from `leave_core`.
     """
     with contextlib.ExitStack() as exits:
         arguments = ["--demo"]

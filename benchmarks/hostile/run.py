@@ -48,8 +48,8 @@ class Result:
 
     p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
     first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. busy: CPU
-    seconds per second of the attacker's process. missed: limits that the attack exceeds. undecided: limits that a ratio
-    exceeds, but not the lower end of its interval.
+    seconds per second of the attacker's process. missed: limits that the attack exceeds. undecided: limits that a
+    ratio exceeds, although its interval begins below them.
     """
 
     name: str
@@ -130,8 +130,8 @@ async def run_attack(
 ) -> Result:
     """Attack `pairs` times for `seconds` each, every time right before a quiet round of the same length.
 
-    In the quiet round a process of the attacker's niceness takes as much CPU time as the attacker took. An attacker has
-    its own machine elsewhere; here its client shares the service's cores, which is no effect of its requests.
+    In the quiet round a process of the attacker's niceness takes as much CPU time as the attacker took. A real
+    attacker has its own machine; here its client takes CPU time from the service, which is no effect of its requests.
     """
     number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
     neighbour_key = place.tenant(f"neighbour-{number}")

@@ -1,14 +1,14 @@
-"""Counts of preemptions by the tenant that gave way and the tenant that it gave way to. Knows no requests."""
+"""Counts of preemptions by pair of tenants: the preempted one and the one that took its place. Knows no requests."""
 
 from collections import Counter
 from typing import NamedTuple
 
-# Pairs of tenants that are counted. Beyond it, the pair with the fewest preemptions is forgotten.
+# Maximum number of pairs of tenants. A further pair replaces the one with the fewest preemptions.
 MAX_PAIRS = 256
 
 
 class PreemptionCount(NamedTuple):
-    """Preemptions of a tenant's requests for requests of the tenant `by`."""
+    """Number of a tenant's requests preempted for requests of the tenant `by`."""
 
     tenant_id: str
     by: str

@@ -69,8 +69,8 @@ def find_victims(
 
 def find_page_victims(running: Sequence[Request], adapters: AdapterPool, policy: Policy) -> list[tuple[Request, str]]:
     """Return the requests whose adapters hold the pages that overdue reservations need, each with the reservation's
-    tenant. The least served tenant's reservation comes first. An adapter gives way if the tenants of all its requests
-    give way to the reservation's tenant.
+    tenant. The least served tenant's reservation comes first. An adapter is chosen only if the policy lets the
+    reservation's tenant preempt every tenant that runs requests with it.
     """
     if not adapters.overdue:
         return []

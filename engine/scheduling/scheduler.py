@@ -331,7 +331,7 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request, plan: Plan, claimant: str) -> None:
-        """Put a request back into the queue. claimant: the tenant that it gives way to."""
+        """Put a request back into the queue. claimant: the tenant that it is preempted for."""
         plan.pop(request, None)
         self._return_charge(request)
         self._gave_way.add(request)

@@ -165,7 +165,7 @@ def admin_options(command: Callable[..., None]) -> Callable[..., None]:
 def own_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options of an operator's command that a tenant may use for itself, with --api-key.
 
-    The command receives `gateway`; its `tenants_own` is set unless TENANT, --admin or an operator's key is given.
+    The command receives `gateway`; `gateway.tenants_own` is true unless TENANT, --admin or an operator's key is given.
     """
 
     @click.option(

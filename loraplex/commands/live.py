@@ -19,7 +19,8 @@ from loraplex.commands.output import json_option, moment, print_json, table_line
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
 
-# Period over which `top` measures the tenants' tokens: usage rows appear when a request has ended.
+# Period over which `top` measures the tenants' tokens. It is long because a usage row is written only when its
+# request has ended.
 RATE_SECONDS = 60
 CLEAR = "\x1b[H\x1b[2J"
 ENGINE_COLUMNS = ("engine", "state", "in_flight", "waiting", "adapters", "reason")
@@ -114,7 +115,7 @@ def _engine_lines(engines: list[dict[str, Any]]) -> list[str]:
 
 
 def _tenant_lines(usage: list[dict[str, Any]], queue: list[dict[str, Any]], most: int) -> list[str]:
-    """Return the tenants with the most tokens a second first, then those that only wait."""
+    """Return the lines of the tenants: by tokens per second, largest first, then tenants with waiting requests only."""
     waits = {row["tenant"]: row for row in queue}
     used = {row["tenant"]: row for row in usage}
     rows = []
@@ -145,7 +146,7 @@ def _print_lines(lines: list[str]) -> None:
 
 @contextmanager
 def _keys() -> Iterator[None]:
-    """Let a terminal pass on each key at once while the block runs."""
+    """Switch the terminal to reading single keys, without waiting for Enter, during the block."""
     if not sys.stdin.isatty():
         yield
         return
@@ -161,7 +162,7 @@ def _keys() -> Iterator[None]:
 
 
 def _is_ended(seconds: float) -> bool:
-    """Wait, and return whether q was pressed meanwhile."""
+    """Wait for the seconds or the key q; return whether q was pressed."""
     if not sys.stdin.isatty():
         time.sleep(seconds)
         return False

@@ -48,19 +48,19 @@ def print_json(value: Any) -> None:
 
 
 def print_csv(rows: Iterable[Mapping[str, Any]], columns: Sequence[str]) -> None:
-    """Print CSV. Texts of tenants are no formulas in a spreadsheet."""
+    """Print CSV. Text that a spreadsheet would run as a formula is escaped."""
     lines = csv_lines([columns, *([row.get(name) for name in columns] for row in rows)], end="\n")
     click.echo(lines, nl=False)
 
 
 def print_table(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    """Print aligned columns, one line per row, which also suit awk."""
+    """Print aligned columns, one line per row, so that awk can read them."""
     for line in table_lines(rows, columns):
         click.echo(line)
 
 
 def table_lines(rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> list[str]:
-    """Return the lines of a table with its head. Numbers are right-aligned."""
+    """Return the lines of a table with its header. Numbers are right-aligned."""
     table = [[_cell(column, row.get(column)) for column in columns] for row in rows]
     numeric = [_is_numeric([line[i] for line in table]) for i in range(len(columns))]
     table.insert(0, [column.upper() for column in columns])

@@ -7,7 +7,7 @@ from loraplex.commands.output import json_option, money, print_json, print_table
 from loraplex.commands.values import MICRO_UNITS, Money, given
 
 AMOUNTS = ("input", "cached", "output")
-# The API's limit.
+# The API accepts no higher price.
 PRICE = Money(most=1000 * MICRO_UNITS, per=" per million tokens")
 
 

@@ -29,7 +29,7 @@ CSV_COLUMNS = (
 )
 FOLLOW_SECONDS = 2.0
 # Number of newest requests that each poll of `--follow` reads. A request enters the log when it ends, so a new entry
-# may be older than others.
+# may have an earlier time than entries that were already printed.
 FOLLOWED = 500
 
 
@@ -138,7 +138,7 @@ async def _follow(client: "GatewayClient", own: bool, query: dict[str, Any], as_
 
 
 def _path(own: bool) -> str:
-    """Return the route of the request log. own: of the key's tenant."""
+    """Return the path of the request log. own: the one for the calling tenant."""
     return "/v1/requests" if own else "/admin/api/requests"
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Difference between the file and the gateway. call: removes it; line: of the file, 0 for a deletion."""
+    """Change that makes the gateway match the file. call: makes it. line: in the file, 0 for a deletion."""
 
     name: str
     text: str
@@ -124,7 +124,7 @@ def _tenant_steps(
 def _changes(
     entry: "Entry", old: Mapping[str, Any], source: str, of_models: Mapping[str, Any] | None = None
 ) -> list[str]:
-    """Return the differences of a plan or tenant, as texts. source: of the terms that it sets itself."""
+    """Return the differences of a plan or tenant, as texts. source: that of a term which the entry sets itself."""
     found = []
     for field, value in entry.fields.items():
         present, from_where = old.get(field), old["sources"].get(field, source)

@@ -1,4 +1,4 @@
-"""The command `loraplex tenant bulk`: the same change of all tenants that match a filter."""
+"""The `loraplex tenant bulk` command: one change to all tenants that match a filter."""
 
 import json
 import sys
@@ -77,7 +77,7 @@ def _changes(row: dict[str, Any]) -> str:
 
 
 def field_text(name: str, value: Any) -> str:
-    """Return a field's value for people: money as money, no limit as `none`."""
+    """Return a field's value for display: budgets in currency units, no limit as `none`."""
     match value:
         case None | "" | []:
             return "none"

@@ -23,7 +23,7 @@ class FileError(Exception):
 
 @dataclass
 class Entry:
-    """A plan or tenant of the file. fields: as the API takes them; inherit: terms that it does not set itself."""
+    """A plan or tenant of the file. fields: as in the API. inherit: terms that the entry does not set."""
 
     line: int
     fields: dict[str, Any] = field(default_factory=dict)
@@ -106,7 +106,7 @@ def _money(node: yaml.Node, kind: Money) -> int:
 
 
 def _entries(node: yaml.Node, where: str) -> Iterator[tuple[str, int, yaml.Node]]:
-    """Yield each key of a mapping with its line and value. Raises FileError, also for a repeated key."""
+    """Yield each key of a mapping with its line and value. Raises FileError, for a repeated key too."""
     if _is_null(node):
         return
     if not isinstance(node, yaml.MappingNode):

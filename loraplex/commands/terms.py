@@ -13,7 +13,7 @@ ALL = "all"
 
 
 class ModelLimits(click.ParamType):
-    """JSON of limits by model; budgets in money, as in `--budget-per-month`."""
+    """JSON of limits by model. Budgets are in currency units, as in `--budget-per-month`."""
 
     name = "json"
 
@@ -43,7 +43,7 @@ class Tags(click.ParamType):
 
 
 def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the options for terms that are no limits of a kind."""
+    """Add the options for terms other than the limits."""
     for option in (
         click.option(
             "--model-limits",
@@ -74,7 +74,7 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def term_names(given: Sequence[str]) -> list[str]:
-    """Return names of terms as the API spells them; `all` stands for every term."""
+    """Return the terms' names in the API; `all` gives every term."""
     from gateway.records.tenants.terms import FIELDS
 
     names = [name.replace("-", "_") for name in given]
@@ -86,7 +86,7 @@ def in_money(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_fields(row: dict[str, Any]) -> None:
-    """Print a tenant or plan, a field a line, with the source of each term."""
+    """Print a tenant or plan, one field per line, with the source of each term."""
     sources = row["sources"]
     apart = ("object", "sources", "model_limits", "prices", "month")
     fields = {field: value for field, value in in_money(row).items() if field not in apart}

@@ -22,7 +22,7 @@ COLUMNS = {
     "day": ("day",),
     "month": ("month",),
 }
-# Length of a period's start in ISO 8601 as it is shown.
+# Characters of a period's start in ISO 8601 that are shown.
 PERIODS = {"hour": 13, "day": 10, "month": 7}
 
 SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {

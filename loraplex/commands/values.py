@@ -63,7 +63,8 @@ class Shares(click.ParamType):
 class Money(click.ParamType):
     """An amount of the deployment's currency with up to six decimals, in micro-units.
 
-    or_none: also accept `none`, for no limit. most: the largest amount, in micro-units. per: what the amount is for.
+    or_none: also accept `none`, for no limit. most: the largest amount, in micro-units. per: the words after the
+    amount in errors, such as ` per million tokens`.
     """
 
     name = "money"

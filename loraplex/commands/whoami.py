@@ -1,4 +1,4 @@
-"""The `loraplex whoami` command: a tenant's own key, with what is left of its limits and budget."""
+"""The `loraplex whoami` command: the tenant's key in use, with the remaining amounts of its limits and budget."""
 
 from datetime import UTC, datetime
 from pathlib import Path
@@ -69,7 +69,7 @@ def _amount(rest: dict[str, Any], name: str) -> str | None:
 
 
 def _wait(resets_at: str | None) -> str | None:
-    """Return the time until a limit is wholly free again; None if it is free or has no such time."""
+    """Return the time until a limit is fully available again; None if it is now, or does not recover by time."""
     if resets_at is None:
         return None
     seconds = (datetime.fromisoformat(resets_at) - datetime.now(UTC)).total_seconds()

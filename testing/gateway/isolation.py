@@ -153,7 +153,7 @@ def _reports(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _requests(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
-    # The list of the present time has the attempts themselves.
+    # Without an end in the past, the list would contain the attempts themselves.
     for query in (f"model={target.name}&until=2020-01-01", f"tenant={target.tenant}", f"key={target.digest}&limit=0"):
         yield f"?{query}", {}
 

@@ -7,15 +7,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-# Tests kill the server and never the machine, so nothing waits for the disk: its last checkpoint took 20 s. The vacuum
-# of hundreds of small databases helps no test.
+# Tests kill the server, never the machine, so nothing waits for the disk: with fsync the last checkpoint took 20 s.
+# Vacuuming hundreds of small databases helps no test.
 SETTINGS = ("fsync = off", "full_page_writes = off", "autovacuum = off")
 
 
 @contextmanager
 def postgres_server() -> Iterator[Any]:
     """Start a server with an empty data folder. It listens on a Unix socket only."""
-    # A short path, because it contains the socket.
+    # A Unix socket's path must be short.
     with tempfile.TemporaryDirectory(prefix="pg") as folder:
         # The package reads this variable on import and warns if it is unset.
         os.environ.setdefault("XDG_RUNTIME_DIR", folder)

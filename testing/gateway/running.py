@@ -116,7 +116,7 @@ class Browser(Client):
     """A browser at `/admin` or `/console`, which keeps its cookies and follows no redirects. home: the path."""
 
     def __init__(self, url: str, home: str) -> None:
-        # Unsafe only in that it accepts cookies of an IP address.
+        # `unsafe` only means that cookies from an IP address are accepted.
         session = aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True))
         super().__init__(session, url, None)
         self.home = home

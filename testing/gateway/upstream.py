@@ -51,7 +51,7 @@ class Upstream:
         self.token = TOKEN
         self.resident: list[str] = []
         self.activated: list[str] = []
-        # Adapters in its host memory; None: it does not report them, or they are as before.
+        # Adapters in its host memory; None: the state omits them, as if unchanged or not supported.
         self.host: list[str] | None = None
         # Requests of other gateways here; whether it is draining; whether it pushes its state.
         self.running = 0
@@ -368,7 +368,7 @@ class Upstream:
 
 
 def logprob(text: str) -> dict[str, Any]:
-    """Return a token's log-probability of one half, and one of a tenth of another token."""
+    """Return log-probabilities in which `text` has probability 0.5 and another token has 0.1."""
     tops = [{"token": text, "logprob": math.log(0.5)}, {"token": "other", "logprob": math.log(0.1)}]
     return {**tops[0], "top_logprobs": tops}
 

@@ -31,7 +31,7 @@ class Target:
 
 @asynccontextmanager
 async def webhook_target(text: str = "") -> AsyncIterator[Target]:
-    """Run a target. text: of its answers."""
+    """Run a target. text: the body of its answers."""
     target = Target(text)
     app = web.Application()
     app.router.add_post("/secret-path", target.handle)
