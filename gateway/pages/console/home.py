@@ -156,7 +156,7 @@ def _charts(report: ActivityReport) -> list[tuple[str, str, dict[str, Any]]]:
     times = [int(start.timestamp()) for start in report.starts]
     named: list[tuple[str, Curve]] = [(group.name, group.curve) for group in report.groups]
     if report.others is not None:
-        named.append((f"{report.num_groups - len(report.groups)} others", report.others))
+        named.append((report.rest_title, report.others))
 
     def stacked(values: Any, more: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         series = [*({"name": name, "values": values(curve)} for name, curve in named), *more]

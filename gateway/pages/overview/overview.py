@@ -127,7 +127,7 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
             (f"{each.tenant}/{each.name}" if each.tenant else each.name or "none", each.curve) for each in report.groups
         ]
         if report.others is not None:
-            named.append((f"{report.num_groups - len(report.groups)} others", report.others))
+            named.append((report.rest_title, report.others))
         series = [{"name": name, "values": values(curve)} for name, curve in named]
         return {"times": times, "unit": unit, "series": series, "stacked": True}
 

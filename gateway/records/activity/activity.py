@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Subquery, func, select, union, union_all
+from sqlalchemy import ColumnElement, Select, Subquery, and_, func, or_, select, union, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest
@@ -36,6 +36,8 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import tenants
 
 MAX_GROUPS = 50
+# Tenants whose models are ranked, for each model to find.
+OWNERS_EACH = 4
 
 GroupBy = Literal["tenant", "model", "engine"]
 Order = Literal["requests", "tokens", "cost"]
@@ -87,15 +89,15 @@ class Activity:
             by_step = await _by_step(connection, kept, curve_of, period.step)
             earlier = await _by_step(connection, kept, before, DAY)
             ranked: list[int] = []
-            num_groups = 0
+            num_groups: int | None = 0
             if group_by is not None:
                 members = await _grouped(connection, scope, group_by)
-                ranked, num_groups = await _rank(connection, members, whole, order, top)
+                ranked, num_groups = await _first(connection, members, whole, order, top)
             groups = await _groups(connection, ranked, (curve_of, whole, before), period) if ranked else []
             active = 1 if scope.of_tenant else await _active(connection, whole)
             refusals = await _refusals(connection, scope, (curve_of, whole, before), period)
         curve = as_curve(period.starts, by_step)
-        shown = rest_of(curve, [group.curve for group in groups]) if num_groups > len(groups) else None
+        shown = rest_of(curve, [group.curve for group in groups]) if num_groups != len(groups) else None
         return ActivityReport(
             since=moment(period.since),
             until=moment(period.until),
@@ -118,7 +120,7 @@ class _Kept(msgspec.Struct, frozen=True):
     """Series to read: all of some kinds, or those of these ids."""
 
     kinds: Sequence[int] = ()
-    ids: Sequence[int] | None = None
+    ids: Sequence[int] | Select[int] | None = None
 
     def select(self, segments: Segments, names: Sequence[str]) -> Subquery:
         """Return the sums of the segments with these columns, beside `start` and `series_id`."""
@@ -192,16 +194,38 @@ async def _by_series(connection: AsyncConnection, kept: _Kept, segments: Segment
     return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in found}
 
 
+async def _first(
+    connection: AsyncConnection, kept: _Kept, segments: Segments, order: Order, top: int
+) -> tuple[list[int], int | None]:
+    """Return the ids of the first series, and the number of series with requests; None if not all were looked at.
+
+    The models of all tenants are ranked among those of the first tenants, if no other tenant has more requests than the
+    last model found: no model has more than its tenant.
+    """
+    if MODEL in kept.kinds:
+        owners, number = await _rank(connection, _Kept((TENANT,)), segments, order, OWNERS_EACH * top + 1)
+        if number > OWNERS_EACH * top:
+            columns = activity_series.c
+            tenant_ids = select(columns.tenant_id).where(columns.id.in_([each for each, _ in owners[:-1]]))
+            of_first = and_(columns.kind == MODEL, columns.tenant_id.in_(tenant_ids))
+            which = select(columns.id).where(or_(of_first, columns.kind == BASE))
+            found, _ = await _rank(connection, _Kept(ids=which), segments, order, top)
+            if len(found) == top and owners[-1][1] <= found[-1][1]:
+                return [each for each, _ in found], None
+    found, number = await _rank(connection, kept, segments, order, top)
+    return [each for each, _ in found], number
+
+
 async def _rank(
     connection: AsyncConnection, kept: _Kept, segments: Segments, order: Order, top: int
-) -> tuple[list[int], int]:
-    """Return the ids of the first series, and the number of series with requests."""
+) -> tuple[list[tuple[int, int]], int]:
+    """Return the first series with their amounts, and the number of series with requests."""
     names = ("prompt_tokens", "completion_tokens") if order == "tokens" else (order,)
     rows = kept.select(segments, names)
     amount = sum((func.sum(rows.c[name]) for name in names[1:]), func.sum(rows.c[names[0]]))
-    query = select(rows.c.series_id, func.count().over()).group_by(rows.c.series_id)
+    query = select(rows.c.series_id, amount, func.count().over()).group_by(rows.c.series_id)
     found = (await connection.execute(query.order_by(amount.desc(), rows.c.series_id).limit(top))).all()
-    return [row[0] for row in found], found[0][1] if found else 0
+    return [(row[0], int(row[1])) for row in found], found[0][2] if found else 0
 
 
 async def _groups(

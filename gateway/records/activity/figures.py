@@ -94,7 +94,8 @@ class ActivityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     step: seconds between `starts`. total, before: the sums of all groups in this period and in the one before it, which
     begins at `before_since`. curve, times: of all groups. groups: the first in the order, by their sums; others: the
-    curve of all the rest, None if there is none. num_groups: of all. active_tenants: tenants with requests.
+    curve of all the rest, None if there is none. num_groups: of all; None if not all
+    were looked at. active_tenants: tenants with requests.
     """
 
     since: datetime
@@ -108,9 +109,14 @@ class ActivityReport(msgspec.Struct, frozen=True, kw_only=True):
     times: Times
     groups: list[Group]
     others: Curve | None
-    num_groups: int
+    num_groups: int | None
     active_tenants: int
     refusals: list[Refusals]
+
+    @property
+    def rest_title(self) -> str:
+        """Return the title of `others`."""
+        return "others" if self.num_groups is None else f"{self.num_groups - len(self.groups)} others"
 
 
 def as_sums(values: Values) -> Sums:

@@ -13,6 +13,7 @@ import pytest
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
+from gateway.records.activity import activity as activity_module
 from gateway.records.activity.activity import Activity, GroupBy, Order, Scope
 from gateway.records.activity.figures import ActivityReport, Curve, percentiles
 from gateway.records.activity.tables import BOUNDS
@@ -233,3 +234,24 @@ def test_percentiles_lie_within_the_bucket_of_the_exact_ones():
     for quantile, estimate in zip((0.5, 0.95, 0.99), (found.p50, found.p95, found.p99), strict=True):
         exact = values[round(quantile * len(values))]
         assert abs(estimate - exact) < 0.1 * exact
+
+
+async def test_models_of_all_tenants_are_found_among_the_first_tenants(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(activity_module, "OWNERS_EACH", 1)
+    models = [(0, "pirate")] * 9 + [(i, f"m{j}") for i in range(1, 5) for j in range(i)]
+    rows = [
+        row(f"r{i}", tenant_id=f"t{owner}", tenant=f"n{owner}", model=model, adapter_digest="d", created_at=NOW)
+        for i, (owner, model) in enumerate(models)
+    ]
+    await UsageWriter(database).write(rows)
+    activity, since = Activity(database), NOW - timedelta(hours=2)
+    first = await activity.report(since=since, group_by="model", top=1)
+    # The tenant of four small models comes second, so it may have the second model, but not the first.
+    assert [(each.tenant, each.name, each.sums.requests) for each in first.groups] == [("n0", "pirate", 9)]
+    assert first.num_groups is None
+    assert first.others is not None
+    second = await activity.report(since=since, group_by="model", top=2)
+    assert [each.sums.requests for each in second.groups] == [9, 1]
+    assert second.num_groups == 11
