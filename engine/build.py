@@ -12,7 +12,7 @@ import torch
 from adapters.manifest import BaseShape
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
-from engine.config import SIMULATED, EngineConfig, StepTime
+from engine.config import SIMULATED, BatchSizes, EngineConfig, StepTime, device_default
 from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
 from engine.execution.simulated import DEVICE as SIMULATED_DEVICE
@@ -27,6 +27,7 @@ from kernels.platform import default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
 from wire.errors import ConfigError
+from wire.options import Times
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Parts:
 
     model: ModelConfig
     device: torch.device
+    sizes: BatchSizes
     limits: RunnerLimits
     adapters: AdapterPool
     runner: StepRunner
@@ -56,7 +58,8 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     check_memory(config, device)
     _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)
-    graph_sizes = resolve_graph_sizes(config, device)
+    sizes = BatchSizes.of(config, is_gpu=not platform_of(device).is_host)
+    graph_sizes = resolve_graph_sizes(config, device, sizes.max_num_seqs)
     load = _load_decoder if platform_of(device).has_ops else _simulate
     loaded = load(config, model, device, context, progress)
     kv_cache_bytes, adapter_bytes = split_memory(config, platform_of(device).free_memory())
@@ -65,13 +68,14 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     limits = RunnerLimits(
         num_blocks,
         config.block_size,
-        config.max_num_seqs,
+        sizes.max_num_seqs,
         context,
         kv_dtype,
         graph_sizes,
-        default_token_sizes(config.max_num_batched_tokens) if graph_sizes else (),
+        default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else (),
     )
     shape = BaseShape.from_config(raw_config)
+    host_cache.limit_to(host_adapter_bytes(config, adapter_bytes, device))
     adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, loaded.pack)
     runner = loaded.make_runner(adapters, limits)
     policy = make_policy(
@@ -80,7 +84,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
         preempt_behind=config.preempt_behind,
         preempt_after=config.preempt_after,
     )
-    return Parts(model, device, limits, adapters, runner, policy)
+    return Parts(model, device, sizes, limits, adapters, runner, policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +177,7 @@ def resolve_dtypes(config: EngineConfig, model: ModelConfig) -> tuple[torch.dtyp
     return dtype, kv_dtype, DTYPES_OF_8_BITS.get(config.lora_dtype, dtype)
 
 
-def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int, ...]:
+def resolve_graph_sizes(config: EngineConfig, device: torch.device, max_num_seqs: int) -> tuple[int, ...]:
     """Return the numbers of rows of the decode steps to capture; none on the CPU.
 
     Raises ConfigError for `cuda_graph_sizes` on the CPU.
@@ -183,7 +187,7 @@ def resolve_graph_sizes(config: EngineConfig, device: torch.device) -> tuple[int
         raise ConfigError("cuda_graph_sizes", "expected none: CUDA graphs need a CUDA device")
     if is_host or config.enforce_eager:
         return ()
-    return default_sizes(config.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
+    return default_sizes(max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
 
 
 def check_memory(config: EngineConfig, device: torch.device) -> None:
@@ -219,6 +223,18 @@ def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
             "lower one of them, or use a smaller model",
         )
     return kv_cache, adapters
+
+
+def host_adapter_bytes(config: EngineConfig, adapter_bytes: int, device: torch.device) -> int:
+    """Return the limit of the host tier of adapters. adapter_bytes: of the device tier.
+
+    A default that follows from the device tier is at most half of the host's memory.
+    """
+    value = device_default(config, "host_adapter_memory", is_gpu=not platform_of(device).is_host)
+    if not isinstance(value, Times):
+        return value
+    most = platform_of(torch.device("cpu")).total_memory() // 2
+    return max(1, min(value.factor * adapter_bytes, most))
 
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from wire.errors import ConfigError
-from wire.options import check_options, option
+from wire.options import ByDevice, Times, check_options, option, options
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GenerationConfig = Literal["auto", "none"]
@@ -67,8 +67,12 @@ class EngineConfig:
     max_model_len: int | None = option(
         None, least=1, help="Maximum tokens of prompt and answer together; default: the model's."
     )
-    max_num_seqs: int = option(64, least=1, help="Maximum requests in a batch.")
-    max_num_batched_tokens: int = option(640, least=1, help="Maximum tokens in a step.")
+    max_num_seqs: int | None = option(
+        None, least=1, by_device=ByDevice(cpu=64, gpu=256), help="Maximum requests in a batch."
+    )
+    max_num_batched_tokens: int | None = option(
+        None, least=1, by_device=ByDevice(cpu=640, gpu=8192), help="Maximum tokens in a step."
+    )
     block_size: int = option(16, help="Tokens per KV cache block: 8, 16, 32, 64 or 128.")
     threads: int | None = option(
         None, least=1, help="CPU threads; default: as many as CPU affinity and cgroup quota allow."
@@ -106,7 +110,13 @@ class EngineConfig:
     adapter_memory: int | None = option(
         None, least=0, is_size=True, help="Device memory for adapters; default: from the device."
     )
-    host_adapter_memory: int = option(4 << 30, least=1, is_size=True, help="Host memory for adapters.")
+    host_adapter_memory: int | None = option(
+        None,
+        least=1,
+        is_size=True,
+        by_device=ByDevice(cpu=4 << 30, gpu=Times(4, "adapter_memory")),
+        help="Host memory for adapters.",
+    )
     generation_config: GenerationConfig = option(
         "auto", help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none)."
     )
@@ -116,18 +126,42 @@ class EngineConfig:
         check_options(self)
         if self.device not in DEVICES:
             StepTime.parse(self.device)
-        sizes = self.cuda_graph_sizes
-        if sizes is not None and not all(1 <= size <= self.max_num_seqs for size in sizes):
-            raise ConfigError(
-                "cuda_graph_sizes", f"expected numbers from 1 to max_num_seqs ({self.max_num_seqs}), got {list(sizes)}"
-            )
         if self.block_size not in (8, 16, 32, 64, 128):
             raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")
-        if self.max_num_batched_tokens < self.max_num_seqs:
+        if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
+            BatchSizes.of(self, is_gpu=False)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSizes:
+    """Sizes of a batch: those of the configuration, or the device's defaults."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+    @classmethod
+    def of(cls, config: EngineConfig, *, is_gpu: bool) -> "BatchSizes":
+        """Return the sizes on a device. Raises ConfigError for sizes that do not fit together."""
+        found = cls(*(device_default(config, name, is_gpu=is_gpu) for name in cls.__slots__))
+        sizes, most = config.cuda_graph_sizes, found.max_num_seqs
+        if sizes is not None and not all(1 <= size <= most for size in sizes):
+            raise ConfigError(
+                "cuda_graph_sizes", f"expected numbers from 1 to max_num_seqs ({most}), got {list(sizes)}"
+            )
+        if found.max_num_batched_tokens < most:
             raise ConfigError(
                 "max_num_batched_tokens",
-                f"expected at least max_num_seqs ({self.max_num_seqs}), got {self.max_num_batched_tokens}",
+                f"expected at least max_num_seqs ({most}), got {found.max_num_batched_tokens}",
             )
+        return found
+
+
+def device_default(config: EngineConfig, name: str, *, is_gpu: bool) -> Any:
+    """Return an option's value: as configured, else the device's default."""
+    given, by_device = getattr(config, name), options(EngineConfig)[name].by_device
+    if given is not None or by_device is None:
+        return given
+    return by_device.gpu if is_gpu else by_device.cpu
 
 
 @dataclass(frozen=True, slots=True)

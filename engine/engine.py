@@ -99,6 +99,7 @@ class Engine:
         self.eos_token_ids = self.model_config.eos_token_ids
         self.device = parts.device
         self.max_model_len = parts.limits.max_model_len
+        self.max_num_seqs = parts.sizes.max_num_seqs
         self.adapters = parts.adapters
         self.runner = parts.runner
         # On the CPU the step occupies the host's cores, so reading its tokens later would only delay them.
@@ -111,8 +112,8 @@ class Engine:
             KVCache(parts.limits.num_blocks, config.block_size, config.enable_prefix_caching),
             self.adapters,
             StepLimits(
-                config.max_num_seqs,
-                config.max_num_batched_tokens,
+                parts.sizes.max_num_seqs,
+                parts.sizes.max_num_batched_tokens,
                 config.enable_chunked_prefill,
                 max_prompt_logits=max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size)),
             ),

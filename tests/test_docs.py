@@ -27,6 +27,7 @@ from loraplex.commands.vllm_flags import INSTEAD
 from loraplex.up.config import UpConfig
 from loraplex.up.demo_tenants import DemoTenant
 from loraplex.up.display import Display
+from wire.options import options as config_options
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = (ROOT / "docs" / "reference.md").read_text()
@@ -95,8 +96,19 @@ def test_a_flags_default_is_its_fields():
             assert field.metadata["option"].help in shown[field.name].help
             if field.default is not MISSING:
                 assert shown[field.name].default == field.default, field.name
-    [host_tier] = [p for p in COMMANDS["loraplex engine"].params if p.name == "host_adapter_memory"]
-    assert "[default: 4GiB]" in host_tier.help
+    helps = {p.name: p.help for p in COMMANDS["loraplex engine"].params}
+    assert "[default: 4GiB on the CPU, 4 times --adapter-memory on a GPU]" in helps["host_adapter_memory"]
+    assert "[default: 640 on the CPU, 8192 on a GPU]" in helps["max_num_batched_tokens"]
+
+
+def test_a_devices_default_is_in_the_reference():
+    helps = {p.name: p.help for p in COMMANDS["loraplex engine"].params}
+    named = [name for name, option in config_options(EngineConfig).items() if option.by_device is not None]
+    assert named
+    for name in named:
+        [row] = re.findall(rf"^\| `--{name.replace('_', '-')}` \|.*$", REFERENCE, re.MULTILINE)
+        [default] = re.findall(r"\[default: (.*)\]$", helps[name])
+        assert f"default: {default}" in row
 
 
 def test_every_documented_flag_exists():

@@ -11,16 +11,39 @@ from wire.errors import ConfigError
 
 
 @dataclass(frozen=True)
+class Times:
+    """A multiple of another option's value."""
+
+    factor: int
+    option: str
+
+    def __str__(self) -> str:
+        return f"{self.factor} times --{self.option.replace('_', '-')}"
+
+
+@dataclass(frozen=True)
+class ByDevice:
+    """Default on the CPU and on a GPU, of an option that is None unless it is given. None: the option has no effect
+    there unless it is given.
+    """
+
+    cpu: float | Times | None
+    gpu: float | Times | None
+
+
+@dataclass(frozen=True)
 class Option:
     """Flag of a configuration's field.
 
-    flag: its name, if it is not the field's. least, most: inclusive bounds of a number. above: exclusive lower bound.
+    flag: its name, if it is not the field's. by_device: default that depends on the device. least, most: inclusive
+    bounds of a number. above: exclusive lower bound.
     is_size: whether it is a number of bytes, which the command line also accepts as `4GiB`. env: the environment
     variable that replaces the flag.
     """
 
     help: str
     flag: str | None = None
+    by_device: ByDevice | None = None
     least: float | None = None
     most: float | None = None
     above: float | None = None

@@ -43,17 +43,17 @@ FOLDERS = "\n"
 class HostCache:
     """Adapters by digest, from a store or from folders registered with `add_path`.
 
-    max_bytes limits the tensors held and being read. Pinned adapters are never evicted. A load that could only evict
-    pinned adapters waits on its thread, for at most ROOM_SECONDS. So if other tenants' loads occupy all threads, they
-    delay a tenant's load by at most that and one read. base_tensor: returns the base model's embedding or head, to
-    which an adapter's copy is compared; without it, adapters with a copy are refused.
+    max_bytes limits the tensors held and being read; None: `limit_to` sets it. Pinned adapters are never evicted. A
+    load that could only evict pinned adapters waits on its thread, for at most ROOM_SECONDS. So if other tenants' loads
+    occupy all threads, they delay a tenant's load by at most that and one read. base_tensor: returns the base model's
+    embedding or head, to which an adapter's copy is compared; without it, adapters with a copy are refused.
     """
 
     def __init__(
         self,
         store: AdapterStore | None,
         base: BaseShape,
-        max_bytes: int,
+        max_bytes: int | None,
         dtype: torch.dtype,
         num_threads: int = 3,
         base_tensor: BaseTensor | None = None,
@@ -61,7 +61,7 @@ class HostCache:
     ) -> None:
         """ended: called on the load's thread with each load's result and the seconds since its start."""
         self._reader, self._ended = AdapterReader(dtype, base_tensor), ended
-        self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes, dtype
+        self._store, self._base, self._max_bytes, self._dtype = store, base, max_bytes or 0, dtype
         self._changed = threading.Condition()
         self._resident: OrderedDict[str, HostAdapter] = OrderedDict()  # least recently used first
         self._loads: dict[str, Future[HostAdapter]] = {}
@@ -77,11 +77,17 @@ class HostCache:
         self._asked: OrderedDict[str, str] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
         self._verified = VerifiedFiles()
-        self._mixtures = Mixtures(max_bytes)
+        self._mixtures = Mixtures(self._max_bytes)
         self._has_reservation: Callable[[str], bool] = lambda _: False
         self._threads = FairThreads(
             num_threads, "adapter-load", max_pending=MAX_PENDING, max_pending_per_tenant=MAX_PENDING_PER_TENANT
         )
+
+    def limit_to(self, max_bytes: int) -> None:
+        """Set the limit of the tensors held, before the first load, unless the constructor got one."""
+        with self._changed:
+            if not self._max_bytes:
+                self._max_bytes, self._mixtures = max_bytes, Mixtures(max_bytes)
 
     def refuse_beyond(self, *, max_rank: int, max_outside_bytes: int) -> None:
         """Refuse, before they are read, adapters that the device tier could not place.

@@ -138,7 +138,7 @@ class Server:
         tokenizer, engine = await asyncio.to_thread(self._load, progress)
         self._engine_thread = EngineThread(
             engine,
-            max_requests=self._config.max_num_seqs + self._server_config.max_waiting,
+            max_requests=engine.max_num_seqs + self._server_config.max_waiting,
             on_step=self._stepped,
         )
         assert self._host_cache is not None

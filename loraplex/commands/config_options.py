@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
-from wire.options import Option, options, value_types
+from wire.options import ByDevice, Option, options, value_types
 
 C = TypeVar("C", bound=Callable[..., Any])
 
@@ -92,6 +92,8 @@ def _click_option(name: str, option: Option, kind: Any, default: Any) -> Callabl
     settings: dict[str, Any] = {"help": option.help}
     if default is MISSING:
         settings["required"] = True
+    elif option.by_device is not None:
+        settings |= {"default": default, "help": f"{option.help}  [default: {_by_device(option, option.by_device)}]"}
     elif option.is_size and default is not None:
         settings |= {"default": default, "help": f"{option.help}  [default: {_size(default)}]"}
     else:
@@ -125,3 +127,12 @@ def _click_type(option: Option, kind: Any) -> Any:
 
 def _size(number: int) -> str:
     return f"{number >> 30}GiB" if number % (1 << 30) == 0 else f"{number >> 20}MiB"
+
+
+def _by_device(option: Option, default: ByDevice) -> str:
+    shown = [
+        f"{_size(value) if option.is_size and isinstance(value, int) else value} on {place}"
+        for value, place in ((default.cpu, "the CPU"), (default.gpu, "a GPU"))
+        if value is not None
+    ]
+    return ", ".join(shown)

@@ -261,7 +261,7 @@ def test_sizes_go_up_to_the_largest_batch_and_need_a_cuda_device(model: Path) ->
     assert default_token_sizes(48) == (48,)
     assert default_token_sizes(640) == (64, 96, 128, 192, 256, 384, 512, 640)
     with pytest.raises(ConfigError, match="cuda_graph_sizes: expected numbers from 1 to max_num_seqs"):
-        EngineConfig(model="m", cuda_graph_sizes=(0, 65))
+        EngineConfig(model="m", cuda_graph_sizes=(0, 65), max_num_seqs=64, max_num_batched_tokens=64)
     host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
     with pytest.raises(ConfigError, match="cuda_graph_sizes: expected none"):
         Engine(EngineConfig(model=str(model / "base"), device="cpu", cuda_graph_sizes=(1,)), host)
