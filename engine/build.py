@@ -1,8 +1,9 @@
 """Construction of an engine's parts from its configuration: device, dtypes, memory, model, adapter pages, runner."""
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,33 @@ import torch
 from adapters.manifest import BaseShape
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
-from engine.config import SIMULATED, BatchSizes, EngineConfig, StepTime, device_default
+from engine.config import SIMULATED, BatchSizes, EngineConfig, StepTime
 from engine.execution.graphs import default_sizes, default_token_sizes
+from engine.execution.rehearsal import Rehearsal
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
 from engine.execution.simulated import DEVICE as SIMULATED_DEVICE
 from engine.execution.simulated import SimulatedRunner
+from engine.memory import (
+    FIXED_KV_CACHE,
+    Needs,
+    adapter_bytes,
+    check_memory,
+    count_blocks,
+    host_adapter_bytes,
+    mib,
+    most_prompt_logits,
+    open_share,
+)
 from engine.model.config import ModelConfig, read_config
 from engine.model.families import load_decoder, parse_model_config
-from engine.model.weights import Progress
+from engine.progress import CAPTURING, WARMING, Progress
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.registry import make_policy
 from kernels.ops import PackedLinear, dense_linear
-from kernels.platform import default_device, pick_ops, platform_of
+from kernels.platform import Platform, default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
 from wire.errors import ConfigError
-from wire.options import Times
 
 log = logging.getLogger(__name__)
 
@@ -55,29 +67,37 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     model = parse_model_config(raw_config)
     device = resolve_device(config)
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
-    check_memory(config, device)
+    platform = platform_of(device)
+    check_memory(config, platform)
+    share = open_share(config, platform)
     _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)
-    sizes = BatchSizes.of(config, is_gpu=not platform_of(device).is_host)
+    sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
     graph_sizes = resolve_graph_sizes(config, device, sizes.max_num_seqs)
-    load = _load_decoder if platform_of(device).has_ops else _simulate
-    loaded = load(config, model, device, context, progress)
-    kv_cache_bytes, adapter_bytes = split_memory(config, platform_of(device).free_memory())
-    num_blocks = kv_cache_bytes // (kv_bytes_per_token(model, kv_dtype) * config.block_size)
-    context = fit_context(config, context, num_blocks, kv_cache_bytes)
-    limits = RunnerLimits(
-        num_blocks,
-        config.block_size,
-        sizes.max_num_seqs,
-        context,
-        kv_dtype,
-        graph_sizes,
-        default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else (),
-    )
-    shape = BaseShape.from_config(raw_config)
-    host_cache.limit_to(host_adapter_bytes(config, adapter_bytes, device))
-    adapters = _adapter_pool(config, shape, host_cache, adapter_bytes, lora_dtype, device, loaded.pack)
-    runner = loaded.make_runner(adapters, limits)
+    loaded = (_load_decoder if platform.has_ops else _simulate)(config, model, device, context, progress)
+    platform.release_memory()  # temporary tensors of the load are not counted as weights
+    weights = 0 if share is None else platform.used_memory() - share.before
+    shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, weights)
+    host_cache.limit_to(host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu"))))
+    adapters = _adapter_pool(config, shape, host_cache, on_device, lora_dtype, device, loaded.pack)
+    block_bytes = kv_bytes_per_token(model, kv_dtype) * config.block_size
+    graph_tokens = default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else ()
+    limits = RunnerLimits(0, config.block_size, sizes.max_num_seqs, context, kv_dtype, graph_sizes, graph_tokens)
+    rehearsal = Rehearsal(limits, sizes.max_num_batched_tokens, adapters.num_slots, most_prompt_logits(model))
+    warming = partial(progress, WARMING)
+    if share is None:
+        num_blocks = (config.kv_cache_memory or FIXED_KV_CACHE) // block_bytes
+    else:
+        with _fitting(platform, "max_num_batched_tokens", "a step of so many tokens does not fit; lower it"):
+            activations, graphs = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)
+        # LoRA on embed_tokens and lm_head is outside of the pages, up to a quarter of their size.
+        needs = Needs(weights, on_device + on_device // 4, activations, graphs)
+        num_blocks = count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
+    context = fit_context(config, context, num_blocks, num_blocks * block_bytes)
+    limits = replace(limits, num_blocks=num_blocks, max_model_len=context)
+    runner = loaded.make_runner(adapters, limits, partial(progress, CAPTURING))
+    if platform.has_ops and not platform.is_host:
+        replace(rehearsal, limits=limits).warm_up(runner, warming)
     policy = make_policy(
         config.scheduler,
         slack=config.fair_slack,
@@ -87,12 +107,24 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     return Parts(model, device, sizes, limits, adapters, runner, policy)
 
 
+@contextmanager
+def _fitting(platform: Platform, field: str, problem: str) -> Iterator[None]:
+    """Raise ConfigError with the device's memory instead of torch's error that there is none left."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        used, total = mib(platform.used_memory()), mib(platform.total_memory())
+        raise ConfigError(field, f"{problem} ({used} of this {platform.name}'s {total} are in use)") from error
+
+
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run. pack: the backend's `pack_linear`. make_runner: called with adapters and sizes."""
+    """A model that is ready to run. pack: the backend's `pack_linear`. make_runner: called with adapters, sizes, and a
+    function of the number of captured graphs and of all graphs.
+    """
 
     pack: Callable[[Any], PackedLinear]
-    make_runner: Callable[[AdapterPool, RunnerLimits], StepRunner]
+    make_runner: Callable[[AdapterPool, RunnerLimits, Callable[[int, int], None]], StepRunner]
 
 
 def _load_decoder(
@@ -100,17 +132,22 @@ def _load_decoder(
 ) -> Loaded:
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    decoder = load_decoder(Path(config.model), model, ops, dtype, device, context, progress)
+    with _fitting(platform_of(device), "model", "its weights do not fit; use a smaller model, or end other processes"):
+        decoder = load_decoder(Path(config.model), model, ops, dtype, device, context, progress)
 
-    def make_runner(adapters: AdapterPool, limits: RunnerLimits) -> Runner:
-        return Runner(decoder, adapters, limits, device, partial(progress, "Capturing CUDA graphs"))
+    def make_runner(adapters: AdapterPool, limits: RunnerLimits, captured: Callable[[int, int], None]) -> Runner:
+        return Runner(decoder, adapters, limits, device, captured)
 
     return Loaded(ops.pack_linear, make_runner)
 
 
 def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
     step_time = StepTime.parse(config.device)
-    return Loaded(dense_linear, lambda adapters, limits: SimulatedRunner(model.vocab_size, adapters, limits, step_time))
+
+    def make_runner(adapters: AdapterPool, limits: RunnerLimits, _: object) -> SimulatedRunner:
+        return SimulatedRunner(model.vocab_size, adapters, limits, step_time)
+
+    return Loaded(dense_linear, make_runner)
 
 
 def _adapter_pool(
@@ -188,53 +225,6 @@ def resolve_graph_sizes(config: EngineConfig, device: torch.device, max_num_seqs
     if is_host or config.enforce_eager:
         return ()
     return default_sizes(max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
-
-
-def check_memory(config: EngineConfig, device: torch.device) -> None:
-    """Check the configured sizes against the device's memory, because the system's own error would not name the field.
-
-    Raises ConfigError.
-    """
-    platform = platform_of(device)
-    total = platform.total_memory()
-    for field in ("kv_cache_memory", "adapter_memory"):
-        asked = getattr(config, field)
-        if asked is not None and asked > total:
-            raise ConfigError(
-                field, f"expected at most the {total >> 20} MiB that this {platform.name} has, got {asked >> 20} MiB"
-            )
-
-
-def split_memory(config: EngineConfig, free: int | None) -> tuple[int, int]:
-    """Return the bytes of the KV cache and of the adapters. free: a GPU's bytes left after the weights, else None.
-
-    By default, adapters get a quarter of the free memory, at most 8 GiB, and the KV cache gets the rest except a fifth
-    of the free memory, which is for activations. Raises ConfigError if nothing is left for the KV cache.
-    """
-    if free is None:
-        return config.kv_cache_memory or 2 << 30, 1 << 30 if config.adapter_memory is None else config.adapter_memory
-    adapters = min(8 << 30, free // 4) if config.adapter_memory is None else config.adapter_memory
-    kv_cache = int(free * 0.8) - adapters if config.kv_cache_memory is None else config.kv_cache_memory
-    if kv_cache < 1 or kv_cache + adapters > free:
-        raise ConfigError(
-            "adapter_memory" if config.kv_cache_memory is None else "kv_cache_memory",
-            f"expected less: the weights leave {free >> 20} MiB, of which the KV cache would take "
-            f"{max(kv_cache, 0) >> 20} MiB beside {adapters >> 20} MiB for adapters; "
-            "lower one of them, or use a smaller model",
-        )
-    return kv_cache, adapters
-
-
-def host_adapter_bytes(config: EngineConfig, adapter_bytes: int, device: torch.device) -> int:
-    """Return the limit of the host tier of adapters. adapter_bytes: of the device tier.
-
-    A default that follows from the device tier is at most half of the host's memory.
-    """
-    value = device_default(config, "host_adapter_memory", is_gpu=not platform_of(device).is_host)
-    if not isinstance(value, Times):
-        return value
-    most = platform_of(torch.device("cpu")).total_memory() // 2
-    return max(1, min(value.factor * adapter_bytes, most))
 
 
 def kv_bytes_per_token(model: ModelConfig, kv_dtype: torch.dtype) -> int:

@@ -77,8 +77,15 @@ class EngineConfig:
     threads: int | None = option(
         None, least=1, help="CPU threads; default: as many as CPU affinity and cgroup quota allow."
     )
+    gpu_memory_utilization: float | None = option(
+        None,
+        above=0,
+        most=1,
+        by_device=ByDevice(cpu=None, gpu=0.9),
+        help="Share of the device's memory that the engine may use.",
+    )
     kv_cache_memory: int | None = option(
-        None, least=1, is_size=True, help="Size of the KV cache, such as 4GiB; default: from the device."
+        None, least=1, is_size=True, help="Size of the KV cache, such as 4GiB; default: what is left of the share."
     )
     kv_cache_dtype: KvCacheDType = option("auto", help="KV cache dtype.")
     enforce_eager: bool = option(False, help="Do not use CUDA graphs.")

@@ -20,7 +20,8 @@ from adapters.tiers.tier_state import TierState
 from engine.build import build, kv_bytes_per_token, resolve_dtypes
 from engine.config import EngineConfig
 from engine.execution.runner import StepTokens
-from engine.model.weights import Progress
+from engine.memory import most_prompt_logits
+from engine.progress import Progress
 from engine.scheduling.kv_cache import KVCache, prefix_keys
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.tenants import TenantState
@@ -35,8 +36,6 @@ from wire.responses import StepSecond
 
 log = logging.getLogger(__name__)
 
-# Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
-PROMPT_LOGITS_BYTES = 128 << 20
 # Limit of the tenants in /state and of the values of the metrics' label `tenant`.
 REPORTED_TENANTS = 20
 
@@ -115,7 +114,7 @@ class Engine:
                 parts.sizes.max_num_seqs,
                 parts.sizes.max_num_batched_tokens,
                 config.enable_chunked_prefill,
-                max_prompt_logits=max(1, PROMPT_LOGITS_BYTES // (4 * self.model_config.vocab_size)),
+                max_prompt_logits=most_prompt_logits(self.model_config),
             ),
             policy=parts.policy,
             pacer=self._pacer,

@@ -15,7 +15,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.http.access import is_loopback
 from engine.http.announcing import announcing
 from engine.http.app import Server, listening
-from engine.model.weights import Progress
+from engine.progress import Progress
 from wire.errors import ConfigError
 from wire.telemetry.start import TracingError, start_tracing
 from wire.text.tokenizer import TokenizerError

@@ -78,10 +78,20 @@ class Platform(Protocol):
 
     def is_available(self) -> bool: ...
 
-    def total_memory(self) -> int: ...
+    def total_memory(self) -> int:
+        """Return the device's bytes; of the host those that a container may use."""
+        ...
 
-    def free_memory(self) -> int | None:
-        """Return the free bytes; None if the device allocates memory only when it is first written."""
+    def used_memory(self) -> int:
+        """Return the bytes in use: of a GPU by all processes, of the host by this process."""
+        ...
+
+    def watch_peak(self) -> Callable[[], int]:
+        """Return a function that returns how far `used_memory` has risen at most since this call."""
+        ...
+
+    def release_memory(self) -> None:
+        """Return memory that is kept for later tensors to the device."""
         ...
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:

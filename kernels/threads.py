@@ -4,6 +4,8 @@ import math
 import os
 from pathlib import Path
 
+from kernels.cgroups import cgroups, read
+
 
 def usable_cpus(root: Path = Path("/")) -> int:
     """Return the CPUs of the affinity mask, or fewer if a cgroup (version 1 or 2) allows less CPU time; at least 1.
@@ -17,37 +19,15 @@ def usable_cpus(root: Path = Path("/")) -> int:
 
 def _quotas(root: Path) -> list[float]:
     """Return the CPUs that each cgroup of this process allows, its own and its parents'. Skips unreadable ones."""
-    quotas = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
-        _number, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mounts = (
-            [root / "sys/fs/cgroup"]
-            if not controllers
-            else [root / "sys/fs/cgroup/cpu", root / "sys/fs/cgroup" / controllers]
-        )
-        # In a container the path may be the host's; then the mount itself is this process's group.
-        for mount in mounts:
-            folder = mount / path.lstrip("/")
-            for group in [folder, *(parent for parent in folder.parents if parent.is_relative_to(mount))]:
-                quotas += _quota_of(group)
-    return quotas
+    return [quota for group in cgroups("cpu", root) for quota in _quota_of(group)]
 
 
 def _quota_of(group: Path) -> list[float]:
-    fields = _read(group / "cpu.max").split() or [
-        _read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()
+    fields = read(group / "cpu.max").split() or [
+        read(group / "cpu.cfs_quota_us").strip(), read(group / "cpu.cfs_period_us").strip()
     ]  # fmt: skip
     try:
         quota, period = (float(field) for field in fields)
     except ValueError:
         return []  # "max": no limit
     return [quota / period] if quota > 0 and period > 0 else []
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

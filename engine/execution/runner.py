@@ -88,6 +88,10 @@ class StepRunner(Protocol):
         """Launch the sampling of the next tokens. Every earlier token of the requests must be known."""
         ...
 
+    def close(self) -> None:
+        """Free the KV cache and the graphs."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
@@ -134,6 +138,11 @@ class Runner:
             sizes = GraphSizes(limits.graph_sizes, limits.graph_tokens, max_num_seqs, max_blocks, block_size)
             with torch.inference_mode():
                 self.graphs = StepGraphs(decoder, adapters, self._last_tokens, sizes, progress)
+
+    def close(self) -> None:
+        """Free the KV cache and the graphs. The decoder can be attached again."""
+        self.decoder.detach()
+        self.graphs = None
 
     @torch.inference_mode()
     def forward(self, plan: Mapping[Request, int]) -> Launched:

@@ -98,6 +98,9 @@ class SimulatedRunner:
         self._last_tokens[[request.seat for request in requests]] = tokens
         return SimulatedTokens(requests, tokens, launched.ends)
 
+    def close(self) -> None:
+        pass
+
     def _draws(self, layout: Layout, live: Sequence[int], requests: Sequence[Request]) -> np.ndarray:
         """Return each request's hash, uint64 `[n]`."""
         columns = draw_columns(requests)

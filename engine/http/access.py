@@ -15,7 +15,7 @@ from engine.http.errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-OPEN_ROUTES = ("/health", "/livez", "/metrics", "/ping")
+OPEN_ROUTES = ("/health", "/livez", "/metrics", "/ping", "/readyz")
 KEYED_ROUTES = ("/tokenize", "/detokenize")
 LOAD_ROUTE = "/v1/load_lora_adapter"
 # True for a request with the internal token.

@@ -40,9 +40,10 @@ from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import Caller, read_caller
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
-from engine.model.weights import Progress, base_tensor
+from engine.model.weights import base_tensor
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import Prober
+from engine.progress import Progress, describe
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from engine.structured.compiler import GrammarCompiler
@@ -87,6 +88,7 @@ class Server:
         self._states: StateFeed | None = None
         self._tracing = tracing
         self._draining = False
+        self._phase = "starting"
 
     def make_app(self) -> web.Application:
         traced = (
@@ -121,6 +123,7 @@ class Server:
         app.router.add_post("/pins", self._route(EngineRoutes.keep))
         app.router.add_get("/health", self._health)
         app.router.add_get("/ping", self._health)
+        app.router.add_get("/readyz", self._health)
         app.router.add_get("/livez", self._live)
         app.router.add_get("/version", self._version)
         app.router.add_get("/metrics", self._render_metrics)
@@ -135,7 +138,7 @@ class Server:
             raise ConfigError("finished_file", str(error)) from error
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
-        tokenizer, engine = await asyncio.to_thread(self._load, progress)
+        tokenizer, engine = await asyncio.to_thread(self._load, partial(self._note_progress, progress))
         self._engine_thread = EngineThread(
             engine,
             max_requests=engine.max_num_seqs + self._server_config.max_waiting,
@@ -186,6 +189,11 @@ class Server:
             PinnedAdapters(self._host_cache),
         )
 
+    def _note_progress(self, progress: Progress | None, phase: str, done: int, total: int) -> None:
+        self._phase = describe(phase, done, total)
+        if progress is not None:
+            progress(phase, done, total)
+
     async def measure_roofline(self) -> None:
         """Measure the device's limits, for the steps' reports. Call it after `start`, before the first request."""
         assert self._engine is not None
@@ -223,7 +231,7 @@ class Server:
         if self._draining and self._engine_thread is not None:
             self._engine_thread.stop_waiting()
 
-    def _load(self, progress: Progress | None) -> tuple[Tokenizer, Engine]:
+    def _load(self, progress: Progress) -> tuple[Tokenizer, Engine]:
         path = Path(self._config.model)
         raw_config = read_config(path)
         model_config = parse_model_config(raw_config)
@@ -284,7 +292,7 @@ class Server:
         if self._draining:
             return json_response(Health("draining"), 503, {"Retry-After": "1"})
         if self._routes is None:
-            return json_response(Health("loading"), 503)
+            return json_response(Health("loading", self._phase), 503)
         return json_response(Health("ok"))
 
     async def _live(self, _: web.Request) -> web.Response:

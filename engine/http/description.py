@@ -56,6 +56,7 @@ ROUTES = (
     Route("POST", "/pins", "Keep adapters in host memory for 30 s.", KeepRequest, Kept),
     Route("GET", "/health", "Return whether requests can be served.", None, Health),
     Route("GET", "/ping", "Return the same as /health.", None, Health),
+    Route("GET", "/readyz", "Return the same as /health.", None, Health),
     Route("GET", "/livez", "Return whether the engine is alive: 503 once it has failed.", None, Health),
     Route("GET", "/version", "Return the engine's version.", None, Version),
     Route("GET", "/metrics", "Return Prometheus metrics."),

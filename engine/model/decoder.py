@@ -39,6 +39,10 @@ class Decoder(ABC):
         self.kv, self._lora = kv, lora
         self._fused = self.ops.fuse(self.weights, kv, lora) if self.can_fuse else None
 
+    def detach(self) -> None:
+        """Drop the caches and the adapters, so that the caches' memory is free."""
+        self.kv, self._lora, self._fused = [], None, None
+
     def forward(self, batch: Batch) -> Tensor:
         """Run one step of T flat tokens. Return `[L, vocab]` fp32 logits of the batch's `logits_rows`."""
         if self._fused is None:

@@ -10,7 +10,8 @@ import torch
 from engine.model import gemma, llama
 from engine.model.config import ModelConfig, read_config
 from engine.model.decoder import Decoder
-from engine.model.weights import Checkpoint, Progress, open_weights
+from engine.model.weights import Checkpoint, open_weights
+from engine.progress import Progress
 from kernels.ops import Ops
 from wire.errors import ConfigError
 

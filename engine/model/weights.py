@@ -1,7 +1,7 @@
 """Weights by name, copied once from mapped files to the decoder's tensors, in the decoder's dtype and on its device."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -10,10 +10,8 @@ from torch import Tensor
 
 from engine.model.config import ModelConfig
 from engine.model.tensor_files import SafetensorsFile, WeightsFile
+from engine.progress import LOADING, Progress
 from wire.errors import ConfigError
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how many bytes are done, how many there are."""
 
 
 class Checkpoint:
@@ -49,7 +47,7 @@ class Checkpoint:
 
     def finish(self) -> None:
         """Report complete progress, because tensors that the decoder does not use are never read."""
-        self._progress("Loading weights", self._num_bytes, self._num_bytes)
+        self._progress(LOADING, self._num_bytes, self._num_bytes)
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:
         """Check a tensor's shape before memory is allocated, because a wrong size may exceed the machine's memory.
@@ -65,7 +63,7 @@ class Checkpoint:
         file = self.files[name]
         file.read(name, out)
         self._bytes_read += file.entries[name].num_bytes
-        self._progress("Loading weights", self._bytes_read, self._num_bytes)
+        self._progress(LOADING, self._bytes_read, self._num_bytes)
 
 
 @contextmanager

@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.cgroups import memory_limit, read
 from kernels.memory import lazy_zeros
 from kernels.ops import Ops
 from kernels.reference import LARGEST
@@ -39,10 +42,20 @@ class CpuPlatform:
         return True
 
     def total_memory(self) -> int:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(physical, memory_limit() or physical)
 
-    def free_memory(self) -> None:
-        return None
+    def used_memory(self) -> int:
+        return _resident("VmRSS")
+
+    def watch_peak(self) -> Callable[[], int]:
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+        before = _resident("VmRSS")
+        return lambda: max(0, _resident("VmHWM") - before)
+
+    def release_memory(self) -> None:
+        pass
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return lazy_zeros(shape, dtype, huge_pages=huge_pages)
@@ -58,6 +71,14 @@ class CpuPlatform:
 
     def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
         return step, pool
+
+
+def _resident(field: str) -> int:
+    """Return a size of /proc/self/status in bytes; 0 on systems without it."""
+    for line in read(Path("/proc/self/status")).splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) << 10
+    return 0
 
 
 class _Done:

@@ -37,8 +37,19 @@ class CudaPlatform:
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self._device)[1]
 
-    def free_memory(self) -> int:
-        return torch.cuda.mem_get_info(self._device)[0]
+    def used_memory(self) -> int:
+        free, total = torch.cuda.mem_get_info(self._device)
+        return total - free
+
+    def watch_peak(self) -> Callable[[], int]:
+        # Torch keeps every segment that a step needed, and so do libraries with their workspaces: nothing falls again
+        # before `release_memory`.
+        before = self.used_memory()
+        return lambda: max(0, self.used_memory() - before)
+
+    def release_memory(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.empty_cache()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return torch.zeros(tuple(shape), dtype=dtype, device=self._device)

@@ -27,8 +27,14 @@ class SimulatedPlatform:
     def total_memory(self) -> int:
         return sys.maxsize
 
-    def free_memory(self) -> None:
-        return None
+    def used_memory(self) -> int:
+        return 0
+
+    def watch_peak(self) -> Callable[[], int]:
+        return lambda: 0
+
+    def release_memory(self) -> None:
+        pass
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -46,7 +46,7 @@ def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from adapters.manifest import AdapterError
     from loraplex.models import ModelError, ensure_model
-    from loraplex.up.display import loading_bar
+    from loraplex.up.display import start_progress
     from loraplex.up.local import UpError, check_port
 
     with one_line(ConfigError, ModelError, AdapterError, UpError, OSError):
@@ -57,7 +57,7 @@ def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -
         config = EngineConfig(**flags | {"model": model, "served_model_name": name})
         with _needs_extra("engine"):  # torch loads for seconds, so all checks without it come first
             from engine.program import run
-        with loading_bar() as progress:
+        with start_progress() as progress:
             code = run(
                 config,
                 server,

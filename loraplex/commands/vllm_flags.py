@@ -8,7 +8,6 @@ import click
 from loraplex.commands.common import WithSubcommands
 
 INSTEAD = {
-    "--gpu-memory-utilization": "use --kv-cache-memory and --adapter-memory, in bytes or such as 4GiB",
     "--enable-lora": "leave it out: adapters are always served",
     "--max-loras": "use --adapter-memory: as many adapters run in one batch as fit in it",
     "--max-cpu-loras": "use --host-adapter-memory: as many adapters are kept as fit in it",

@@ -4,6 +4,7 @@ Also the progress bar of `loraplex engine`.
 """
 
 import json
+import logging
 import shlex
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,30 +14,60 @@ from typing import TYPE_CHECKING
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import BarColumn, TaskID, TextColumn
 from rich.progress import Progress as RichProgress
+
+from engine.progress import Progress, describe
 
 if TYPE_CHECKING:
     from loraplex.up.demo_tenants import DemoTenant
 
 
+log = logging.getLogger(__name__)
+
+# Time between lines of a phase's progress in a log.
+LOG_SECONDS = 5.0
 QUESTION = "Why is the sky blue?"
 
 
 @contextmanager
-def loading_bar() -> Iterator[Callable[[str, int, int], None]]:
-    """Yield a function of (label, bytes done, total bytes) that draws a bar on stderr, on a terminal only."""
+def start_progress() -> Iterator[Progress]:
+    """Yield a function that shows the phases of an engine's start on stderr: bars on a terminal, else log lines."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    with RichProgress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("Loading weights", total=None)
+    if not console.is_terminal:
+        yield ProgressLog()
+        return
+    bars = RichProgress(BarColumn(), TextColumn("{task.description}"), console=console, transient=True)
+    tasks: dict[str, TaskID] = {}
 
-        def show(what: str, done: int, total: int) -> None:
-            bar.update(task, description=what, completed=done, total=total)
-            if done == total:
-                bar.stop()
+    def show(phase: str, done: int, total: int) -> None:
+        if phase not in tasks:
+            tasks[phase] = bars.add_task(phase)
+        bars.update(tasks[phase], description=describe(phase, done, total), completed=done, total=total)
+        # Between phases and after the last nothing is drawn, so that other output is not disturbed.
+        if done < total:
+            bars.start()
+        else:
+            bars.update(tasks[phase], visible=False)
+            bars.stop()
 
+    try:
         yield show
+    finally:
+        bars.stop()
+
+
+class ProgressLog:
+    """Progress as log lines: one for the end of each phase, and one every `LOG_SECONDS` before."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + LOG_SECONDS
+
+    def __call__(self, phase: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now >= self._next or done == total:
+            log.info("%s", describe(phase, done, total))
+            self._next = now + LOG_SECONDS
 
 
 class Display:

@@ -7,9 +7,9 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
-from engine.build import host_adapter_bytes
 from engine.config import BatchSizes, EngineConfig
 from engine.engine import Engine
+from engine.memory import host_adapter_bytes
 from kernels.cpu.platform import CpuPlatform
 from kernels.platform import platform_of
 from testing.tiny import save_model
@@ -25,15 +25,15 @@ GIB = 1 << 30
 def test_a_device_has_its_own_defaults(
     device: str, sizes: BatchSizes, host_adapters: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place, config = torch.device(device), EngineConfig(model="x")
+    platform, host, config = platform_of(torch.device(device)), CpuPlatform(), EngineConfig(model="x")
     monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: 100 * GIB)
-    assert BatchSizes.of(config, is_gpu=not platform_of(place).is_host) == sizes
-    assert host_adapter_bytes(config, 8 * GIB, place) == host_adapters
+    assert BatchSizes.of(config, is_gpu=not platform.is_host) == sizes
+    assert host_adapter_bytes(config, 8 * GIB, platform, host) == host_adapters
     given = EngineConfig(model="x", max_num_seqs=3, max_num_batched_tokens=5, host_adapter_memory=7)
-    assert BatchSizes.of(given, is_gpu=not platform_of(place).is_host) == BatchSizes(3, 5)
-    assert host_adapter_bytes(given, 8 * GIB, place) == 7
+    assert BatchSizes.of(given, is_gpu=not platform.is_host) == BatchSizes(3, 5)
+    assert host_adapter_bytes(given, 8 * GIB, platform, host) == 7
     monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: 20 * GIB)
-    assert host_adapter_bytes(config, 8 * GIB, torch.device("cuda")) == 10 * GIB
+    assert host_adapter_bytes(config, 8 * GIB, platform, host) == min(host_adapters, 10 * GIB)
 
 
 def test_an_engine_takes_the_defaults_of_a_gpu(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The division of an engine's memory, and errors that name the setting to change."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,47 +9,91 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
-from engine.build import split_memory
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.memory import Needs, Share, adapter_bytes, count_blocks
 from engine.scheduling.request import NewRequest, SamplingParams
+from kernels.cgroups import memory_limit
 from kernels.cpu.platform import CpuPlatform
+from testing.card import Card
+from testing.engine import outputs_until_idle
 from testing.tiny import save_model
 from wire.errors import BadRequest, ConfigError
 
 GIB = 1 << 30
 
 
+MIB = 1 << 20
+
+
+def share(utilization: float = 0.9, total: int = 80 * GIB, before: int = 0) -> Share:
+    return Share("GPU", total, before, utilization)
+
+
 @pytest.mark.parametrize(
-    ("free", "options", "kv_cache", "adapters"),
+    ("options", "place", "expected"),
     [
-        (None, {}, 2 * GIB, GIB),
-        (None, {"kv_cache_memory": 5, "adapter_memory": 0}, 5, 0),
-        (80 * GIB, {}, int(80 * GIB * 0.8) - 8 * GIB, 8 * GIB),
-        (8 * GIB, {}, int(8 * GIB * 0.8) - 2 * GIB, 2 * GIB),  # 8 GiB of adapters once left -1.6 GiB for keys
-        (8 * GIB, {"adapter_memory": 6 * GIB, "kv_cache_memory": GIB}, GIB, 6 * GIB),
+        ({}, None, GIB),
+        ({"adapter_memory": 0}, None, 0),
+        ({}, share(), 8 * GIB),
+        ({}, share(total=24 * GIB), (int(24 * GIB * 0.9) - 16 * GIB) // 4),
+        ({"adapter_memory": 5}, share(), 5),
     ],
 )
-def test_adapters_and_keys_share_what_the_weights_leave(
-    free: int | None, options: dict[str, Any], kv_cache: int, adapters: int
+def test_adapters_get_a_quarter_of_what_the_weights_leave(
+    options: dict[str, Any], place: Share | None, expected: int
 ) -> None:
-    assert split_memory(EngineConfig(model="x", **options), free) == (kv_cache, adapters)
+    assert adapter_bytes(EngineConfig(model="x", **options), place, 16 * GIB) == expected
+
+
+NEEDS = Needs(weights=16 * GIB, adapters=8 * GIB, activations=3 * GIB, graphs=GIB)
 
 
 @pytest.mark.parametrize(
-    ("free", "options", "field"),
+    ("options", "place", "blocks"),
     [
-        (6 * GIB, {"adapter_memory": 8 * GIB}, "adapter_memory"),
-        (8 * GIB, {"adapter_memory": 7 * GIB}, "adapter_memory"),
-        (8 * GIB, {"kv_cache_memory": 7 * GIB}, "kv_cache_memory"),
-        (0, {}, "adapter_memory"),
+        ({}, share(), (int(80 * GIB * 0.9) - 28 * GIB) // (2 * MIB)),
+        ({}, share(utilization=0.5), 12 * GIB // (2 * MIB)),
+        ({}, share(utilization=0.5, before=GIB), 12 * GIB // (2 * MIB)),  # the share is of the total
+        ({"kv_cache_memory": GIB}, share(utilization=0.1), 512),  # as in vLLM, given bytes replace the share
+        ({"kv_cache_memory": 52 * GIB}, share(), 26 * 1024),
     ],
 )
-def test_more_than_there_is_names_the_setting_to_lower(free: int, options: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError, match="lower one of them, or use a smaller model") as found:
-        split_memory(EngineConfig(model="x", **options), free)
+def test_the_kv_cache_gets_what_is_left(options: dict[str, Any], place: Share, blocks: int) -> None:
+    assert count_blocks(EngineConfig(model="x", **options), place, NEEDS, 2 * MIB, least=256) == blocks
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "field", "message"),
+    [
+        (
+            {},
+            share(utilization=0.35),
+            "gpu_memory_utilization",
+            "the model does not fit: 0.35 of this GPU's 81920 MiB is 28672 MiB, of which weights 16384 MiB, adapters "
+            "8192 MiB, activations 3072 MiB, CUDA graphs 1024 MiB; this leaves 0 MiB for 0 KV blocks of 2048 KiB, and "
+            "at least 256 are needed",
+        ),
+        ({}, share(utilization=0.355), "gpu_memory_utilization", "leaves 409 MiB for 204 KV blocks"),
+        (
+            {"kv_cache_memory": 52 * GIB},
+            share(before=GIB),
+            "kv_cache_memory",
+            "expected at most 52224 MiB, got 53248 MiB: of this GPU's 81920 MiB, other processes use 1024 MiB",
+        ),
+    ],
+)
+def test_too_little_is_an_error_with_all_sizes(options: dict[str, Any], place: Share, field: str, message: str) -> None:
+    with pytest.raises(ConfigError) as found:
+        count_blocks(EngineConfig(model="x", **options), place, NEEDS, 2 * MIB, least=256)
     assert found.value.field == field
+    assert message in found.value.message
+
+
+def test_weights_beyond_the_share_are_an_error() -> None:
+    with pytest.raises(ConfigError, match=r"0\.1 of this GPU's 81920 MiB is 8192 MiB, of which weights 16384 MiB"):
+        adapter_bytes(EngineConfig(model="x"), share(utilization=0.1), 16 * GIB)
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +111,96 @@ def make(model: Path, request: pytest.FixtureRequest, **options: Any) -> Engine:
     return engine
 
 
-@pytest.mark.parametrize("free", [0, 1 << 10, 1 << 14])
-def test_an_engine_without_room_for_a_block_ends_with_a_config_error(
-    free: int, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+def test_activations_are_measured_before_the_kv_blocks_are_counted(
+    model: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """An engine on a GPU almost filled by weights ends with a config error; the block count was once negative."""
-    monkeypatch.setattr(CpuPlatform, "free_memory", lambda _: free)
+    Card(100 * MIB, weights=30 * MIB, activations=10 * MIB).install(monkeypatch)
+    with caplog.at_level("INFO"):
+        engine = make(model, request, adapter_memory=8 * MIB, max_num_seqs=4, enforce_eager=True)
+    left = 90 * MIB - 30 * MIB - 10 * MIB - 10 * MIB
+    shape = engine.runner.decoder.kv[0].k.shape
+    per_block = 2 * engine.model_config.num_layers * shape[1] * shape[2] * shape[3] * 4
+    assert engine.scheduler.cache.num_blocks == shape[0] == left // per_block
+    assert "weights 30 MiB, adapters 10 MiB, activations 10 MiB, KV cache 40 MiB" in caplog.text
+    monkeypatch.undo()
+    # The rehearsed steps left nothing behind: a request is answered as by an engine that was not measured.
+    plain = make(model, request, kv_cache_memory=1 << 20, adapter_memory=8 * MIB, max_num_seqs=4)
+    answers = []
+    for each in (engine, plain):
+        params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+        each.add_request(NewRequest("x", [5, 6, 7], params))
+        answers.append([token for output in outputs_until_idle(each) for token in output.token_ids])
+    assert len(answers[0]) == 8
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "field", "message"),
+    [
+        ({"others": 20}, {}, "gpu_memory_utilization", "expected at most 0.67, got 0.9: other processes use 20 MiB"),
+        ({"total": 40}, {}, "gpu_memory_utilization", "the model does not fit: 0.9 of this card's 40 MiB is 36 MiB"),
+        ({"activations": 30}, {}, "gpu_memory_utilization", "activations 30 MiB; this leaves 0 MiB"),
+        ({}, {"kv_cache_memory": 30 * MIB}, "kv_cache_memory", "expected at most 20 MiB, got 30 MiB"),
+        ({}, {"kv_cache_memory": 61 * MIB}, "kv_cache_memory", "expected at most the 60 MiB that this card has"),
+    ],
+)
+def test_an_engine_that_does_not_fit_says_which_size_to_change(
+    sizes: dict[str, int],
+    options: dict[str, Any],
+    field: str,
+    message: str,
+    model: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    card = {name: size * MIB for name, size in {"total": 60, "weights": 30, **sizes}.items()}
+    Card(card.pop("total"), **card).install(monkeypatch)
     with pytest.raises(ConfigError) as found:
-        make(model, request, max_model_len=256)
-    assert found.value.field in ("kv_cache_memory", "adapter_memory")
-    assert "lower" in found.value.message
+        make(model, request, adapter_memory=8 * MIB, enforce_eager=True, **options)
+    assert found.value.field == field
+    assert message in found.value.message
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_an_engine_on_the_cpu_stays_within_its_share(model: Path, request: pytest.FixtureRequest) -> None:
+    """Measured by the process's own pages: what is resident, the peak of a step, and a KV cache of the rest."""
+    platform = CpuPlatform()
+    wanted = platform.used_memory() + 300 * MIB
+    utilization = wanted / platform.total_memory()
+    engine = make(model, request, gpu_memory_utilization=utilization, adapter_memory=40 * MIB, max_num_seqs=4)
+    cache = engine.runner.decoder.kv
+    kv_bytes = sum(each.k.nbytes + each.v.nbytes for each in cache)
+    assert 100 * MIB < kv_bytes <= 250 * MIB
+    for each in cache:  # the pages exist only once they are written
+        each.k.fill_(1), each.v.fill_(1)
+    assert platform.used_memory() <= wanted
+
+
+def test_a_peak_is_seen_after_its_memory_is_free() -> None:
+    peak = CpuPlatform().watch_peak()
+    torch.ones(64 * MIB, dtype=torch.uint8)
+    assert 60 * MIB <= peak() <= 200 * MIB
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({}, None),
+        ({"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/memory.max": "max\n"}, None),
+        ({"proc/self/cgroup": "0::/pod/x\n", "sys/fs/cgroup/pod/memory.max": "4096\n",
+          "sys/fs/cgroup/pod/x/memory.max": "8192\n"}, 4096),
+        ({"proc/self/cgroup": "0::/host/path\n", "sys/fs/cgroup/memory.max": "512\n"}, 512),
+        ({"proc/self/cgroup": "5:memory:/x\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": "777\n"}, 777),
+    ],
+)  # fmt: skip
+def test_a_containers_limit_is_the_machines_memory(files: dict[str, str], limit: int | None, tmp_path: Path) -> None:
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    assert memory_limit(tmp_path) == limit
 
 
 HUGE = 2**31 - 1

@@ -19,6 +19,7 @@ from engine.config import EngineConfig, ServerConfig
 from engine.http.app import Server
 from engine.program import run
 from testing.engine import Client, RunningServer
+from testing.gateway.running import until
 from testing.ports import free_port
 from wire.errors import ConfigError
 
@@ -122,11 +123,16 @@ async def test_no_work_costs_no_processor_time(client):
     assert min([await spent() for _ in range(3)]) < 0.1
 
 
+async def is_answered(client: Client, path: str, expected: tuple[int, dict[str, str]]) -> bool:
+    return await client.get(path) == expected
+
+
 async def test_the_health_says_loading_until_the_model_is_there(session, model, monkeypatch):
     loading = threading.Event()
     load = Server._load
 
     def slow(self, progress):
+        progress("warming up", 12, 40)
         loading.wait()
         return load(self, progress)
 
@@ -139,6 +145,8 @@ async def test_the_health_says_loading_until_the_model_is_there(session, model, 
         client = Client(session, f"http://127.0.0.1:{port}")
         status, health = await until_listening(client)
         assert (status, health["status"]) == (503, "loading")
+        warming = (503, {"status": "loading", "reason": "warming up: 12 of 40"})
+        await until(lambda: is_answered(client, "/readyz", warming))
         assert (await client.post("/v1/completions", LONG))[0] == 503
     finally:
         loading.set()

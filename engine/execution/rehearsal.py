@@ -1,0 +1,175 @@
+"""Steps that run before an engine serves: they measure its memory, and compile what would stall a request.
+
+Their tokens and keys mean nothing. No request is known yet, so they may write any block and seat.
+"""
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+from engine.execution.runner import RunnerLimits, StepRunner
+from engine.execution.token_rules import AllowedTokens
+from engine.scheduling.request import NewRequest, Request, SamplingParams
+from kernels.platform import Platform
+
+# Captures after which the memory of the others is known: the first has the shared pool.
+MEASURED_CAPTURES = 4
+GREEDY = SamplingParams(temperature=0)
+# Parameters whose samplings launch different kernels.
+SAMPLINGS = (
+    GREEDY,
+    SamplingParams(temperature=1, top_k=8, top_p=0.9, min_p=0.01),
+    SamplingParams(
+        repetition_penalty=1.1, presence_penalty=0.1, logit_bias={0: 1.0}, min_tokens=2, stop_token_ids=(1,)
+    ),
+    SamplingParams(allowed=AllowedTokens([0, 1])),
+    SamplingParams(temperature=0, logprobs=20),
+    SamplingParams(temperature=0, prompt_logprobs=20),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step. prompts: tokens of each prompt chunk. decodes: number of requests with a single token. adapters: slots in
+    turn over the requests; -1 is the base model. params: of every request.
+    """
+
+    prompts: tuple[int, ...]
+    decodes: int
+    adapters: tuple[int, ...] = (-1,)
+    params: SamplingParams = GREEDY
+
+
+def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
+    """Run a step to its end. All requests write the same blocks, as many as the longest needs."""
+    plan = {}
+    for seat, count in enumerate((*shape.prompts, *[0] * shape.decodes)):
+        prompt = [0] * max(1, count)
+        request = Request(NewRequest(str(seat), prompt, shape.params), stop_ids=frozenset(shape.params.stop_token_ids))
+        request.start(0)
+        if not count:  # a decode: its last token is an output
+            request.token_ids.append(0)
+            request.num_computed = 1
+        request.seat = seat
+        request.adapter_slot = shape.adapters[seat % len(shape.adapters)]
+        request.blocks = list(range(-(-request.num_tokens // block_size)))
+        plan[request] = request.num_to_compute
+    runner.sample(runner.forward(plan)).wait()
+
+
+@dataclass(frozen=True, slots=True)
+class Rehearsal:
+    """The steps of an engine with these sizes. num_slots: of adapters. most_prompt_logits: rows of logits that a step
+    computes for prompt_logprobs.
+    """
+
+    limits: RunnerLimits
+    most_tokens: int
+    num_slots: int
+    most_prompt_logits: int
+
+    def largest_shapes(self) -> Iterator[Shape]:
+        """Yield the steps that need the most memory: one long prompt, many prompts, or a prompt's log-probabilities."""
+        seats, longest = self.limits.max_num_seqs, max(1, self.limits.max_model_len - 1)
+        prompt = min(self.most_tokens - (seats - 1), longest)
+        yield Shape((prompt,), seats - 1, self._slots, SAMPLINGS[1])
+        yield Shape((min(self.most_tokens // seats, longest),) * seats, 0, self._slots, SAMPLINGS[4])
+        yield Shape((min(self.most_prompt_logits, self.most_tokens, longest),), 0, self._slots, SAMPLINGS[5])
+
+    def all_shapes(self) -> list[Shape]:
+        """Return a step of each kind that compiles code of its own: by tokens, requests, adapters and sampling."""
+        seats, longest = self.limits.max_num_seqs, min(self.most_tokens, max(1, self.limits.max_model_len - 1))
+        mixes = dict.fromkeys(((-1,), self._slots[:1], self._slots, (*self._slots, -1)))
+        shapes = []
+        for tokens in _sizes(longest):
+            beside = min(seats - 1, tokens // 2)
+            for adapters in mixes:
+                if tokens <= seats:
+                    shapes.append(Shape((), tokens, adapters))
+                if tokens > 1:
+                    shapes.append(Shape((tokens,), 0, adapters))
+                if beside:
+                    shapes.append(Shape((tokens - beside,), beside, adapters))
+        for params in SAMPLINGS[1:]:
+            shapes += [Shape((), count, params=params) for count in _sizes(seats)]
+            shapes.append(Shape((min(64, self.most_prompt_logits, longest),), 0, params=params))
+        return shapes
+
+    def warm_up(self, runner: StepRunner, progress: Callable[[int, int], None]) -> None:
+        """Run all shapes. progress: called with the number of steps done and of all."""
+        shapes = self.all_shapes()
+        for done, shape in enumerate(shapes, 1):
+            run_step(runner, shape, self.limits.block_size)
+            progress(done, len(shapes))
+
+    def measure(
+        self,
+        make_runner: Callable[[RunnerLimits, Callable[[int, int], None]], StepRunner],
+        platform: Platform,
+        progress: Callable[[int, int], None],
+    ) -> tuple[int, int]:
+        """Return the bytes of a step's activations and of all CUDA graphs. progress: as in `warm_up`.
+
+        The steps run on a KV cache of few blocks. Of the graphs only the first are captured, and the others are assumed
+        to take what the dearest of these added.
+        """
+        shapes, size = list(self.largest_shapes()), self.limits.block_size
+        longest = max(max(shape.prompts) for shape in shapes)
+        few = replace(self.limits, num_blocks=-(-(longest + 1) // size))
+        runner = make_runner(replace(few, graph_sizes=(), graph_tokens=()), lambda *_: None)
+        platform.release_memory()
+        peak = platform.watch_peak()
+        for shape in shapes:
+            run_step(runner, shape, size)
+        activations = peak()
+        if self._has_steps_without_graph:
+            self.warm_up(runner, progress)
+        runner.close()
+        del runner
+        graphs = _measure_graphs(partial(make_runner, few), peak) if few.graph_sizes else 0
+        gc.collect()  # graphs and their closures refer to each other
+        platform.release_memory()
+        return activations, graphs
+
+    @property
+    def _has_steps_without_graph(self) -> bool:
+        """Return whether some steps have more rows of logits than any graph, so that they run beside the graphs."""
+        return bool(self.limits.graph_sizes) and self.most_prompt_logits > self.limits.max_num_seqs
+
+    @property
+    def _slots(self) -> tuple[int, ...]:
+        """Return two slots, or fewer if there are fewer; the pages of an empty slot are not read."""
+        return tuple(range(min(2, self.num_slots)))
+
+
+class _Enough(Exception):
+    """The remaining captures need not be measured."""
+
+
+def _measure_graphs(capture: Callable[[Callable[[int, int], None]], StepRunner], peak: Callable[[], int]) -> int:
+    risen, total = [peak()], 0
+
+    def captured(done: int, of: int) -> None:
+        nonlocal total
+        risen.append(peak())
+        total = of
+        if done == MEASURED_CAPTURES:
+            raise _Enough
+
+    with suppress(_Enough):
+        capture(captured).close()
+    later = [after - before for before, after in pairwise(risen[1:])]
+    return risen[-1] - risen[0] + max(later, default=0) * (total + 1 - len(risen))
+
+
+def _sizes(most: int) -> Sequence[int]:
+    """Return 1, 2, 3, powers of two and their halves between, up to `most`."""
+    found = {1, 2, 3, most}
+    size = 4
+    while size < most:
+        found |= {size, size + size // 2}
+        size *= 2
+    return sorted(n for n in found if n <= most)
