@@ -1,4 +1,4 @@
-"""The `loraplex webhook` and `loraplex events` commands: events, and the webhooks and addresses that get them."""
+"""The `loraplex webhook` and `loraplex events` commands: events, and the webhooks and addresses that receive them."""
 
 import json
 from typing import Any
@@ -63,7 +63,7 @@ def test(name: str, gateway: Gateway) -> None:
     answer = gateway.run(lambda client: client.test_webhook(name))
     if not answer["ok"]:
         raise click.ClickException(f"the webhook {name} failed: {answer['error']}")
-    click.echo(f"the webhook {name} took the event")
+    click.echo(f"the webhook {name} accepted the event")
 
 
 @webhook.command("delete", epilog=examples("loraplex webhook delete pager"))

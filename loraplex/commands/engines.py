@@ -32,7 +32,7 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
 @click.argument("url")
 @admin_options
 def drain(url: str, gateway: Gateway) -> None:
-    """Send no new requests to the engine at URL; its running ones end. It lasts until `loraplex engine resume`."""
+    """Stop new requests to the engine at URL; its running requests finish. `loraplex engine resume` ends the drain."""
     engine = gateway.run(lambda client: client.drain_engine(url))
     at = datetime.fromisoformat(engine["drained"]["at"]).strftime("%H:%M:%S") if engine["drained"] else "now"
     click.echo(f"drained {url} since {at} UTC; it still runs {engine['in_flight']} requests of this gateway process")

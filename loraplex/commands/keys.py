@@ -61,7 +61,7 @@ def _check_owner(tenant: str | None, admin: bool, gateway: Gateway) -> None:
 @click.option("--force", is_flag=True, help="Accept --models that the tenant does not have yet.")
 @own_options
 def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fields: Any) -> None:
-    """Create an API key for TENANT, or with --api-key for the own tenant.
+    """Create an API key for TENANT, or with --api-key for that key's tenant.
 
     Only the key is printed on stdout; it cannot be shown again.
 
@@ -78,7 +78,7 @@ def create(tenant: str | None, admin: bool, force: bool, gateway: Gateway, **fie
 @json_option
 @own_options
 def list_all(tenant: str | None, admin: bool, as_json: bool, gateway: Gateway) -> None:
-    """List TENANT's keys, or with --api-key those of the own tenant, without their secrets."""
+    """List TENANT's keys, or with --api-key those of that key's tenant, without their secrets."""
     _check_owner(tenant, admin, gateway)
     rows = gateway.run(lambda client: client.keys(tenant, own=gateway.tenants_own))
     if as_json:

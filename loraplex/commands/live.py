@@ -59,7 +59,7 @@ def _print_status(url: str, found: dict[str, Any]) -> None:
 @click.option(
     "--interval", type=click.FloatRange(0.5, 60), default=2.0, show_default=True, help="Seconds between two frames."
 )
-@click.option("--rows", type=click.IntRange(1, 1000), default=20, show_default=True, help="Most tenants in a frame.")
+@click.option("--rows", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum tenants in a frame.")
 @admin_options
 def top(once: bool, interval: float, rows: int, gateway: Gateway) -> None:
     """Show engines, tenants by tokens a second, and the queue, live. The key q, or Ctrl-C, ends it.

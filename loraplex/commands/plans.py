@@ -55,7 +55,7 @@ class PlanPrice(click.ParamType):
     multiple=True,
     help="Price per million tokens of the base model, of '*/*' (all adapters) or of '*' (everything). Repeatable.",
 )
-@click.option("--reset", type=Words(), help="Terms that the plan no longer sets, comma separated, or 'all'.")
+@click.option("--reset", type=Words(), help="Terms to remove from the plan, comma separated, or 'all'.")
 @term_options
 @admin_options
 def set_plan(
@@ -65,7 +65,7 @@ def set_plan(
     gateway: Gateway,
     **fields: Any,
 ) -> None:
-    """Create the plan NAME, or change the given values of it. The change holds for all tenants of the plan."""
+    """Create the plan NAME, or change its given values. The change applies to all tenants of the plan."""
 
     from loraplex.client import GatewayError
 

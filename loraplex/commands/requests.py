@@ -1,4 +1,4 @@
-"""The `loraplex requests` command: the log of admitted and refused requests, and the story of one of them."""
+"""The `loraplex requests` command: the log of admitted and refused requests, and the record of one of them."""
 
 import asyncio
 import json
@@ -50,13 +50,13 @@ FOLLOWED = 500
 @click.option("--status", type=Words(*STATUSES), help=f"Only these, comma separated: {','.join(STATUSES)}.")
 @click.option("--code", help="Only requests with this error code, such as `rate_limit_exceeded`.")
 @click.option("--end-user", help="Only requests whose body has this `user`.")
-@click.option("--min-latency", type=click.IntRange(0, 10**9), help="Only requests that took at least so many ms.")
+@click.option("--min-latency", type=click.IntRange(0, 10**9), help="Only requests that took at least this many ms.")
 @click.option("--since", type=Moment(ahead=False), help="Start of the period: 2026-11-01, or 30d, 12h, ... ago.")
 @click.option("--until", type=Moment(ahead=False), help="End of the period (exclusive); default: now.")
 @click.option("--limit", type=click.IntRange(1, 1000), default=50, show_default=True, help="Maximum entries.")
 @click.option("--after", help="The next page: only entries after this position, which the command printed.")
-@click.option("--follow", is_flag=True, help="Go on with new requests until Ctrl-C.")
-@click.option("--csv", "as_csv", is_flag=True, help="Print CSV with all fields; the limit is JSON.")
+@click.option("--follow", is_flag=True, help="Continue with new requests until Ctrl-C.")
+@click.option("--csv", "as_csv", is_flag=True, help="Print CSV with all fields; the field limit is JSON.")
 @json_option
 @tenant_options(or_all=True)
 def requests(as_csv: bool, as_json: bool, follow: bool, tenant: str | None, gateway: Gateway, **query: Any) -> None:
@@ -87,7 +87,7 @@ def requests(as_csv: bool, as_json: bool, follow: bool, tenant: str | None, gate
 
 @click.group()
 def stories() -> None:
-    """Show the whole story of a request."""
+    """Show the full record of a request."""
 
 
 @stories.command(
@@ -101,7 +101,7 @@ def stories() -> None:
 @json_option
 @tenant_options(or_all=True)
 def show(request_id: str, as_json: bool, tenant: str | None, gateway: Gateway) -> None:
-    """Show the whole story of the request ID; also accepts the id of its answer."""
+    """Show the full record of the request ID; also accepts the id of its answer."""
     path = f"{_path(gateway.tenants_own)}/{quote(request_id, safe='')}"
     story = gateway.run(lambda client: client.call("GET", path))
     if tenant is not None and story["tenant"] != tenant:

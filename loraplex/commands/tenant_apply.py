@@ -41,7 +41,7 @@ class Step:
 @click.option("--yes", is_flag=True, help="Do not ask before a deletion; required without a terminal.")
 @admin_options
 def apply(file: Path, dry_run: bool, prune: bool, force: bool, yes: bool, gateway: Gateway) -> None:
-    """Create and change plans and tenants as a YAML file describes them. Fields that it does not name stay."""
+    """Create and change plans and tenants as a YAML file describes them. Absent fields do not change."""
     from loraplex.commands.tenant_file import FileError, read_file
 
     with one_line(FileError, OSError):

@@ -24,7 +24,7 @@ from loraplex.commands.values import NO_LIMIT, Words
 @filter_options
 @click.option("--everyone", is_flag=True, help="Change all tenants; required without a filter.")
 @click.option("--set-plan", help="Give the tenants this plan, or 'none'.")
-@click.option("--inherit", type=Words(), help="Terms that the tenants no longer set themselves, or 'all'.")
+@click.option("--inherit", type=Words(), help="Terms that the tenants inherit again, or 'all'.")
 @click.option("--suspend/--resume", "suspend", default=None, help="Suspend the tenants, or resume them.")
 @click.option("--add-tags", type=Tags(), help="Tags to add, comma separated.")
 @click.option("--remove-tags", type=Tags(), help="Tags to remove, comma separated.")

@@ -23,9 +23,9 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--tags", type=Tags(), help="All tags, comma separated, or 'none'."),
         click.option("--note", help="Note for operators; '' removes it, here and below."),
         click.option("--contact", help="Person or address to write to."),
-        click.option("--external-id", help="Id of the tenant in another system, such as billing; no two are equal."),
-        click.option("--display-name", help="Name for people."),
-        click.option("--plan", help="Plan whose terms hold where the tenant has none of its own, or 'none'."),
+        click.option("--external-id", help="Id of the tenant in another system, such as billing; unique."),
+        click.option("--display-name", help="Name shown to people."),
+        click.option("--plan", help="Plan whose terms apply where the tenant has none of its own, or 'none'."),
     ):
         command = option(command)
     return term_options(command)
@@ -59,7 +59,7 @@ def create(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
 )
 @filter_options
 @click.option(
-    "--sort", type=click.Choice(["name", "spend", "requests", "created"]), help="Order; all but names descend."
+    "--sort", type=click.Choice(["name", "spend", "requests", "created"]), help="Order; descending, except for names."
 )
 @json_option
 @admin_options
@@ -106,7 +106,7 @@ def show(name: str, as_json: bool, gateway: Gateway) -> None:
     ),
 )
 @click.argument("name")
-@click.option("--inherit", type=Words(), help="Terms that the tenant no longer sets itself, comma separated, or 'all'.")
+@click.option("--inherit", type=Words(), help="Terms that the tenant inherits again, comma separated, or 'all'.")
 @_tenant_options
 @admin_options
 def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:

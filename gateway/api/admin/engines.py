@@ -66,7 +66,7 @@ class AdminEngines:
         try:
             await self._audit.add(actor, action, url, {})
         except Unavailable:
-            log.warning("%s of %s by %s is not in the audit: the database is away", action, url, actor)
+            log.warning("%s of %s by %s is not in the audit: the database is unavailable", action, url, actor)
 
 
 def find_engine(registry: Registry, url: str) -> EngineRecord:

@@ -38,7 +38,7 @@ async def send_file(
                 await response.write(part)
             await response.write_eof()
     except (GatewayError, TimeoutError) as error:
-        log.warning("the export %s was broken off: %s", name, getattr(error, "message", "it took too long"))
+        log.warning("the export %s was aborted: %s", name, getattr(error, "message", "it took too long"))
         if request.transport is not None:
             request.transport.abort()
     return response

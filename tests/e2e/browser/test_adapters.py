@@ -60,7 +60,7 @@ async def test_an_operator_uploads_a_version_and_rolls_an_alias_back(gateway, up
         await operator.page.set_input_files("#f-files", [tmp_path / name for name in files()])
         await operator.page.click("button:has-text('Upload')")
         await operator.page.wait_for_url(f"**{HOME}?version=4&done=upload")
-        assert "The name means version 4." in await operator.text()
+        assert "Requests for this name use version 4." in await operator.text()
         await operator.page.click("tr:has-text('prod') >> text=Roll back")
         assert "version 1 (90 %), version 2 (10 %)" in await operator.text()
         await operator.page.click("button:has-text('Roll back')")

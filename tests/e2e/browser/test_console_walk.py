@@ -81,8 +81,8 @@ async def push_two_versions(who: Person, folder: Path) -> None:
     await who.page.wait_for_url(f"**{ADAPTER}?version=1&done=upload")
     assert any(re.match(r"Received. It is being checked and probed. 1$", each) for each in said), said
     shown = await who.text()
-    assert "The name means version 1." in shown
-    assert "it changes the base model's answers as expected" in shown
+    assert "Requests for this name use version 1." in shown
+    assert "passed: it changes the base model's answers" in shown
     await click(who, "Upload a version")
     await upload(who, folder, {**files(2), CONFIG: b'{"r": "<b>"}'})
     await who.page.wait_for_selector("#problem:visible")

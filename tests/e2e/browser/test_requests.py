@@ -32,7 +32,7 @@ async def test_an_operator_finds_out_why_a_tenant_got_429s(gateway, browser):
         await page.wait_for_selector(".waterfall")
         assert "The limit requests per minute of the tenant is 2." in await operator.text()
         assert HOSTILE in await operator.text()
-        await page.click("a:has-text('Same tenant, one minute around')")
+        await page.click("a:has-text('Requests of this tenant within a minute')")
         await page.wait_for_selector("#requests")
         assert await page.locator("#requests tbody tr").count() == 5
         assert await faults(operator) == []

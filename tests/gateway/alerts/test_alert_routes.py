@@ -145,7 +145,7 @@ async def test_the_commands(gateway: Gateway, target: Target):
         return result.output
 
     assert "whsec_" in await run("webhook", "set", "pager", target.url, "--types", "tenant.suspended,engine.down")
-    assert "took the event" in await run("webhook", "test", "pager")
+    assert "accepted the event" in await run("webhook", "test", "pager")
     await run("tenant", "create", "acme", "--budget-warn-at", "0.5,1")
     await run("tenant", "suspend", "acme")
 

@@ -36,7 +36,7 @@ async def test_the_page_shows_versions_reports_and_residency(gateway: Gateway, u
 
         await until(resident)
         text = (await browser.get(HOME)).body.decode()
-        assert "The name means version 2." in text
+        assert "Requests for this name use version 2." in text
         assert re.findall(r'version=(\d)">version \d</a> <b>(\S+) %', text) == [("2", "100"), ("2", "75"), ("1", "25")]
         assert digests[1] in text
         assert upstream.url in text
@@ -117,13 +117,13 @@ async def test_a_version_is_brought_to_an_engines_memory(gateway: Gateway, upstr
     acme = await gateway.tenant("acme")
     digest = (await push(acme, "pirate", files(1))).json["digest"]
     async with gateway.browser() as browser:
-        assert "Bring to host memory" in (await browser.get(HOME)).body.decode()
+        assert "Load into host memory" in (await browser.get(HOME)).body.decode()
         done = await act(browser, "prefetch", version="1", engine=upstream.url)
         assert done == (303, f"{HOME}?done=prefetch&version=1")
         assert upstream.hints[-1][0] == digest
         text = (await browser.get(HOME)).body.decode()
         assert "host memory" in text
-        assert "Bring to host memory" not in text
+        assert "Load into host memory" not in text
         status, text = await act(browser, "prefetch", version="1", engine=HOSTILE)
         assert (status, "<img" in text) == (400, False)
 
@@ -162,7 +162,7 @@ async def test_readers_see_the_page_and_change_nothing(gateway: Gateway):
     made = await gateway.admin.post("/admin/api/keys", {"role": "viewer", "label": "reader"})
     async with gateway.browser(made.json["key"]) as reader:
         text = (await reader.get(HOME)).body.decode()
-        assert "The name means version 1." in text
+        assert "Requests for this name use version 1." in text
         assert "/act" not in text
         assert "/confirm" not in text
         assert (await act(reader, "retire", version="1", typed="pirate@1"))[0] == 403

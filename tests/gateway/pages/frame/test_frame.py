@@ -81,7 +81,7 @@ async def test_a_tenant_sees_no_address_and_no_reason(reader, site):
     site.world.states["database"] = State("unavailable", SINCE)
     site.world.visitor = site.world.person("tenant_admin")
     _, text = await reader.get("/console/")
-    assert "The service is disturbed" in text
+    assert "The service has a fault" in text
     assert "secret-host" not in text
     assert "Database" not in text
 

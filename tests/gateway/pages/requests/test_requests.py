@@ -146,7 +146,7 @@ async def test_the_way_of_a_request(reader: Reader, database: Database):
     assert "471 were released at the end" in text
     assert "50 tokens/s after the first token" in text
     assert "the same adapter" in text
-    [around] = re.findall(r'href="([^"]+)">Same tenant, one minute around', text)
+    [around] = re.findall(r'href="([^"]+)">Requests of this tenant within a minute', text)
     assert "since=2026-01-01T11%3A59%3A00&amp;until=2026-01-01T12%3A01%3A01" in around
 
 
