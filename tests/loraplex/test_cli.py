@@ -109,7 +109,7 @@ def test_help_takes_no_second():
         (("bench", "--models", "a", "--url", "http://127.0.0.1:9", "--json", "/no/such/x.json"), "no folder /no/such"),
         (("tenant", "list", "--gateway", "localhost", "--admin-key", "k"), "--gateway: expected a URL like"),
         (("bench", "--tenants", "/no/such/file.json"), "/no/such/file.json"),
-        (("engine", "--model", "x", "--gpu-memory-utilization", "0.9"), "is vLLM's: use --kv-cache-memory"),
+        (("engine", "--model", "x", "--max-loras", "4"), "is vLLM's: use --adapter-memory"),
         (("engine", "--model", "x", "--enable-lora"), "is vLLM's: leave it out"),
         (("engine", "--model", "x", "--lora-modules", '{"name": "a"}'), "is neither name=path nor"),
         (("engine", "--model", "x", "--lora-modules", "a=/a", "nameonly"), "'nameonly' is neither name=path nor"),
