@@ -31,6 +31,9 @@ MIXTURES = "(mixtures)"
 # Series of which this process remembers that they are in the database.
 MAX_KNOWN = 50_000
 
+# Kinds whose sums belong to no tenant.
+SHARED = (ENGINE, BASE)
+
 COLUMNS = (*SUMMED, *LATENCY, *TTFT)
 _AT = {name: index for index, name in enumerate(COLUMNS)}
 _OF_STATUS = {status: _AT[status] for status in STATUSES}
@@ -66,13 +69,21 @@ class ActivityWriter:
         self._known.clear()
 
     async def add(self, connection: AsyncConnection, rows: Iterable[UsageRow]) -> None:
-        """Add rows that are new. All writers lock the sums in the same order: by level, kind, start and series."""
+        """Add rows that are new.
+
+        All writers lock the sums in the same order: by level, kind, start and series, the tenants' own sums first. The
+        sums of engines and base models belong to the rows of every writer, so they are locked last and briefly.
+        """
         sums: Sums = {}
         series: dict[int, Series] = {}
         for row in rows:
             add_row(sums, series, row)
         if new := [each for series_id, each in sorted(series.items()) if series_id not in self._known]:
             await self._insert_series(connection, new)
+        await self._add(connection, {key: values for key, values in sums.items() if key[0] not in SHARED})
+        await self._add(connection, {key: values for key, values in sums.items() if key[0] in SHARED})
+
+    async def _add(self, connection: AsyncConnection, sums: Sums) -> None:
         for level, statement in self._statements.items():
             if level > 60:
                 sums = coarser(sums, level)
