@@ -164,6 +164,10 @@ class Ops(Protocol):
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor: ...
 
+    def penalise(self, logits: Tensor, rows: Tensor, seats: Tensor, counts: Tensor, penalties: Tensor) -> None: ...
+
+    def forbid(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None: ...
+
     def sample(
         self,
         logits: Tensor,

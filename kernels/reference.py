@@ -247,6 +247,36 @@ def gelu_and_mul(gate_up: Tensor) -> Tensor:
     return (torch.nn.functional.gelu(gate.float(), approximate="tanh") * up.float()).to(gate_up.dtype)
 
 
+# Added to a token's count in `penalise` if the prompt contains the token; above any number of output tokens.
+IN_PROMPT = 1 << 24
+
+
+def penalise(logits: Tensor, rows: Tensor, seats: Tensor, counts: Tensor, penalties: Tensor) -> None:
+    """Lower the logits of tokens that a text contains, in the given rows of logits `[B, vocab]` fp32, in place.
+
+    rows, seats: `[n]` int64. counts: `[num_seats, vocab]` int32, each token's number in the output, plus `IN_PROMPT` if
+    the prompt contains it. penalties: `[3, n]` fp32. repetition divides positive logits and multiplies others, of all
+    tokens of the text; presence, and frequency times the number, are then subtracted from those of the output.
+    """
+    found = counts[seats]
+    repetition, presence, frequency = penalties[:, :, None]
+    x = logits[rows]
+    scaled = torch.where(x > 0, x / repetition, x * repetition)
+    used = (found % IN_PROMPT).float()
+    lowered = torch.where(used > 0, scaled - (presence + frequency * used), scaled)
+    logits[rows] = torch.where(found > 0, lowered, x)
+
+
+def forbid(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Set the logits of tokens whose bit is 0 to -inf, in the given rows of logits `[B, vocab]` fp32, in place.
+
+    rows `[n]` int64; bits `[n, ceil(vocab / 32)]` int32, bit i % 32 of word i // 32 is token i's.
+    """
+    token = torch.arange(logits.shape[1], device=logits.device)
+    allowed = (bits[:, token // 32] >> (token % 32)) & 1
+    logits[rows] = logits[rows].masked_fill(allowed == 0, float("-inf"))
+
+
 def sample(
     logits: Tensor,
     temperature: Tensor,

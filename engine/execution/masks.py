@@ -1,14 +1,13 @@
 """Masks on logits, from grammars and allowed tokens, for all constrained rows of a step. Knows no grammar library."""
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from engine.execution.transfer import upload
+from kernels.ops import Ops
 from kernels.platform import platform_of
 
 
@@ -21,7 +20,7 @@ class Mask(Protocol):
         """
 
 
-def constrain(logits: Tensor, masks: Sequence[Mask | None]) -> None:
+def constrain(logits: Tensor, masks: Sequence[Mask | None], ops: Ops) -> None:
     """Set the logits of forbidden tokens to -inf in place. logits: `[n, vocab]` fp32. Row i has mask i; None changes
     nothing.
     """
@@ -35,8 +34,8 @@ def constrain(logits: Tensor, masks: Sequence[Mask | None]) -> None:
         for row, row_bits in zip(rows, bits, strict=True):
             _forbid(logits[row].numpy(), row_bits)
     else:
-        bytes_, index = upload(logits.device, (bits.view(np.uint8), np.array(rows)))
-        logits.index_add_(0, index, _bias(bytes_)[:, : logits.shape[1]])
+        words, index = upload(logits.device, (bits.view(np.int32), np.array(rows)))
+        ops.forbid(logits, index, words)
 
 
 def _forbid(row: np.ndarray, bits: np.ndarray) -> None:
@@ -52,18 +51,3 @@ def _forbid(row: np.ndarray, bits: np.ndarray) -> None:
         kept = row[ids]
         row.fill(-np.inf)
         row[ids] = kept
-
-
-def _bias(masks: Tensor) -> Tensor:
-    """Return 0 for allowed and -inf for forbidden tokens, `[n, 8 * bytes]` fp32, from uint8 `[n, bytes]`, on the masks'
-    device.
-    """
-    table = _bias_of_byte(masks.device)
-    return table.index_select(0, masks.reshape(-1).int()).view(len(masks), -1)
-
-
-@lru_cache
-def _bias_of_byte(device: torch.device) -> Tensor:
-    """Return `[256, 8]`: the bias of eight tokens' logits for each value of a mask's byte."""
-    allowed = (torch.arange(256, device=device)[:, None] >> torch.arange(8, device=device)) & 1
-    return torch.where(allowed.bool(), 0.0, -torch.inf)

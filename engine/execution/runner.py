@@ -16,7 +16,8 @@ from torch import Tensor
 from adapters.tiers.device_pool import AdapterPool
 from engine.execution.graphs import GraphSizes, StepGraphs
 from engine.execution.layout import Layout, Planner, PromptRows, make_batch
-from engine.execution.sampler import RowLogprobs, mark_not_finite, sample, token_logprobs
+from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
+from engine.execution.seats import DrawTable, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.request import Request, Status
@@ -133,6 +134,10 @@ class Runner:
         self._adapters, self._block_size = adapters, block_size
         self._planner = Planner(max_num_seqs, max_blocks, adapters.slot_digests)
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
+        is_host = platform_of(device).is_host
+        self._seats = Seats(
+            DrawTable(max_num_seqs), None if is_host else TokenTable(max_num_seqs, c.vocab_size, device)
+        )
         self.graphs: StepGraphs | None = None
         if limits.graph_sizes or limits.graph_tokens:
             sizes = GraphSizes(limits.graph_sizes, limits.graph_tokens, max_num_seqs, max_blocks, block_size)
@@ -174,7 +179,7 @@ class Runner:
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
             raw = logits[index]  # the model's logits, before penalties
-        tokens = sample(logits, requests, self.decoder.ops.sample)
+        tokens = sample(logits, requests, self.decoder.ops, self._seats)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
             found = token_logprobs(raw, tokens[index], max(top))

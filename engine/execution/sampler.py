@@ -4,9 +4,8 @@ Rows are independent: a request's draw depends on its own seed and position only
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -14,53 +13,42 @@ from torch import Tensor
 
 from engine.execution.logit_edits import LogitEdits
 from engine.execution.masks import constrain
+from engine.execution.seats import DrawTable, TokenTable
 from engine.execution.transfer import upload
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
+from kernels.ops import Ops
 from kernels.platform import platform_of
 
 log = logging.getLogger(__name__)
 
 # Number of logits rows whose log-probabilities are computed together.
 LOGPROB_ROWS = 64
-_LARGEST_U64 = 2**64 - 1
 
 
-def sample(logits: Tensor, requests: Sequence[Request], draw: Callable[..., Tensor]) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Seats:
+    """State of the seats. tokens: None on the CPU, where each request has its own counts, which cost less there."""
+
+    draws: DrawTable
+    tokens: TokenTable | None
+
+
+def sample(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats) -> Tensor:
     """Return `[n]` int64, the next token of each request. logits: `[n, vocab]` fp32, edited in place; row i is
     `requests[i]`'s.
-
-    draw: the backend's `sample`. The position of a draw is that of its token in the output, from 1.
     """
-    constrain(logits, [request.mask for request in requests])
-    if any(request.params.edits_logits for request in requests):
-        edit_logits(logits, requests)
+    constrain(logits, [request.mask for request in requests], ops)
+    if seats.tokens is not None:
+        seats.tokens.penalise(logits, requests, ops)
+    if any(r.params.edits_logits or (seats.tokens is None and r.params.penalises) for r in requests):
+        edit_logits(logits, requests, has_penalties=seats.tokens is None)
     if all(request.params.temperature == 0 for request in requests):
-        return likeliest(logits)
-    return draw(logits, *upload(logits.device, draw_columns(requests)))
-
-
-class DrawColumns(NamedTuple):
-    """Parameters of each row's draw, each `[n]`: fp32, int32, fp32, fp32, int64, int64."""
-
-    temperature: np.ndarray
-    top_k: np.ndarray
-    top_p: np.ndarray
-    min_p: np.ndarray
-    seeds: np.ndarray
-    positions: np.ndarray
-
-
-def draw_columns(requests: Sequence[Request]) -> DrawColumns:
-    """Return the parameters of the requests' draws, in the order of a backend's `sample`."""
-    params = [request.params for request in requests]
-    return DrawColumns(
-        np.array([p.temperature for p in params], np.float32),
-        np.array([p.top_k for p in params], np.int32),
-        np.array([p.top_p for p in params], np.float32),
-        np.array([p.min_p for p in params], np.float32),
-        np.array([request.seed & _LARGEST_U64 for request in requests], np.uint64).view(np.int64),
-        np.array([request.num_output_tokens + 1 for request in requests], np.int64),
-    )
+        tokens = likeliest(logits)
+    else:
+        tokens = ops.sample(logits, *upload(logits.device, seats.draws.columns(requests)))
+    if seats.tokens is not None:
+        seats.tokens.add(requests, tokens)
+    return tokens
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -80,8 +68,8 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
 
 
-def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
-    """Apply penalties, bias and bans in place: one gather and scatter of each kind for all rows.
+def edit_logits(logits: Tensor, requests: Sequence[Request], *, has_penalties: bool) -> None:
+    """Apply penalties, if `has_penalties`, bias and bans in place: one gather and scatter of each kind for all rows.
 
     A request whose edits fail ends by itself; no other row depends on it.
     """
@@ -89,7 +77,8 @@ def edit_logits(logits: Tensor, requests: Sequence[Request]) -> None:
     banned_where_masked: list[tuple[int, np.ndarray]] = []
     for row, request in enumerate(requests):
         try:
-            _add_penalties(row, request, scaled, lowered)
+            if has_penalties:
+                _add_penalties(row, request, scaled, lowered)
             p = request.params
             if p.logit_bias:
                 biased.add(row, _edits(request).bias_ids, _edits(request).bias)

@@ -20,7 +20,8 @@ from engine.config import StepTime
 from engine.execution.graphs import Shape, pack_fields
 from engine.execution.layout import Layout, Planner
 from engine.execution.runner import RunnerLimits
-from engine.execution.sampler import bans, draw_columns
+from engine.execution.sampler import bans
+from engine.execution.seats import DrawTable
 from engine.execution.transfer import upload
 from engine.scheduling.request import Request, Status, TokenLogprobs
 
@@ -59,6 +60,7 @@ class SimulatedRunner:
         num_blocks = -(-limits.max_model_len // limits.block_size)
         self._planner = Planner(limits.max_num_seqs, num_blocks, adapters.slot_digests)
         self._max_num_seqs = limits.max_num_seqs
+        self._draw_table = DrawTable(limits.max_num_seqs)
         self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
         self._busy_until = 0.0
 
@@ -103,7 +105,7 @@ class SimulatedRunner:
 
     def _draws(self, layout: Layout, live: Sequence[int], requests: Sequence[Request]) -> np.ndarray:
         """Return each request's hash, uint64 `[n]`."""
-        columns = draw_columns(requests)
+        columns = self._draw_table.columns(requests)
         upload(DEVICE, columns)
         rows = layout.logits_rows[[layout.sampled_rows[i] for i in live]]
         newest = self._last_tokens[[request.seat for request in requests]]

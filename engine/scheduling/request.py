@@ -62,15 +62,12 @@ class SamplingParams:
     keep_logits: bool = False
 
     @property
+    def penalises(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
+
+    @property
     def edits_logits(self) -> bool:
-        return bool(
-            self.presence_penalty
-            or self.frequency_penalty
-            or self.repetition_penalty != 1.0
-            or self.logit_bias
-            or self.min_tokens
-            or self.bad_words
-        )
+        return bool(self.logit_bias or self.min_tokens or self.bad_words)
 
 
 @dataclass(slots=True)

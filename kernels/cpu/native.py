@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.batch import Batch
 from kernels.cpu.sampling import sample
 from kernels.memory import HugePages
@@ -113,6 +114,8 @@ class NativeOps:
     """
 
     sample = staticmethod(sample)
+    penalise = staticmethod(reference.penalise)
+    forbid = staticmethod(reference.forbid)
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {

@@ -25,6 +25,8 @@ class TorchOps:
     """Plain torch ops, stateless. Decodes share one padded gather and one SDPA; each prefill chunk has its own SDPA."""
 
     sample = staticmethod(sample)
+    penalise = staticmethod(reference.penalise)
+    forbid = staticmethod(reference.forbid)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
         return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from kernels.batch import ANY_ADAPTERS, Batch
-from kernels.gpu import fused
+from kernels.gpu import fused, logit_edits
 from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
@@ -65,6 +65,8 @@ class TritonOps:
     """
 
     sample = staticmethod(sample)
+    penalise = staticmethod(logit_edits.penalise)
+    forbid = staticmethod(logit_edits.forbid)
 
     def __init__(self, shrink_beside: bool = True) -> None:
         self._shrink_beside = shrink_beside

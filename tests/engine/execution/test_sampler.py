@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 
 from engine.execution.logit_edits import TokenCounts
+from engine.execution.sampler import Seats, token_logprobs
 from engine.execution.sampler import sample as sample_on_device
-from engine.execution.sampler import token_logprobs
+from engine.execution.seats import DrawTable, TokenTable
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from kernels import reference
 from kernels.cpu import sampling as cpu_sampling
+from kernels.cpu.plain import TorchOps
+from testing.sampling import sample_rows
 
 
 def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | None = None, **params: Any) -> Request:
@@ -26,7 +29,7 @@ def request(seed: int = 0, prompt: list[int] | None = None, output: list[int] | 
 
 
 def sample(logits: Tensor, requests: list[Request]) -> list[int]:
-    return sample_on_device(logits, requests, cpu_sampling.sample).tolist()
+    return sample_rows(logits, requests).tolist()
 
 
 def draws(logits: Tensor, n: int = 4000, **params: Any) -> Tensor:
@@ -193,3 +196,39 @@ def test_penalties_of_a_stream_are_those_of_its_text_at_once() -> None:
         [token] = sample(logits.clone(), [at_once])
         assert sample(logits, [stream]) == [token]
         stream.token_ids.append(token)
+
+
+def test_counts_on_the_device_give_the_logits_of_counts_on_the_host() -> None:
+    """Requests take, leave and share seats over many steps, and one is computed again; each step's logits are equal."""
+    generator = random.Random(0)
+    seats = {True: Seats(DrawTable(3), TokenTable(3, 30, torch.device("cpu"))), False: Seats(DrawTable(3), None)}
+    running: dict[int, tuple[Request, Request]] = {}
+    for step in range(60):
+        for seat in range(3):
+            if seat not in running or generator.random() < 0.1:
+                prompt = [generator.randrange(30) for _ in range(generator.randrange(1, 9))]
+                params: dict[str, Any] = {"repetition_penalty": generator.choice([1.0, 1.3])}
+                params |= {"frequency_penalty": generator.choice([0.0, 0.7]), "temperature": generator.choice([0, 1])}
+                params |= {"logit_bias": generator.choice([{}, {4: 2.0}]), "min_tokens": generator.choice([0, 3])}
+                pair = request(step, prompt, **params), request(step, prompt, **params)
+                running[seat] = pair
+                for each in pair:
+                    each.seat = seat
+            elif generator.random() < 0.1:  # preempted, with another in its seat until it goes on
+                seats[True].tokens.penalise(torch.zeros(1, 30), [_stranger(seat)], TorchOps())  # type: ignore[union-attr]
+        logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(step))
+        edited, tokens = {}, {}
+        for which, on_device in ((0, True), (1, False)):
+            edited[on_device] = logits.clone()
+            found = [running[seat][which] for seat in range(3)]
+            tokens[on_device] = sample_on_device(edited[on_device], found, TorchOps(), seats[on_device]).tolist()
+            for each, token in zip(found, tokens[on_device], strict=True):
+                each.token_ids.append(token)
+        torch.testing.assert_close(edited[True], edited[False])
+        assert tokens[True] == tokens[False]
+
+
+def _stranger(seat: int) -> Request:
+    other = request(99, [1, 2, 3], repetition_penalty=1.5)
+    other.seat = seat
+    return other

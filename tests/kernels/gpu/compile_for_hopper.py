@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu import attention_work, fused, paged_attention, sampling, segmented_lora, segments
+from kernels.gpu import attention_work, fused, logit_edits, paged_attention, sampling, segmented_lora, segments
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
 
 # Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
@@ -140,9 +140,13 @@ def elementwise(num_tokens: int) -> None:
 
 def draw(num_rows: int) -> None:
     """Launch sampling with Llama-3.1-8B's vocabulary."""
-    zeros = anywhere(torch.zeros(num_rows))
+    zeros, logits = anywhere(torch.zeros(num_rows)), torch.zeros(num_rows, 128256)
+    index = anywhere(zeros.long())
+    counts = torch.zeros(2, 128256, dtype=torch.int32)
+    logit_edits.penalise(logits, index, index, counts, anywhere(torch.zeros(3, num_rows)))
+    logit_edits.forbid(logits, index, anywhere(torch.zeros(num_rows, 4008, dtype=torch.int32)))
     sampling.sample(
-        torch.zeros(num_rows, 128256),
+        logits,
         zeros,
         anywhere(zeros.int()),
         zeros,

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels import reference
+from kernels.gpu import sampling as module
 from kernels.gpu.sampling import sample
 
 # temperature, top_k, top_p, min_p
@@ -34,6 +35,30 @@ def parameters(rows, device, seed=0):
 
 def logits(num_rows, vocab, device, seed=0):
     return (torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3).to(device)
+
+
+@pytest.mark.parametrize("vocab", [900, 2500])
+@pytest.mark.parametrize("spread", [0.01, 3.0])
+def test_rows_divided_among_programs(vocab, spread, device):
+    """The kept tokens answer where they can; equal logits and flat distributions go to the last launch."""
+    rows = [*ROWS.values(), (1.0, 0, 0.999, 0.0), (1.0, 100, 0.5, 0.0), (1.0, 200, 1.0, 0.0), (0.8, 0, 1.0, 0.6)]
+    x = logits(len(rows), vocab, device) / 3 * spread
+    x[4:, ::3] = float("-inf")
+    x[7] = 1.0
+    arguments = parameters(rows, device)
+    tokens = sample(x, *arguments, part=256)
+    assert tokens.tolist() == reference.sample(x.cpu(), *[a.cpu() for a in arguments]).tolist()
+
+
+def test_the_kept_tokens_answer_usual_cuts(device, monkeypatch):
+    """Qwen's top-k of 20 and top-p of 0.8 do not reach the launch that reads whole rows."""
+    rows = [(0.7, 20, 0.8, 0.0), (1.0, 0, 0.9, 0.0), (1.0, 0, 1.0, 0.1), (1.0, 0, 1.0, 0.0)]
+    x, arguments = logits(len(rows), 3000, device), parameters(rows, device)
+    empty, made = torch.empty, []
+    monkeypatch.setattr(module.torch, "empty", lambda *args, **kw: made.append(empty(*args, **kw)) or made[-1])
+    sample(x, *arguments, part=1024)
+    is_done = made[-1]
+    assert is_done.tolist() == [1, 1, 1, 0]
 
 
 @pytest.mark.parametrize("vocab", [3, 1000, 9001])

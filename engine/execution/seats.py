@@ -1,0 +1,113 @@
+"""Sampling state of each seat, kept between steps, so that a step does no work for parameters that did not change."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.execution.transfer import upload
+from engine.scheduling.request import Request
+from kernels.ops import Ops
+from kernels.reference import IN_PROMPT
+
+_LARGEST_U64 = 2**64 - 1
+
+
+class DrawColumns(NamedTuple):
+    """Parameters of each row's draw, each `[n]`: fp32, int32, fp32, fp32, int64, int64."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+    seeds: np.ndarray
+    positions: np.ndarray
+
+
+class DrawTable:
+    """Parameters of draws by seat, on the host. A row is written when a request first draws in its seat."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._owners: list[Request | None] = [None] * max_num_seqs
+        self._floats = np.zeros((3, max_num_seqs), np.float32)
+        self._top_k = np.zeros(max_num_seqs, np.int32)
+        self._seeds = np.zeros(max_num_seqs, np.uint64)
+
+    def columns(self, requests: Sequence[Request]) -> DrawColumns:
+        """Return the parameters of the requests' draws, in the order of a backend's `sample`. The position of a draw is
+        that of its token in the output, from 1.
+        """
+        seats = [request.seat for request in requests]
+        for seat, request in zip(seats, requests, strict=True):
+            if self._owners[seat] is not request:
+                self._write(seat, request)
+        temperature, top_p, min_p = self._floats[:, seats]
+        positions = np.array([request.num_output_tokens + 1 for request in requests], np.int64)
+        return DrawColumns(temperature, self._top_k[seats], top_p, min_p, self._seeds[seats].view(np.int64), positions)
+
+    def _write(self, seat: int, request: Request) -> None:
+        p = request.params
+        self._owners[seat] = request
+        self._floats[:, seat] = p.temperature, p.top_p, p.min_p
+        self._top_k[seat] = p.top_k
+        self._seeds[seat] = request.seed & _LARGEST_U64
+
+
+class TokenTable:
+    """Token counts by seat on the device, for penalties: `[max_num_seqs, vocab]`, see `kernels.reference.penalise`.
+
+    A request's text is counted once, when it takes a seat or has been computed again. Each sampled token is then added
+    on the device.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._counts = torch.zeros(max_num_seqs, vocab_size, dtype=torch.int32, device=device)
+        self._owners: list[Request | None] = [None] * max_num_seqs
+        self._num_counted = [0] * max_num_seqs
+
+    def penalise(self, logits: Tensor, requests: Sequence[Request], ops: Ops) -> None:
+        """Apply penalties in place. logits: `[n, vocab]` fp32; row i is `requests[i]`'s. Every token of the requests
+        must be known.
+        """
+        rows = [i for i, request in enumerate(requests) if request.params.penalises]
+        if not rows:
+            return
+        found = [requests[i] for i in rows]
+        for request in found:
+            is_current = self._owners[request.seat] is request
+            if not is_current or self._num_counted[request.seat] != len(request.token_ids):
+                self._count(request)
+        params = [request.params for request in found]
+        penalties = [
+            [p.repetition_penalty for p in params],
+            [p.presence_penalty for p in params],
+            [p.frequency_penalty for p in params],
+        ]
+        arrays = (np.array(rows), np.array([request.seat for request in found]), np.array(penalties, np.float32))
+        index, seats, values = upload(self._device, arrays)
+        ops.penalise(logits, index, seats, self._counts, values)
+
+    def add(self, requests: Sequence[Request], tokens: Tensor) -> None:
+        """Count the tokens `[n]` that the requests have just got. Does not wait for the device."""
+        rows = [i for i, request in enumerate(requests) if request.params.penalises]
+        if not rows:
+            return
+        for i in rows:
+            self._num_counted[requests[i].seat] += 1
+        index, seats = upload(self._device, (np.array(rows), np.array([requests[i].seat for i in rows])))
+        chosen = tokens[index]
+        self._counts[seats, chosen] += 1
+
+    def _count(self, request: Request) -> None:
+        """Count a request's whole text."""
+        text, start = np.array(request.token_ids, np.int64), request.num_prompt_tokens
+        ids, counts = np.unique(text[start:], return_counts=True)
+        prompt, used, numbers = upload(self._device, (np.unique(text[:start]), ids, counts.astype(np.int32)))
+        row = self._counts[request.seat]
+        row.zero_()
+        row[used] = numbers
+        row[prompt] += IN_PROMPT
+        self._owners[request.seat], self._num_counted[request.seat] = request, len(text)
