@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from kernels.batch import ANY_ADAPTERS, Batch
+from kernels.batch import Batch
 from kernels.gpu import fused, logit_edits
 from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.paged_attention import paged_attention
@@ -13,7 +13,7 @@ from kernels.gpu.segments import DECODE, PREFILL, Segments, build_segments
 from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
 
-# Tokens from which a captured step with prompts uses LoRA's large tiles, because most of its tokens are a prompt's.
+# Tokens from which a step with prompts uses LoRA's large tiles, because most of its tokens are a prompt's.
 MANY_ROWS = 256
 
 
@@ -28,17 +28,10 @@ class TritonPlan:
 
     def segments(self, routing: LoraRouting, page_rank: int) -> Segments:
         if page_rank not in self._segments:
-            batch, num_adapters = self.batch, len(self.batch.adapter_slots)
-            # Tables of decode steps and of graphs depend only on shapes, so a graph replays with any mix of adapters.
-            is_decode = batch.max_query_len == 1
-            is_any = is_decode or batch.adapter_slots == ANY_ADAPTERS
-            self._segments[page_rank] = build_segments(
-                routing,
-                page_rank,
-                num_adapters=None if is_any else num_adapters,
-                single_adapter=not is_any and num_adapters == 1 and not batch.has_base_rows,
-                plan=(DECODE if is_decode or batch.num_tokens < MANY_ROWS else PREFILL) if is_any else None,
-            )
+            # Tables depend only on shapes: a graph replays with any mix of adapters, and a step without a graph uses
+            # the kernels that the graphs have compiled.
+            is_small = self.batch.max_query_len == 1 or self.batch.num_tokens < MANY_ROWS
+            self._segments[page_rank] = build_segments(routing, page_rank, plan=DECODE if is_small else PREFILL)
         return self._segments[page_rank]
 
     def attention(self, num_heads: int, num_kv_heads: int, sliding_window: int) -> list[WorkList]:

@@ -40,6 +40,11 @@ def variants() -> list[dict]:
 
 
 def compiled(architecture: int) -> list[dict]:
+    script = Path(__file__).with_name("compile_for_hopper.py")
+    return run_compiler(str(script), str(architecture))
+
+
+def run_compiler(*command: str) -> list[dict]:
     env = {
         **os.environ,
         "TRITON_INTERPRET": "0",
@@ -47,9 +52,8 @@ def compiled(architecture: int) -> list[dict]:
         "TRITON_CACHE_DIR": str(CACHE / "triton"),
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
-    script = Path(__file__).with_name("compile_for_hopper.py")
     result = subprocess.run(
-        [sys.executable, script, str(architecture)], env=env, capture_output=True, text=True, timeout=280, check=False
+        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert result.returncode == 0, result.stderr[-4000:]
     return [json.loads(line) for line in result.stdout.splitlines()]
@@ -65,7 +69,8 @@ def test_every_kernel_compiles_without_spilling(variants):
 def test_every_kernel_compiles_for_an_a100():
     variants = compiled(80)
     assert {variant["kernel"] for variant in variants} == KERNELS
-    assert [variant for variant in variants if variant["stack"] > 4 * FEW] == []
+    # Prompts' tiles of Gemma's heads of 256 spill 280 bytes.
+    assert [variant for variant in variants if variant["stack"] > 9 * FEW] == []
     assert all(variant["shared"] <= SHARED_MEMORY[80] for variant in variants)
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []
     assert all(v["mma"] > 0 for v in variants if v["kernel"] in ("_shrink", "_expand", "_attend"))
@@ -82,3 +87,13 @@ def test_prefill_runs_on_warpgroup_tensor_cores_and_decode_on_small_ones(variant
 def test_other_lengths_compile_nothing(variants):
     """New lengths and table positions in a buffer compile nothing; a compilation in a request would take seconds."""
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []
+
+
+def test_a_serving_engine_compiles_nothing():
+    """Fuzzed requests compile no kernel after the engine is ready: prompts and decodes in graphs and without, adapters,
+    penalties, masks, top-k and top-p, log-probabilities of prompts.
+    """
+    [found] = run_compiler("-m", "tests.kernels.gpu.compile_while_serving")
+    assert found["serving"] == {}
+    assert found["steps"] > 20
+    assert {"_attend", "_expand", "_list_work", "_penalise", "_forbid", "_choose"} <= found["ready"].keys()
