@@ -7,6 +7,7 @@ runs the same program on toy shapes without a GPU, its kernels in Triton's inter
 
 import argparse
 import importlib
+import json
 import os
 import shutil
 import signal
@@ -24,23 +25,28 @@ from testing.interpreter import speed_up
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Part of the report. seconds: time budget. function: of `module`; takes a Machine, yields Markdown lines."""
+    """Section of the report. seconds: time budget. function: of `module`; takes a Machine, yields Markdown lines. part:
+    the call in which it runs; each call takes at most 9 minutes.
+    """
 
     title: str
     seconds: int
     module: str
     function: str
+    part: int = 1
 
 
-# The most important sections come first, in case the run is ended early. Together 525 s.
+# The most important sections come first, in case the run is ended early. Each part takes at most 530 s.
 SECTIONS = {
     "decode": Section("Decode at Llama-3.1-8B's shapes", 45, "decode", "base"),
+    "contexts": Section("Decode of contexts that differ", 60, "decode", "contexts"),
     "lora": Section("Decode with adapters", 60, "decode", "lora"),
     "tests": Section("The kernels' tests, compiled", 110, "each_kernel", "tests"),
     "kernels": Section("Each kernel", 55, "each_kernel", "figures"),
     "answers": Section("The engine's answers beside transformers and peft", 45, "whole_engine", "same_answers"),
     "engine": Section("The engine's speed beside transformers and peft", 150, "whole_engine", "speed"),
-    "plans": Section("Other tile sizes", 60, "plans", "figures"),
+    "served": Section("The engine as it serves", 240, "served", "figures", 2),
+    "plans": Section("Other tile sizes", 60, "plans", "figures", 2),
 }
 
 
@@ -50,7 +56,8 @@ def main() -> int:
         "--section", choices=SECTIONS, action="append", help="only this one, in this process; repeatable"
     )
     parser.add_argument("--dry-run", action="store_true", help="toy shapes without a card")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="the report; default: docs/perf/DATE-gpu.md")
+    parser.add_argument("--part", type=int, choices=(1, 2), help="only the sections of this call of 9 minutes")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the report; default: docs/perf/DATE-gpu[-PART].md")
     options = parser.parse_args()
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
@@ -63,7 +70,8 @@ def main() -> int:
             return 2
     if options.dry_run or options.section:
         return run_here(options.section or list(SECTIONS), options.dry_run)
-    return report(options.out or Path("docs/perf") / f"{date.today()}-gpu.md")
+    suffix = f"-{options.part}" if options.part else ""
+    return report(options.out or Path("docs/perf") / f"{date.today()}-gpu{suffix}.md", options.part)
 
 
 def run_here(names: list[str], is_dry: bool) -> int:
@@ -91,8 +99,10 @@ def run_here(names: list[str], is_dry: bool) -> int:
     return 1 if failed else 0
 
 
-def report(out: Path) -> int:
-    """Run every section in its own process; each line is in the report as soon as it is printed."""
+def report(out: Path, part: int | None) -> int:
+    """Run every section of the part in its own process; each line is in the report as soon as it is printed. The
+    verdicts are also written as JSON, beside the report.
+    """
     from benchmarks.gpu.machine import Machine
 
     commit = "unknown"
@@ -110,10 +120,13 @@ def report(out: Path) -> int:
         say(f"# On a GPU\n\n{date.today()}, {Machine().describe()}, commit {commit}, `make gpu`.")
         say("Device times are medians of replayed CUDA graphs.\n")
         for name, section in SECTIONS.items():
+            if part not in (None, section.part):
+                continue
             for line in printed(name, section, failed):
                 say(line)
                 lines.append(line)
         say("\n".join(summary(lines, failed)))
+    out.with_suffix(".json").write_text(json.dumps({"commit": commit, "verdicts": verdicts(lines)}, indent=1) + "\n")
     print(f"written to {out}")
     return 1 if failed else 0
 
@@ -133,6 +146,19 @@ def printed(name: str, section: Section, failed: list[str]) -> Iterator[str]:
         yield f"\nCut off after {section.seconds} s.\n"
     if process.returncode:
         failed.append(name)
+
+
+def verdicts(lines: list[str]) -> list[dict[str, str | bool]]:
+    """Return every line that compares a figure with its target, as fields."""
+    from benchmarks.kernels.measure import HOLDS, MISSED
+
+    found: list[dict[str, str | bool]] = []
+    for line in lines:
+        if line.startswith((HOLDS, MISSED)):
+            figure, _, bound = line.partition(": ")[2].rpartition("; asked: ")
+            what, _, value = figure.rpartition(": ")
+            found.append({"what": what, "figure": value, "asked": bound, "holds": line.startswith(HOLDS)})
+    return found
 
 
 def summary(lines: list[str], failed: list[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """A decode step of the whole model in a CUDA graph: against the memory floor, and with adapters beside the base."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,16 +95,16 @@ def make_tables(c: ModelConfig, ranks: list[int], machine: Machine, dtype: torch
 
 
 class DecodeStep:
-    """The decoder with caches for the largest batch; `batch(n)` is a step of n requests at the machine's context."""
+    """The decoder with caches for requests of these contexts; `batch(n)` is a step of the first n."""
 
-    def __init__(self, machine: Machine, max_batch: int) -> None:
-        self.machine = machine
+    def __init__(self, machine: Machine, contexts: Sequence[int]) -> None:
+        self.machine, self.contexts = machine, list(contexts)
         self.config = parse_model_config(machine.model)
         weights = RandomWeights(machine.dtype, machine.device)
-        self.decoder = make_decoder(self.config, TritonOps(), weights, machine.context + 1)  # type: ignore[arg-type]
-        self._blocks_each = -(-(machine.context + 1) // BLOCK_SIZE)
+        self.decoder = make_decoder(self.config, TritonOps(), weights, max(contexts) + 1)  # type: ignore[arg-type]
+        self._blocks = [-(-(context + 1) // BLOCK_SIZE) for context in contexts]
         c = self.config
-        self._shape = (max_batch * self._blocks_each, c.num_kv_heads, BLOCK_SIZE, c.head_dim)
+        self._shape = (sum(self._blocks), c.num_kv_heads, BLOCK_SIZE, c.head_dim)
         self.use_caches(machine.dtype)
 
     def use_caches(self, dtype: torch.dtype) -> None:
@@ -122,19 +122,20 @@ class DecodeStep:
         self.decoder.attach(self._kv, tables)  # type: ignore[arg-type]
 
     def batch(self, size: int, num_adapters: int = 0) -> Batch:
-        machine, device = self.machine, self.machine.device
-        order = torch.randperm(self._shape[0], generator=torch.Generator().manual_seed(1)).int()
-        tables = order[: size * self._blocks_each].view(size, self._blocks_each)
-        position = machine.context
-        slots = tables[:, position // BLOCK_SIZE].long() * BLOCK_SIZE + position % BLOCK_SIZE
-        row = torch.arange(size)
+        device, row = self.machine.device, torch.arange(size)
+        free = torch.randperm(self._shape[0], generator=torch.Generator().manual_seed(1)).int()
+        tables = torch.zeros(size, max(self._blocks[:size]), dtype=torch.int32)
+        for table, own in zip(tables, free.split(self._blocks), strict=False):
+            table[: len(own)] = own
+        positions = torch.tensor(self.contexts[:size])
+        slots = tables[row, positions // BLOCK_SIZE].long() * BLOCK_SIZE + positions % BLOCK_SIZE
         adapters = row % num_adapters if num_adapters else row * 0 - 1
         return Batch(
             token_ids=(row % self.config.vocab_size).to(device),
-            positions=torch.full((size,), position, device=device),
+            positions=positions.to(device),
             slot_mapping=slots.to(device),
             query_start=torch.arange(size + 1, dtype=torch.int32, device=device),
-            context_lens=torch.full((size,), position + 1, dtype=torch.int32, device=device),
+            context_lens=(positions + 1).int().to(device),
             block_tables=tables.to(device),
             adapter_index=adapters.int().to(device),
             logits_rows=row.to(device),
@@ -154,7 +155,7 @@ class DecodeStep:
         w, c = self.decoder.weights, self.config
         matrices = sum(p.in_features * p.out_features for x in w.layers for p in (x.qkv, x.o, x.gate_up, x.down))
         matrices += w.lm_head.in_features * w.lm_head.out_features
-        cache = c.kv_elements_per_token * (self.machine.context + 1) * batch_size * cache_bytes
+        cache = c.kv_elements_per_token * (sum(self.contexts[:batch_size]) + batch_size) * cache_bytes
         adapters = elements_per_rank(c) * sum(ranks) * lora_bytes
         return 1000 * (matrices * self.machine.dtype.itemsize + adapters + cache) / self.machine.bandwidth()
 
@@ -168,7 +169,7 @@ def base(machine: Machine) -> Iterator[str]:
     yield ""
     yield "| batch | KV | step, ms | floor, ms | of the floor | tokens/s |"
     yield "|---|---|---|---|---|---|"
-    step = DecodeStep(machine, max(machine.batches))
+    step = DecodeStep(machine, [machine.context] * max(machine.batches))
     itemsize = machine.dtype.itemsize
     found = []
     for name, dtype, cache_bytes, batches in (
@@ -186,10 +187,29 @@ def base(machine: Machine) -> Iterator[str]:
     yield from ["", *found]
 
 
+def contexts(machine: Machine) -> Iterator[str]:
+    """Measure decode of a batch whose contexts differ, and of a long context among short ones."""
+    yield "| contexts | step, ms | floor, ms | of the floor |"
+    yield "|---|---|---|---|"
+    found = []
+    short, long = machine.mixed_contexts[0], machine.mixed_contexts[-1]
+    for name, lengths in (
+        ("+".join(map(str, machine.mixed_contexts)), machine.mixed_contexts * machine.mixed_copies),
+        (f"{long} among {machine.lora_batch} of {short}", (long, *[short] * machine.lora_batch)),
+    ):
+        step = DecodeStep(machine, lengths)
+        taken = step.milliseconds(step.batch(len(lengths)))
+        floor = step.floor_ms(len(lengths), float(machine.dtype.itemsize), [])
+        yield f"| {name} | {taken:.3f} | {floor:.3f} | {floor / taken:.0%} |"
+        found.append(asked(f"decode, contexts {name}, of the memory's floor", floor / taken, least=0.8))
+        del step
+    yield from ["", *found]
+
+
 def lora(machine: Machine) -> Iterator[str]:
     """Measure decode of one batch with adapters on all seven projections, beside the base step of the same run."""
     size, most = machine.lora_batch, machine.adapters[-1]
-    step = DecodeStep(machine, size)
+    step = DecodeStep(machine, [machine.context] * size)
     itemsize = float(machine.dtype.itemsize)
     alone = step.milliseconds(step.batch(size))
     floor_alone = step.floor_ms(size, itemsize, [])

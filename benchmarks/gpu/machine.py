@@ -51,8 +51,9 @@ TINY: dict[str, Any] = SMALL | {
 class Machine:
     """A GPU with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
 
-    new_tokens: decoded by each request of a whole-engine run. copies: sets of inputs over which a kernel's calls
-    rotate, so that no set is in the L2 cache when its call runs. candidates: of each kind of tile sizes.
+    mixed_contexts, mixed_copies: contexts of one batch, and how often each. long_prompt: tokens of prompts that arrive
+    beside streams. new_tokens: decoded by each request of a whole-engine run. copies: sets of inputs over which a
+    kernel's calls rotate, so that no set is in the L2 cache when its call runs. candidates: of each kind of tile sizes.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
@@ -63,6 +64,9 @@ class Machine:
     context: int = 512
     lora_batch: int = 64
     adapters: tuple[int, ...] = (1, 8, 32, 64)
+    mixed_contexts: tuple[int, ...] = (128, 512, 2048, 8192, 32768)
+    mixed_copies: int = 3
+    long_prompt: int = 2048
     engine_batches: tuple[int, ...] = (1, 64)
     engine_adapters: int = 16
     new_tokens: int = 64
@@ -114,6 +118,9 @@ def dry_machine() -> DryMachine:
         context=20,
         lora_batch=2,
         adapters=(2,),
+        mixed_contexts=(5, 20, 200),
+        mixed_copies=1,
+        long_prompt=40,
         engine_batches=(1, 3),
         engine_adapters=2,
         new_tokens=2,

@@ -32,7 +32,9 @@ def scratch() -> Iterator[Path]:
 
 
 @contextmanager
-def running(machine: Machine, model: Path, dtype: torch.dtype, max_rank: int) -> Iterator[tuple[Engine, HostCache]]:
+def running(
+    machine: Machine, model: Path, dtype: torch.dtype, max_rank: int, *, prefix_caching: bool = False
+) -> Iterator[tuple[Engine, HostCache]]:
     host = HostCache(None, BaseShape.from_config_dir(model), 32 << 30, dtype)
     is_card = machine.device.type == "cuda"
     config = EngineConfig(
@@ -44,7 +46,7 @@ def running(machine: Machine, model: Path, dtype: torch.dtype, max_rank: int) ->
         kv_cache_memory=(8 << 30) if is_card else (64 << 20),
         adapter_memory=(6 << 30) if is_card else (64 << 20),
         max_lora_rank=max_rank,
-        enable_prefix_caching=False,
+        enable_prefix_caching=prefix_caching,
     )
     engine = Engine(config, host)
     try:

@@ -43,7 +43,7 @@ class DrawTable:
         for seat, request in zip(seats, requests, strict=True):
             if self._owners[seat] is not request:
                 self._write(seat, request)
-        temperature, top_p, min_p = self._floats[:, seats]
+        temperature, top_p, min_p = (column[seats] for column in self._floats)  # each contiguous
         positions = np.array([request.num_output_tokens + 1 for request in requests], np.int64)
         return DrawColumns(temperature, self._top_k[seats], top_p, min_p, self._seeds[seats].view(np.int64), positions)
 

@@ -1,0 +1,98 @@
+"""The engine as it serves: prompts that arrive beside streams, adapters of mixed ranks, prefix hits, top-p."""
+
+import statistics
+import time
+from collections.abc import Iterator
+
+from benchmarks.gpu.files import write_adapter, write_model
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.whole_engine import running, scratch
+from benchmarks.kernels.measure import asked
+from engine.engine import Engine
+from engine.scheduling.request import NewRequest, SamplingParams
+
+RANKS = (8, 16, 32, 64)
+
+
+def figures(machine: Machine) -> Iterator[str]:
+    """Yield a line for each kind of load, beside the same streams without it, and its bound."""
+    streams, found = max(machine.engine_batches), []
+    counts = sorted({1, min(16, streams), streams})
+    with scratch() as folder:
+        model = write_model(machine.model, folder / "model", machine.dtype, machine.device)
+        paths = [
+            write_adapter(machine.model, folder / f"a{i}", RANKS[i % 4], machine.dtype, machine.device, i)
+            for i in range(counts[-1])
+        ]
+        with running(machine, model, machine.dtype, max(RANKS), prefix_caching=True) as (engine, host):
+            digests = [host.add_path(path) for path in paths]
+            yield f"| {streams} streams | tokens/s | p50 of steps, ms | p99, ms | of the base's rate | bound |"
+            yield "|---|---|---|---|---|---|"
+            base = measure(engine, machine, [None] * streams)
+            yield row("base", base, base, "")
+            for count in counts:
+                taken = measure(engine, machine, [digests[i % count] for i in range(streams)])
+                yield row(f"{count} adapters of ranks {RANKS}", taken, base, "at least 40 %")
+                found.append(asked(f"{count} adapters as served, of the base", ratio(taken, base), least=0.4))
+            drawn = measure(engine, machine, [None] * streams, temperature=0.7, top_p=0.8, top_k=20)
+            yield row("top-k 20, top-p 0.8", drawn, base, "at least 95 %")
+            found.append(asked("top-k and top-p as served, of greedy", ratio(drawn, base), least=0.95))
+            beside = measure(engine, machine, [None] * streams, arrivals=4)
+            yield row(f"4 prompts of {machine.long_prompt} arrive", beside, base, "")
+            yield ""
+            yield from first_tokens(engine, machine, found)
+    yield from ["", *found]
+
+
+Times = tuple[int, list[float]]
+
+
+def ratio(taken: Times, base: Times) -> float:
+    return (taken[0] / sum(taken[1])) / (base[0] / sum(base[1]))
+
+
+def row(name: str, taken: Times, base: Times, bound: str) -> str:
+    tokens, seconds = taken
+    middle, late = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
+    rate = tokens / sum(seconds)
+    return f"| {name} | {rate:.0f} | {1000 * middle:.2f} | {1000 * late:.2f} | {ratio(taken, base):.0%} | {bound} |"
+
+
+def measure(
+    engine: Engine, machine: Machine, adapters: list[str | None], arrivals: int = 0, **sampling: float
+) -> Times:
+    """Return the tokens and the seconds of each step, from the first in which all requests decode."""
+    vocab_size = engine.model_config.vocab_size
+    settings = {"temperature": 0, "ignore_eos": True, "seed": 0, **sampling}
+    for i, adapter in enumerate(adapters):
+        tokens = [(31 * i + 7 * j) % (vocab_size - 2) + 2 for j in range(32)]
+        params = SamplingParams(max_tokens=machine.new_tokens + 2, **settings)  # type: ignore[arg-type]
+        engine.add_request(NewRequest(f"stream {i}", tokens, params, adapter_digest=adapter))
+    while not all(request.is_decoding for request in engine.scheduler.requests.values()):
+        engine.step()
+    for i in range(arrivals):
+        engine.add_request(NewRequest(f"prompt {i}", prompt(machine, vocab_size, i), SamplingParams(max_tokens=1)))
+    num_tokens, seconds = 0, []
+    while engine.has_work():
+        started = time.perf_counter()
+        num_tokens += sum(len(out.token_ids) for out in engine.step())
+        seconds.append(time.perf_counter() - started)
+    return num_tokens, seconds
+
+
+def first_tokens(engine: Engine, machine: Machine, found: list[str]) -> Iterator[str]:
+    """Time the first token of a long prompt, and of the same prompt again, whose prefix is cached."""
+    taken = []
+    tokens = prompt(machine, engine.model_config.vocab_size, 99)
+    for name in ("new", "again"):
+        started = time.perf_counter()
+        engine.add_request(NewRequest(name, tokens, SamplingParams(max_tokens=1, temperature=0)))
+        while engine.has_work():
+            engine.step()
+        taken.append(time.perf_counter() - started)
+    yield f"first token of a prompt of {len(tokens)}: {1000 * taken[0]:.1f} ms; again: {1000 * taken[1]:.1f} ms"
+    found.append(asked("first token of a cached prompt, of a new one", taken[1] / taken[0], most=0.5))
+
+
+def prompt(machine: Machine, vocab_size: int, i: int) -> list[int]:
+    return [(17 * i + 13 * j + j * j) % (vocab_size - 2) + 2 for j in range(machine.long_prompt)]
