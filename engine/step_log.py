@@ -2,11 +2,13 @@
 
 import time
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from engine.model.config import ModelConfig
 from kernels.roofline import Roofline
-from wire.responses import StepSecond
+
+if TYPE_CHECKING:
+    from wire.responses import StepSecond
 
 # Reported seconds. A gateway reads them every second.
 RECENT = 5
@@ -53,6 +55,9 @@ class StepLog:
         """Count a step that has just ended. A step counts in the second of its end."""
         now = int(time.time())
         if not self._seconds or self._seconds[-1].at != now:
+            # Benchmarks of the engine alone run where msgspec is missing.
+            from wire.responses import StepSecond
+
             self._seconds.append(StepSecond(now, roofline=None if self.roofline is None else 0.0))
         sums = self._seconds[-1]
         sums.steps += 1
@@ -66,7 +71,7 @@ class StepLog:
             # A device that was busy while it was measured is faster than its roofline.
             sums.roofline += min(seconds, least)
 
-    def recent(self) -> tuple[StepSecond, ...]:
+    def recent(self) -> "tuple[StepSecond, ...]":
         """Return the last seconds that have ended and had steps, the oldest first."""
         now = int(time.time())
         return tuple(each for each in self._seconds if each.at < now)[-RECENT:]
