@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -32,7 +33,9 @@ from engine.step_log import StepLog, StepWork
 from kernels.platform import platform_of
 from kernels.roofline import measure_roofline
 from wire.errors import BadRequest
-from wire.responses import StepSecond
+
+if TYPE_CHECKING:
+    from wire.responses import StepSecond
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +84,7 @@ class EngineState:
     tenants: tuple[TenantState, ...]
     preempted: tuple[PreemptionCount, ...]
     tiers: TierState
-    recent_steps: tuple[StepSecond, ...] = ()
+    recent_steps: "tuple[StepSecond, ...]" = ()
 
 
 class Engine:

@@ -25,6 +25,7 @@ from kernels.ops import KvCache
 from kernels.platform import Fence, platform_of
 from kernels.reference import LARGEST
 
+
 @dataclass(frozen=True, slots=True)
 class Launched:
     """A forward pass in flight. logits: `[L, vocab]` fp32, a row for each of the layout's `logits_rows`."""

@@ -29,9 +29,9 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, SamplingParams
-from kernels.cpu.platform import CpuPlatform
 from kernels.gpu import attention_work, segmented_lora
 from kernels.gpu.ops import TritonOps
+from testing.card import Card
 from testing.tiny import save_adapter, save_model
 from tests.kernels.gpu.compile_for_hopper import Driver
 
@@ -48,12 +48,6 @@ def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwarg
     return kernel
 
 
-class Elsewhere(CpuPlatform):
-    """The CPU, used as a device with memory of its own. A capture runs nothing, so the warm-up must compile all."""
-
-    is_host = False
-
-
 class ZeroOps(TritonOps):
     """Triton's ops, whose sampled tokens are in the vocabulary although no kernel runs."""
 
@@ -63,8 +57,10 @@ class ZeroOps(TritonOps):
 
 def make_engine(folder: Path) -> tuple[Engine, list[str]]:
     engine.build.pick_ops = lambda *_: ZeroOps()  # type: ignore[assignment]
-    platform = Elsewhere()
-    for module in (engine.execution.graphs, engine.execution.masks, engine.execution.runner, engine.execution.sampler):
+    # A capture runs nothing here, so the warm-up must compile all.
+    platform = Card(64 << 30)
+    modules = (engine.execution.graphs, engine.execution.masks, engine.execution.runner, engine.execution.sampler)
+    for module in (engine.build, *modules):
         module.platform_of = lambda device: platform  # type: ignore[attr-defined]
     engine.execution.transfer.platform_of = lambda device: platform  # type: ignore[attr-defined]
     engine.build.resolve_graph_sizes = lambda *_: (1, 2, 4)  # type: ignore[assignment]
