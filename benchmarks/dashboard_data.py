@@ -134,7 +134,7 @@ def make_rows(chance: random.Random, hour: datetime, number: int) -> Iterable[Us
 
 
 async def fill(url: str, filler: Filler, rows: int, make: Maker = make_rows) -> None:
-    """Fill the usage tables hour by hour, then build the sums with the gateway's code for rebuilding them."""
+    """Fill the usage tables by the hour, then build the sums with the gateway's rebuild."""
     chance, hours = random.Random(1), DAYS * 24
     first = NOW.replace(minute=0) - timedelta(hours=hours - 1)
     counts: Counter[tuple[Any, ...]] = Counter()

@@ -32,7 +32,7 @@ from gateway.records.tenants.tenants import Tenant
 
 log = logging.getLogger(__name__)
 
-# Scope of routes for every valid key of a tenant.
+# Scope of routes that accept every valid key of a tenant.
 ANY_SCOPE = "any"
 BOOTSTRAP_KEY_ID = "bootstrap"
 
@@ -51,7 +51,7 @@ _KEY = re.compile(r"lpx_([0-9a-f]{16})_([0-9a-f]{40})([0-9a-f]{8})")
 
 
 class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
-    """Verified key of a tenant, with the required scope; or an operator who asks a tenant's model.
+    """Verified key of a tenant, with the required scope; or an operator who sends requests on the tenant's behalf.
 
     key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's. label, scopes,
     expires_at: of the key. has_key: False for an operator, whose key is not the tenant's.
@@ -166,13 +166,13 @@ class Authenticator:
         return AdminPrincipal(key.id, role)
 
     async def recognise(self, presented: str) -> ApiKey:
-        """Return a valid key given in the clear, a tenant's or an operator's; never the bootstrap key."""
+        """Return the valid key with this clear text, a tenant's or an operator's; never the bootstrap key."""
         return await self._recognise(presented)
 
     async def valid_key(self, key_id: str, *, may_be_stale: bool = False) -> ApiKey | None:
         """Return a key while it is valid and its tenant is not suspended, otherwise None.
 
-        may_be_stale: take the last known answer while the database is away, if there is one.
+        may_be_stale: while the database is unavailable, use the cached answer if there is one.
         """
         try:
             known = self._current(key_id) or await self._find(key_id)
@@ -196,7 +196,7 @@ class Authenticator:
     async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
         """Cancel the block, as a time-out would, once the key is revoked or expired or its tenant suspended or deleted.
 
-        Without a key of the tenant's, only the tenant counts. Raises InvalidKey or Forbidden in that case.
+        A principal without a key depends on its tenant only. Raises InvalidKey or Forbidden on cancellation.
         """
         watched = principal.key_id if principal.has_key else f"{TENANT_ITSELF}{principal.tenant.id}"
         try:

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 @dataclass(slots=True)
 class Caller:
-    """Caller.
+    """Sender of the running request.
 
     address: the client's. key_id: the verified key's id, or the subject of a session. tenant_name,
     tenant_id: None for an admin. session_id: of a browser's session. is_https: whether the client's own connection is
@@ -49,7 +49,7 @@ def is_https(
     forwarded: str | None,
     trusted: Sequence[ipaddress.IPv4Network | ipaddress.IPv6Network],
 ) -> bool:
-    """Return whether the client came by HTTPS: directly, or by a trusted proxy's X-Forwarded-Proto."""
+    """Return whether the client uses HTTPS: directly, or according to a trusted proxy's X-Forwarded-Proto."""
     address = parse_address(peer or "")
     if address is None or not any(address in network for network in trusted):
         return request_is_secure

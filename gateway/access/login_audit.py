@@ -1,7 +1,7 @@
 """Audit entries of failed log-ins, at most PER_MINUTE a minute, so that guesses cannot fill the table.
 
-The log-ins of operators and of tenants have counts of their own, and one actor has half of each, so that guesses at one
-door do not hide those at another, nor the use of a key that is known.
+Each log-in page, the operators' and the tenants', has a limit of its own, so that guesses on one do not hide those on
+the other. A single actor gets half of it, so that guesses of unknown keys do not hide failed log-ins with a known key.
 """
 
 import time
@@ -10,14 +10,14 @@ from collections import Counter
 from gateway.errors import Unavailable
 from gateway.records.audit import Audit
 
-# Entries a minute of one log-in page, and those of one actor, which is NOBODY for all guesses together.
+# Maximum entries per minute of a log-in page, and of an actor on it. All guesses together are the actor NOBODY.
 PER_MINUTE, OF_ACTOR = 10, 5
 # Actor of a log-in whose key or person is unknown.
 NOBODY = "unknown"
 
 
 class LoginAudit:
-    """Writer of the entries of one process. Each entry counts the earlier ones that were left out at its page."""
+    """Writer of the entries of one process. An entry gives the number of entries left out before it for its page."""
 
     def __init__(self, audit: Audit) -> None:
         self._audit = audit

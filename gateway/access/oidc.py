@@ -21,7 +21,7 @@ ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES
 KEY_TYPES = ("RSA", "EC", "OKP")
 LEEWAY_SECONDS = 60
 DOCUMENT_SECONDS = 3600.0
-# Least time between two readings of the keys for an unknown key id.
+# Minimum time between two fetches of the keys because of an unknown key id.
 KEYS_AGAIN_SECONDS = 30.0
 TIMEOUT = aiohttp.ClientTimeout(total=10)
 MAX_BYTES = 256 * 2**10
@@ -55,12 +55,12 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def proof(self) -> str:
-        """Return a digest of the settings on which sessions rely, so that these end when the settings change."""
+        """Return a digest of the settings on which sessions rely. Sessions end when it changes."""
         parts = (self.issuer, self.client_id, self.claim, *(repr(grant) for grant in self.grants))
         return hashlib.sha256("\0".join(parts).encode()).hexdigest()
 
     def grant_of(self, claims: Mapping[str, Any], roles: Sequence[str]) -> Grant:
-        """Return the greatest of `roles` that the person's groups give. Raises Forbidden."""
+        """Return the highest of `roles` that the person's groups grant. Raises Forbidden."""
         given = claims.get(self.claim, [])
         groups = {given} if isinstance(given, str) else set(filter(lambda group: isinstance(group, str), given or ()))
         for role in reversed(roles):
@@ -85,7 +85,7 @@ def challenge_of(verifier: str) -> str:
 
 
 class Oidc:
-    """Client of one provider. Its documents are cached; unknown key ids make it read the keys again."""
+    """Client of one provider. Its documents are cached; an unknown key id makes it fetch the keys again."""
 
     def __init__(self, provider: Provider, session: aiohttp.ClientSession) -> None:
         self.provider = provider
@@ -173,7 +173,7 @@ class Oidc:
         issuer = self.provider.issuer
         found = await self._document(f"{issuer}/.well-known/openid-configuration", DOCUMENT_SECONDS)
         url = found.get(name)
-        # Providers with a slash at the end of their name are configured without it.
+        # The configured issuer has no slash at its end; a provider's own name may have one.
         if found.get("issuer") not in (issuer, f"{issuer}/") or not isinstance(url, str) or not _is_safe(url, issuer):
             raise Unavailable(AWAY, code="login_provider_unavailable")
         return url
@@ -202,7 +202,7 @@ class Oidc:
 
 
 def _is_safe(url: str, issuer: str) -> bool:
-    """Return whether an endpoint is encrypted, unless the issuer itself is not."""
+    """Return whether an endpoint uses HTTPS. HTTP is accepted if the issuer uses it too."""
     return urlsplit(url).scheme == "https" or urlsplit(issuer).scheme == "http" == urlsplit(url).scheme
 
 

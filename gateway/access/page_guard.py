@@ -95,7 +95,7 @@ async def read_form(request: web.Request, owner: str = OPERATOR, most: int = MAX
 def safe_next(given: str | None, home: str) -> str:
     """Return the path to go to after the log-in: `given` if it is a path below `home`, otherwise `home` itself.
 
-    A URL of another site is never returned, in whatever way it is written.
+    A URL of another site is never returned, however it is written.
     """
     fallback = f"{home}/"
     if not given or len(given) > MAX_NEXT_CHARS or not re.fullmatch(r"[\x21-\x7e]+", given) or "\\" in given:
@@ -103,7 +103,7 @@ def safe_next(given: str | None, home: str) -> str:
     parts = urlsplit(given)
     if parts.scheme or parts.netloc or not (parts.path == home or parts.path.startswith(fallback)):
         return fallback
-    # Neither an empty part, which could begin a host, nor one that leads up.
+    # An empty part could begin a host (`//`), and `..` leads out of `home`.
     inner = parts.path.rstrip("/").split("/")[1:]
     if any(part.lower().replace("%2e", ".") in ("", ".", "..") for part in inner):
         return fallback
@@ -124,7 +124,7 @@ def _without_session(request: web.Request, home: str, is_read: bool) -> web.Resp
     found = safe_next(back, home)
     where = f"{home}/login" if found == f"{home}/" else f"{home}/login?next={quote(found, safe='/')}"
     if is_htmx:
-        # A redirect would put the log-in form into a part of the page.
+        # htmx would follow a redirect and put the log-in form into a part of the page.
         return web.Response(status=401, headers={"HX-Redirect": where, **NO_STORE})
     return web.Response(status=303, headers={"Location": where, **NO_STORE})
 

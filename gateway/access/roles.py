@@ -13,7 +13,7 @@ AdminRole = Literal["viewer", "billing", "operator"]
 TenantRole = Literal["tenant_member", "tenant_admin"]
 Role = AdminRole | TenantRole
 
-# From the least role to the greatest.
+# From the lowest role to the highest.
 ADMIN_ROLES: tuple[AdminRole, ...] = get_args(AdminRole)
 TENANT_ROLES: tuple[TenantRole, ...] = get_args(TenantRole)
 

@@ -10,8 +10,7 @@ from gateway.access.page_guard import PageGuard
 from gateway.access.roles import Role, check_role
 from gateway.sharing.rounds import Rounds
 
-# Scope that a key needs for a route; `admin` is an admin key's; `any`, every tenant's. `page` needs a
-# browser's session instead.
+# Scope that a route requires. admin: an admin key. any: any key of a tenant. page: a browser's session, no key.
 Scope = Literal["inference", "adapters", "usage", "keys", "any", "admin", "page"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -24,7 +23,9 @@ PRINCIPAL = web.RequestKey("principal", TenantPrincipal)
 
 
 class Guards:
-    """Guards of routes. rounds: one look-up of a key serves all requests that wait for it, so they continue in turn."""
+    """Guards of routes. After authentication, requests of tenants continue in turn (`Rounds`), because a single look-up
+    of a key can release many requests at once.
+    """
 
     def __init__(self, auth: Authenticator, pages: PageGuard) -> None:
         self._auth = auth

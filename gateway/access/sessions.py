@@ -30,7 +30,7 @@ from gateway.records.tenants.tenants import Tenant
 COOKIE = "loraplex_session"
 TOKEN_BYTES, CHECK_HEX = 32, 16
 CACHE_ENTRIES = 10_000
-# Time between two writes of the sessions' last uses, and the largest lag of a session's.
+# Time between two writes of the last uses, and the maximum age of a session's stored last use.
 WRITE_SECONDS = 2.0
 NOTE_USE_AFTER = timedelta(minutes=1)
 
@@ -152,7 +152,7 @@ class Sessions:
             return await self._find_emergency(token, emergency[1], emergency[2]) if is_read else None
         match = _TOKEN.fullmatch(token)
         if match is None or not hmac.compare_digest(match[2], self._check(match[1])):
-            # It was never issued, so the database is not queried.
+            # Such a token was never issued, so the database is not queried.
             return None
         hashed, is_stale = self._auth.seal("session", token), False
         try:

@@ -100,7 +100,7 @@ class FailedLogins:
         self._refuse_guesses(request, [presented])
 
     async def count_form(self, request: web.Request) -> None:
-        """Count a compared wrong key from a form, whose answer is a page instead of WrongKey."""
+        """Count a wrong key from a form. The form's handler answers with a page, so no WrongKey is raised."""
         await self.count(self._bucket(request))
 
     def _refuse_guesses(self, request: web.Request, presented: Iterable[str]) -> None:

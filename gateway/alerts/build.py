@@ -14,7 +14,7 @@ from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.records.turns import Turn
 from gateway.resources import Resources
 
-# A process that dies leaves its turn to others after this time. The watch looks less often than the outbox.
+# Lifetimes of the turns' leases: another process takes over from one that died after this time.
 OUTBOX_SECONDS, WATCH_SECONDS = 20.0, 60.0
 
 

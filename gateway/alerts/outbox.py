@@ -15,12 +15,12 @@ from gateway.records.turns import Turn
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 2.0
-# Deliveries at once. Each webhook has one at a time, so a slow one holds one of the places.
+# Maximum concurrent deliveries. Each webhook has at most one, so a slow webhook occupies one place.
 AT_ONCE = 256
 
 
 class Outbox:
-    """Deliverer of pending events, at least once each.
+    """Deliverer of pending events. Each is delivered at least once.
 
     An event is delivered twice if the process ends between the target's answer and its record; its id is the same.
     """

@@ -34,7 +34,7 @@ class Sender:
     async def send(
         self, webhook: Webhook, event_id: str, kind: str, tenant: str | None, data: Mapping[str, Any], at: datetime
     ) -> str | None:
-        """Send an event. Return the reason if the target did not take it, None if it did. Never the target's text."""
+        """Send an event. Return None, or why the delivery failed, without any text that the target sent."""
         try:
             async with asyncio.timeout(self._seconds):
                 if webhook.is_mail:

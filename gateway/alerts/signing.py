@@ -8,7 +8,7 @@ SECRET_PREFIX = "whsec_"
 
 
 def webhook_secret(pepper: str, webhook_id: str) -> str:
-    """Return the secret of a webhook. It is derived, so that the database holds none; a new webhook has a new one."""
+    """Return the secret of a webhook. It is derived from the id and not stored."""
     key = hmac.digest(pepper.encode(), f"webhook:{webhook_id}".encode(), hashlib.sha256)
     return SECRET_PREFIX + base64.b64encode(key).decode()
 

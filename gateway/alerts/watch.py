@@ -29,12 +29,12 @@ from gateway.records.turns import Turn
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 15.0
-# A tenant whose request is refused because of its budget has used it up at this share: no request may fit the rest.
+# A budget counts as used up from this share on once it has refused a request: the rest may be too small for any.
 USED_UP = 0.95
 EXPIRES_WITHIN = timedelta(days=7)
-# An engine is reported down after this time; one that never was up, such as one that loads its model, after the second.
+# An engine is reported down after the first time. If it was never up, it may be loading its model: after the second.
 DOWN_SECONDS, NEVER_UP_SECONDS = 30.0, 300.0
-# Wrong keys in a minute at one process that are a burst, and the minutes in which there is one event of it.
+# Number of wrong keys per minute, in one process, that makes a burst. There is one event per BURST_MINUTES.
 WRONG_KEYS = 60
 BURST_MINUTES = 10
 
@@ -103,11 +103,11 @@ class Watch:
         self._metrics = metrics
         self._engines = engines
         self._look_seconds = look_seconds
-        # Times (monotonic) and numbers of wrong keys at the looks of the last minute.
+        # (time.monotonic(), number of wrong keys so far) at each look of the last minute.
         self._wrong_keys: list[tuple[float, int]] = []
         self._has_turn = False
         self._was_up: set[str] = set()
-        # The newest event of each engine: its type and id.
+        # Type and id of the newest event of each engine.
         self._reported: dict[str, tuple[str, str]] = {}
 
     async def running(self, _: object) -> AsyncIterator[None]:
@@ -169,7 +169,7 @@ class Watch:
         self._metrics.budgets_used(used)
 
     async def _look_at_refused(self, now: datetime) -> None:
-        """Look at the tenants that this process has refused because of a budget: no request may fit what is left."""
+        """Report used-up budgets of tenants that this process has refused. See USED_UP."""
         refused = self._metrics.take_over_budget()
         if not refused:
             return
@@ -185,7 +185,7 @@ class Watch:
         await self._report_budgets(reached)
 
     async def _report_budgets(self, reached: Sequence["_Reached"]) -> None:
-        """Record thresholds that are reached, once a period. A changed budget has events of its own."""
+        """Record reached thresholds, once per period and budget; a changed budget counts as another one."""
         new = await self._events.missing([each.once for each in reached])
         for each in reached:
             if each.once in new:
@@ -216,12 +216,12 @@ class Watch:
                 await self._report_engine("engine.up", engine.url, {"engine": engine.url}, last)
 
     def _last(self, url: str) -> tuple[bool, str]:
-        """Return whether an engine's newest event says that it is down, and the event's id."""
+        """Return (whether an engine's newest event is `engine.down`, the event's id)."""
         kind, event_id = self._reported.get(url, ("engine.up", ""))
         return kind == "engine.down", event_id
 
     async def _report_engine(self, kind: Any, url: str, data: dict[str, Any], last: str) -> None:
-        # The event that it follows, so that two gateways that hold the turn at once record one event.
+        # `once` contains the event before it, so that two gateways that hold the turn at once record one event.
         name = hashlib.sha256(url.encode()).hexdigest()[:32]
         await self._events.record(kind, data, once=f"{kind}:{name}:{last}")
         newest = (await self._events.newest(("engine.down", "engine.up")))[url]

@@ -48,7 +48,7 @@ MAX_MODEL, MAX_PARAM, MAX_ROUTE = 256, 64, 128
 def observe(metrics: Metrics, trusted_proxies: Sequence[Network], refusals: RefusalLog) -> Middleware:
     """Return the middleware, which records refused requests in `refusals`.
 
-    It ignores a client's own x-request-id, which could repeat: ids are keys of the ledger.
+    It ignores a client's x-request-id: ids are keys of the ledger, and a client could repeat one.
     """
     trusted = tuple(trusted_proxies)
 
@@ -135,7 +135,7 @@ def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, ro
             end_user=None if asked is None else shown_user(asked.user),
             param=None if failure.param is None else printable(failure.param, MAX_PARAM),
             exceeded=failure.exceeded if isinstance(failure, RateLimited) else None,
-            # The tenant reads the row, and an operator's address is no business of the tenant's.
+            # The tenant can read the row, so it must not contain an operator's address.
             address=None if (caller.key_id or "").startswith(OPERATOR_KEY) else caller.address,
         )
     )

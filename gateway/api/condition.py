@@ -24,12 +24,12 @@ from gateway.settings import Settings
 T = TypeVar("T")
 
 PROBE_SECONDS = 2.0
-# Sums over the adapters are read again after this time.
+# Lifetime of the cached sums over the adapters.
 STORE_SECONDS = 30.0
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that the gateway needs. latency: of one question now, in seconds; None while it does not answer."""
+    """A service that the gateway needs. latency: of one query just now, in seconds; None if there was no answer."""
 
     kind: str
     latency: float | None
@@ -159,7 +159,7 @@ def _journal_bytes(folder: Path) -> int:
         try:
             total += path.stat().st_size
         except OSError:
-            # It has just been settled.
+            # Another process has just removed the file.
             continue
     return total
 

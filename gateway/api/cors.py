@@ -1,6 +1,6 @@
 """Cross-origin requests of browsers to `/v1`, from exactly the origins that the operator allows.
 
-No answer allows credentials: a page sends its key itself, so a browser's cookies are of no use to a foreign page.
+No answer allows credentials. A page sends its key itself, and a foreign page cannot use a browser's cookies.
 """
 
 import re

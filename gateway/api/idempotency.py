@@ -32,8 +32,8 @@ RUNNING_SECONDS = 600
 SECRET_FIELDS = ("key",)
 
 _KEY = re.compile(r"[\x20-\x7e]{1,255}")
-# Paths of the admin API whose responses this middleware does not keep: uploads whose content does not arrive with the
-# request, and answers of models, for which `/v1` knows no Idempotency-Key either.
+# Paths of the admin API whose responses this middleware does not store: uploads whose content is not in the request,
+# and answers of models, for which `/v1` has no Idempotency-Key either.
 _NOT_KEPT = re.compile(r"/adapter-imports$|/adapter-uploads/[^/]+/complete$|/completions$")
 
 

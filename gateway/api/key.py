@@ -1,4 +1,4 @@
-"""`/v1/key`: the key of the request, with what is left of its limits and of its tenant's."""
+"""`/v1/key`: the key of the request, with the remaining amounts of its limits and of its tenant's."""
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime, timedelta
@@ -18,16 +18,16 @@ from gateway.quota.quota import Quota
 from gateway.records.money.prices import exact_money
 from gateway.sharing.turns import Turns
 
-# Concurrent reads, at most one for each tenant: a read can need sums of the ledger. After a read its tenant waits as
-# long as the read took.
+# Maximum concurrent reads, at most one per tenant, because a read may need sums of the ledger; and a tenant's pause
+# after a read, as a factor of its duration.
 READS, REST = 8, 1.0
 
 
 class RestOfLimit(Struct, frozen=True, kw_only=True):
-    """A limit and what is left of it. A budget's amounts are decimals in `currency`.
+    """A limit and its remaining amount. A budget's amounts are decimals in `currency`.
 
-    remaining: None while Redis is unavailable. resets_at: when all of the limit is free again if nothing more is used,
-    or the end of a budget's period; None for a limit on what runs at once.
+    remaining: None while Redis is unavailable. resets_at: when the limit is fully available again if nothing more is
+    used; for a budget, the end of its period; for a limit on concurrency, None.
     """
 
     limit: int | str
@@ -56,7 +56,7 @@ class LimitsLeft(Struct, frozen=True, kw_only=True):
 
 
 class KeyInfo(Struct, frozen=True, kw_only=True):
-    """A key. models: the only ones that it may use; None: all of its tenant's."""
+    """A key. models: names that it may use; None for all of its tenant's."""
 
     object: Literal["key"] = "key"
     id: str
@@ -78,7 +78,7 @@ class OwnKey:
         self._reads = Turns(READS, rest=REST)
 
     async def get(self, request: web.Request) -> web.Response:
-        """Return the key. While Redis or the ledger is unavailable, the fields that say what is left are null."""
+        """Return the key. While Redis or the ledger is unavailable, remaining amounts are null."""
         principal = request[PRINCIPAL]
         left: Sequence[Left | Limit]
         async with self._reads.turn(principal.tenant.id):
@@ -135,7 +135,7 @@ def _budget(found: Iterable[Left | Limit], now: datetime, currency: str) -> Budg
 
 
 def _parts(each: Left | Limit, now: datetime) -> tuple[Limit, int | None, datetime | None]:
-    """Return a limit, its rest and its reset, as far as they are known."""
+    """Return (limit, remaining amount, reset time); the last two are None if unknown."""
     if isinstance(each, Limit):
         return each, None, None
     at = None if each.limit.kind in GAUGE else now + timedelta(milliseconds=each.reset)

@@ -1,4 +1,4 @@
-"""Making, rotating and revoking keys, by operators and by tenants' own people: one place for the rules of both.
+"""Creation, rotation and revocation of keys, with the rules for operators and for tenants' callers.
 
 A tenant's caller may create no key with more rights than its own: the scopes, models and lifetime are bounded by those
 of the key or session in use. Limits of a key need no bound, because the tenant's limits count as well.
@@ -29,8 +29,9 @@ MAX_GRACE_SECONDS = 30 * 24 * 3600
 class NewKey(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body for a tenant's new key.
 
-    scopes: by default all but `keys`, and of a tenant's own caller only those that it has. allowed_models: for
-    inference; null: all, or those of a tenant's own caller. expires_at: null: never, or with a tenant's own caller.
+    scopes: by default all but `keys`; for a tenant's caller, limited to the caller's. allowed_models: for inference;
+    null: all or, for a tenant's caller, the caller's. expires_at: null: never or, for a tenant's caller, at the expiry of
+    the caller's key.
     """
 
     label: Label = ""
@@ -58,8 +59,8 @@ class Rotation(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class KeyManager:
-    """Rules and changes of keys. actor: id of the caller's key, or the subject of its session. by: the caller if it is
-    a tenant's, None for an operator. A change takes effect here at once and on every other gateway within a second.
+    """Rules and changes of keys. actor: id of the caller's key, or the subject of its session. by: the caller's
+    principal; None for an operator. A change takes effect here at once and on every other gateway within a second.
     """
 
     def __init__(self, *, auth: Authenticator, keys: Keys, catalog: Catalog) -> None:
@@ -85,7 +86,7 @@ class KeyManager:
             if models is None:
                 models = by.allowed_models
             _check_within(by, scopes, models)
-        # The models were just checked against the caller's own models; the caller need not see the tenant's others.
+        # A caller with allowed models has passed `_check_within`; an error here could reveal the tenant's other models.
         if not force and (by is None or by.allowed_models is None):
             await check_names(self._catalog, tenant, models or (), "allowed_models", saved_mixtures=True)
         key, clear = self._auth.issue(
@@ -114,7 +115,7 @@ class KeyManager:
     async def rotate(
         self, key_id: str, grace_seconds: int, actor: str, by: TenantPrincipal | None = None
     ) -> tuple[ApiKey, str]:
-        """Issue a key with the old key's scopes, lifetime and limits. The old key's usage counts against them.
+        """Issue a key with the old key's scopes, lifetime and limits. The old key's usage counts against these limits.
 
         Raises RecordNotFound, BadRequest and, for a tenant's caller, Forbidden.
         """
@@ -125,7 +126,7 @@ class KeyManager:
         expires_at = old.expires_at and now + (old.expires_at - old.created_at)
         if by is not None:
             _check_within(by, old.scopes, old.allowed_models)
-            # A key with an expiry cannot prolong itself.
+            # A key that expires must not be able to extend its own life.
             expires_at = by.expires_at if expires_at is None else _earlier(expires_at, by.expires_at)
         new, clear = self._auth.issue(
             old.tenant,

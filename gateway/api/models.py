@@ -43,7 +43,7 @@ class Models:
         models = [
             self._base(tenant),
             *(self._describe(each, tenant, price) for each, price in zip(adapters, prices, strict=True)),
-            # The price of a mixture depends on the versions of its parts: only `get` looks them up.
+            # A mixture's price depends on its parts' versions, which only `get` reads.
             *(self._describe(each, tenant, FREE) for each in saved),
         ]
         usable = [model for model in models if principal.may_use(model["id"])]

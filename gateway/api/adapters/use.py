@@ -16,7 +16,7 @@ from gateway.records.money.prices import exact_money
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.sharing.turns import Turns
 
-# Limit of concurrent queries, of which each tenant has at most one, and a tenant's pause after a query.
+# Maximum concurrent queries, at most one per tenant; and a tenant's pause after a query, as a factor of its duration.
 READS, REST = 2, 1.0
 
 
@@ -45,7 +45,7 @@ class AdapterUseRoutes:
         """Return the keys, end users and versions of an adapter's requests of the last 24 h, and its changes."""
         caller, name = await find_caller(request, self._tenants), request.match_info["name"]
         async with self._reads.turn(caller.tenant.id):
-            # Refuses an unknown name.
+            # Raises RecordNotFound for an unknown name.
             await self._catalog.versions.list(caller.tenant, name)
             found = await self._uses.of(caller.tenant, name)
             changes = await self._uses.changes(caller.tenant, name, by_tenant=caller.principal is not None)

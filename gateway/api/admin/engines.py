@@ -35,7 +35,7 @@ class AdminEngines:
         return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
 
     async def drain(self, request: web.Request) -> web.Response:
-        """Stop new requests to an engine; those that run there go on. A repetition changes nothing."""
+        """Stop new requests to an engine; its running requests continue. A repetition changes nothing."""
         url = (await read_body(request, EngineUrl)).url
         return json_response(describe_engine(await self.drain_engine(url, request[ACTOR])))
 
@@ -54,7 +54,7 @@ class AdminEngines:
         return engine
 
     async def resume_engine(self, url: str, actor: str) -> EngineRecord | None:
-        """End a drain and record it. Returns None for an engine that is drained and not known now."""
+        """End a drain and record it. Returns None if the drained engine is not in the registry."""
         is_known = any(engine.url == url for engine in self._registry.engines)
         if not await self._drains.resume(url):
             find_engine(self._registry, url)

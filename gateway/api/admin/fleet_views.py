@@ -46,7 +46,7 @@ class Matrix(NamedTuple):
 
 
 class Residents:
-    """Reader of the matrix. All but the names comes from memory."""
+    """Reader of the matrix. Only the adapters' names are read from the database."""
 
     def __init__(self, *, registry: Registry, rates: Rates, residency: Residency) -> None:
         self._registry = registry
@@ -75,7 +75,7 @@ class Residents:
 
 
 class FleetViews:
-    """Routes with the data of the engines' pages. They show the view of the process that answers."""
+    """Routes with the data of the engines' pages, as the answering process sees it."""
 
     def __init__(self, *, registry: Registry, history: History, residents: Residents) -> None:
         self._registry = registry
@@ -102,7 +102,7 @@ class FleetViews:
         )
 
     async def residency(self, request: web.Request) -> web.Response:
-        """Return a page of adapters, those with most requests first."""
+        """Return a page of adapters, adapters with most requests first."""
         limit, number = read_limit(request, DEFAULT_ROWS, MAX_PAGE), read_number(request, "page", 1, 1_000_000) or 1
         matrix = await self._residents.read(request.query.get("q", ""))
         rows = sorted(matrix.rows, key=lambda row: (-row.rate, -row.engines, row.digest))

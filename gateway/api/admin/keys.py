@@ -20,7 +20,7 @@ DEFAULT_ROWS = 100
 
 
 class KeyRoutes:
-    """Routes for keys. Changes by a tenant count against its limit of changes, as those of its adapters do."""
+    """Routes for keys. Changes by a tenant count against its limit of changes, which changes of adapters share."""
 
     def __init__(self, *, manager: KeyManager, tenants: Tenants, quota: Quota, lists: KeyLists) -> None:
         self._manager = manager

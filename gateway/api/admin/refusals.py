@@ -30,7 +30,7 @@ class AdminRefusals:
 
 
 def read_refusal_filter(request: web.Request) -> RefusalFilter:
-    """Return the filter of the query: of 429s, unless `?status=` says otherwise. Raises BadRequest."""
+    """Return the filter of the query. `?status=` is 429 by default. Raises BadRequest."""
     given = request.query.get("status") or str(LIMITED)
     if given != ALL and not (given.isascii() and given.isdigit() and len(given) <= 3):
         raise BadRequest(f"status: expected an HTTP status or {ALL}.", param="status")

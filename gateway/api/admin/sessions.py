@@ -22,7 +22,7 @@ class AdminSessions:
         self._tenants = tenants
 
     async def list(self, request: web.Request) -> web.Response:
-        """List the newest sessions, of all or of `?tenant=`."""
+        """List the newest sessions of everyone, or of `?tenant=`."""
         name = request.query.get("tenant")
         tenant_id = None if name is None else (await self._tenants.get(name)).id
         found = await self._records.list(read_limit(request, MAX_SESSIONS, MAX_SESSIONS), tenant_id)

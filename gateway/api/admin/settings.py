@@ -11,7 +11,7 @@ from gateway.api.shown_settings import ShownSetting
 
 
 class AdminSettings:
-    """Route for settings. It has no values of secrets, so viewers may read it."""
+    """Route for settings. The answer contains no secret, so the role viewer suffices."""
 
     def __init__(self, *, shown: list[ShownSetting], conditions: Conditions) -> None:
         self._shown = shown

@@ -1,4 +1,4 @@
-"""`POST /admin/api/tenants/bulk`: the same change of all tenants that match a filter, after a preview."""
+"""`POST /admin/api/tenants/bulk`: one change to all tenants that match a filter, after a preview."""
 
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from gateway.records.tenants.bulk import BulkChange, TenantBulk
 from gateway.records.tenants.list import TenantFilter
 from gateway.records.tenants.terms import FIELDS
 
-# Most tenants that a preview lists; its `count` has all.
+# Maximum number of tenants in a preview. Its `count` includes the others.
 MOST_LISTED = 1000
 Text = Annotated[str, Meta(max_length=256)]
 Tags = Annotated[tuple[Tag, ...], Meta(max_length=20)]

@@ -1,6 +1,7 @@
-"""Requests of an operator to a tenant's models, as if the tenant had made them: its limits, fair share and ledger.
+"""Requests of an operator to a tenant's models. The tenant's limits, fair share and ledger apply.
 
-The usage row names the operator's key behind OPERATOR_KEY, and the audit has an entry. Neither has the prompt.
+The usage row's key id is OPERATOR_KEY followed by the operator's key, and the audit log gets an entry. Neither
+contains the prompt.
 """
 
 import msgspec
@@ -46,7 +47,7 @@ class TenantChats:
         return json_response({"object": "list", "data": [base, *map(msgspec.to_builtins, found)]})
 
     async def own_chat(self, request: web.Request) -> web.StreamResponse:
-        """Answer a chat of the console's playground, for the tenant whose person is logged in."""
+        """Answer a chat of the console's playground, for the visitor's tenant."""
         principal = request[PRINCIPAL]
         if "inference" not in principal.scopes:
             raise Forbidden("This needs the scope 'inference', which your session does not have.")
@@ -73,5 +74,5 @@ class TenantChats:
 
 
 def operators_principal(tenant: Tenant, actor: str) -> TenantPrincipal:
-    """Return the principal of an operator who acts for a tenant. It has no limits of its own beside the tenant's."""
+    """Return the principal of an operator who acts for a tenant. Only the tenant's limits apply to it."""
     return TenantPrincipal(key_id=f"{OPERATOR_KEY}{actor}"[:MAX_KEY_ID], tenant=tenant, has_key=False)

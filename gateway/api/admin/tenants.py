@@ -87,7 +87,7 @@ def _text(most: int) -> Any:
 
 
 class TenantChanges(TermFields, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body for changes. inherit: terms that the tenant no longer sets itself, so that its plan's or the default holds.
+    """Body for changes. inherit: the tenant's own terms to remove; its plan's or the default then applies.
 
     An absent field stays as it is; a text of null or "" is removed.
     """

@@ -16,7 +16,7 @@ ID_PREFIXES = {CHAT.name: "chatcmpl-", COMPLETIONS.name: "cmpl-"}
 
 
 def head_of(account: Account) -> Fields:
-    """Return the fields that the gateway decides in an answer: its id, which ends like the request's, and its model."""
+    """Return the fields of an answer that the gateway sets: its model, and its id, which ends like the request's."""
     answer_id = ID_PREFIXES[account.endpoint] + account.reservation.request_id.removeprefix("req_")
     return {"id": _as_json(answer_id), "model": _as_json(account.model.shown)}
 

@@ -19,7 +19,7 @@ async def send_file(
 ) -> web.StreamResponse:
     """Stream a file to save. kind: its media type. seconds: the longest time.
 
-    A failure, or the end of the time, breaks the connection, so that no part passes for the whole.
+    A failure or a time-out breaks the connection, so that nobody takes a part for the whole file.
     """
     headers = {
         "Content-Disposition": f'attachment; filename="{name}"',
@@ -30,7 +30,7 @@ async def send_file(
     response = web.StreamResponse(headers=headers)
     await response.prepare(request)
     if request.method == "HEAD":
-        # A body would be taken for the connection's next answer.
+        # A client would take a body after HEAD for the connection's next answer.
         return response
     try:
         async with asyncio.timeout(seconds):

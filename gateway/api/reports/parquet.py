@@ -1,7 +1,7 @@
 """Writer of Parquet files, one row group at a time, so that a file of any length takes bounded memory.
 
-It writes what the format calls version 1 data pages: PLAIN values, RLE definition levels, no compression. It is our own
-because the libraries that write Parquet weigh 12 to 55 MB, and the small one needs the whole table in memory.
+It writes what the format calls version 1 data pages: PLAIN values, RLE definition levels, no compression. No library is
+used: those that write Parquet weigh 12 to 55 MB, and the smallest needs the whole table in memory.
 See https://parquet.apache.org/docs/file-format/ and Thrift's compact protocol.
 """
 
@@ -15,7 +15,7 @@ MAGIC = b"PAR1"
 CREATED_BY = "loraplex"
 Kind = Literal["text", "integer", "money", "time", "flag"]
 
-# Physical types of the format, and its converted types; money is a decimal of six places.
+# The format's physical types and converted types by kind of field; money is a decimal with six places.
 _PHYSICAL = {"flag": 0, "integer": 2, "money": 2, "time": 2, "text": 6}
 _CONVERTED = {"text": 0, "money": 5, "time": 10}
 _MONEY_SCALE, _MONEY_PRECISION = 6, 18
@@ -143,7 +143,7 @@ def _microseconds(moment: datetime) -> int:
 
 
 def _struct(fields: Iterable[tuple[int, int, Any]]) -> bytes:
-    """Return a struct of Thrift: fields as (id, type, value); lists and structs are encoded already."""
+    """Return a struct of Thrift: fields as (id, type, value); the values of lists and structs are already encoded."""
     out, last = bytearray(), 0
     for number, kind, value in fields:
         out.append((number - last) << 4 | kind)

@@ -18,7 +18,7 @@ from gateway.sharing.turns import Turns
 
 DEFAULT_ENTRIES = 50
 DEFAULT_GROUPS = 8
-# A tenant's reads: see gateway/api/reports/usage.py.
+# Limits of tenants' reads, as in gateway/api/reports/usage.py.
 READS, REST = 4, 3.0
 # Fields that only operators see.
 OPERATORS = ("engine", "tenant_id")
@@ -41,7 +41,7 @@ class RequestLogRoutes:
         return self._one(entry, ())
 
     async def list_own(self, request: web.Request) -> web.Response:
-        """List the tenant's requests with the models that the key may use."""
+        """List the tenant's requests to the models that the key may use."""
         principal = request[PRINCIPAL]
         own = {"tenant_id": principal.tenant.id, "models": principal.allowed_models}
         which = msgspec.structs.replace(read_log_filter(request), **own)
@@ -102,7 +102,7 @@ def _shown(entry: LogEntry, hidden: tuple[str, ...]) -> dict[str, Any]:
 
 
 def _with_money(value: Any) -> Any:
-    """Return figures with each sum of costs as an exact decimal too; the costs of a curve are in micro-units only."""
+    """Return figures in which each sum of costs is also an exact decimal. Costs in curves stay in micro-units only."""
     if isinstance(value, list):
         return [_with_money(item) for item in value] if value and isinstance(value[0], dict) else value
     if not isinstance(value, dict):

@@ -18,9 +18,9 @@ from gateway.records.money.usage_rows import UsageFilter
 
 FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "application/vnd.apache.parquet"}
 QUERY = ("format", "group_by", "since", "until", "tenant", "model", "key")
-# Groups that are read and encoded at a time: a few ms of the event loop. Row groups of Parquet are encoded in a thread.
+# Groups read and encoded at a time, a few ms of the event loop; rows of a Parquet row group, encoded in a thread.
 AT_ONCE, ROW_GROUP = 200, 2000
-# Exports at once, each of which holds a connection, and their longest time in seconds.
+# Maximum concurrent exports, because each holds a database connection; and their time limit in seconds.
 EXPORTS, EXPORT_SECONDS = 3, 600.0
 FIELDS = (
     Field("tenant", "text"),
@@ -41,7 +41,7 @@ FIELDS = (
     Field("currency", "text"),
 )
 Rows = AsyncIterator[list[dict[str, Any]]]
-# Fields that a report has only if it groups by one of these.
+# Fields that a report has only if it groups by one of the values.
 _ONLY_BY = {"version": ("version",), "key_id": ("key",), "key": ("key",), "model": ("model", "version")}
 
 
@@ -66,7 +66,7 @@ class UsageExport:
             raise Unavailable(f"{EXPORTS} exports are running; try again when one has ended.")
         async with self._places:
             parts = self._report.stream(group_by, which, since, until, AT_ONCE)
-            # The first part is read before the answer begins, so that its errors have a status of their own.
+            # The first part is read before the answer begins, so that an error still sets the HTTP status.
             first: list[UsageSums] = await anext(parts, [])
             rows = self._rows(first, parts)
             name = f"usage-{'-'.join(group_by)}.{form}"

@@ -101,7 +101,7 @@ async def read_body(request: web.Request, kind: type[T], owner: str = OPERATOR) 
 
 
 def read_fields(given: Any, kind: type[T]) -> T:
-    """Return fields that are no JSON body, such as those of a form, as `kind`. Raises BadRequest like `read_body`."""
+    """Convert the fields of a form or query to `kind`. Raises BadRequest like `read_body`."""
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:

@@ -38,9 +38,8 @@ async def check_names(
 ) -> None:
     """Check that each name is the base model's or a plain name of the tenant's adapters. Raises BadRequest.
 
-    tenant: None for a new tenant,
-    which has the base model only. any_adapter: whether "*" is accepted as a name. saved_mixtures: whether their names
-    are; limits and prices have no effect on these.
+    tenant: None for a new tenant, which has the base model only. any_adapter: accept "*". saved_mixtures: accept names
+    of saved mixtures, on which limits and prices have no effect.
     """
     for name in names:
         if any_adapter and name == ANY_ADAPTER:

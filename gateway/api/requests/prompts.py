@@ -48,8 +48,8 @@ COMPLETIONS = Endpoint(name="completions", path="/v1/completions", kind=Completi
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request and its size.
 
-    body: the client's fields, with those that the gateway decides. prompt_tokens: sum over all prompts. max_tokens: the
-    most tokens that may be generated for one choice. choices: sum over all prompts. weights: the factors of the
+    body: the client's fields, and the fields that the gateway sets. prompt_tokens: sum over all prompts. max_tokens:
+    the most tokens that may be generated for one choice. choices: sum over all prompts. weights: the factors of the
     request's tokens in the token rates. has_default_length: whether max_tokens is the default, not the client's.
     """
 

@@ -18,17 +18,17 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.pages.frame.frame import Frame
 
 SECOND = 1.0
-# Seconds between two ticks, and between two checks whether the session still holds.
+# Seconds between two ticks, and between two checks that the session is still valid.
 TICK_SECONDS, CHECK_SECONDS = 2, 10
 # Streams of one session, of one tenant, of all tenants together, and of all operators. Operators have places of their
-# own, so that they see an outage that tenants watch too.
+# own, so that they can watch an outage however many tenants do.
 MAX_OF_SESSION, MAX_OF_TENANT, MAX_OF_TENANTS, MAX_OF_OPERATORS = 6, 20, 300, 100
 OPERATORS, TENANTS = "operators", "tenants"
 HEADERS = {
     "Content-Type": "text/event-stream",
     "Cache-Control": "no-store",
     "X-Content-Type-Options": "nosniff",
-    # nginx otherwise collects the events.
+    # Otherwise nginx buffers the events.
     "X-Accel-Buffering": "no",
 }
 
@@ -43,7 +43,7 @@ class TooManyStreams(GatewayError):
 
 
 class Live:
-    """Routes of the streams. still_valid: whether a request's session holds; stopping: whether the gateway stops."""
+    """Routes of the streams. still_valid: checks the session of a request. stopping: whether the gateway stops."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Live:
             try:
                 await response.prepare(request)
                 if request.method == "HEAD":
-                    # A body would be taken for the connection's next answer.
+                    # A client would take a body after HEAD for the connection's next answer.
                     return response
                 async for event in self._events(request, visitor.expires_at, is_tenants=is_tenants):
                     await response.write(event)
@@ -95,14 +95,14 @@ class Live:
                 yield encode("tick", str(turn))
             turn += 1
             await asyncio.sleep(SECOND)
-        # The browser would open the stream again.
+        # Without this event the browser would open the stream again.
         yield encode("end", "")
 
     async def _holds(self, request: web.Request) -> bool:
         try:
             return await self._still_valid(request)
         except Unavailable:
-            # The outage is to be watched; the next check decides.
+            # The page must stay current during the outage; the next check decides.
             return True
 
     def _strip(self, *, is_tenants: bool) -> str:
