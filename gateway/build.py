@@ -251,7 +251,7 @@ def _build_housekeeping(
     )
     rebuild = ActivityRebuild(resources.database, minutes_kept)
     chores: dict[str, Chore] = {
-        # Before rows are removed, because it reads them.
+        # The rebuild reads rows, so it runs before retention removes them.
         "days of charts rebuilt": rebuild.run,
         "adapters and bytes collected": intake.collect,
         "unfinished uploads removed": resumable.sweep,

@@ -7,12 +7,12 @@ MAX_CODE = 64
 
 
 def known_code(code: str) -> str:
-    """Return the code, or "other" for an engine's arbitrary text in its place."""
+    """Return the code, or "other" if it is no identifier of at most MAX_CODE: an engine may send any text."""
     return code if code.isidentifier() and len(code) <= MAX_CODE else "other"
 
 
 def code_of(error: Exception) -> str:
-    """Return the code of an error for records: an error without one has its kind."""
+    """Return an error's code for records, or its kind if it has no code."""
     if isinstance(error, GatewayError):
         return known_code(error.code or error.kind)
     return "internal_error"

@@ -130,7 +130,7 @@ class AdapterInUse(GatewayError):
 
 
 class Conflict(GatewayError):
-    """The present records do not allow a change."""
+    """The change conflicts with the present records."""
 
     status, kind, code = 409, "invalid_request_error", "conflict"
 
@@ -189,7 +189,7 @@ class Exceeded(msgspec.Struct, frozen=True, kw_only=True):
 class RateLimited(GatewayError):
     """Exceeded limit. `kind` is its class: "requests", "tokens", "concurrency" or "budget".
 
-    exceeded: the limit and its amounts; None if it ended an answer or an upload that had begun.
+    exceeded: the limit and its amounts; None if the limit ended a running answer or upload.
     """
 
     status, code = 429, "rate_limit_exceeded"

@@ -54,7 +54,7 @@ class Lifecycle:
         return (self._templates, *parts, self._engines, self._usage, self._accounts, *others)
 
     async def _templates(self, _: web.Application) -> AsyncIterator[None]:
-        """Compile the pages' templates beside the rest of the start, so that no page holds the event loop for it."""
+        """Compile the pages' templates during the start, so that no request blocks the event loop with it."""
         self._compiling = asyncio.create_task(asyncio.to_thread(self._gateway.frame.compile))
         yield
 

@@ -4,11 +4,11 @@ import re
 
 from wire.mixtures import is_mixture
 
-# Tenants with series of their own in one process; later ones share the label OTHER.
+# Maximum number of tenants with series of their own in a process; later tenants share the label OTHER.
 MAX_TENANTS = 500
-# Models of one tenant with series of their own.
+# Maximum number of a tenant's models with series of their own.
 MAX_MODELS = 8
-# Labels of the rest. No name of a tenant or of an adapter has parentheses.
+# Labels of the rest. Parentheses cannot occur in the name of a tenant or an adapter.
 OTHER = "(other)"
 MIXTURE = "(mixture)"
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
@@ -17,7 +17,7 @@ _SUFFIX = re.compile("[@:].*")
 
 
 class TenantLabels:
-    """Labels of tenants and of their models. The first names that come keep their labels until the process ends."""
+    """Labels of tenants and of their models. The first names keep their labels until the process ends."""
 
     def __init__(self, max_tenants: int = MAX_TENANTS, max_models: int = MAX_MODELS) -> None:
         self._max_tenants = max_tenants

@@ -17,11 +17,11 @@ from gateway.process.loop_lag import LoopLag
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-# Units of `UsageRow.cost` in one of the currency.
+# Micro-units (`UsageRow.cost`) in a unit of the currency.
 MICRO = 1_000_000
-# Tenants in the metric of used budgets.
+# Maximum number of tenants in the metric of used budgets.
 MAX_BUDGETS = 100
-# Fewer buckets where a tenant has series of its own.
+# Histograms with series by tenant have fewer buckets.
 TENANT_SECONDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
@@ -261,7 +261,7 @@ class Metrics:
         return found
 
     def budgets_used(self, ratios: Mapping[str, float]) -> None:
-        """Show the largest of these shares, by tenant, and no others."""
+        """Set the metric to the largest MAX_BUDGETS of these shares by tenant; remove all others."""
         self._budget_used.clear()
         for name in heapq.nlargest(MAX_BUDGETS, ratios, key=lambda name: ratios[name]):
             self._budget_used.labels(name).set(ratios[name])

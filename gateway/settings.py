@@ -137,10 +137,10 @@ class Settings:
     shutdown_seconds: types.Seconds = 20.0
     # Time before that in which `/readyz` returns 503 but requests are accepted, so that load balancers switch over.
     drain_delay: types.Delay = 0.0
-    # Time after which a browser's session ends, and time without use after which it ends earlier.
+    # Maximum age of a browser's session, and maximum time without use.
     session_seconds: types.Seconds = 43_200.0
     session_idle_seconds: types.Seconds = 3600.0
-    # OpenID Connect provider for log-ins, the client there, the claim with a person's groups, and the roles of groups.
+    # OpenID Connect for log-ins: provider, client, the claim that holds a person's groups, and the groups' roles.
     oidc_issuer: types.Issuer | None = None
     oidc_client_id: types.Text | None = None
     oidc_client_secret: types.Text | None = field(default=None, repr=False)
@@ -182,7 +182,7 @@ class Settings:
 
     @property
     def disk_folders(self) -> dict[str, Path]:
-        """Return the folders on this host that fill up, by name: the adapter store or its copies, and the journal."""
+        """Return the folders on this host that grow, by name: the adapter store or its copies, and the journal."""
         if self.adapter_store.startswith("s3://"):
             store = self.adapter_cache
         else:

@@ -2,7 +2,7 @@
 
 from aiohttp import web
 
-# The APIs, by the beginning of their paths.
+# Titles of the APIs by the first part of their paths.
 UNSUPPORTED = {
     "/v1/responses": "Responses API",
     "/v1/embeddings": "Embeddings API",
@@ -19,7 +19,7 @@ UNSUPPORTED = {
     "/v1/rerank": "Rerank API",
 }
 API = "/v1"
-# Characters of a method and of a path in an error.
+# Maximum characters of a method and of a path in an error.
 MAX_METHOD, MAX_PATH = 20, 200
 
 

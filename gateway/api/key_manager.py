@@ -30,8 +30,8 @@ class NewKey(LimitFields, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Body for a tenant's new key.
 
     scopes: by default all but `keys`; for a tenant's caller, limited to the caller's. allowed_models: for inference;
-    null: all or, for a tenant's caller, the caller's. expires_at: null: never or, for a tenant's caller, at the expiry of
-    the caller's key.
+    null: all or, for a tenant's caller, the caller's. expires_at: null: never or, for a tenant's caller, when the
+    caller's key expires.
     """
 
     label: Label = ""

@@ -80,7 +80,7 @@ class Account:
         self.served_digest: str | None = None
         self.ending = Ending.BROKEN
         self.end_user = shown_user(asked.body.get("user"))
-        # Code of the error that the client receives.
+        # Code of the error sent to the client.
         self.error_code: str | None = None
         self._queue_seconds: float | None = None
         # The tokens of the usage row, once the account is closed.

@@ -1,7 +1,7 @@
 """Rebuilding of the sums for charts from usage rows, for days whose rows an earlier release wrote without such sums.
 
-A day is rebuilt if its sums for charts count other requests than its sums for reports, which every release has written.
-So no marker is needed, and days are found again that a gateway of the earlier release wrote during an upgrade.
+A day is rebuilt if its sums for charts count a different number of requests than its sums for reports, which every
+release has written. So no marker is needed, and days that an earlier release writes during an upgrade are found too.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ from gateway.records.tables import UtcDateTime, usage, usage_daily, usage_hourly
 
 log = logging.getLogger(__name__)
 
-# Pause after each hour, so that the ledger and readers come first, and series that are decoded without a pause.
+# Pause after each hour, so that the ledger and readers come first; and number of series decoded without a pause.
 PAUSE_SECONDS = 0.05
 AT_ONCE = 500
 KINDS = (charts.TENANT, charts.MODEL, charts.ENGINE, charts.OWN_BASE, charts.BASE)
@@ -55,7 +55,7 @@ class ActivityRebuild:
     def __init__(self, database: Database, minutes_kept: timedelta) -> None:
         self._database = database
         self._minutes_kept = minutes_kept
-        # Past days whose sums are right, or cannot be rebuilt because retention removed their rows.
+        # Past days that need no check: their sums are right, or retention has removed the rows to rebuild them from.
         self._settled: set[datetime] = set()
 
     async def run(self) -> int:
@@ -129,7 +129,7 @@ class ActivityRebuild:
                     await connection.execute(_sums_of_rows(self._database.dialect, level, kind), times)
 
     async def _lock(self, connection: AsyncConnection) -> None:
-        """Wait for the writers of usage rows, and hold off others until the transaction ends. SQLite does so itself."""
+        """Lock out writers of usage rows until the transaction ends. SQLite does so itself."""
         if self._database.dialect == "postgresql":
             await connection.execute(text("LOCK TABLE usage IN SHARE MODE"))
 
@@ -148,8 +148,8 @@ async def _clear(connection: AsyncConnection, table: Table, start: int, periods:
 def _sums_of_rows(dialect: str, level: int, kind: int) -> TextClause:
     """Return the statement that inserts an hour's sums of a kind, as `activity_writer.add_row` makes them.
 
-    Its parameters are `start` in Unix seconds, `since` and `until`. It is made once, because its making costs more than
-    its execution for an hour of few rows.
+    Its parameters are `start` in Unix seconds, `since` and `until`. It is cached, because building it costs more than
+    executing it for an hour with few rows.
     """
     model, is_base = usage.c.model, usage.c.adapter_digest.is_(None)
     mixed = func.replace(model, "*", "") != model

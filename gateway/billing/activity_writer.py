@@ -26,9 +26,9 @@ from gateway.records.activity.tables import (
     activity_series,
 )
 
-# Name of all mixtures of a tenant: a tenant may invent any number of them. No adapter may have such a name.
+# Common name of a tenant's mixtures, because a tenant can make any number of them. No adapter can have this name.
 MIXTURES = "(mixtures)"
-# Series of which this process remembers that they are in the database.
+# Maximum number of series that this process remembers to be in the database.
 MAX_KNOWN = 50_000
 
 # Kinds whose sums belong to no tenant.
@@ -150,7 +150,7 @@ def coarser(sums: Sums, level: int) -> Sums:
 
 
 def _as_json(sums: Sums) -> str:
-    """Return the sums as JSON objects without zeros, which the statement adds again."""
+    """Return the sums as JSON objects without zeros, which the statement fills in again."""
     rows = []
     for (kind, start, series_id), values in sums.items():
         found = {name: value for name, value in zip(COLUMNS, values, strict=True) if value}

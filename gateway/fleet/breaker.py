@@ -35,7 +35,7 @@ class Breakers:
 
     @property
     def seconds_open(self) -> float:
-        """Return the seconds until the common breaker lets a trial through; 0 if it is closed."""
+        """Return the seconds until the common breaker allows a trial request; 0 if it is closed."""
         return self._of_all.seconds_open
 
     def allows(self, tenant_id: str) -> bool:
@@ -100,7 +100,7 @@ class Breaker:
 
     @property
     def seconds_open(self) -> float:
-        """Return the seconds until a trial is let through; 0 if the breaker is closed."""
+        """Return the seconds until a trial request is allowed; 0 if the breaker is closed."""
         return max(0.0, self._open_until - self._clock()) if self._is_open else 0.0
 
     def sent(self) -> None:

@@ -44,7 +44,7 @@ class Bill(Protocol):
     completion_tokens: int
 
     def queued(self, seconds: float) -> None:
-        """Note the wait for an engine, also of a request that waited in vain."""
+        """Record the wait for an engine, even if the request got none."""
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Note that the request is sent to the engine. The last engine noted serves the request."""

@@ -1,6 +1,6 @@
 """Drained engines: an operator's choice, kept in Redis so that all gateways obey it and a restart does not end it.
 
-A drained engine gets no new requests from any gateway within POLL_SECONDS; its running requests go on to their ends.
+A drained engine gets no new requests from any gateway within POLL_SECONDS; its running requests continue.
 While Redis is away, the last known drains apply.
 """
 
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.5
 
 
 class Drains:
-    """Drains of the engines of a registry. changed: called after each change, because requests may have room then."""
+    """Drains of a registry's engines. changed: called after each change, because waiting requests may now have room."""
 
     def __init__(self, redis: Any, timeout: float, registry: Registry, changed: Callable[[], None]) -> None:
         self._redis = redis

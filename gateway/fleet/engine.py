@@ -114,8 +114,8 @@ class EngineSoftware(msgspec.Struct, frozen=True, kw_only=True):
 class EngineState(msgspec.Struct, kw_only=True):
     """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
 
-    version: release of the engine. adapters_host: adapters in its host memory; None: as in the report before.
-    reported: the report without them, for operators.
+    version: release of the engine. adapters_host: adapters in its host memory; None if unchanged.
+    reported: the report as sent, without `adapters_host`, for operators.
     """
 
     instance: str | None = None
@@ -163,8 +163,8 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those in
-    its host memory as it reports them, for operators only. foreign_load: number of other gateways' requests. slots:
+    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those
+    that it reports in its host memory, for operators only. foreign_load: number of other gateways' requests. slots:
     number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
     memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
     with another adapter than the request's. drained: an operator's drain, independent of the engine's health.

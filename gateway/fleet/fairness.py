@@ -1,9 +1,9 @@
 """Shares of the tenants in the service that this gateway process passed on: the last minute and the last hour, in
 memory. Bounded.
 
-Service is measured in cost units, as the queue charges it. A tenant's due part of a sample is its weight divided by the
-sum of the weights of the tenants with requests in the sample. A tenant that asks for less gets less than its due, so
-only a tenant that waits and stays below its due is treated unfairly.
+Service is measured in cost units, as the queue charges it. A tenant's fair share of a sample, its due, is its weight
+divided by the total weight of the tenants with requests in the sample. A tenant that requests less than its due also
+gets less, so only a tenant that waits and stays below its due is treated unfairly.
 """
 
 import asyncio
@@ -18,20 +18,20 @@ from gateway.fleet.queue import Gate, Place, TenantPlaces
 from gateway.fleet.service_counters import ServiceCounters
 
 SAMPLE_SECONDS = 5.0
-# Samples of the last minute, samples of a point of the curves, and points of an hour.
+# Number of samples in the last minute, of samples in a point of the curves, and of points in an hour.
 NOW_SAMPLES, POINT_SAMPLES, MAX_POINTS = 12, 12, 60
-# Tenants of a sample; of others, only the sum of their service is kept. Tenants whose names and waits are kept.
+# Maximum tenants in a sample (the service of the others is summed up), and tenants whose names and waits are kept.
 MAX_TENANTS, MAX_KNOWN = 500, 1000
-# Newest waits of a tenant, and of all tenants together.
+# Maximum number of waits kept: of a tenant, and of all tenants together.
 TENANT_WAITS, ALL_WAITS = 100, 2000
 HOUR = 3600.0
-# Part of its due below which a waiting tenant counts as behind.
+# A waiting tenant with less than this part of its due counts as behind.
 BEHIND = 0.8
 
 
 class Share(NamedTuple):
-    """Parts of the service of all tenants, from 0 to 1. None: there was no service. waited: part of the samples in
-    which the tenant waited.
+    """Parts of the service of all tenants, from 0 to 1. None if there was no service. waited: fraction of the samples
+    in which the tenant waited.
     """
 
     share: float | None
@@ -68,7 +68,7 @@ class TenantFairness(NamedTuple):
 
 
 class PreemptionRow(NamedTuple):
-    """Preemptions on an engine since its start: requests of `tenant` gave way to requests of `by`."""
+    """Number of requests of `tenant` preempted on an engine since its start for requests of `by`."""
 
     engine: str
     tenant: str
@@ -122,7 +122,7 @@ class Fairness:
         self._engines = engines
         self.since = time.time()
         self._charged: dict[str, float] = {}
-        # Least recently seen first.
+        # In the order of last use, the oldest first.
         self._known: OrderedDict[str, _Known] = OrderedDict()
         self._waits: deque[tuple[float, float]] = deque(maxlen=ALL_WAITS)
         self._recent: deque[Sums] = deque(maxlen=NOW_SAMPLES)

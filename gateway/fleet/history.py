@@ -15,11 +15,11 @@ from wire.responses import StepSecond
 
 LOOK_SECONDS = 1.0
 SAMPLE_SECONDS = 5.0
-# An hour of samples, and the changes that an engine keeps.
+# Maximum number of samples (an hour) and of changes kept per engine.
 MAX_SAMPLES, MAX_CHANGES = 720, 50
-# Four minutes of steps by second. The utilisation is that of the last one.
+# Period of steps by second that is kept, and period of the utilisation.
 STEP_SECONDS, UTILISATION_SECONDS = 240, 60
-# A second is known this long after its end: engines report every second, and the history looks every second.
+# Delay until a second's steps are known: engines report every second, and the history looks every second.
 LAG_SECONDS = 2
 MAX_ENGINES = 512
 
@@ -27,9 +27,9 @@ MAX_ENGINES = 512
 class Sample(NamedTuple):
     """An engine at a time, in Unix seconds.
 
-    kv_used, pages_used: parts of the total, from 0 to 1. tokens: generated tokens per second. hits: part of the prompt
-    tokens since the last sample that the prefix cache had. loads, evictions: of adapters, per minute. None: the engine
-    does not report it.
+    kv_used, pages_used: parts of the total, from 0 to 1. tokens: generated tokens per second. hits: fraction of prompt
+    tokens since the last sample that were in the prefix cache. loads, evictions: of adapters, per minute. None: not
+    reported by the engine.
     """
 
     at: int
@@ -64,9 +64,9 @@ class EngineHistory:
         self._before_at = 0.0
 
     def look(self, engine: EngineRecord) -> None:
-        """Note a change of the engine's state, and the seconds of steps that it has reported since the last look."""
+        """Record a change of the engine's state, and the seconds of steps reported since the last look."""
         if engine.state.instance != self._instance:
-            # The clock of another process may be behind.
+            # The new process's clock may be behind the old one's.
             self._instance = engine.state.instance
             self._steps.clear()
         for second in engine.state.recent_steps:
@@ -106,15 +106,17 @@ class EngineHistory:
         self._before, self._before_at = reported, clock
 
     def steps(self, now: int) -> list[StepSecond]:
-        """Return the last STEP_SECONDS known seconds before `now`, in Unix seconds, also those without steps; empty if
-        the engine has reported none.
+        """Return the last STEP_SECONDS known seconds before `now`, in Unix seconds, including those without steps.
+
+        The list is empty if the engine has reported none.
         """
         known, last = {second.at: second for second in self._steps}, now - LAG_SECONDS
         return [known.get(at) or StepSecond(at) for at in range(last - STEP_SECONDS, last)] if known else []
 
     def utilisation(self, now: int) -> float | None:
-        """Return the least time of the last minute's steps by the device's roofline, as a part of the minute; None if
-        the engine has not measured its device.
+        """Return the device's utilisation in the last minute: the roofline time of its steps as a fraction.
+
+        None if the engine has not measured its device.
         """
         if not self._steps or self._steps[-1].roofline is None:
             return None

@@ -53,7 +53,7 @@ class Registry:
 
     @property
     def drained(self) -> Mapping[str, Drained]:
-        """The operators' drains by URL, also of engines that are not known now. `gateway/fleet/drains.py` sets them."""
+        """The operators' drains by URL, also of engines not in the registry. `gateway/fleet/drains.py` sets them."""
         return self._drained
 
     @drained.setter

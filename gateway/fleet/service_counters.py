@@ -27,7 +27,7 @@ class ServiceCounters:
     """Counters of this process. Without exchanges, they count its own service only."""
 
     def __init__(self) -> None:
-        # Called with a tenant and each cost that it is charged, which is negative for one that is returned.
+        # Called with a tenant and each cost charged to it; a refund is negative.
         self.observe_charge: Callable[[str, float], None] = _ignore
         self._requests: Counter[str] = Counter()
         # Tenants with a request since the last exchange: a request may come and go between two of them.

@@ -1,4 +1,4 @@
-"""Loads of adapters into an engine's host memory that an operator orders, before any request needs them."""
+"""Prefetch of adapters into an engine's host memory on an operator's order."""
 
 from collections.abc import Collection
 from typing import Protocol
@@ -19,7 +19,7 @@ class Sender(Protocol):
 
 
 class Warming:
-    """Orders to engines. send: as the hints of waiting requests (prefetch.py)."""
+    """Sender of the orders. send: the call that also sends hints for waiting requests (prefetch.py)."""
 
     def __init__(self, registry: Registry, send: Sender) -> None:
         self._registry = registry
@@ -35,7 +35,7 @@ class Warming:
         return [each for each in self._registry.up if each.address.traits.takes_hints and each.serves_bases(bases)]
 
     async def load(self, url: str, digest: str, bases: Collection[str], tenant_id: str) -> EngineRecord:
-        """Make an engine load an adapter, and return the engine. tenant_id: the owner, in whose turn it is loaded.
+        """Make an engine load an adapter, and return the engine. tenant_id: the owner, who is charged with it.
 
         Raises BadRequest for an engine that cannot serve it, Unavailable if the engine did not load it.
         """

@@ -17,7 +17,7 @@ Report = Callable[[str, int, int], None]
 
 
 class Disks:
-    """Watch of folders by name. A folder that does not exist yet counts as its nearest parent that does."""
+    """Watch of folders by name. For a folder that does not exist yet, its nearest existing parent counts."""
 
     def __init__(self, folders: Mapping[str, Path], report: Report, seconds: float = LOOK_SECONDS) -> None:
         self._folders = folders
@@ -38,9 +38,9 @@ class Disks:
 
 
 def room(folder: Path) -> tuple[int, int]:
-    """Return the free bytes, those that a process without privileges may use, and the size of a folder's disk.
+    """Return (free bytes for an unprivileged process, size in bytes) of a folder's disk.
 
-    It blocks on the disk, and may raise OSError.
+    Blocks on the disk. Raises OSError.
     """
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent

@@ -297,7 +297,7 @@ def _granted(demand: Demand, rooms: Sequence[_Room]) -> int:
 
 
 def _reset(room: _Room, now: int) -> int:
-    """Return the ms until the limit is wholly free again if nothing more is used."""
+    """Return the ms until the limit is fully available again if nothing more is used."""
     if room.days is not None:
         return room.days.reset(now)
     if room.limit.kind in WINDOW:
@@ -327,7 +327,7 @@ def _spent(state: State | None, kind: str, now: int) -> float:
 
 
 def _period(kind: str, now: int) -> int:
-    """Return the number of a budget's period at a time: its first day."""
+    """Return the first day of a budget's period, which identifies the period."""
     return period_start(kind, _moment(now)).toordinal()
 
 

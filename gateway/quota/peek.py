@@ -13,8 +13,8 @@ from gateway.quota.rolling import DailySpend, day_of
 
 
 class Left(msgspec.Struct, frozen=True, gc=False):
-    """Rest of a limit. remaining: in the limit's unit. reset: ms until all of the limit is free again if nothing more
-    is used; of a calendar budget, until its period ends.
+    """Remaining amount of a limit, in its unit. reset: ms until the limit is fully available again if nothing more is
+    used; for a calendar budget, until its period ends.
     """
 
     limit: Limit
@@ -30,9 +30,9 @@ class Left(msgspec.Struct, frozen=True, gc=False):
 async def peek(
     script: Callable[..., Awaitable[Any]], recall: Recall, tenant_id: str, limits: Sequence[Limit]
 ) -> list[Left]:
-    """Return the rest of each limit and change nothing.
+    """Return the remaining amount of each limit, without a change.
 
-    The usage that Redis does not know is read from the ledger, but not stored in Redis. script: `QuotaStore.script`.
+    Usage that is missing in Redis is read from the ledger, and not stored in Redis. script: `QuotaStore.script`.
     Raises Unavailable for Redis and the ledger.
     """
     if not limits:

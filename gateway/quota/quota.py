@@ -144,7 +144,7 @@ class Quota:
         return await self._take(limits, demand.within(limits), msgspec.json.encode(lease or {}), model)
 
     async def peek(self, principal: TenantPrincipal) -> list[Left]:
-        """Return the rest of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
+        """Return what remains of the tenant's and the key's limits, without a reservation. Raises Unavailable."""
         return await peek(self._store.script, self._recall, principal.tenant.id, limits_of(principal, ""))
 
     @asynccontextmanager

@@ -37,7 +37,7 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
         completion = min(demand.choices, least) if is_rate and grows else least
         tokens = prompt + completion
         if limit.kind in TAKES_ONE or limit.value == 0 or limit.amount(tokens, cost) <= limit.value:
-            # The script refuses all that exceeds a budget of 0 as spent.
+            # For a budget of 0 the script reports a spent budget, never a request that is too large.
             continue
         needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer{_default(demand)})"
         if limit.kind in BUDGET:
@@ -97,7 +97,7 @@ def cut_off(limit: Limit, wait: int) -> RateLimited:
 
 def rate_headers(limits: Sequence[Limit], states: States, currency: str = "") -> dict[str, str]:
     """Return the `x-ratelimit-*` headers of requests and tokens, each for the limit with the least remaining, and the
-    rest of the tightest budget, as `37.60 EUR`.
+    remaining amount of the tightest budget, such as `37.60 EUR`.
     """
     headers = {}
     budgets = [state[0] for limit, state in zip(limits, states, strict=True) if limit.kind in BUDGET]
@@ -143,7 +143,7 @@ def describe_wait(seconds: int) -> str:
 
 
 def _default(demand: Demand) -> str:
-    """Return the origin of max_tokens if the client has not sent it."""
+    """Return the words that say where max_tokens comes from, if not from the client."""
     return f": {demand.max_tokens} is the default, because max_tokens is not set" if demand.by_default else ""
 
 
