@@ -25,7 +25,7 @@ from wire.model_names import MAX_VERSION, version_name
 
 ASK_QUERY = ("act", "version", "alias")
 ALIAS_QUERY = ("alias",)
-# Versions that the form of an alias offers at once.
+# Number of rows for versions in the form of an alias.
 MOST_ROWS = 4
 WRONG_NAME = "This is not the name. Type it as it stands above."
 
@@ -108,12 +108,12 @@ class AdapterActs:
         return await self._ask(request, await self._adapter(request), request.query)
 
     async def alias_form(self, request: web.Request) -> web.Response:
-        """Show the form of an alias: a new one, or that of the query."""
+        """Show the form of an alias: of `?alias=`, or of a new one."""
         adapter = await self._adapter(request)
         return await self._alias_form(request, adapter, request.query.get("alias", ""))
 
     async def act(self, request: web.Request) -> web.StreamResponse:
-        """Run the action of a form and go back to the adapter's page, or show the error where it was asked for."""
+        """Run the action of a form and redirect to the adapter's page. An error is shown on the page with the form."""
         adapter, form = await self._adapter(request), request[FORM]
         act = form.get("act", "")
         do: Callable[[web.Request, PageAdapter, Mapping[str, str]], Awaitable[None]] | None = {
@@ -206,7 +206,7 @@ class AdapterActs:
         )
 
     async def _rolled_back(self, adapter: PageAdapter, alias: Alias) -> tuple[str, str, str]:
-        """Return the alias, what it means now, and what it means after the roll-back."""
+        """Return (alias, its present targets, its targets after the roll-back) as texts."""
         versions = await self._catalog.versions.list(adapter.tenant, adapter.name)
         targets = earlier_targets(alias, {each.version for each in versions if each.is_served})
         then = "nothing: no earlier state has only ready versions" if targets is None else shown_targets(targets)
@@ -292,7 +292,7 @@ class AdapterActs:
 
 
 def _name_of(adapter: PageAdapter, given: Mapping[str, str]) -> str:
-    """Return the name that is typed before an action."""
+    """Return the name that the person must type before an action."""
     if given.get("act") in ("retire", "delete_version"):
         return version_name(adapter.name, _version(given))
     return f"{adapter.name}:{given.get('alias', '')}" if given.get("act") == "delete_alias" else adapter.name

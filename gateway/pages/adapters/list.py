@@ -29,7 +29,7 @@ COLUMNS = (
 )
 STATE_OPTIONS = (("", "any"), *((state, state) for state in STATES))
 UNUSED_OPTIONS = (("", "any"), ("true", "not for 30 days"))
-# Tones of the states' badges.
+# Colours of the states' badges.
 TONES = {
     "ready": "good",
     "validating": "info",
@@ -38,7 +38,7 @@ TONES = {
     "retired": "quiet",
     "deleted": "quiet",
 }
-# Most rows of a CSV file.
+# Maximum rows of a CSV file.
 MAX_CSV = 20_000
 
 

@@ -67,7 +67,7 @@ class AliasRow(NamedTuple):
 
 
 class EngineRow(NamedTuple):
-    """An engine and the memory that has a version there. may_load: whether the engine takes prefetches of it."""
+    """An engine and the memory that has a version there. may_load: whether the engine can prefetch it."""
 
     url: str
     tier: AdapterTier
@@ -78,7 +78,7 @@ class EngineRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reports:
-    """Records of versions beside the catalog."""
+    """Reports on versions that are not in the catalog."""
 
     uploads: Uploads
     probes: Probes
@@ -247,7 +247,7 @@ def _chosen(request: web.Request, versions: Sequence[Version], aliases: Sequence
 
 
 def _uploaders(changes: Sequence[Change]) -> dict[int, str]:
-    """Return who uploaded each version, as far as the changes go back."""
+    """Return the uploader of each version by number. Versions older than the recorded changes are absent."""
     pushes = [change for change in changes if change.action == "adapter.push"]
     return {change.detail.get("version", 0): change.actor_label or change.actor for change in pushes}
 

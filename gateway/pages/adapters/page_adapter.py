@@ -1,4 +1,4 @@
-"""The adapter that a page is about: its owner, its URLs, and whether the visitor may change it.
+"""Subject of an adapter's page: its owner, its URLs, and whether the visitor may change it.
 
 The same pages serve operators under `/admin/tenants/{tenant}/adapters` and tenants under `/console/adapters`.
 """
@@ -17,7 +17,7 @@ SCOPE = "adapters"
 
 
 class PageAdapter(NamedTuple):
-    """A tenant's adapter on a page. name: empty on pages that are about none. may_change: the visitor's right."""
+    """A tenant's adapter on a page. name: empty on pages without an adapter. may_change: whether the visitor may."""
 
     caller: AdapterCaller
     name: str

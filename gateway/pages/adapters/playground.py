@@ -58,7 +58,7 @@ class PlaygroundPages:
 def model_context(
     request: web.Request, base_model: str, found: Sequence[TenantModel], *, may_use_base: bool = True
 ) -> dict[str, Any]:
-    """Return the models of the page, and the two that it shows at first."""
+    """Return the template's variables: the models, and the two that are chosen at first."""
     titles, base = dict(KINDS), base_model if may_use_base else ""
     models = [(base, "base model")] if base else []
     models += [(each.id, each.means or titles[each.kind]) for each in found]

@@ -14,7 +14,7 @@ from gateway.pages.adapters.upload import AdapterUploads
 
 FOLDER = "/admin/tenants/{tenant}/adapters"
 _page = partial(Route, "GET", scope="page", response=None)
-# Forms that lead to a change are for those who may make it.
+# Forms of changes require the role that may make the change.
 _form = partial(_page, role="operator")
 _act = partial(Route, "POST", scope="page", query=())
 

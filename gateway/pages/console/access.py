@@ -1,4 +1,4 @@
-"""Parts of the console's pages: the scope that each handler needs, and turns in which tenants read the database."""
+"""Base of the console's pages: the scope that each handler requires, and turns for tenants' reads of the database."""
 
 import functools
 from collections.abc import Callable, Coroutine
@@ -16,7 +16,7 @@ from gateway.quota.quota import Quota
 from gateway.sharing.turns import Turns
 
 HOME = "/console/"
-# Concurrent reads of all tenants, at most one for each tenant, and its rest after one, as a factor of the length.
+# Maximum concurrent reads, at most one per tenant; and a tenant's pause after a read, as a factor of its duration.
 READS, REST = 4, 2.0
 
 Needed = Literal["inference", "adapters", "usage", "keys", "any"]

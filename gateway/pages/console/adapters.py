@@ -22,7 +22,7 @@ from gateway.records.money.prices import Price, exact_money
 from gateway.records.tenants.tenants import Tenant
 
 QUERY = ("q", "state", "rank", "unused", "sort", "page", "format")
-# Columns about engines and other tenants are the operators'.
+# Tenants do not see columns about engines and other tenants.
 SHARED = {each.key: each for each in ALL_COLUMNS if each.key not in ("tenant", "base", "resident")}
 PRICE = Column("price", "Price in / out", numeric=True, sortable=False, hint="Per million tokens, prompt and answer")
 COLUMNS = (*SHARED.values(), PRICE)

@@ -15,7 +15,7 @@ from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.console.links import example_models, origin
 from gateway.records.adapters.rows import READY
 
-# A symbolic link to docs/using-your-key.md; a wheel has the text.
+# In the repository a symbolic link to docs/using-your-key.md, in a wheel a copy.
 SOURCE = "using-your-key.md"
 EXAMPLE_ORIGIN = "https://api.example.com"
 INTRODUCTION = re.compile(r"\A# .*?(?=^## )", re.MULTILINE | re.DOTALL)

@@ -34,7 +34,7 @@ LIST_QUERY = ("state", "q", "sort", "page", "format", "done")
 
 
 class ConsoleKeys(ConsolePages):
-    """Pages of the tenant's keys. Changes count against its limit of changes, as those of its adapters do."""
+    """Pages of the tenant's keys. Changes count against its limit of changes, which changes of adapters share."""
 
     def __init__(self, console: Console, manager: KeyManager) -> None:
         super().__init__(console)

@@ -23,7 +23,7 @@ class ConsolePlayground(ConsolePages):
         principal, base_model = request[PRINCIPAL], self.console.base_model
         async with self.console.reads.turn(principal.tenant.id):
             found = await self.console.records.adapter_list.models(principal.tenant.id)
-        # A key that is limited to names may also use their versions and aliases.
+        # A key's allowed names include their versions and aliases.
         usable = [each for each in found if principal.may_use(re.split("[@:]", each.id)[0])]
         return self.console.frame.render(
             request,

@@ -13,14 +13,14 @@ from gateway.pages.requests.export import FIELDS
 from gateway.pages.requests.log import RequestPages
 from gateway.records.requests.log import LogEntry, LogFilter, LogPage, RequestLog
 
-# Parts of the log that are about the service, not about the tenant.
+# Filters and columns about the service; a tenant does not see them.
 HIDDEN = ("tenant", "tenant_id", "engine")
 QUERY = tuple(name for name in requests.QUERY if name not in HIDDEN)
 KEY = Column("key", "Key", sortable=False)
 
 
 class ConsoleRequests(RequestPages):
-    """Pages of the tenant's own requests, of the models that the key may use. Every read is the tenant's turn."""
+    """Pages of the tenant's own requests to the models that the key may use. Tenants' reads take turns."""
 
     columns = tuple(
         KEY if each.key == "tenant" else each for each in requests.COLUMNS if each.key not in ("tenant_id", "engine")
@@ -44,7 +44,7 @@ class ConsoleRequests(RequestPages):
         return ConsoleLinks(request)
 
     def read_filter(self, request: web.Request) -> LogFilter:
-        """Return the filter of the query, for the tenant and the key's models whatever the query says."""
+        """Return the filter of the query, always restricted to the tenant and the key's models."""
         principal = request[PRINCIPAL]
         own = {"tenant": None, "tenant_id": principal.tenant.id, "models": principal.allowed_models, "engine": None}
         return msgspec.structs.replace(read_log_filter(request), **own)

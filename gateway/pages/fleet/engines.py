@@ -77,7 +77,7 @@ MATRIX = (
 
 
 class EnginePages:
-    """Pages of the engines. All but the adapters' names comes from memory."""
+    """Pages of the engines. Only the adapters' names are read from the database."""
 
     def __init__(
         self,
@@ -133,7 +133,7 @@ class EnginePages:
         )
 
     async def residency(self, request: web.Request) -> web.Response:
-        """Show where adapters are: on an engine's device, in its host memory, or not there."""
+        """Show the memory tier of each adapter on each engine: device, host, or none."""
         table = read_table(request, "residency", MATRIX, "-rate")
         matrix = await self._residents.read(request.query.get("q", ""))
         engines, rows = matrix.engines, matrix.rows
@@ -231,7 +231,7 @@ def step_charts(seconds: Sequence[StepSecond]) -> list[Chart]:
         "prompt tokens": [each.prompt_tokens for each in seconds],
         "decodes": [each.decodes for each in seconds],
     }
-    # A step counts in the second of its end, so a long one may have begun before it.
+    # A step counts in the second in which it ends, so the times of a second may add up to more than 1 s.
     use: dict[str, list[float | None]] = {"steps": [round(100 * min(1.0, each.seconds), 1) for each in seconds]}
     if any(each.roofline is not None for each in seconds):
         use["roofline"] = [round(100 * min(1.0, each.roofline or 0.0), 1) for each in seconds]

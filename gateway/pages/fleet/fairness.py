@@ -35,7 +35,7 @@ COLUMNS = (
 
 
 class FairnessPages:
-    """Page and JSON route. Everything comes from the memory of this gateway process."""
+    """Page and JSON route, both from the memory of this gateway process."""
 
     def __init__(self, *, frame: Frame, fairness: Fairness, gate: Gate) -> None:
         self._frame = frame
@@ -74,7 +74,7 @@ class FairnessPages:
         )
 
     async def describe(self, _: web.Request) -> web.Response:
-        """Return the same as JSON."""
+        """Return the page's figures as JSON."""
         p50, p95 = self._fairness.waits()
         points = list(self._fairness.points)
         jain = {"now": self._fairness.jain(), "hour": self._fairness.jain_hour()}

@@ -9,7 +9,7 @@ from pathlib import PurePosixPath
 from aiohttp import web
 
 FOREVER = "public, max-age=31536000, immutable"
-# A gateway of another release, behind the same load balancer, may have made the URL.
+# Header for URLs that a gateway of another release made, behind the same load balancer.
 CHECK_EACH_TIME = "public, no-cache"
 TYPES = {".js": "text/javascript", ".css": "text/css", ".woff2": "font/woff2", ".svg": "image/svg+xml"}
 SERVED = {".js", ".css", ".woff2", ".svg", ".png"}
@@ -43,7 +43,7 @@ class Assets:
         return f"/static/{self._version}/{name}"
 
     async def get(self, request: web.Request) -> web.Response:
-        """Return a file. Its copies never expire, unless the URL is another release's."""
+        """Return a file. It may be cached for ever, unless the URL is another release's."""
         asset = self._files.get(request.match_info["name"])
         if asset is None:
             raise web.HTTPNotFound

@@ -24,7 +24,7 @@ HINTS = {
 
 
 def error_pages(frame: Frame) -> Middleware:
-    """Return the middleware. It goes inside the error boundary, outside of everything that raises."""
+    """Return the middleware. Install it inside the error boundary and outside of everything that raises."""
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -58,7 +58,7 @@ def _no_page() -> RecordNotFound:
 
 
 def _is_page(request: web.Request) -> bool:
-    """Return whether the request is a browser's for a page: not for the JSON API, and HTML is accepted."""
+    """Return whether the request is for a page: it is outside the JSON API and accepts HTML."""
     path, home = request.path, f"{ADMIN_PATH}/"
     is_below = path.startswith((home, f"{CONSOLE_PATH}/")) and not path.startswith(f"{ADMIN_PATH}/api/")
     return is_below and "text/html" in request.headers.get("Accept", "")

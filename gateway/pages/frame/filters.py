@@ -17,7 +17,7 @@ EXACT = "%Y-%m-%d %H:%M:%S UTC"
 # Decimal prefixes, and the largest number that is written out.
 PREFIXES = ((10**12, "T"), (10**9, "G"), (10**6, "M"), (10**3, "k"))
 WRITTEN_OUT = 9_999
-# Below it two decimals would be one digit or none.
+# Below this value, two decimals would show one significant digit or none.
 SMALL = 0.1
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 # Seconds of each unit, the largest first, and its name.
@@ -51,7 +51,7 @@ def short(value: float) -> str:
 
 
 def money(micro_units: float | None, currency: str) -> Markup:
-    """Return an amount with its currency: cents from one unit on, else two significant digits. The title is exact."""
+    """Return an amount with its currency: two decimals from 1 on, two significant digits below. The title is exact."""
     if micro_units is None:
         return NOTHING
     exact = format_money(round(micro_units))

@@ -95,7 +95,7 @@ class Frame:
     def render(
         self, request: web.Request, template: str, *, title: str, status: int = 200, **context: Any
     ) -> web.Response:
-        """Return the page as a response. template: its name below `templates/`. context: the template's variables."""
+        """Return the page as a response. template: path below `templates/`. context: the template's variables."""
         html = self.html(request, template, title=title, **context)
         return web.Response(text=html, status=status, content_type="text/html", headers=HEADERS)
 
@@ -131,7 +131,7 @@ class Frame:
     def confirm(
         self, request: web.Request, *, title: str, name: str, text: str, button: str, **context: Any
     ) -> web.Response:
-        """Return the page that asks the person to type `name` before a destructive act; "" asks for no name.
+        """Return the page that asks the person to type `name` before a destructive act; with "" only to confirm.
 
         text: what happens. Its form posts to the present URL with the fields `typed` and `csrf`, and with `fields`, a
         mapping, hidden. Other variables: `changes`, rows of (label, old, new); `cancel`, the URL back; `error`; `tone`

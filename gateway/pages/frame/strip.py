@@ -30,7 +30,7 @@ NEEDED = {"database", "quota", "engines", "ledger", "tokenizer"}
 
 
 class PartState(NamedTuple):
-    """A part as `/readyz` knows it. text: its fault, or "ok" with a remark."""
+    """A part of `/readyz`. text: its fault, or "ok" with a remark."""
 
     name: str
     title: str
@@ -63,7 +63,7 @@ class Status(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """Return the sign that stands in the page's title."""
+        """Return the sign for the title of the browser's tab."""
         return {"good": "●", "warn": "▲", "bad": "■"}[self.level]
 
     @property

@@ -1,7 +1,7 @@
 """`/admin/login` and `/console/login`: log-in with an API key, and log-out.
 
-Each log-in makes a new token, so no token that was known before opens the new session. The form is protected by a
-cookie of its own: no other site can log a browser in to a session of its choice.
+Each log-in makes a new token, so nobody who knew an earlier token can use the new session. The form has a cookie of its
+own, so that no other site can log a browser in to a session of the site's choice.
 """
 
 import hmac
@@ -24,11 +24,11 @@ from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, 
 from gateway.pages.frame.frame import Frame
 
 LOGIN_COOKIE = "loraplex_login"
-# Log-ins of one key or person: this number at once, then one every LOGIN_SECONDS.
+# Rate of log-ins per key or person: a burst, then one every LOGIN_SECONDS.
 LOGIN_BURST, LOGIN_SECONDS = 10, 6.0
 MAX_SUBJECTS = 10_000
 MAX_KEY_CHARS = 1000
-# Largest log-in form. Anybody may send one, before a key is known.
+# Maximum size of the log-in form, which anybody may send without a key.
 MAX_LOGIN_BYTES = 16 * 2**10
 TITLES = {ADMIN_PATH: "Operator log-in", CONSOLE_PATH: "Tenant log-in"}
 LABELS = {ADMIN_PATH: "Admin key", CONSOLE_PATH: "API key"}
@@ -106,8 +106,8 @@ class LoginPages:
     ) -> web.Response:
         """Open a session for a person whose identity is proved, and go to `then`. Ends the browser's earlier session.
 
-        from_elsewhere: whether another site led here. A page then goes on, because the browser would leave the cookie
-        out of a redirect.
+        from_elsewhere: whether another site redirected here. The answer is then a page instead of a redirect, because
+        after a redirect the browser would not send the cookie.
         """
         home = home_of_request(request)
         await self._end_old(request.cookies.get(COOKIE, ""))
@@ -133,14 +133,14 @@ class LoginPages:
             if old is not None:
                 await self._end(old.session_id, old.subject)
         except Unavailable:
-            # Its token is overwritten in the browser.
+            # The session ends by itself later; the browser has overwritten its token.
             return
 
     async def _end(self, session_id: str, actor: str) -> None:
         try:
             await self._sessions.close(session_id, actor, action="session.close")
         except RecordNotFound:
-            # It has just been ended elsewhere.
+            # Another request has just ended it.
             return
 
     async def _recognise(self, request: web.Request, home: str, presented: str) -> Identity:
@@ -170,7 +170,7 @@ class LoginPages:
         self._throttle.refuse_guess(request, "")
 
     def too_many(self, request: web.Request, then: str, error: TooManyFailures) -> web.Response:
-        """Return the form with the time after which the next log-in is tried."""
+        """Return the form with the time after which the next attempt is allowed."""
         wait = error.headers["Retry-After"]
         message = f"Too many log-ins from your address or with this key. Try again in {wait} s."
         return self._form(request, then, message, status=429)
@@ -222,6 +222,6 @@ def home_of_request(request: web.Request) -> str:
 
 
 def _owner() -> str:
-    """Return the owner of a log-in form's memory: the client's address, so that slow forms hold no place of others."""
+    """Return the owner of a log-in form's memory: the client's network, so that slow forms delay no others."""
     caller = CALLER.get()
     return f"address {client_network(caller.address) if caller is not None else ''}"

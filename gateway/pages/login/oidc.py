@@ -22,11 +22,11 @@ from gateway.pages.login.login import LoginPages, home_of_request
 from gateway.records.tenants.tenants import Tenants
 
 STATE_COOKIE = "loraplex_oidc"
-# Time for a log-in at the provider.
+# Maximum time for a log-in at the provider.
 STATE_SECONDS = 600
 USED_MOST = 10_000
-# Subjects that stand in the audit and the log as they are; others are hashed. With their prefix they fit into the
-# columns for a key's id, because a tenant's person may send requests from the playground.
+# Subjects that are recorded as they are; others are hashed. They fit, with their prefix, into columns for a key's id,
+# because a tenant's person can send requests from the playground.
 PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9._@|:-]{1,27}")
 HASHED_CHARS = 24
 STALE = "This log-in was not begun here, has expired or was used already. Begin it again."
@@ -75,7 +75,7 @@ class OidcPages:
             path=f"{home}/login/oidc",
             max_age=STATE_SECONDS,
             httponly=True,
-            # The provider's redirect comes from another site.
+            # The browser must send the cookie after the provider's redirect, which comes from another site.
             samesite="Lax",
             secure=caller is not None and caller.is_https,
         )
@@ -85,7 +85,7 @@ class OidcPages:
         """Open a session for the person whom the provider names."""
         oidc, home, then = self._client(), home_of_request(request), f"{home_of_request(request)}/"
         try:
-            # Each answer costs a request to the provider.
+            # Each call costs a request to the provider.
             self._pages.refuse_guesses(request)
             kept = await self._unsealed(request)
             then = kept.then
@@ -104,7 +104,7 @@ class OidcPages:
         return response
 
     async def _person(self, claims: dict[str, Any], home: str) -> Identity:
-        """Return the person, with the greatest role that the groups give below `home`. Raises Forbidden."""
+        """Return the person, with the highest role that the groups grant below `home`. Raises Forbidden."""
         provider = self._client().provider
         grant = provider.grant_of(claims, ADMIN_ROLES if home == ADMIN_PATH else TENANT_ROLES)
         tenant = None
@@ -147,7 +147,7 @@ class OidcPages:
     async def _use(self, kept: _State) -> bool:
         """Return whether the state is used for the first time: at any gateway, or at this one while Redis is away.
 
-        Anybody can use states up, so a full memory must not refuse log-ins while Redis answers.
+        Anybody can fill the memory of used states, so it must not refuse log-ins while Redis answers.
         """
         now = int(time.time())
         self._used = {state: until for state, until in self._used.items() if until >= now}

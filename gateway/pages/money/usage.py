@@ -61,7 +61,7 @@ EXPORTS = (
     ("tenant,key,day", "tenant, key and day"),
     ("tenant,end_user", "tenant and end user"),
 )
-# Longest period with a point each hour, and each day.
+# Longest period with a point per hour, and with a point per day.
 HOURS, DAYS = timedelta(days=3), timedelta(days=120)
 # Named periods above this length begin with a whole day.
 DAILY = timedelta(days=7)
@@ -109,7 +109,7 @@ class UsagePages:
         measure = _choice(request, "measure", MEASURES)
         which = read_usage_filter(request)
         span = _whole(span)
-        # Sums of the present hour and day reach up to now.
+        # The sums of the present hour and day reach up to now, so a period that ends now needs no end.
         is_open = span.name not in ("", LAST_MONTH)
         part = Part(which=which, since=span.since, until=None if is_open else span.until)
         bounds = (_floor(span.before), _floor(span.before_until)) if is_open else (span.before, span.before_until)
@@ -158,7 +158,7 @@ def _floor(moment: datetime, hour: int | None = None) -> datetime:
 
 
 def _whole(span: PagePeriod) -> PagePeriod:
-    """Return a named period from the start of its first hour, or its first day if it is long; sums answer it alone."""
+    """Return a named period, extended to the start of its first hour, or day if it is long, so that sums suffice."""
     if span.name not in LENGTHS:
         return span
     return span._replace(since=_floor(span.since, 0 if LENGTHS[span.name] > DAILY else None))

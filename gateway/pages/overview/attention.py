@@ -13,7 +13,7 @@ from gateway.pages.frame.strip import Level, Status, verb_of
 from gateway.quota.periods import PERIOD_WORDS
 from gateway.records.events.attention import Attention, Concerns
 
-# The records are read again after this time, by all viewers together.
+# Lifetime of the cached records, which all viewers share.
 FRESH_SECONDS = 30.0
 LONG_WAIT, MANY_ROWS = 5.0, 1000
 
@@ -43,9 +43,9 @@ class Needs:
         self._read_at = 0.0
 
     async def entries(self, status: Status) -> list[Entry]:
-        """Return the entries, the worst first. Those of records are old while the database is unavailable."""
+        """Return the entries, the worst first. Records in them are older while the database is unavailable."""
         if time.monotonic() - self._read_at > FRESH_SECONDS or not self._read_at:
-            # A single viewer reads; the others get the last result.
+            # Set before the read, so that only one viewer reads; the others get the last result.
             self._read_at = time.monotonic()
             try:
                 self._concerns = await self._records.read()

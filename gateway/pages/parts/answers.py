@@ -1,4 +1,4 @@
-"""Answers to forms: whether a person confirmed an act by typing its name, and the field that an error is about."""
+"""Checks of forms: the typed name that confirms an act, and the field that caused an error."""
 
 from aiohttp import web
 
@@ -13,7 +13,7 @@ def is_confirmed(request: web.Request, name: str) -> bool:
 
 
 def typing_error(request: web.Request, name: str) -> str | None:
-    """Return the error of a form that does not have the name; None without a form."""
+    """Return the error of a form without the name; None if no form was sent."""
     return None if request.get(FORM) is None else f"Type {name} to confirm."
 
 

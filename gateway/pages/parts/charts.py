@@ -1,4 +1,4 @@
-"""Fewer points for charts: every n-th point, or means."""
+"""Reduction of a chart's points: every n-th point, or means."""
 
 from collections.abc import Sequence
 from typing import TypeVar

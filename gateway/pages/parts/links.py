@@ -1,6 +1,6 @@
-"""URLs of other pages, for links from a record to the things that it names.
+"""URLs of other pages, for links from a record to the tenants, adapters and requests in it.
 
-A link is left out (None) where this gateway serves no such page.
+A URL is None if this gateway does not serve the page.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ from gateway.api.requests.fields import parse_period, read_moment
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import link
 
-# Periods that end now, by their names in the URL.
+# Lengths of the periods that end now, by their names in the URL.
 LENGTHS = {
     "15m": timedelta(minutes=15),
     "1h": timedelta(hours=1),
@@ -50,7 +50,7 @@ class PagePeriod(NamedTuple):
 
     @property
     def before_until(self) -> datetime:
-        """Return the end of the period before, which is as long as this one if this one is the present month."""
+        """Return the end of the period before. For the present month it is cut so that both are equally long."""
         return min(self.since, self.before + (self.until - self.since)) if self.name == MONTH else self.since
 
     @property

@@ -92,7 +92,7 @@ def fill(table: Table, rows: Iterable[Any]) -> Table:
 
 
 def window(table: Table, *, is_csv: bool) -> dict[str, Any]:
-    """Return the order and the part of the rows that a query of records needs. is_csv: all rows, MOST_CSV at most."""
+    """Return the arguments of a query: descending, limit, offset. is_csv: all rows, at most MOST_CSV."""
     limit, offset = (MOST_CSV, 0) if is_csv else (ROWS, table.offset)
     return {"descending": table.descending, "limit": limit, "offset": offset}
 

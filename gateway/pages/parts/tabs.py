@@ -1,4 +1,4 @@
-"""Pages of tabs: parts of which `?tab=` chooses one."""
+"""Pages with tabs; `?tab=` chooses one."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any

@@ -47,7 +47,7 @@ STATUS_OPTIONS = (
     ("failed", "all but completed"),
     *((status, words) for status, (words, _) in OUTCOMES.items()),
 )
-# Filters that the bar shows at first; the others are behind "More filters" until one of them is in use.
+# Filters that are always shown. The others are under "More filters" unless one of them is in use.
 FIRST = ("tenant", "model", "status", "since", "until")
 # Time before and after a request that "around" covers.
 AROUND = timedelta(minutes=1)
@@ -174,7 +174,7 @@ def _local(moment: datetime | None) -> str:
 
 
 def _marks(latency_ms: int) -> list[int]:
-    """Return three to six round times within a request's way, for the scale of its waterfall."""
+    """Return three to six round times within a request's duration, for the scale of its waterfall."""
     if latency_ms < 4:
         return []
     rough = latency_ms / 5

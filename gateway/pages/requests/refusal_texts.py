@@ -26,7 +26,7 @@ def title(cause: Cause) -> str:
 
 
 def sentence(cause: Cause, currency: str, now: datetime, step: int) -> str:
-    """Return the finding after the tenant's name: number, limit and its value, time and peak of a step of seconds."""
+    """Return the rest of a sentence after the tenant's name: number, limit, time and peak. step: in seconds."""
     plural = "request was" if cause.requests == 1 else "requests were"
     text = f"{cause.requests:,} {plural} refused"
     evidence = cause.evidence
@@ -59,7 +59,7 @@ def advice(cause: Cause) -> str:
 
 
 def _span(start: datetime, now: datetime, step: int) -> str:
-    """Return the words for a step of seconds: a minute, several, an hour or a day."""
+    """Return the words for the step that begins at `start`, such as `at 12:03`. step: its length in seconds."""
     if step >= 86_400:
         return f"on {start.astimezone(UTC):%-d %b}"
     clock = _clock(start, now, seconds=False)

@@ -19,7 +19,7 @@ OUTCOMES: dict[str, tuple[str, Tone]] = {
     NOT_ADMITTED: ("refused", "warn"),
 }
 KIND_OF = {kind.name: kind for kind in KINDS}
-# Titles of limits that are not their names.
+# Titles of limits that differ from their names.
 TITLES = {
     "max_concurrent": "concurrent requests",
     "max_concurrent_tokens": "concurrent tokens",
@@ -81,7 +81,7 @@ def stages(entry: LogEntry) -> list[Stage]:
     at = 0
     for name, mark, tone, hint in marks:
         if mark is not None:
-            # Clocks are rounded to ms, so a stage may seem to end before its beginning.
+            # Times are rounded to ms, so a stage could end before its start.
             end = min(max(at, mark), max(entry.latency_ms, at))
             found.append(Stage(name, at, end, tone, hint))
             at = end

@@ -27,7 +27,7 @@ ALERTS = "/admin/alerts"
 EVENT_QUERY = ("type", "tenant", "since", "until", "after")
 LIST_QUERY = ("tab", *EVENT_QUERY, "q", "state", "own", "sort", "page", "format", "done")
 DONE = {"saved": "The target is saved.", "deleted": "The target is deleted with the events that waited for it."}
-# Words and tone of each state.
+# Words and colour of each state.
 STATE_WORDS = {
     "works": ("works", "good"),
     "failing": ("fails", "bad"),
@@ -162,7 +162,7 @@ class AlertPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             try:
-                # The form does not show the URL, whose path may hold a secret.
+                # The form does not show the URL, because its path may hold a secret.
                 given = {"url": _url(form) or webhook.url, "types": form.getall("types", []) or None}
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
                 await self._manager.put(webhook.name, known, request[ACTOR])

@@ -79,7 +79,7 @@ class SettingPages:
         )
 
     async def end_session(self, request: web.Request) -> web.StreamResponse:
-        """End a session at once, maybe the visitor's own."""
+        """End a session at once. It may be the visitor's own."""
         await self._sessions.close(request.match_info["id"], request[ACTOR])
         raise web.HTTPSeeOther(f"{SETTINGS}?tab=sessions&done=ended")
 

@@ -48,7 +48,7 @@ class TenantPages:
     async def list(self, request: web.Request) -> web.StreamResponse:
         errors: dict[str, str] = {}
         which = TenantFilter()
-        # A field of the form that was left empty is no filter.
+        # An empty field of the form is no filter.
         query = {name: value for name, value in request.query.items() if value}
         if query.get("plan") == "none":
             query["plan"] = ""
@@ -77,7 +77,7 @@ class TenantPages:
         )
 
     async def bulk(self, request: web.Request) -> web.StreamResponse:
-        """Show what a change of all matching tenants would do; after its confirmation, do it."""
+        """Show the effects of a change of all matching tenants; with a confirmed form, make it."""
         form = request[FORM]
         filters = {name: form[name] for name in FILTERS if form.get(name)}
         which = read_filter(filters | ({"plan": ""} if filters.get("plan") == "none" else {}))
