@@ -35,7 +35,7 @@ class Warming:
         return [each for each in self._registry.up if each.address.traits.takes_hints and each.serves_bases(bases)]
 
     async def load(self, url: str, digest: str, bases: Collection[str], tenant_id: str) -> EngineRecord:
-        """Make an engine load an adapter, and return the engine. tenant_id: the owner, who is charged with it.
+        """Make an engine load an adapter, and return the engine. tenant_id: the owner, whose turn the load takes.
 
         Raises BadRequest for an engine that cannot serve it, Unavailable if the engine did not load it.
         """

@@ -37,7 +37,7 @@ def check_possible(limits: Sequence[Limit], demand: Demand) -> None:
         completion = min(demand.choices, least) if is_rate and grows else least
         tokens = prompt + completion
         if limit.kind in TAKES_ONE or limit.value == 0 or limit.amount(tokens, cost) <= limit.value:
-            # For a budget of 0 the script reports a spent budget, never a request that is too large.
+            # The script reports a budget of 0 as spent, never the request as too large.
             continue
         needs = f"{tokens} tokens ({prompt} of the prompt and {completion} of the answer{_default(demand)})"
         if limit.kind in BUDGET:

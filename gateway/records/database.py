@@ -310,8 +310,8 @@ def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
 
 
 def _prepare_postgresql(connection: Any, _record: object) -> None:
-    # PostgreSQL compiles statements that it expects to be slow. Here that takes longer than their execution: the sums
-    # have 65 columns. A parameter of the connection would be refused by PgBouncer.
+    # PostgreSQL's JIT compiles statements that it expects to be slow. For the sums with their 65 columns, compilation
+    # takes longer than execution. A statement sets it, because PgBouncer refuses it as a connection parameter.
     connection.run_async(lambda driver: driver.execute("SET jit = off"))
 
 

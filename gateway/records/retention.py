@@ -10,7 +10,7 @@ from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.tables import usage
 
-# Rows of one transaction, so that no other writer waits for long, and rows of one run.
+# Maximum rows per transaction, so that no other writer waits for long; and maximum rows per run.
 AT_ONCE, MOST = 1000, 2_000_000
 
 

@@ -1,4 +1,4 @@
-"""Parts of every table of the schema: its metadata, and its column type for times."""
+"""Common parts of all tables: the schema's metadata, and the column type for times."""
 
 from datetime import UTC, datetime
 from typing import Any

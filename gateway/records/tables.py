@@ -233,7 +233,7 @@ adapter_alias_targets = Table(
     Column("expires_at", UtcDateTime, nullable=True),
 )
 
-# Mixtures that a tenant saved under a name (gateway/records/adapters/saved_mixtures.py). tag: new at each change.
+# Mixtures that a tenant has saved under a name (gateway/records/adapters/saved_mixtures.py). tag: new at each change.
 saved_mixtures = Table(
     "saved_mixtures",
     metadata,
@@ -245,7 +245,7 @@ saved_mixtures = Table(
 )
 
 # Versions that a deletion or a newer version has removed (gateway/records/adapters/removed_versions.py). num_bytes: 0
-# once the content does not count for the tenant any longer.
+# once the content no longer counts against the tenant's limit.
 removed_versions = Table(
     "removed_versions",
     metadata,

@@ -15,7 +15,7 @@ from gateway.errors import Unavailable
 from gateway.records.database import Database
 from gateway.records.events.tables import turns
 
-# A process that stops waits no longer for a slow database.
+# Maximum wait for the database when a process stops.
 LEAVE_SECONDS = 1.0
 
 
@@ -50,7 +50,7 @@ class Turn:
         return True
 
     async def leave(self) -> None:
-        """Give the turn to another process, if this one holds it. Without the database the turn ends by itself."""
+        """Release the turn, if this process holds it. While the database is unavailable, the turn only expires."""
         mine = (turns.c.name == self._name) & (turns.c.owner == self._owner)
         with suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS), self._database.write() as connection:

@@ -19,8 +19,9 @@ Segments = list[tuple[int, int, int]]
 
 
 class Period(msgspec.Struct, frozen=True):
-    """Period in Unix seconds: of the report, its end for queries (beyond the present), and the start of the one before.
+    """Period of a report, in Unix seconds.
 
+    end: the end for queries, which may be after `until`. before: the start of the period before.
     minutes_from: the first moment with minute sums.
     """
 
@@ -55,7 +56,7 @@ def whole_period(
     if chosen < HOUR and start < minutes_from:
         raise BadRequest("step: expected at least 3600, because older minutes are not kept.", param="step")
     before = _floor(start - (end - start), minutes_from)
-    # The sums of the present hour and day reach up to now, so an open period takes them whole.
+    # The sums of the present hour and day reach up to now, so a period that ends now includes them whole.
     query_end = -(-end // DAY) * DAY if is_open else end
     return Period(start, end, query_end, before, chosen, minutes_from)
 

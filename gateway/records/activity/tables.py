@@ -4,9 +4,9 @@ from sqlalchemy import BigInteger, Column, Index, Integer, String, Table
 
 from gateway.records.schema import metadata
 
-# Kinds of series: the requests of a tenant; of a tenant's adapter, or of all its mixtures; of an engine; of a base
-# model by one tenant; of a base model by all tenants. Each request is in a series of its tenant, its engine and its
-# model, those of a base model in two of the model.
+# Kinds of series: requests of a tenant; of a tenant's adapter, or of all its mixtures; on an engine; of a tenant to a
+# base model; of all tenants to a base model. Each request is in one series of its tenant, of its engine and of its
+# model; a request to a base model is in both kinds of the model.
 TENANT, MODEL, ENGINE, OWN_BASE, BASE = 1, 2, 3, 4, 5
 STATUSES = ("ok", "cancelled", "revoked", "limited", "refused", "error", "abandoned")
 SUMMED = (
@@ -15,7 +15,7 @@ SUMMED = (
     *("prompt_tokens", "cached_tokens", "completion_tokens", "cost"),
     *("queue_ms", "ttft_ms", "latency_ms"),
 )
-# Upper bounds of the buckets of both histograms, in ms; one more bucket has the rest.
+# Upper bounds of both histograms' buckets, in ms. One more bucket holds the values above the last bound.
 BOUNDS = (
     *(5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 750),
     *(1000, 1500, 2000, 3000, 5000, 7500, 10_000, 15_000, 30_000, 60_000, 120_000, 300_000),
@@ -57,5 +57,5 @@ def _sums(name: str) -> Table:
     )
 
 
-# By the length of the period in seconds.
+# Tables by the length of their periods in seconds.
 ACTIVITY = {60: _sums("activity_minute"), 3600: _sums("activity_hour"), 86400: _sums("activity_day")}

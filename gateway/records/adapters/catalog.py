@@ -63,10 +63,10 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """The model that a request names. name: the tenant's own. digest: None is the base model.
+    """The model that a request names. name: the tenant's own. digest: None for the base model.
 
-    names: an adapter's name, and all names of the tenant that have a price or limits and mean, or ever meant, the same
-    content. These prices and limits apply to the content, whichever name a request uses.
+    names: the adapter's name, and all other names of the tenant that have a price or limits and refer, or once
+    referred, to the same content. Their prices and limits apply whichever of these names a request uses.
     version: of the adapter; None for the base model and for a mixture. requested: the text of the request if it is not
     the name, such as `name:prod`.
     base_digest: the base model that the version is bound to; None if it is unknown.

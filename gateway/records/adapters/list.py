@@ -29,16 +29,15 @@ from wire.model_names import version_name
 Sort = Literal["name", "tenant", "version", "state", "size", "rank", "created", "requests", "last_used"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
 BY_USE: tuple[Sort, ...] = ("requests", "last_used")
-# Sorts that need no version.
+# Sorts that do not read versions.
 LIGHT: tuple[Sort, ...] = ("name", "tenant", *BY_USE)
 # States that a listed adapter may have.
 STATES: tuple[State, ...] = ("ready", "validating", "rejected", "retired")
-# Period of `requests`, and the longest time for which the last use is known. An adapter without a use since then counts
-# as unused.
+# Period of `requests`, and period in which the last use is looked for. An adapter without a use in it counts as unused.
 RECENT, KNOWN = timedelta(hours=24), timedelta(days=30)
 MAX_PAGE = 1000
 MOST_NAMES, MOST_TENANTS = 500, 2000
-# Columns of the sorts that are named otherwise, and the fields that a row has.
+# Columns of the sorts whose names differ, and the columns of a row.
 COLUMNS: dict[str, str] = {"size": "num_bytes", "created": "created_at"}
 OF_ROW = (
     *("tenant_id", "tenant", "name", "version", "state", "digest", "rank", "num_bytes", "created_at"),
@@ -65,7 +64,7 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_light(self) -> bool:
-        """Return whether no condition is on a version."""
+        """Return whether the filter needs no version."""
         return self.search is None and self.state is None and self.rank is None and self.base is None
 
 
@@ -97,7 +96,7 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TenantModel(msgspec.Struct, frozen=True, kw_only=True):
-    """A text that a tenant's requests may have as their model. means: the text of a saved mixture."""
+    """A value of `model` for a tenant's requests. means: the text of a saved mixture."""
 
     id: str
     kind: Literal["adapter", "alias", "version", "mixture"]
@@ -147,7 +146,7 @@ class AdapterList:
             return AdapterPage(adapters=await _complete(connection, rows, now), total=total)
 
     async def _light(self, which: ListFilter, sort: Sort, descending: bool, offset: int, limit: int) -> AdapterPage:
-        """Return a page whose adapters are found without their versions, which are read for the page alone."""
+        """Return a page for a light filter and sort: versions are read only for the adapters on the page."""
         now = datetime.now(UTC)
         series = activity_series.c
         same = and_(series.tenant_id == adapters.c.tenant_id, series.kind == MODEL, series.name == adapters.c.name)
@@ -261,7 +260,7 @@ def _listed(now: datetime, ids: Sequence[str] | None = None) -> Subquery:
 
 
 def _state(state: ColumnElement[Any], expires_at: ColumnElement[Any], now: datetime) -> ColumnElement[Any]:
-    """Return a version's state: a ready version is retired once its end is over."""
+    """Return a version's state. A ready version counts as retired once it has expired."""
     return case((and_(state == READY, expires_at <= now), "retired"), else_=state)
 
 

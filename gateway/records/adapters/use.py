@@ -12,7 +12,7 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant
 
-# Newest rows of a tenant that are read for its end users and versions, and newest entries of the audit for the changes.
+# Maximum of a tenant's newest rows read for end users and versions, and of the newest audit entries read for changes.
 SCANNED = 20_000
 DAY = timedelta(days=1)
 MOST_USERS, MOST_CHANGES = 20, 50
@@ -124,7 +124,7 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
 
 
 async def _grouped(connection: AsyncConnection, newest: Any, column: ColumnElement[Any], name: str) -> list[Use]:
-    """Return the requests of an adapter by the values of a column, of which NULL is left out."""
+    """Return the requests of an adapter by the values of a column, without NULL."""
     sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]
     query = (
         select(column.label("value"), *sums)

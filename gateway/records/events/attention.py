@@ -35,7 +35,7 @@ class RejectedVersion(NamedTuple):
 
 
 class Concerns(NamedTuple):
-    """All of these, at most MAX_EACH of each, the most urgent first."""
+    """Records of all three kinds, at most MAX_EACH of each, the most urgent first."""
 
     budgets: list[Budget]
     keys: list[ExpiringKey]

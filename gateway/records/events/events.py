@@ -1,7 +1,7 @@
 """Events for operators and tenants, and the outbox of their deliveries.
 
-An event and its deliveries are written in one transaction, so a crash loses neither. The column `once` makes an event
-one row, however many gateways notice it.
+An event and its deliveries are written in one transaction, so a crash loses neither. The unique column `once`
+keeps an event from being recorded twice by several gateways.
 """
 
 import uuid
@@ -22,7 +22,7 @@ from gateway.records.events.types import EventType
 
 EVENT_TYPES: tuple[str, ...] = get_args(EventType)
 KEPT = timedelta(days=90)
-# Events of one type and tenant in an hour. Further ones are dropped: a tenant must not fill the table.
+# Maximum events per type, tenant and hour. Further ones are dropped, so that a tenant cannot fill the table.
 MAX_PER_HOUR = 20
 SWEPT_AT_ONCE, LOOKED_UP_AT_ONCE = 1000, 500
 _INSERT: Mapping[str, Any] = {"postgresql": insert_on_postgresql, "sqlite": insert_on_sqlite}
@@ -100,7 +100,7 @@ class Events:
     ) -> bool:
         """Add an event as `record_event` does, in a transaction of its own.
 
-        The usual case, that it exists, takes no write lock.
+        If the event exists, the usual case, this takes no write lock.
         """
         async with self._database.read() as connection:
             if (await connection.execute(select(events.c.id).where(events.c.once == once))).first() is not None:
@@ -109,7 +109,7 @@ class Events:
             return await record_event(connection, kind, data, once=once, tenant_id=tenant_id, tenant=tenant)
 
     async def missing(self, onces: Sequence[str]) -> set[str]:
-        """Return those of these values of `once` that no event has."""
+        """Return the given values of `once` that no event has yet."""
         found: set[str] = set()
         for start in range(0, len(onces), LOOKED_UP_AT_ONCE):
             query = select(events.c.once).where(events.c.once.in_(onces[start : start + LOOKED_UP_AT_ONCE]))

@@ -4,8 +4,8 @@ from sqlalchemy import Column, ForeignKey, Index, Integer, String, Table, Text
 
 from gateway.records.schema import UtcDateTime, metadata
 
-# once: a text that is the same for one event in all gateways, so that each event has exactly one row. tenant_id: NULL
-# for an event of no tenant; the rows outlive their tenant.
+# once: identifies the event, with the same text in all gateways, so that it has one row. tenant_id: NULL for an event
+# without a tenant; rows outlive their tenant.
 events = Table(
     "events",
     metadata,
@@ -20,8 +20,8 @@ events = Table(
     Index("ix_events_type_tenant_id_created_at", "type", "tenant_id", "created_at"),
 )
 
-# tenant_id: NULL for the operators' own, which receive the events of all tenants. types: ",budget.exhausted,", "*" for
-# all. failures: since the last delivery. retry_at: no delivery is tried before it.
+# tenant_id: NULL for webhooks of operators, which receive the events of all tenants. types: ",budget.exhausted,", or
+# "*" for all. failures: since the last delivery. retry_at: time of the next attempt at the earliest.
 webhooks = Table(
     "webhooks",
     metadata,

@@ -26,8 +26,8 @@ class TargetFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A webhook and its deliveries. waiting: events that are still to be delivered. given_up: events of the last 90
-    days that were not delivered within a day.
+    """A webhook and its deliveries. waiting: number of pending deliveries. given_up: number of events
+    of the last 90 days that were not delivered within a day.
     """
 
     webhook: Webhook
@@ -52,7 +52,7 @@ class TargetLists:
     async def page(
         self, which: TargetFilter, *, sort: Sort = "name", descending: bool = False, limit: int = 50, offset: int = 0
     ) -> tuple[list[Target], int]:
-        """Return a page of the matching webhooks, and the number of all. Those without the value come last."""
+        """Return a page of the matching webhooks, and their number. Webhooks without the sort's value come last."""
         waiting, given_up = _number("pending"), _number("failed")
         orders: Mapping[str, ColumnElement[Any]] = {"tenant": tenants.c.name, "waiting": waiting}
         order = orders.get(sort, webhooks.c.get(sort))

@@ -19,9 +19,9 @@ from gateway.records.tenants.tenants import Tenant
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_WEBHOOK = "There is no webhook of this name."
-# A delivery is given up at this age.
+# Age at which a delivery is given up.
 GIVEN_UP = timedelta(days=1)
-# Seconds until the next attempt, by the number of failures since the last delivery; then the last of them.
+# Seconds until the next attempt, by the number of failures since the last delivery; the last value repeats.
 BACKOFF = (5, 15, 60, 300, 900, 1800, 3600)
 MAX_OPERATORS, MAX_OF_TENANT = 100, 5
 ALL_TYPES = "*"
@@ -30,8 +30,8 @@ ALL_TYPES = "*"
 class Webhook(msgspec.Struct, frozen=True, kw_only=True):
     """A target of events.
 
-    url: https://, http:// to an allowed host, or mailto:. tenant: the name of the only tenant whose events it receives;
-    None for the operators' own, which receives all. types: None for all. failures: since the last delivery. error: of
+    url: https://, http:// to an allowed host, or mailto:. tenant: name of the tenant whose events it receives;
+    None for operators' webhooks, which receive all. types: None for all. failures: since the last delivery. error: of
     the last attempt, None if it was delivered.
     """
 
@@ -80,7 +80,7 @@ class Webhooks:
     async def put(
         self, name: str, url: str, types: Sequence[str] | None, tenant: Tenant | None, actor: str
     ) -> tuple[Webhook, bool]:
-        """Add or change a webhook. Return it and whether it is new. A changed one is tried again at once.
+        """Add or change a webhook. Return it and whether it is new. Deliveries to a changed webhook are tried at once.
 
         A webhook never changes its tenant: a secret that one tenant knows must not sign the events of another.
         """
@@ -118,7 +118,7 @@ class Webhooks:
     async def due(self) -> list[Pending]:
         """Return at most one due delivery of each webhook: the one with the fewest attempts, then the oldest.
 
-        So an event that a target refuses does not hold up its other events.
+        So an event that a target keeps refusing does not block the target's other events.
         """
         now = datetime.now(UTC)
         table = event_deliveries

@@ -8,7 +8,7 @@ from sqlalchemy import func, select
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, tenants
 
-# Keys in one listing for events: each is recorded once, and further ones follow as these expire.
+# Maximum keys in one list for events. The others follow in later lists, once these have expired.
 MAX_KEYS = 1000
 
 

@@ -18,16 +18,16 @@ from gateway.records.tenants.limits import Limits, read_limits, write_limits
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")
-# Prefix of a tenant's id where the tenant itself is looked up, for requests without a key of its own.
+# Prefix of a tenant's id in place of a key's id, for requests that need the tenant but have none of its keys.
 TENANT_ITSELF = "tenant:"
 # Most ids in one query.
 MAX_IDS = 500
-# Valid keys up to which a tenant may make further ones itself, and its ended keys that stay on record.
+# Maximum valid keys of a tenant that makes keys itself, and maximum of its ended keys on record.
 MAX_VALID, MAX_ENDED = 100, 400
 
 
 class KeyLimitExceeded(Forbidden):
-    """The tenant has as many keys as it may make itself."""
+    """The tenant has reached the number of keys that it may make itself."""
 
     code = "key_limit_exceeded"
 
@@ -85,7 +85,7 @@ class Keys:
         return (await self.find_all([key_id])).get(key_id)
 
     async def find_all(self, key_ids: Sequence[str]) -> dict[str, ApiKey]:
-        """Return those of the keys that exist, by id. An id with TENANT_ITSELF finds a tenant, as a key of no scope."""
+        """Return those of the keys that exist, by id. For a tenant's id after TENANT_ITSELF: a key without scopes."""
         found = {}
         async with self._database.read() as connection:
             for first in range(0, len(key_ids), MAX_IDS):
@@ -107,7 +107,7 @@ class Keys:
         return [read_key(row) for row in rows]
 
     async def revoke(self, key_id: str, actor: str, tenant_id: str | None = None) -> None:
-        """Revoke a key. A second revocation keeps the first one's time. tenant_id: the only tenant whose key it may be;
+        """Revoke a key. A second revocation keeps the first one's time. tenant_id: revoke only a key of this tenant;
         None: any key.
         """
         async with self._database.write() as connection:
@@ -249,7 +249,7 @@ def _detail(key: ApiKey) -> dict[str, Any]:
 
 
 def _itself(tenant: Tenant) -> ApiKey:
-    """Return a tenant in the form of a key that no secret opens."""
+    """Return a tenant in the form of a key that no secret matches."""
     name = f"{TENANT_ITSELF}{tenant.id}"
     return ApiKey(id=name, tenant=tenant, label="", scopes=frozenset(), secret_hash="", created_at=tenant.created_at)
 

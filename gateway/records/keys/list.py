@@ -14,7 +14,7 @@ State = Literal["valid", "never_used", "expiring", "expired", "revoked"]
 STATES: tuple[State, ...] = get_args(State)
 Sort = Literal["tenant", "label", "created_at", "expires_at", "last_used_at"]
 SORTS: tuple[Sort, ...] = get_args(Sort)
-# A key that ends within this time is expiring.
+# A key counts as expiring this long before its end.
 EXPIRING = timedelta(days=7)
 MAX_PAGE = 1000
 
@@ -42,7 +42,7 @@ class KeyLists:
         limit: int = 50,
         offset: int = 0,
     ) -> tuple[list[ApiKey], int]:
-        """Return a page of the matching keys, and the number of all matching keys. Keys without the value come last."""
+        """Return a page of the matching keys, and their number. Keys without the sort's value come last."""
         conditions = _conditions(which, datetime.now(UTC))
         order = tenants.c.name if sort == "tenant" else api_keys.c[sort]
         found = KEYS.where(*conditions).order_by(order.is_(None), order.desc() if descending else order, api_keys.c.id)

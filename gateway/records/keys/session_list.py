@@ -51,7 +51,7 @@ class SessionLists:
         limit: int = 50,
         offset: int = 0,
     ) -> tuple[list[SessionRow], int]:
-        """Return a page of the matching sessions, and the number of all. Those without the value come last."""
+        """Return a page of the matching sessions, and the number of all. Those without the sort's value come last."""
         now = datetime.now(UTC)
         conditions: list[ColumnElement[bool]] = [
             sessions.c.expires_at > now,

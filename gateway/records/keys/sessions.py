@@ -1,4 +1,4 @@
-"""Sessions of browsers in the database. Of a session's token only a keyed hash is stored."""
+"""Sessions of browsers in the database. A session's token is stored only as a keyed hash."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -28,8 +28,8 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
 
     subject: the actor of its changes: a key's id, or `oidc:` and the provider's subject. label: a name for people.
     role: as at log-in; the present role of a session with a key follows from the key. tenant: None for operators.
-    key_id: the key that opened it, in the database; None otherwise. proof: digest of the settings that a session
-    without such a key relies on; it ends when they change. address: the client's at log-in.
+    key_id: the key that opened it, in the database; None otherwise. proof: for a session without such a key, digest
+    of the settings that it relies on; the session ends when they change. address: the client's at log-in.
     """
 
     id: str

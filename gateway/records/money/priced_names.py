@@ -20,7 +20,7 @@ class AdapterPrices:
         self.list = prices
 
     async def of(self, tenant: Tenant, adapters: Sequence[Adapter]) -> list[Price]:
-        """Return the price of each adapter: its own, or that of another name which ever meant its content."""
+        """Return the price of each adapter: its own name's, or that of another name that ever had its content."""
         names = defaultdict(set)
         priced = self.list.own_names(tenant.name)
         if priced and adapters:

@@ -12,9 +12,9 @@ from gateway.records.database import Database
 from gateway.records.sums import int_sum
 from gateway.records.tables import usage_daily
 
-# Sums of past days change rarely, so they are read again only after this time.
+# Lifetime of the cached sums of past days, which change rarely.
 PAST_SECONDS = 600.0
-# Sums that are decoded without a pause: 1 ms of one core.
+# Number of sums decoded without a pause: 1 ms of one core.
 AT_ONCE = 500
 DAY = timedelta(days=1)
 Sums = dict[str, int]

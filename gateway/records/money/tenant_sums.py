@@ -20,7 +20,7 @@ PERIODS = ("hour", "day", "month")
 
 
 class TenantSums:
-    """Knowledge whether the sums have all requests. Raises Unavailable."""
+    """Check that the sums have all requests. Raises Unavailable."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -29,8 +29,8 @@ class TenantSums:
     async def complete(self) -> bool:
         """Return whether the sums have the requests of all days.
 
-        They lack days from before an update until these are rebuilt, the newest first
-        (gateway/billing/activity_rebuild.py), so the oldest day decides.
+        After an update, earlier days are missing until they are rebuilt, the newest first
+        (gateway/billing/activity_rebuild.py), so it suffices to check the oldest day.
         """
         if not self._complete:
             async with self._database.read() as connection:
@@ -52,7 +52,7 @@ async def count_day(connection: AsyncConnection, day: datetime) -> tuple[int, in
 
 
 def can_sum(group_by: Sequence[str], models: Sequence[str] | None, key_id: str | None) -> bool:
-    """Return whether these sums can answer a report. They know each model's requests, but all mixtures together."""
+    """Return whether these sums can answer a report. They have a sum for each model, but one for all mixtures."""
     if models is None:
         return key_id is None and set(group_by) <= {"tenant", *PERIODS}
     return key_id is None and set(group_by) <= {"tenant", "model", *PERIODS} and not any("*" in name for name in models)
@@ -74,7 +74,7 @@ def sums_part(
     """
     table, names = ACTIVITY[level], activity_series.c
     is_total = "tenant" not in group_by and not owners and models is None
-    # The requests of all engines are the requests of all tenants, in far fewer rows.
+    # The series of engines add up to the same totals as those of tenants, in far fewer rows.
     kinds = (ENGINE,) if is_total else (TENANT,) if models is None else (MODEL, OWN_BASE)
     which: list[ColumnElement[bool]] = []
     since, until = bounds

@@ -31,10 +31,10 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 }
 # Number of groups with a curve of their own.
 CURVES = 8
-# Most rows that a ranking by end user reads.
+# Maximum rows that a ranking by end user reads.
 NEWEST = 5_000
-# Tenants whose groups are ranked at first at least, and at most before all are. By Zipf's law the first n groups belong
-# to the first n tenants.
+# Minimum and maximum number of tenants whose groups are ranked before a ranking of all groups. By Zipf's law the first
+# n groups belong to about the first n tenants.
 FIRST_TENANTS, MOST_TENANTS = 60, 2000
 
 
@@ -74,7 +74,7 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     """A page of groups, the number of all groups, and the sums over all of them by SUMMED.
 
-    number: None if there are more groups than were looked at. has_more: whether there are groups after the page.
+    number: None if not all groups were counted. has_more: whether there are groups after the page.
     """
 
     groups: list[RankedGroup]
@@ -103,7 +103,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, which=msgspec.structs.replace(self.which, tenant_ids=ids))
 
     def of_groups(self, groups: Sequence[RankedGroup]) -> "Part":
-        """Return the usage of these groups' tenants and models, by which indexes find it."""
+        """Return the usage restricted to these groups' tenants and models, which indexes support."""
         models = sorted({group.model for group in groups if group.model is not None}) or self.which.models
         ids = sorted({group.tenant_id for group in groups if group.tenant_id is not None})
         which = msgspec.structs.replace(self.which, tenant_ids=ids, models=models)
@@ -160,10 +160,10 @@ class UsageRanking:
             return (await connection.execute(query.offset(window.offset).limit(window.limit + 1))).all()
 
     async def _first(self, part: Part, window: "_Window") -> Sequence[Any] | None:
-        """Return the greatest groups of all tenants from those of the greatest tenants; None if these do not suffice.
+        """Return the largest groups, found among the groups of the largest tenants only; None if these do not suffice.
 
-        No group is greater than its tenant. So all groups on a page are known once the least of them is as great as the
-        greatest tenant that was left out.
+        No group is larger than its tenant. So a page is complete once its smallest group is at least as large as the
+        largest tenant that was left out.
         """
         rows = await self._rows(part, ("tenant",))
         if rows is None:
@@ -184,7 +184,7 @@ class UsageRanking:
                 return found
             if at_once >= MOST_TENANTS:
                 return None
-            # Only tenants above the present last group can have a group before it.
+            # Only a tenant larger than the page's last group can have a group before it.
             above = sum(row[1] > least for row in tenants)
             at_once = max(above, at_once + 1) if is_full else MOST_TENANTS
 
@@ -238,7 +238,7 @@ class UsageRanking:
         return Curves(starts=starts, groups=curves, total=[total[start] for start in starts])
 
     async def _by(self, part: Part, group_by: Sequence[str], names: Sequence[str], measure: Measure) -> Sequence[Any]:
-        """Return the measure by columns, which are its last."""
+        """Return rows of the columns `names` and, last, the measure."""
         rows = await self._rows(part, group_by)
         if rows is None:
             return []
@@ -252,7 +252,7 @@ class UsageRanking:
         return rows_of(dialect, group_by, part.which, part.since, part.until, by_tenant=complete, newest=NEWEST)
 
     async def _with_tenant(self, part: Part) -> Part:
-        """Return the part with the tenant of its key, by which the sums are found."""
+        """Return the part, restricted to the tenant of its key, because indexes of the sums begin with the tenant."""
         if part.which.key_id is None or not part.which.is_of_all:
             return part
         async with self._database.read() as connection:

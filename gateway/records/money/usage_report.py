@@ -119,9 +119,9 @@ class UsageReport:
     async def stream(
         self, group_by: Sequence[str], which: UsageFilter, since: Moment, until: Moment, at_once: int
     ) -> AsyncGenerator[list[UsageSums]]:
-        """Yield all groups, `at_once` at a time, as a single statement finds them: their sums are those of one moment.
+        """Yield all groups, `at_once` at a time, from a single statement, so that all sums are of one moment.
 
-        The connection is in use until the last one. Raises BadRequest like `page`.
+        A connection is in use until the last group. Raises BadRequest like `page`.
         """
         every = rows_of(self._database.dialect, group_by, which, since, until)
         if every is None:

@@ -12,9 +12,9 @@ from gateway.records.activity.tables import activity_series
 from gateway.records.money.tenant_sums import PERIODS, STARTS, SUMMED, can_sum, sums_part
 from gateway.records.tables import UtcDateTime, usage, usage_daily, usage_hourly
 
-# Groups that the sums do not contain, so that a report by them reads the rows of requests.
+# Groups without sums. A report by one of them reads the rows of requests.
 BY_ROWS = frozenset({"version", "end_user"})
-# Limit of a report by such a group in days.
+# Longest period of a report by such a group, in days.
 MOST_VERSION_DAYS = 31
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 # The column with the start of a row, an hour or a day.
@@ -37,8 +37,8 @@ def rows_of(
     """Return the rows and sums that make up `[since, until)`; None for an empty period.
 
     Columns: those of UsageFilter, SUMMED, and those that the grouping needs. by_tenant: whether the sums by tenant are
-    complete and may replace those by key and model. newest: the most rows that a report by such a group reads; the
-    oldest are left out. Raises BadRequest for a period that is too long for a report that reads the rows of requests.
+    complete and may replace those by key and model. newest: maximum rows for a report by a group of BY_ROWS; older
+    rows are left out. Raises BadRequest for a period that is too long for a report that reads the rows of requests.
     """
     if BY_ROWS & set(group_by):
         covered = _row_segments(since, until)
@@ -144,7 +144,7 @@ def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment,
 
 
 def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
-    """Yield a segment of rows or hours unless it is empty. It is empty at an open end, which days cover."""
+    """Yield a segment of rows or hours unless it is empty. A segment at an open end is empty, because days cover it."""
     if start is not None and end is not None and start < end:
         yield table, start, end
 

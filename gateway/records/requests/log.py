@@ -22,7 +22,7 @@ from gateway.records.tables import api_keys, usage
 # Maximum number of rows of each table that a query reads for filters without an index.
 SCANNED = 20_000
 MAX_PAGE = 1000
-# Status of a request that was refused before its admission; the others are those of usage rows.
+# Status of a request that was refused before its admission. The other statuses are those of usage rows.
 NOT_ADMITTED = "not_admitted"
 STATUSES = ("ok", "cancelled", "revoked", "limited", "refused", "error", "abandoned", NOT_ADMITTED)
 ROUTES = {"chat.completions": "/v1/chat/completions", "completions": "/v1/completions"}
@@ -116,7 +116,7 @@ class Step(msgspec.Struct, frozen=True):
 class LogPage(msgspec.Struct, frozen=True, kw_only=True):
     """A page of entries, newest first. next: where the next page starts; None after the last entry.
 
-    A page may have fewer entries than its limit, or none, and yet a `next`: the search has read its share of rows.
+    A page with fewer entries than its limit, or none, can have a `next`: a query reads at most SCANNED rows.
     """
 
     entries: list[LogEntry]
@@ -180,7 +180,7 @@ def steps(entry: LogEntry) -> list[Step]:
         ends.append(("engine" if entry.ttft_ms is None else "answer", entry.latency_ms))
     found, start = [], 0
     for name, end in ends:
-        # Each time is rounded by itself.
+        # Times are rounded one by one, so a step could end before its start.
         end = min(max(start, end), entry.latency_ms)
         found.append(Step(name, start, end))
         start = end
@@ -188,7 +188,7 @@ def steps(entry: LogEntry) -> list[Step]:
 
 
 def read_id(given: str) -> str:
-    """Return the request's id of a request's or an answer's id. Raises BadRequest."""
+    """Return the request's id, given it or the answer's id. Raises BadRequest."""
     match = _ID.fullmatch(given)
     if match is None:
         expected = "a request's id (req_...) or an answer's (chatcmpl-... or cmpl-...)"
@@ -221,14 +221,14 @@ async def _search(
     entries = [_entry(table, row) for row in (await connection.execute(query)).all()]
     if horizon is None or len(entries) > limit:
         return _Found(entries, None)
-    # Below all ids, because the rows of that moment have been read.
+    # The empty id is below all ids, because the rows of that moment have been read.
     return _Found(entries, (horizon, ""))
 
 
 def _bounds(
     table: Table, which: LogFilter, start: Position | None, *, only_times: bool = False
 ) -> list[ColumnElement[bool]]:
-    """Return the conditions that an index serves: the tenant and the time. only_times: the index alone answers them."""
+    """Return the conditions that an index serves: the tenant and the time. only_times: without request ids."""
     at = TIMES[table]
     found: list[ColumnElement[bool]] = []
     if which.tenant_id is not None:

@@ -17,12 +17,12 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import usage
 
 LIMITED = 429
-# Most rows of a report, and of its evidence of one cause.
+# Maximum rows of a report, and of the evidence for one cause.
 MAX_CAUSES, MAX_EVIDENCE = 1000, 2000
 # Number of causes with evidence, and of curves beside "others".
 EXPLAINED, CURVES = 5, 8
 OTHERS = "*"
-# Longest period, and most of its newest rows, whose reserved tokens are compared with the settled ones.
+# Limits for the comparison of reserved with settled tokens: its period, and the number of its newest rows.
 RESERVED_HOURS, NEWEST = 24, 20_000
 
 GroupBy = Literal["limit", "tenant", "code"]
@@ -137,7 +137,7 @@ class RefusalReport:
     ) -> list[Reserved]:
         """Return the tenants with most unused reservations.
 
-        They are those of the NEWEST newest requests, in the last RESERVED_HOURS of the period at most.
+        Only the newest NEWEST requests within the last RESERVED_HOURS of the period are counted.
         """
         start = max(since, until - timedelta(hours=RESERVED_HOURS))
         which = [usage.c.created_at >= start, usage.c.created_at < until]
@@ -164,7 +164,7 @@ class RefusalReport:
 
 
 def _rows(which: RefusalFilter, segments: Segments, tenant_id: str | None = None) -> Subquery:
-    """Return the counts of the segments. tenant_id: only this tenant's; ALL_TENANTS: the sums over all tenants."""
+    """Return the counts of the segments. tenant_id: of this tenant; ALL_TENANTS for the sums over all tenants."""
     table = refusal_counts
     columns = (table.c.start, table.c.tenant_id, table.c.tenant, table.c.code, table.c.status, table.c.limit_name)
     parts = []
@@ -216,7 +216,7 @@ async def _curves(
         return {}
     group_by, causes = ranked
     rows = _rows(which, segments, None if group_by == "tenant" else _all_tenants(which))
-    # A refusal without a limit is known by its code.
+    # A refusal without a limit is grouped by its code.
     by_limit = case((rows.c.limit_name == "", rows.c.code), else_=rows.c.limit_name)
     name = {"limit": by_limit, "tenant": rows.c.tenant, "code": rows.c.code}[group_by]
     sizes: Counter[str] = Counter()

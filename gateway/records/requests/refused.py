@@ -1,8 +1,8 @@
 """Records of refused requests: rows for the request log, and exact counts by minute, hour and day.
 
 A request never waits for these records and never fails because of them. Rows wait in bounded memory and are written in
-batches; each tenant has a limit of rows a minute, beyond which its refusals are only counted. So a tenant can neither
-fill the database nor displace another tenant's rows.
+batches; beyond a limit of rows per minute, a tenant's refusals are only counted. So a tenant can neither fill the
+database nor displace another tenant's rows.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ ROWS_A_MINUTE, ROWS_A_CODE = 60, 30
 MAX_ROWS, MAX_COUNTS = 5_000, 50_000
 MAX_BATCH = 500
 FLUSH_SECONDS = 2.0
-# Rows kept of a tenant, as of its audit entries.
+# Maximum rows kept per tenant, the same number as of audit entries.
 KEPT_ROWS = 50_000
 SWEPT_AT_ONCE = 1000
 

@@ -12,7 +12,7 @@ from gateway.records.tables import tenants
 from gateway.records.tenants.limits import LIMIT_COLUMNS, read_limits, read_soft_budgets
 from gateway.records.tenants.tenants import read_shares
 
-# Rows that are decoded without a pause: 2 ms of one core.
+# Number of rows decoded without a pause: 2 ms of one core.
 AT_ONCE = 100
 
 
@@ -52,7 +52,7 @@ class BudgetedTenants:
             after = rows[-1].id
 
     async def named(self, names: Sequence[str]) -> list[BudgetedTenant]:
-        """Return those of the named tenants that have a budget."""
+        """Return the named tenants that have a budget."""
         found: list[BudgetedTenant] = []
         for start in range(0, len(names), AT_ONCE):
             query = _QUERY.where(_HAS_BUDGET, tenants.c.name.in_(names[start : start + AT_ONCE]))

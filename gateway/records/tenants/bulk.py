@@ -1,4 +1,4 @@
-"""Changes of many tenants at once: a preview, and the same change after its count is confirmed."""
+"""The same change to many tenants: a preview, and the change itself once its count is confirmed."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,13 +10,13 @@ from gateway.records.database import Database
 from gateway.records.tenants.list import TenantFilter, TenantLists
 from gateway.records.tenants.tenants import Tenant, change_tenant
 
-# Tenants of a transaction: other changes of these wait for its end.
+# Maximum tenants per transaction, because other changes of these tenants wait for its end.
 AT_ONCE = 50
 
 
 class BulkChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Change of every matching tenant. fields: `plan` and `suspended`, as in `change_tenant`. inherit: terms that the
-    tenants no longer set themselves.
+    """Change of every matching tenant. fields: `plan` and `suspended`, as in `change_tenant`. inherit: the
+    tenants' own terms to remove.
     """
 
     fields: dict[str, Any] = {}
@@ -36,7 +36,7 @@ class BulkChange(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A tenant that a change concerns. before: the present values of the changed fields; of inherited terms, too."""
+    """A tenant to change. before: the present values of the changed fields and of the terms to inherit."""
 
     tenant: str
     before: dict[str, Any]
@@ -62,7 +62,7 @@ class TenantBulk:
         A tenant that is deleted meanwhile is left out. Raises Conflict, before anything is changed, if another
         number of tenants than `expect` would change, and BadRequest for an unknown plan.
         """
-        # In the order of ids, as changes of plans lock them.
+        # Changes of plans lock tenants in the order of ids too, so that neither waits for the other in a deadlock.
         found = [(tenant, changes) for tenant in await self._lists.all(which) if (changes := change.of(tenant))]
         if len(found) != expect:
             raise Conflict(

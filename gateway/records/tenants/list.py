@@ -21,7 +21,7 @@ from gateway.records.tenants.tenants import Tenant, read_tenant
 
 Sort = Literal["name", "spend", "requests", "created"]
 SORTS = get_args(Sort)
-# Days whose mean is the expected spend of each of the month's remaining days.
+# Number of past days whose mean spend is expected for each remaining day of the month.
 FORECAST_DAYS = 7
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 
@@ -130,7 +130,7 @@ class TenantLists:
     async def over_budget(self, part: float, limit: int) -> list[tuple[str, BudgetUse]]:
         """Return the names of tenants that have spent the greatest parts of any budget, with that budget.
 
-        part: least part. Suspended tenants are left out.
+        part: the minimum. Suspended tenants are left out.
         """
         sums = await self._sums(datetime.now(UTC))
         kinds = sorted(BUDGET)
@@ -192,7 +192,7 @@ def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) ->
     conditions: list[ColumnElement[bool]] = []
     order: ColumnElement[Any] = tenants.c.created_at if sort == "created" else tenants.c.name
     if sort in ("spend", "requests") or which.over_budget is not None:
-        # All tenants' sums are needed only here; a page's own sums come by its tenants' ids.
+        # Only this filter or sort needs the sums of all tenants. The sums shown on a page are read by its tenants' ids.
         source = source.outerjoin(sums, sums.c.tenant_id == tenants.c.id)
         if sort in ("spend", "requests"):
             order = func.coalesce(sums.c[sort], 0)
@@ -244,7 +244,7 @@ def _month(tenant: Tenant, sums: Any, used_at: datetime | None, now: datetime) -
     month, recent, today = _periods(now)
     following = (month + 32 * DAY).replace(day=1)
     age = today - max(recent, tenant.created_at)
-    # Within the first day there is no whole day yet.
+    # On a tenant's first day there is no whole day to average over.
     rate = sums.recent / (age / DAY) if age >= DAY else sums.today / (max(HOUR, now - tenant.created_at) / DAY)
     forecast = sums.spend + rate * ((following - now) / DAY)
     return TenantMonth(

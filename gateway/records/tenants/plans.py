@@ -58,7 +58,7 @@ class Plans:
             return await _find(connection, name)
 
     async def put(self, name: str, terms: Terms, prices: Mapping[str, Price], actor: str) -> Plan:
-        """Create a plan or replace its terms and prices. Tenants of the plan have their new terms in the same moment.
+        """Create a plan or replace its terms and prices. The plan's tenants get the new terms in the same transaction.
 
         Raises BadRequest for a bad name.
         """
@@ -126,7 +126,7 @@ async def _find(connection: AsyncConnection, name: str) -> Plan:
 
 
 async def _locked(connection: AsyncConnection, name: str) -> Plan | None:
-    """Return the plan, which no other transaction changes or gives to a tenant until this one ends."""
+    """Return the plan, locked: until this transaction ends, no other one can change it or assign it to a tenant."""
     query = _PLANS.where(plans.c.name == name).with_for_update(of=plans)
     row = (await connection.execute(query)).one_or_none()
     return None if row is None else _read(row)

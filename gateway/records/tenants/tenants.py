@@ -47,7 +47,7 @@ TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 ANY_ADAPTER = "*"
 # Columns of texts for people and other systems; an empty text is stored as NULL.
 TEXTS = ("display_name", "external_id", "contact", "note")
-# Fields that are no terms and can be changed.
+# Changeable fields other than terms.
 OTHERS = ("plan", "suspended", "tags", *TEXTS)
 
 
@@ -149,11 +149,11 @@ class Tenants:
     async def delete(self, name: str, actor: str, base_model: str) -> None:
         """Delete a tenant with its keys, adapter names and their prices. Usage and audit rows stay.
 
-        base_model: its price stays, even if its name begins like those of the tenant's adapters.
+        base_model: its price stays, even if its name begins with the tenant's name and a slash.
         """
         check_possible(name)
         async with self._database.write() as connection:
-            # The names are locked before the tenant, as by changes of adapters; otherwise the two wait for each other.
+            # Changes of adapters lock the names before the tenant. The same order here avoids a deadlock.
             owned = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
             of_names = select(adapters.c.id).select_from(owned).where(tenants.c.name == name)
             await connection.execute(of_names.order_by(adapters.c.name).with_for_update(of=adapters))
@@ -161,7 +161,7 @@ class Tenants:
             tenant_id = deleted.scalar_one_or_none()
             if tenant_id is None:
                 raise unknown_tenant(name)
-            # Another tenant may get the name later.
+            # The prices must not apply to another tenant that gets the name later.
             of_tenant = func.substr(prices.c.model, 1, len(name) + 1) == f"{name}/"
             await connection.execute(delete(prices).where(of_tenant, prices.c.model != base_model))
             await record_change(connection, actor, "tenant.delete", name, tenant=name)
@@ -174,7 +174,7 @@ async def change_tenant(connection: AsyncConnection, name: str, changes: Mapping
     changes: the fields of Terms and Tenant to set, maybe none; `inherit`, names of terms that the tenant no longer sets
     itself. Raises RecordNotFound, BadRequest for an unknown plan, IntegrityError for a used external id.
     """
-    # The plan is locked before the tenant, as by a change of the plan; otherwise the two wait for each other.
+    # A change of the plan locks the plan before its tenants. The same order here avoids a deadlock.
     new_plan = await plan_terms(connection, changes.get("plan"), lock=True)
     query = select(tenants).where(tenants.c.name == name)
     row = (await connection.execute(query.with_for_update())).one_or_none()

@@ -1,8 +1,8 @@
 """Terms of tenants: the values that a plan or a tenant sets, and the effective values of a tenant.
 
 A tenant's own term overrides its plan's, and a plan's overrides the default. `resolve` is the only place that decides
-this. Its result is stored in the tenant's columns whenever the tenant or its plan changes, so that whoever reads a
-tenant (the quota, the scheduler, a gateway of the previous release) reads effective values.
+this. Its result is stored in the tenant's columns whenever the tenant or its plan changes, so that every reader of
+a tenant (the quota, the scheduler, a gateway of the previous release) gets effective values.
 """
 
 from collections.abc import Mapping
