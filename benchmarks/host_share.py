@@ -1,6 +1,6 @@
 """The host's share of a step, on a simulated device (`--device simulated:STEP_MS,MS_PER_TOKEN`).
 
-    python -m benchmarks.host_share [--seconds 8] [--json FILE] [--profile] [-- ENGINE FLAGS]
+    python -m benchmarks.host_share [--seconds 8] [--only TEXT] [--json FILE] [--profile] [-- ENGINE FLAGS]
 
 Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine`, streams from
 it over HTTP, and measures the CPU time of the HTTP front per streamed token, the share of the device's rate that 64
@@ -77,7 +77,13 @@ def core_steps(model: Path, adapters: list[Path], streams: int, steps: int, prof
             times.append(1e3 * (time.thread_time() - began))
     engine.close()
     host.close()
-    return {"ms_per_step": statistics.mean(times), "ms_per_step_p99": sorted(times)[int(0.99 * len(times))]}
+    ordered = sorted(times)
+    return {
+        "ms_per_step": statistics.mean(times),
+        "median": statistics.median(times),
+        "p10": ordered[len(times) // 10],
+        "p99": ordered[int(0.99 * len(times))],
+    }
 
 
 @contextmanager
@@ -96,7 +102,7 @@ def profiled(wanted: bool) -> Iterator[None]:
 
 
 class ServedEngine:
-    """A `loraplex engine` process. cpu: seconds of the front (the event loop's thread) and of all else."""
+    """A `loraplex engine` process. Its front is the event loop's thread."""
 
     def __init__(self, model: Path, adapters: list[Path], device: str, flags: list[str]) -> None:
         self.port = free_port()
@@ -125,11 +131,12 @@ class ServedEngine:
     def state(self) -> dict[str, Any]:
         return json.load(urllib.request.urlopen(f"{self.url}/state", timeout=10))
 
-    def cpu(self) -> tuple[float, float]:
-        threads = {t.id: t.user_time + t.system_time for t in self._root.threads()}
+    def cpu(self) -> tuple[float, float, float]:
+        """Return seconds of CPU: the front's, the system calls' part of it, and all else."""
+        threads = {t.id: t for t in self._root.threads()}
         front = threads.pop(self._root.pid)
-        children = [child.cpu_times() for child in self._root.children(recursive=True)]
-        return front, sum(threads.values()) + sum(c.user + c.system for c in children)
+        rest = sum(t.user_time + t.system_time for t in threads.values())
+        return front.user_time + front.system_time, front.system_time, rest
 
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -191,10 +198,11 @@ async def rate(engine: ServedEngine, number: int, seconds: float) -> Figures:
         await asyncio.sleep(seconds)
         after, cpu_after, ended = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
     tokens, steps = (after[key] - state[key] for key in ("generated_tokens", "steps"))
-    front, core = (b - a for a, b in zip(cpu, cpu_after, strict=True))
+    front, system, core = (b - a for a, b in zip(cpu, cpu_after, strict=True))
     return {
         "tokens_per_s": tokens / (ended - began),
         "front_us_per_token": 1e6 * front / tokens,
+        "of_it_system": 1e6 * system / tokens,
         "core_ms_per_step": 1e3 * core / steps,
     }
 
@@ -212,7 +220,9 @@ async def first_tokens(engine: ServedEngine, repeats: int) -> Figures:
     return {"median_s": statistics.median(found), "worst_s": max(found)}
 
 
-def served(model: Path, adapters: list[Path], flags: list[str], seconds: float) -> Iterator[tuple[str, Figures]]:
+def served(
+    model: Path, adapters: list[Path], flags: list[str], seconds: float, only: str
+) -> Iterator[tuple[str, Figures]]:
     measures: list[tuple[str, str, Callable[[ServedEngine], Any]]] = [
         ("64 streams, a step every 25 ms", f"simulated:{CALM_MS},0", lambda e: rate(e, 64, seconds)),
         ("64 streams, a step every 4.5 ms", f"simulated:{DECODE_MS},0", lambda e: rate(e, 64, seconds)),
@@ -224,6 +234,8 @@ def served(model: Path, adapters: list[Path], flags: list[str], seconds: float) 
         ),
     ]
     for name, device, measure in measures:
+        if only not in name:
+            continue
         with ExitStack() as stack:
             engine = ServedEngine(model, adapters, device, flags)
             stack.callback(engine.close)
@@ -234,6 +246,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--only", default="", help="measure only what has this text in its name")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="show where the core's time goes, and stop")
     parser.add_argument("flags", nargs="*", help="flags of the served engine")
@@ -248,10 +261,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         adapters = make_adapters(BaseShape.from_config_dir(model), Path(folder), NUM_ADAPTERS, RANK)
         for number in (64, 256):
+            if flags.only not in f"core, {number} streams":
+                continue
             steps = 300 if flags.profile else 1500
             show(f"core, {number} streams", core_steps(model, adapters, number, steps, flags.profile))
         if not flags.profile:
-            for name, figures in served(model, adapters, flags.flags, flags.seconds):
+            for name, figures in served(model, adapters, flags.flags, flags.seconds, flags.only):
                 show(name, figures)
     if flags.json is not None:
         flags.json.write_text(json.dumps(found, indent=2) + "\n")

@@ -4,8 +4,7 @@ With async scheduling the host works while the device computes: it plans a step 
 reads the tokens of the step before. It reads and commits these while the pass runs, so that sampling knows every
 earlier token; requests that ended then are dropped from the in-flight step. The answers are the same.
 
-Knows no HTTP, no text, and no threads except the adapter loaders'. All methods except `prefix_keys` are called from one
-thread.
+Knows no HTTP, no text, and no threads except the adapter loaders'. All methods are called from one thread.
 """
 
 import logging
@@ -55,6 +54,39 @@ class StepInFlight:
     num_prompt_tokens: int
     is_short: bool
     context: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """Constants of a loaded engine. page_bytes: device memory of a page of an adapter."""
+
+    config: EngineConfig
+    max_model_len: int
+    max_num_seqs: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    page_bytes: int
+
+    def prefix_keys(
+        self,
+        prompt_token_ids: Sequence[int],
+        *,
+        adapter_digest: str | None,
+        tenant_id: str,
+        cache_salt: str,
+        adapter_start: int = 0,
+    ) -> list[bytes]:
+        """Return the prompt's keys in the prefix cache; empty if it is disabled. May be called from any thread."""
+        if not self.config.enable_prefix_caching:
+            return []
+        return prefix_keys(
+            prompt_token_ids,
+            self.config.block_size,
+            adapter_digest=adapter_digest,
+            tenant_id=tenant_id,
+            cache_salt=cache_salt,
+            adapter_start=adapter_start,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,25 +176,15 @@ class Engine:
         self._arrivals += 1
         self.scheduler.add(Request(new, arrival=self._arrivals, seed=seed, stop_ids=stop_ids))
 
-    def prefix_keys(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        adapter_digest: str | None,
-        tenant_id: str,
-        cache_salt: str,
-        adapter_start: int = 0,
-    ) -> list[bytes]:
-        """Return the prompt's keys in the prefix cache; empty if it is disabled. May be called from any thread."""
-        if not self.config.enable_prefix_caching:
-            return []
-        return prefix_keys(
-            prompt_token_ids,
-            self.config.block_size,
-            adapter_digest=adapter_digest,
-            tenant_id=tenant_id,
-            cache_salt=cache_salt,
-            adapter_start=adapter_start,
+    @property
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            self.config,
+            self.max_model_len,
+            self.max_num_seqs,
+            self.model_config.vocab_size,
+            self.eos_token_ids,
+            self.adapters.page_bytes,
         )
 
     def abort(self, request_id: str) -> None:
@@ -187,8 +209,8 @@ class Engine:
         launched = self.runner.forward(plan) if plan else None
         outputs += self._commit()
         if launched is not None:
-            num_prompt_tokens = sum(n for r, n in plan.items() if not r.is_decoding)
-            num_decodes = sum(r.is_decoding for r in plan)
+            num_decodes = self.scheduler.num_decodes
+            num_prompt_tokens = sum(plan.values()) - num_decodes
             context = sum(r.num_computed + n for r, n in plan.items())
             self.scheduler.advance(plan)
             sampling = self.runner.sample(launched)

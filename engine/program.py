@@ -17,6 +17,7 @@ from engine.http.announcing import announcing
 from engine.http.app import Server, listening
 from engine.progress import Progress
 from wire.errors import ConfigError
+from wire.event_loop import loop_factory
 from wire.telemetry.start import TracingError, start_tracing
 from wire.text.tokenizer import TokenizerError
 
@@ -125,7 +126,8 @@ def run(
             ready(bound_port)
 
     try:
-        return asyncio.run(serve(server, host, server_config.port, settled, progress, announce))
+        with asyncio.Runner(loop_factory=loop_factory()) as runner:
+            return runner.run(serve(server, host, server_config.port, settled, progress, announce))
     finally:
         if tracing is not None:
             tracing.close()

@@ -12,8 +12,8 @@ from aiohttp import web
 
 from engine.answering.activation import adapter_start
 from engine.answering.answers import ChatAnswer, CompletionAnswer
-from engine.answering.engine_thread import EngineThread
 from engine.answering.grammars import Grammars
+from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.report import Report
 from engine.answering.running import Asked, Run
@@ -22,6 +22,7 @@ from engine.answering.ticket import Ticket
 from engine.answering.token_rules import token_rules
 from engine.answering.tool_calls import ToolCallParser, ToolFormat
 from engine.answering.usage_log import UsageLog
+from engine.engine import EngineFacts
 from engine.http.metrics import Metrics
 from engine.http.trusted_headers import Caller
 from engine.sampling_defaults import SamplingDefaults
@@ -49,16 +50,14 @@ class GenerationRoutes:
     """
 
     tokenizer: Tokenizer
-    engine_thread: EngineThread
+    facts: EngineFacts
+    in_flight: InFlight
     models: ModelRegistry
     grammars: Grammars
     metrics: Metrics
-    max_model_len: int
-    eos_token_ids: frozenset[int]
     tool_format: ToolFormat | None
     finished: UsageLog
     defaults: SamplingDefaults
-    prefix_keys: Callable[..., list[bytes]]
 
     async def completions(self, request: web.Request, caller: Caller) -> web.StreamResponse:
         raw = await read_body(request)
@@ -97,10 +96,8 @@ class GenerationRoutes:
         `echo`).
         """
         body = decode(CompletionRequest, raw)
-        given = body.prompts()
-        encode = partial(
-            self.tokenizer.encode, add_special_tokens=body.add_special_tokens is not False, limit=self.max_model_len
-        )
+        given, limit = body.prompts(), self.facts.max_model_len
+        encode = partial(self.tokenizer.encode, add_special_tokens=body.add_special_tokens is not False, limit=limit)
         prompts = [encode(p) if isinstance(p, str) else p for p in given]
         if not body.echo:
             return body, prompts, []
@@ -110,14 +107,14 @@ class GenerationRoutes:
 
     def _read_chat(self, raw: bytes) -> tuple[ChatCompletionRequest, list[list[int]]]:
         body = decode(ChatCompletionRequest, raw)
-        return body, [self.tokenizer.encode_chat(*body.template_input(), limit=self.max_model_len)]
+        return body, [self.tokenizer.encode_chat(*body.template_input(), limit=self.facts.max_model_len)]
 
     @contextmanager
     def _naming(self, prompt_field: str) -> Iterator[None]:
         try:
             yield
         except TextTooLong as exc:
-            raise prompt_too_long(prompt_field, self.max_model_len, exc.at_least) from None
+            raise prompt_too_long(prompt_field, self.facts.max_model_len, exc.at_least) from None
 
     def _shown_ids(self, body: SamplingRequest) -> frozenset[int]:
         """Return the special tokens that are written as text."""
@@ -128,14 +125,14 @@ class GenerationRoutes:
         limits = [self._max_tokens(body, len(prompt), asked.default_max_tokens, prompt_field) for prompt in prompts]
         sequences = (body.n or 1) * len(prompts)
         self._check_logprobs(body, prompts)
-        most = self.engine_thread.max_requests(caller.tenant_id)
+        most = self.in_flight.max_requests(caller.tenant_id)
         if sequences > most:
             flags = f"{'half of ' if caller.tenant_id else ''}--max-num-seqs and --max-waiting together"
             raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
-        with self.engine_thread.place(sequences, caller.tenant_id):
+        with self.in_flight.place(sequences, caller.tenant_id):
             async with self.models.using(body.model, caller.tenant_id) as adapter:
-                ticket = self.engine_thread.submit(await self._sequences(caller, asked, limits, adapter))
+                ticket = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter))
                 return await self._run(request, caller, asked, ticket)
 
     async def _sequences(self, caller: Caller, asked: Asked, limits: list[int], adapter: Served) -> list[NewRequest]:
@@ -147,7 +144,7 @@ class GenerationRoutes:
 
         def hash_prompts() -> list[tuple[int, list[bytes]]]:
             hashed = partial(
-                self.prefix_keys, adapter_digest=adapter.digest, tenant_id=caller.tenant_id, cache_salt=salt
+                self.facts.prefix_keys, adapter_digest=adapter.digest, tenant_id=caller.tenant_id, cache_salt=salt
             )
             starts = [adapter_start(prompt, adapter.invocation) for prompt in asked.prompts]
             return [(at, hashed(prompt, adapter_start=at)) for prompt, at in zip(asked.prompts, starts, strict=True)]
@@ -178,7 +175,7 @@ class GenerationRoutes:
 
     async def _run(self, request: web.Request, caller: Caller, asked: Asked, ticket: Ticket) -> web.StreamResponse:
         with ticket:
-            run = Run(asked, ticket, self.tokenizer, self.eos_token_ids, self.metrics, internal=caller.internal)
+            run = Run(asked, ticket, self.tokenizer, self.facts.eos_token_ids, self.metrics, internal=caller.internal)
             if caller.request_id is not None:
                 run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
@@ -207,7 +204,8 @@ class GenerationRoutes:
             )
 
     def _max_tokens(self, body: SamplingRequest, prompt: int, default: int | None, prompt_field: str) -> int:
-        room = self.max_model_len - prompt
+        context = self.facts.max_model_len
+        room = context - prompt
         if not prompt:
             raise BadRequest(prompt_field, f"{prompt_field} must not be empty")
         asked = body.max_new_tokens
@@ -216,7 +214,7 @@ class GenerationRoutes:
             needed = prompt + (asked or 1)
             raise BadRequest(
                 prompt_field if room < 1 else body.max_new_tokens_field,
-                f"This model's maximum context length is {self.max_model_len} tokens. However, you requested {needed} "
+                f"This model's maximum context length is {context} tokens. However, you requested {needed} "
                 f"tokens ({prompt} in the {prompt_field}, {asked or 1} in the completion). Please reduce the length of "
                 f"the {prompt_field} or of the completion.",
                 "context_length_exceeded",

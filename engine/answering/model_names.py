@@ -16,10 +16,10 @@ from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.host_cache import HostCache
 from adapters.tiers.pages import PAGE_RANK
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core import Core
+from engine.answering.in_flight import InFlight
 from engine.answering.rest import Rest
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
-from engine.engine import Engine
 from engine.http.errors import ApiError, ModelNotFound
 from wire.digests import digest_name, named_digest
 from wire.errors import BadRequest
@@ -50,16 +50,15 @@ class ModelRegistry:
     def __init__(
         self,
         base_name: str,
-        engine: Engine,
-        engine_thread: EngineThread,
+        core: Core,
+        in_flight: InFlight,
         host_cache: HostCache,
         refused: Callable[[], object],
     ) -> None:
         """refused: called for each load that fails outside the host cache, which counts its own failures."""
         self._refused = refused
         self.base_name = base_name
-        self._engine = engine
-        self._engine_thread = engine_thread
+        self._core = core
         self._host_cache = host_cache
         self._names: dict[str, str] = {}
         # Time in seconds since 1970 at which each name was loaded.
@@ -75,7 +74,7 @@ class ModelRegistry:
         self._invocations: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
-        self._rest = Rest(NAMED_SHARE, engine_thread.wait_idle)
+        self._rest = Rest(NAMED_SHARE, in_flight.wait_idle)
         self._created = int(time.time())
         # Moving average of the time to load an adapter.
         self.load_seconds = 0.0
@@ -132,7 +131,7 @@ class ModelRegistry:
         if held is not None:
             self._note_invocation(held)
             return
-        if digest in self._invocations and await self._engine_thread.call(lambda: self._engine.adapter_ready(digest)):
+        if digest in self._invocations and await self._core.is_on_device(digest):
             self._invocations.move_to_end(digest)
             return
         started = time.monotonic()
@@ -278,7 +277,7 @@ class ModelRegistry:
             self._host_cache.drop(digest)
         # A failed engine has nothing to free.
         with suppress(EngineUnavailable):
-            await self._engine_thread.call(lambda: self._engine.unload_adapter(digest))
+            await self._core.unload_adapter(digest)
 
     def list(self, max_model_len: int) -> list[Model]:
         base = Model(self.base_name, self._created, max_model_len, root=self.base_name)

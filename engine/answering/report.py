@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 # Time limit for a client to receive a piece. A slower client is disconnected, because it holds a place and memory.
 WRITE_SECONDS = 30.0
 PIECE_BYTES = 64 << 10
+# Unread bytes up to which a write returns at once: less than the event loop's limit of 64 KiB, HTTP's framing included.
+UNREAD_BYTES = 48 << 10
 # Maximum seconds between two counts of a request, because the use that they report decays.
 REPORT_SECONDS = 5.0
 
@@ -74,6 +76,11 @@ class Report:
 
 async def write(request: web.Request, response: web.StreamResponse, payload: bytes) -> None:
     """Write in pieces, each within `WRITE_SECONDS`. Raises ConnectionError for a client that is too slow."""
+    transport = request.transport
+    if transport is not None and transport.get_write_buffer_size() + len(payload) <= UNREAD_BYTES:
+        # The usual event of a stream: the buffer has room for it, so the write does not wait and needs no timer.
+        await response.write(payload)
+        return
     for start in range(0, len(payload), PIECE_BYTES):
         try:
             async with asyncio.timeout(WRITE_SECONDS):

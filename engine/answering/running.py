@@ -66,6 +66,9 @@ class Run:
         self._metrics = metrics
         self._body = body
         self._internal = internal
+        self._wants_tokens = bool(body.return_token_ids)
+        self._continuous_usage = body.continuous_usage
+        self._no_usage = None if body.include_usage else UNSET
         self._choices = body.n or 1
         self.prompt_tokens = sum(len(prompt) for prompt in prompts)
         self._tally: Tally | None = None
@@ -198,8 +201,7 @@ class Run:
         return response
 
     def _chunks(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
-        usage = self._usage() if self._body.continuous_usage else None if self._body.include_usage else UNSET
-        wants_tokens = bool(self._body.return_token_ids)
+        usage = self._usage() if self._continuous_usage else self._no_usage
         progress = self._progress_if_internal()
         payload = []
         for delta in deltas:
@@ -208,7 +210,7 @@ class Run:
                 opened.add(delta.index)
                 if (opening := answer.opening(delta.index)) is not None:
                     choices.append(opening)
-            has_news = delta.text or delta.logprobs or delta.prompt_logprobs or (wants_tokens and delta.token_ids)
+            has_news = delta.text or delta.logprobs or delta.prompt_logprobs or (self._wants_tokens and delta.token_ids)
             if (has_news or delta.finish_reason) and not answer.is_silent(chunk := answer.chunk(delta)):
                 choices.append(chunk)
             for choice in choices:
@@ -264,6 +266,11 @@ class Run:
                     yield ready
 
     def _progress(self) -> Progress:
+        if len(self._sequences) == 1:
+            [only] = self._sequences
+            cached = only.num_cached_tokens if only.num_prompt_tokens else 0
+            ended = self._by_allowance or UNSET
+            return Progress(only.num_tokens, self.prompt_tokens, cached, only.served_digest, ended)
         # Counts the cached tokens of a prompt once for all its choices: the fewest, because later choices find the
         # prompt in the cache.
         cached = 0

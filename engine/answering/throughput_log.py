@@ -4,22 +4,22 @@ import asyncio
 import logging
 import time
 
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core import Core
 from engine.answering.ticket import EngineUnavailable
-from engine.engine import Engine, EngineState
+from engine.engine import EngineState
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 10.0
 
 
-async def log_throughput(engine: Engine, engine_thread: EngineThread) -> None:
+async def log_throughput(core: Core) -> None:
     """Log a line every `EVERY_S` seconds, until the engine has failed or is shut down."""
     try:
-        before, read_at = await engine_thread.call(engine.state), time.monotonic()
+        before, read_at = await core.state(), time.monotonic()
         while True:
             await asyncio.sleep(EVERY_S)
-            state, now = await engine_thread.call(engine.state), time.monotonic()
+            state, now = await core.state(), time.monotonic()
             if (line := throughput_line(before, state, now - read_at)) is not None:
                 logger.info("%s", line)
             before, read_at = state, now

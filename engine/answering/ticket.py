@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
+
+from msgspec import structs
 
 from engine.scheduling.request import RequestOutput
 
@@ -35,10 +36,10 @@ class TenantQueueFull(QueueFull):
 
 
 class Releases(Protocol):
-    """Methods of `engine.answering.engine_thread.EngineThread` that a ticket calls."""
+    """Methods of `engine.answering.in_flight.InFlight` that a ticket calls."""
 
     def abort(self, request_id: str) -> None: ...
-    def release(self, request_id: str) -> None: ...
+    def released(self, request_id: str) -> None: ...
 
 
 def _nothing() -> None:
@@ -129,7 +130,7 @@ class Ticket:
             self._last[index] = output
             self._wake()
         if output.finish_reason is not None:
-            self._owner.release(output.request_id)
+            self._owner.released(output.request_id)
         if self._live and (left := self.left) is not None and left <= 0:
             self._end_by_allowance()
 
@@ -139,7 +140,7 @@ class Ticket:
             index = self._ids.index(request_id)
             self.ended_by_allowance.add(index)
             last = self._last[index] or RequestOutput(request_id, [], None, 0, 0, 0)
-            end = replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
+            end = structs.replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
             self._news.append((index, end))
             self._owner.abort(request_id)
         self._live.clear()

@@ -1,6 +1,6 @@
 """Layout of a step: its plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -102,27 +102,25 @@ class Planner:
         sampled_rows: list[int] = []
         sampled: list[Request] = []
         prompt_rows: list[PromptRows] = []
-        num_blocks = 1
+        num_blocks, end = self._update_seats(plan), 0
         for request, n in plan.items():
-            first, known, blocks = request.num_computed, request.token_ids, request.blocks
-            self._write(request.seat, blocks)
-            num_blocks = max(num_blocks, len(blocks))
+            first, known = request.num_computed, request.token_ids
             if n == 1:
                 token_ids.append(known[first] if first < len(known) else -1)
             else:
                 token_ids += known[first : first + n]
+            end += n
             seats.append(request.seat)
             firsts.append(first)
             adapters.append(request.adapter_slot if first + n > request.adapter_start else -1)
             adapter_starts.append(request.adapter_start)
-            request.record_served(self._served(request.adapter_slot))
-            end = len(token_ids)
-            if request.wants_prompt_logprobs:
+            is_complete = first + n == len(known) + request.num_pending
+            if request.params.prompt_logprobs is not None and request.wants_prompt_logprobs:
                 prompt_rows.append(PromptRows(request, first, n, len(rows)))
                 rows += range(end - n, end)
-            elif first + n == request.num_tokens:
+            elif is_complete:
                 rows.append(end - 1)
-            if first + n == request.num_tokens:
+            if is_complete:
                 sampled.append(request)
                 sampled_rows.append(len(rows) - 1)
         counts = np.fromiter(plan.values(), np.int64, len(plan))
@@ -145,6 +143,25 @@ class Planner:
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
         )
+
+    def _update_seats(self, plan: Iterable[Request]) -> int:
+        """Write the requests' new blocks to their tables, and record their receipts. Return the most blocks of one.
+
+        It runs for every stream in every step, so it calls only what it must.
+        """
+        num_blocks, held, written = 1, self._held, self._written
+        receipts: dict[int, str] = {}
+        for request in plan:
+            blocks, slot = request.blocks, request.adapter_slot
+            if held[request.seat] is not blocks or written[request.seat] < len(blocks):
+                self._write(request.seat, blocks)
+            if len(blocks) > num_blocks:
+                num_blocks = len(blocks)
+            if slot not in receipts:
+                receipts[slot] = self._served(slot)
+            if request.served_digest != receipts[slot]:
+                request.record_served(receipts[slot])
+        return num_blocks
 
     def _served(self, slot: int) -> str:
         """Return the receipt of a slot. Pages of an unknown adapter count as mixed, because no request named them."""

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -89,14 +90,8 @@ class SimulatedRunner:
         draws = self._draws(layout, live, requests)
         tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
         for i, request in enumerate(requests):
-            params = request.params
-            if request.mask is not None or params.bad_words is not None or params.min_tokens:
-                tokens[i] = self._allowed_token(request, int(draws[i]))
-            if params.logprobs is not None:
-                request.logprobs.append(self._logprobs(tokens[i], params.logprobs))
-            if params.keep_logits:
-                generator = torch.Generator().manual_seed(int(draws[i]) >> 1)
-                request.logits = torch.randn(self._vocab_size, generator=generator)
+            if not request.is_plain:
+                tokens[i] = self._finish_token(request, int(draws[i]), tokens[i])
         self._last_tokens[[request.seat for request in requests]] = tokens
         return SimulatedTokens(requests, tokens, launched.ends)
 
@@ -120,7 +115,18 @@ class SimulatedRunner:
 
     def _adapter_hash(self, slot: int) -> int:
         """Return a number of the adapter whose pages the slot has, 0 for the base model."""
-        return int(self._slot_digests[slot][:16] or "0", 16) if slot >= 0 else 0
+        return _as_number(self._slot_digests[slot]) if slot >= 0 else 0
+
+    def _finish_token(self, request: Request, draw: int, token: int) -> int:
+        """Return the token, or another one if the request's rules forbid it. Keep what the request wants beside it."""
+        params = request.params
+        if request.mask is not None or request.edits_logits:
+            token = self._allowed_token(request, draw)
+        if params.logprobs is not None:
+            request.logprobs.append(self._logprobs(token, params.logprobs))
+        if params.keep_logits:
+            request.logits = torch.randn(self._vocab_size, generator=torch.Generator().manual_seed(draw >> 1))
+        return token
 
     def _allowed_token(self, request: Request, draw: int) -> int:
         """Return the token that a draw selects among those that the request's rules allow."""
@@ -148,6 +154,11 @@ class SimulatedRunner:
         following = request.token_ids[first + 1 : min(first + num_tokens + 1, request.num_prompt_tokens)]
         most = request.params.prompt_logprobs or 0
         request.prompt_logprobs += [self._logprobs(token, most) for token in following]
+
+
+@lru_cache(maxsize=4096)
+def _as_number(digest: str) -> int:
+    return int(digest[:16] or "0", 16)
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

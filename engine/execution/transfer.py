@@ -4,6 +4,7 @@ On a GPU copies use pinned memory of torch's caching allocator, which reuses a b
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -36,10 +37,14 @@ def unpack(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """Return the parts of a packed buffer on any device, with the shapes and dtypes of the packed arrays."""
     found, at = [], 0
     for array in arrays:
-        dtype = torch.from_numpy(np.empty(0, array.dtype)).dtype
-        found.append(buffer[at : at + array.nbytes].view(dtype).view(array.shape))
+        found.append(buffer[at : at + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape))
         at += _aligned(array.nbytes)
     return found
+
+
+@lru_cache
+def _torch_dtype(dtype: "np.dtype[np.generic]") -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
 
 
 def _aligned(num_bytes: int) -> int:

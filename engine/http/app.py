@@ -5,7 +5,7 @@ The port is bound first; until the model is loaded, every route that needs it an
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.metadata import version
@@ -20,8 +20,10 @@ from adapters.open_store import open_store
 from adapters.store import AdapterStore
 from adapters.tiers.host_cache import HostCache
 from engine.answering.completions import GenerationRoutes
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core import Core
+from engine.answering.core_thread import CoreThread
 from engine.answering.grammars import Grammars
+from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry
 from engine.answering.prefetching import PinnedAdapters, Prefetching
 from engine.answering.throughput_log import log_throughput
@@ -80,7 +82,8 @@ class Server:
         self._throughput_log: asyncio.Task[None] | None = None
         self._engine: Engine | None = None
         self._host_cache: HostCache | None = None
-        self._engine_thread: EngineThread | None = None
+        self._core: Core | None = None
+        self._in_flight: InFlight | None = None
         self._grammars: Grammars | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
@@ -139,47 +142,41 @@ class Server:
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
         tokenizer, engine = await asyncio.to_thread(self._load, partial(self._note_progress, progress))
-        self._engine_thread = EngineThread(
-            engine,
-            max_requests=engine.max_num_seqs + self._server_config.max_waiting,
-            on_step=self._stepped,
+        self._core = core = CoreThread(engine)
+        self._in_flight = InFlight(
+            core, max_requests=core.facts.max_num_seqs + self._server_config.max_waiting, on_step=self._stepped
         )
         assert self._host_cache is not None
         name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
-        models = ModelRegistry(
-            name, engine, self._engine_thread, self._host_cache, self._metrics.adapter_load_failures.inc
-        )
+        models = ModelRegistry(name, core, self._in_flight, self._host_cache, self._metrics.adapter_load_failures.inc)
         for lora_name, path in self._server_config.lora_modules:
             try:
                 await models.load(lora_name, str(path))
             except ApiError as exc:
                 raise ConfigError("lora_modules", f"{lora_name}: {exc}") from exc
-        vocab_size = engine.model_config.vocab_size
-        compiler = GrammarCompiler(tokenizer.to_json, vocab_size, engine.eos_token_ids)
+        facts = core.facts
+        compiler = GrammarCompiler(tokenizer.to_json, facts.vocab_size, facts.eos_token_ids)
         await asyncio.to_thread(compiler.prepare)
         self._grammars = Grammars(compiler)
         parser = self._server_config.tool_call_parser
         self._generation = GenerationRoutes(
             tokenizer,
-            self._engine_thread,
+            facts,
+            self._in_flight,
             models,
             self._grammars,
             self._metrics,
-            engine.max_model_len,
-            engine.eos_token_ids,
             format_of(tokenizer.tool_template) if parser is None else FORMATS[parser],
             self._finished,
             defaults,
-            engine.prefix_keys,
         )
         digest = await asyncio.to_thread(base_digest, Path(self._config.model))
-        self._states = StateFeed(engine, self._engine_thread, models, self._finished, digest)
-        self._throughput_log = asyncio.create_task(log_throughput(engine, self._engine_thread))
-        prober = Prober(engine, self._engine_thread, models, digest)
+        self._states = StateFeed(core, models, self._finished, digest)
+        self._throughput_log = asyncio.create_task(log_throughput(core))
+        prober = Prober(facts, self._in_flight, models, digest)
         self._routes = EngineRoutes(
             tokenizer,
-            engine,
-            self._engine_thread,
+            core,
             models,
             self._metrics,
             self._finished,
@@ -196,17 +193,18 @@ class Server:
 
     async def measure_roofline(self) -> None:
         """Measure the device's limits, for the steps' reports. Call it after `start`, before the first request."""
-        assert self._engine is not None
-        assert self._engine_thread is not None
-        await self._engine_thread.call(self._engine.measure_roofline)
+        assert self._core is not None
+        await self._core.measure_roofline()
 
     async def stop(self) -> None:
         """Refuse new requests, wait for those in flight, then free everything."""
         self._draining = True
         if self._states is not None:
             self._states.drain()
-        if self._engine_thread is not None:
-            await self._engine_thread.close(self._drain_seconds)
+        if self._in_flight is not None:
+            await self._in_flight.close(self._drain_seconds)
+        elif self._engine is not None:
+            await asyncio.to_thread(self._engine.close)
         if self._throughput_log is not None:
             self._throughput_log.cancel()
             await asyncio.wait([self._throughput_log])
@@ -214,22 +212,20 @@ class Server:
             await self._states.close()
         if self._grammars is not None:
             self._grammars.close()
-        if self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
         if self._host_cache is not None:
             await asyncio.to_thread(self._host_cache.close)
         if self._finished is not None:
             self._finished.close()
 
     def say_draining(self) -> None:
-        num_requests = 0 if self._engine_thread is None else self._engine_thread.num_in_flight
+        num_requests = 0 if self._in_flight is None else self._in_flight.number
         logger.info("draining %d requests, up to %g s", num_requests, self._drain_seconds)
 
     def stop_waiting(self) -> None:
         """Make a running or later `stop` abort the requests in flight at once."""
         self._drain_seconds = 0.0
-        if self._draining and self._engine_thread is not None:
-            self._engine_thread.stop_waiting()
+        if self._draining and self._in_flight is not None:
+            self._in_flight.stop_waiting()
 
     def _load(self, progress: Progress) -> tuple[Tokenizer, Engine]:
         path = Path(self._config.model)
@@ -257,8 +253,8 @@ class Server:
         self._engine = Engine(self._config, self._host_cache, progress)
         return tokenizer, self._engine
 
-    def _stepped(self, seconds: float, outputs: list[RequestOutput]) -> None:
-        """Record a step. Called in the engine's thread."""
+    def _stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
+        """Record a step."""
         self._metrics.observe_step(seconds, outputs)
         if self._states is not None:
             self._states.stepped()
@@ -287,8 +283,8 @@ class Server:
         return handle
 
     async def _health(self, _: web.Request) -> web.Response:
-        if self._engine_thread is not None and self._engine_thread.failure is not None:
-            return json_response(Health("unhealthy", self._engine_thread.failure), 503)
+        if self._core is not None and self._core.failure is not None:
+            return json_response(Health("unhealthy", self._core.failure), 503)
         if self._draining:
             return json_response(Health("draining"), 503, {"Retry-After": "1"})
         if self._routes is None:
@@ -297,14 +293,14 @@ class Server:
 
     async def _live(self, _: web.Request) -> web.Response:
         """Answer whether a restart would help: 503 once the engine has failed."""
-        if self._engine_thread is not None and self._engine_thread.failure is not None:
-            return json_response(Health("unhealthy", self._engine_thread.failure), 503)
+        if self._core is not None and self._core.failure is not None:
+            return json_response(Health("unhealthy", self._core.failure), 503)
         return json_response(Health("ok"))
 
     async def failed(self) -> None:
         """Return once the engine has failed; `start` must have ended."""
-        assert self._engine_thread is not None
-        await self._engine_thread.failed.wait()
+        assert self._in_flight is not None
+        await self._in_flight.core_failed.wait()
 
     async def _version(self, _: web.Request) -> web.Response:
         return json_response(Version(version("loraplex")))

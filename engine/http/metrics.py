@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
+from engine.http.quick_histogram import QuickHistogram
 from engine.http.tier_metrics import TierMetrics
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import RequestOutput
@@ -66,15 +67,15 @@ class Metrics:
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
-        self.inter_token_latency = Histogram(
+        self.inter_token_latency = QuickHistogram(
             f"{PREFIX}_inter_token_latency_seconds",
             "Seconds between two deliveries of tokens of one sequence.",
             buckets=LATENCY_BUCKETS,
             registry=registry,
         )
 
-    def observe_step(self, seconds: float, outputs: list[RequestOutput]) -> None:
-        """Record a step. Called in the engine's thread, once per step."""
+    def observe_step(self, seconds: float, outputs: Iterable[RequestOutput]) -> None:
+        """Record a step."""
         self.step_seconds.observe(seconds)
         tokens = 0
         for output in outputs:

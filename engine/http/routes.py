@@ -11,12 +11,12 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.completions import offload
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core import Core
 from engine.answering.model_names import ModelRegistry
 from engine.answering.prefetching import PinnedAdapters, Prefetching
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
-from engine.engine import Engine, EngineState
+from engine.engine import EngineState
 from engine.http.access import IS_INTERNAL
 from engine.http.metrics import Metrics
 from engine.http.state_feed import StateFeed
@@ -57,8 +57,7 @@ class EngineRoutes:
     """Handlers of one running engine."""
 
     tokenizer: Tokenizer
-    engine: Engine
-    engine_thread: EngineThread
+    core: Core
     models: ModelRegistry
     metrics: Metrics
     finished: UsageLog
@@ -68,10 +67,10 @@ class EngineRoutes:
     pinned: PinnedAdapters
 
     async def list_models(self, _: web.Request) -> web.Response:
-        return json_response(ModelList(self.models.list(self.engine.max_model_len)))
+        return json_response(ModelList(self.models.list(self.core.facts.max_model_len)))
 
     async def one_model(self, request: web.Request) -> web.Response:
-        return json_response(self.models.one(request.match_info["name"], self.engine.max_model_len))
+        return json_response(self.models.one(request.match_info["name"], self.core.facts.max_model_len))
 
     async def tokenize(self, request: web.Request) -> web.Response:
         raw = await read_body(request)
@@ -80,10 +79,10 @@ class EngineRoutes:
             self.models.resolve(body.model)
         tokens = await offload(len(raw), lambda: self._tokenize(body))
         names = [self.tokenizer.token(i) for i in tokens] if body.return_token_strs else UNSET
-        return json_response(TokenizeResponse(tokens, len(tokens), self.engine.max_model_len, names))
+        return json_response(TokenizeResponse(tokens, len(tokens), self.core.facts.max_model_len, names))
 
     def _tokenize(self, body: TokenizeRequest) -> list[int]:
-        limit = max(MAX_TOKENIZED, self.engine.max_model_len)
+        limit = max(MAX_TOKENIZED, self.core.facts.max_model_len)
         try:
             if body.messages is None:
                 special = body.add_special_tokens is not False
@@ -152,8 +151,7 @@ class EngineRoutes:
     async def add_service(self, request: web.Request) -> web.Response:
         """Charge tenants for service that they received at other engines."""
         body = decode(ServiceElsewhere, await read_body(request))
-        charge = partial(self.engine.add_service_elsewhere, body.tenants)
-        return json_response(ServiceCharged(await self.engine_thread.call(charge)))
+        return json_response(ServiceCharged(await self.core.charge_elsewhere(body.tenants)))
 
     async def probe(self, request: web.Request) -> web.Response:
         """Probe an adapter of the store for the tenant that the gateway names."""
@@ -176,7 +174,7 @@ class EngineRoutes:
     async def update_gauges(self) -> None:
         try:
             async with asyncio.timeout(SCRAPE_WAIT_S):
-                state: EngineState = await self.engine_thread.call(self.engine.state)
+                state: EngineState = await self.core.state()
         except (TimeoutError, EngineUnavailable):
             return
         self.metrics.running.set(state.num_running)

@@ -13,11 +13,11 @@ from importlib.metadata import version
 
 import msgspec
 
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core import Core
 from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
-from engine.engine import Engine, EngineState
+from engine.engine import EngineState
 from wire.responses import EngineStateResponse, Preempted, TenantShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
@@ -29,22 +29,19 @@ REPORTED_ON_HOST = 512
 
 
 class StateFeed:
-    """Readings of one engine's state. Call every method but `stepped` on the event loop."""
+    """Readings of one engine's state. Call every method on the event loop."""
 
     def __init__(
         self,
-        engine: Engine,
-        engine_thread: EngineThread,
+        core: Core,
         models: ModelRegistry,
         finished: UsageLog,
         base_digest: str | None = None,
     ) -> None:
-        self._engine = engine
-        self._engine_thread = engine_thread
+        self._core = core
         self._models = models
         self._finished = finished
         self._base_digest = base_digest
-        self._event_loop = asyncio.get_running_loop()
         self._instance = uuid.uuid4().hex
         self._revision = 0
         self._residency_version = 0
@@ -64,7 +61,7 @@ class StateFeed:
 
     async def read(self) -> EngineStateResponse:
         """Return the state between two steps. Raises EngineUnavailable."""
-        state = await self._engine_thread.call(self._engine.state)
+        state = await self._core.state()
         return self._take(self._response(state))
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
@@ -85,9 +82,9 @@ class StateFeed:
             self._followers -= 1
 
     def stepped(self) -> None:
-        """Report that a step has ended. Called by the engine's thread."""
-        if self._followers and not self._moved.is_set():
-            self._event_loop.call_soon_threadsafe(self._moved.set)
+        """Report that a step has ended."""
+        if self._followers:
+            self._moved.set()
 
     def moved(self) -> None:
         """Report a change made outside a step."""
@@ -144,6 +141,7 @@ class StateFeed:
         return state
 
     def _response(self, state: EngineState) -> EngineStateResponse:
+        facts = self._core.facts
         self._residency_version = state.residency_version
         if self._host_version != self._models.host_version:
             self._host_version = self._models.host_version
@@ -155,9 +153,9 @@ class StateFeed:
             model=self._models.base_name,
             base_digest=self._base_digest,
             version=version("loraplex"),
-            max_model_len=self._engine.max_model_len,
-            max_num_seqs=self._engine.max_num_seqs,
-            max_lora_rank=self._engine.config.max_lora_rank,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=facts.max_num_seqs,
+            max_lora_rank=facts.config.max_lora_rank,
             max_adapter_bytes=state.tiers.host.max_bytes,
             running=state.num_running,
             waiting=state.num_waiting,

@@ -21,11 +21,11 @@ from adapters.manifest import OUTSIDE
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_size import device_size
 from engine.answering.activation import adapter_start
-from engine.answering.engine_thread import EngineThread
+from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.rest import Rest
 from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
-from engine.engine import Engine
+from engine.engine import EngineFacts
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from wire.deadlines import MOST_PRIORITY
 from wire.digests import digest_name
@@ -52,17 +52,15 @@ class Difference:
 class Prober:
     """Prober of one engine. base_digest: digest of the base model's weights. Call every method on the event loop."""
 
-    def __init__(
-        self, engine: Engine, engine_thread: EngineThread, models: ModelRegistry, base_digest: str | None
-    ) -> None:
-        self._engine = engine
-        self._engine_thread = engine_thread
+    def __init__(self, facts: EngineFacts, in_flight: InFlight, models: ModelRegistry, base_digest: str | None) -> None:
+        self._facts = facts
+        self._in_flight = in_flight
         self._models = models
         self._base_digest = base_digest
-        self._prompts = fixed_prompts(engine.model_config.vocab_size)
+        self._prompts = fixed_prompts(facts.vocab_size)
         # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
         self._turn = asyncio.Lock()
-        self._rest = Rest(SHARE, engine_thread.wait_idle)
+        self._rest = Rest(SHARE, in_flight.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -104,7 +102,7 @@ class Prober:
                 )
                 return self._result(adapter, [ProbeReason(text, code="adapter_without_effect")], [])
             prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *_trained_tokens(adapter))]
-            with self._engine_thread.place(2, tenant_id):
+            with self._in_flight.place(2, tenant_id):
                 # Loads the adapter onto the device, so that the two rows of each later pair share one step.
                 [first] = await self._logits(prompts[:1], [served], tenant_id)
                 found: list[Difference] = []
@@ -139,7 +137,7 @@ class Prober:
             for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
         ]
         found: dict[int, RequestOutput] = {}
-        with self._engine_thread.submit(sequences) as ticket:
+        with self._in_flight.submit(sequences) as ticket:
             while len(found) < len(sequences):
                 news = await ticket.news()
                 found |= {index: output for index, output in news if output.finish_reason is not None}
@@ -159,7 +157,7 @@ class Prober:
             rank=adapter.rank,
             num_modules=len(adapter.modules),
             host_bytes=adapter.num_bytes,
-            device_bytes=size.pages * self._engine.adapters.page_bytes + size.outside_bytes,
+            device_bytes=size.pages * self._facts.page_bytes + size.outside_bytes,
             device_pages=size.pages,
             largest_difference=max(largest) if largest and len(largest) == len(found) else None,
             divergence=max(divergence) if divergence and len(divergence) == len(found) else None,

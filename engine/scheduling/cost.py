@@ -23,11 +23,14 @@ LOADED_PAGE = 64.0
 
 def step_cost(request: Request, num_tokens: int) -> float:
     """Return the cost of computing the next `num_tokens` tokens of a request."""
-    end = request.num_computed + num_tokens
-    start = max(request.num_computed, request.num_paid)
+    start = request.num_computed
+    end = start + num_tokens
+    if start < request.num_paid:
+        start = request.num_paid
     if end <= start:
         return 0.0
-    num_outputs = end - max(start, request.num_prompt_tokens)
+    num_prompt_tokens = request.num_prompt_tokens
+    num_outputs = end - (start if start > num_prompt_tokens else num_prompt_tokens)
     if num_outputs <= 0:
         return (end - start) * PROMPT_TOKEN
     output = OUTPUT_TOKEN + end / CONTEXT_TOKENS + request.num_adapter_pages / HELD_PAGES

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from msgspec import Struct
+
 from wire.deadlines import deadline
 from wire.errors import BadRequest
 
@@ -83,8 +85,7 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(Struct):
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
     error_param: the request's parameter that caused `error`, None if none did. started_at: time at which work on the
@@ -178,6 +179,7 @@ class Request:
     served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
         the first step. The planner records it from the device pool's slots, never from `adapter_digest`, so it is
         a receipt.
+    is_plain: whether a step needs only its token: no mask, no edits of logits, no log-probabilities.
     turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
         and last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
@@ -187,7 +189,8 @@ class Request:
 
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
-        "cache_salt", "charged", "edits", "error", "error_param", "finish_reason", "logits", "logprobs", "matcher",
+        "cache_salt", "charged", "edits", "edits_logits", "error", "error_param", "finish_reason", "is_plain",
+        "logits", "logprobs", "mask", "matcher",
         "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending",
         "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
         "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest",
@@ -245,6 +248,11 @@ class Request:
         self.started_at: float | None = None
         # The matcher's state depends on the output tokens only, so a preemption does not change it.
         self.matcher: Matcher | None = None if new.params.grammar is None else new.params.grammar.matcher()
+        # The mask of the tokens that may come next; None allows all.
+        self.mask: Matcher | AllowedTokens | None = new.params.allowed if self.matcher is None else self.matcher
+        self.edits_logits = new.params.edits_logits
+        keeps = new.params.logprobs is not None or new.params.keep_logits
+        self.is_plain = self.mask is None and not self.edits_logits and not keeps
         self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -266,11 +274,6 @@ class Request:
     def is_decoding(self) -> bool:
         num_tokens = len(self.token_ids) + self.num_pending
         return num_tokens > self.num_prompt_tokens and num_tokens - self.num_computed == 1
-
-    @property
-    def mask(self) -> "Matcher | AllowedTokens | None":
-        """Return the mask of the tokens that may come next; None allows all."""
-        return self.params.allowed if self.matcher is None else self.matcher
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -330,9 +333,9 @@ class Request:
         if self.matcher is not None and not self.matcher.advance(token_id):
             self.error_param = self.matcher.param
             self.finish("error", f"{self.matcher.param} is too complex: {self.matcher.error}")
-        elif self._is_stop(token_id):
+        elif (token_id in self.stop_ids or self.matcher is not None) and self._is_stop(token_id):
             self.finish("stop")
-        elif self.num_output_tokens >= self.params.max_tokens:
+        elif len(self.token_ids) - self.num_prompt_tokens >= self.params.max_tokens:
             self.finish("length")
 
     def _fail_not_finite(self) -> None:
@@ -364,7 +367,7 @@ class Request:
             self.finish_reason,
             self.num_prompt_tokens,
             self.num_cached_tokens,
-            self.num_output_tokens,
+            len(self.token_ids) + self.num_pending - self.num_prompt_tokens,
             self.logprobs if self.params.logprobs is not None else None,
             self.prompt_logprobs or None,
             self.error,
@@ -373,5 +376,6 @@ class Request:
             self.served_digest,
             self.logits,
         )
-        self.logprobs, self.prompt_logprobs = [], []
+        if self.logprobs or self.prompt_logprobs:
+            self.logprobs, self.prompt_logprobs = [], []
         return out

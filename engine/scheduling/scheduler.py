@@ -82,6 +82,7 @@ class Scheduler:
         self.preempted = PreemptionCounts()
         self.num_in_target = 0
         self.num_over_target = 0
+        self.num_decodes = 0  # streams in the last plan
         self.is_short = False  # whether the last plan left streams out; the pacer must not observe such a step
         self._limits = limits
         self._chunked = limits.enable_chunked_prefill
@@ -122,18 +123,26 @@ class Scheduler:
             self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
         for request, claimant in find_page_victims(self.running, self.adapters, self.policy):
             self._preempt(request, plan, claimant)
-        most = self._decode(plan, self._limits.max_num_batched_tokens)
-        self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most)))
+        prompts = self._decode(plan)
+        if not (prompts or self.num_waiting):
+            self.num_decodes, self.is_short = len(plan), False
+            return plan
+        most = self._limits.max_num_batched_tokens - len(plan)
+        self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most), prompts))
+        self.num_decodes = sum(r.is_decoding for r in plan)
         return plan
 
     def advance(self, plan: Plan) -> None:
         """Record a launched step: computed tokens and full blocks. The step before it must be committed."""
+        block_size = self.cache.block_size
         for request, num_tokens in plan.items():
             if request.status is Status.RUNNING:  # else it ended while this step was being launched
                 request.charged = 0.0
-                request.num_computed += num_tokens
-                request.num_paid = max(request.num_paid, request.num_computed)
-                self.cache.register(request)
+                request.num_computed = end = request.num_computed + num_tokens
+                if end > request.num_paid:
+                    request.num_paid = end
+                if end >= (request.num_registered_blocks + 1) * block_size:
+                    self.cache.register(request)
 
     def commit(self, sampled: dict[Request, int]) -> list[Request]:
         """Append a step's tokens to its requests. Return the requests that received one: those that had not ended
@@ -141,12 +150,12 @@ class Scheduler:
         """
         moved = [request for request in sampled if request.status is not Status.FINISHED]
         for request in moved:
-            is_waiting = request.status is Status.WAITING  # preempted while its token was in flight
+            before = request.status  # waiting if it was preempted while its token was in flight
             request.append(sampled[request])
-            if request.num_output_tokens == 1:
+            if request.ttft_target is not None and request.num_output_tokens == 1:
                 self._count_target(request)
             if request.status is Status.FINISHED:
-                if is_waiting:
+                if before is Status.WAITING:
                     self.policy.remove(request)
                 if request.error is None:
                     self._growth.observe(request)
@@ -171,37 +180,44 @@ class Scheduler:
         failed, self._failed = self._failed, []
         return failed
 
-    def _decode(self, plan: Plan, budget: int) -> int:
-        """Plan the next token of every running decode. Return the rest of the budget."""
-        for request in [r for r in self.running if r.is_decoding]:
-            if budget <= 0:
-                break
+    def _decode(self, plan: Plan) -> list[Request]:
+        """Plan the next token of every running decode. Return the running requests whose prompts are in progress.
+
+        The loop runs for every stream in every step, so it reads a request's counts once and calls only what it must.
+        """
+        budget, block_size, prompts = self._limits.max_num_batched_tokens, self.cache.block_size, list[Request]()
+        for request in self.running.copy():
+            num_tokens = request.num_tokens
+            num_outputs = num_tokens - request.num_prompt_tokens
+            if num_outputs <= 0 or num_tokens - request.num_computed != 1:
+                prompts.append(request)
+                continue
+            if len(plan) >= budget or num_outputs >= request.params.max_tokens:
+                continue  # no room, or its last token is in flight
             if request.status is not Status.RUNNING:
                 continue  # preempted for an earlier request of this loop
-            if request.num_output_tokens >= request.params.max_tokens:
-                continue  # its last token is in flight
-            if self._grow_or_preempt(request, request.num_tokens, plan):
-                self._plan(plan, request, 1)
-                budget -= 1
-        return budget
+            if num_tokens > len(request.blocks) * block_size and not self._grow_or_preempt(request, num_tokens, plan):
+                continue
+            self._plan(plan, request, 1)
+        return [request for request in prompts if request.status is Status.RUNNING] if prompts else prompts
 
     def _plan(self, plan: Plan, request: Request, num_tokens: int) -> None:
         """Plan a request's next tokens and charge them at once, so that the next choice already counts them."""
         plan[request] = num_tokens
-        request.charged = step_cost(request, num_tokens)
-        self.policy.charge(request, request.charged)
+        request.charged = cost = step_cost(request, num_tokens)
+        self.policy.charge(request, cost)
 
     def _budget_prompts(self, plan: Plan, most: int) -> PromptBudget:
         if self._pacer is None:
             return PromptBudget(most, most)
         return self._pacer.budget(len(plan), most, self._patience(plan), self.policy.step_target(self._clock()))
 
-    def _prefill(self, plan: Plan, budget: PromptBudget) -> set[str]:
+    def _prefill(self, plan: Plan, budget: PromptBudget, prompts: list[Request]) -> set[str]:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
         tenant's long prompt delays another tenant's short one by a step, not by its own length. Prompts end one after
         the other, not all at once: the work is the same, but each has its first token as soon as possible.
 
-        Return the tenants that give way to the planned prompts.
+        prompts: those in progress. Return the tenants that give way to the planned prompts.
         """
         admits, started_blocks, passed_over, without_room = True, 0, 0, 0
         giving_way: set[str] = set()
@@ -209,7 +225,7 @@ class Scheduler:
         # prompt cannot be cut.
         logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
         nearness = Nearness(self.adapters, self.cache) if self._seats.num_free else None
-        turns = self.policy.turns([r for r in self.running if not r.is_decoding], nearness)
+        turns = self.policy.turns(prompts, nearness)
         while not budget.is_spent and (request := turns.next(admits=admits)) is not None:
             if request.status is Status.FINISHED or request in plan:
                 continue

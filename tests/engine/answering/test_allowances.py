@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from engine.answering import report
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core_thread import CoreThread
 from engine.answering.running import Run
 from engine.answering.ticket import Ticket
 from engine.scheduling.request import RequestOutput
@@ -73,12 +73,12 @@ def _reads_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(10):
             await asyncio.sleep(0)
 
-    def step(loop: EngineThread) -> None:
+    def step(loop: CoreThread) -> None:
         plain(loop)
         asyncio.run_coroutine_threadsafe(turns(), loop._event_loop).result(30)
 
-    plain = EngineThread._step
-    monkeypatch.setattr(EngineThread, "_step", step)
+    plain = CoreThread._step
+    monkeypatch.setattr(CoreThread, "_step", step)
 
 
 @pytest.mark.usefixtures("_reads_each_step")

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.answering.engine_thread import FAILED as FAILED_TEXT
+from engine.answering.core_thread import FAILED as FAILED_TEXT
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
 from engine.execution.token_rules import BannedWords
@@ -125,9 +125,9 @@ async def test_nothing_is_accepted_once_the_engine_has_failed(
             assert health["reason"] == FAILED_TEXT
         assert (await client.post("/v1/completions", LONG))[0] == 503
         # Not even between the thread's last step and its notification of the event loop.
-        assert server.server._engine_thread is not None
+        assert server.server._in_flight is not None
         with pytest.raises(EngineUnavailable):
-            server.server._engine_thread.submit([])
+            server.server._in_flight.submit([])
     finally:
         server.close()
 

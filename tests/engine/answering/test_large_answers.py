@@ -118,7 +118,7 @@ async def test_a_client_that_does_not_read_is_cut_off(
         status, answer = await client.post("/v1/completions", {"model": "tiny", "prompt": "x"})
         assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
         # Its seats are free, although it neither reads nor disconnects; the generated tokens are in the books.
-        await client.wait_for(lambda _: impatient.server._engine_thread._placed.total() == 0, seconds=120)
+        await client.wait_for(lambda _: impatient.server._in_flight._placed.total() == 0, seconds=120)
         assert (await client.post("/v1/completions", {"model": "tiny", "prompt": "x"}))[0] == 200
         _, books = await client.get("/finished?ids=idle")
         assert books["data"][0]["finish_reason"] is not None

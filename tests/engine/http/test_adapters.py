@@ -275,13 +275,13 @@ async def test_requests_that_wait_for_a_load_count_among_those_that_wait(session
         asked = [
             asyncio.create_task(client.post("/v1/completions", FIELDS | {"model": f"sha256:{digest}"})) for _ in "abc"
         ]
-        await client.wait_for(lambda _: running.server._engine_thread._placed.total() == 3)
+        await client.wait_for(lambda _: running.server._in_flight._placed.total() == 3)
         status, answer = await client.post("/v1/completions", FIELDS | {"model": "tiny"})
         assert (status, answer["error"]["code"]) == (503, "engine_overloaded")
         gate.set()
         assert [status for status, _ in await asyncio.gather(*asked)] == [200] * 3
         assert (await client.post("/v1/completions", FIELDS | {"model": "tiny"}))[0] == 200
-        assert running.server._engine_thread._placed.total() == 0
+        assert running.server._in_flight._placed.total() == 0
     finally:
         gate.set()
         running.close()

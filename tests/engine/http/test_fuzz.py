@@ -89,7 +89,7 @@ def test_fuzzed_bodies_are_answered_and_leave_nothing_behind(server):
     assert fuzzer.statuses[200] > fuzzer.statuses.total() // 20, "too few are served for this to mean anything"
     assert state["kv_blocks_free"] == state["kv_blocks_total"]
     assert state["adapter_pages_free"] == state["adapter_pages_total"]
-    assert server.server._engine_thread.num_in_flight == 0
+    assert server.server._in_flight.number == 0
 
 
 async def _rest(url: str) -> Any:

@@ -4,7 +4,8 @@ import asyncio
 import itertools
 import time
 
-from engine.answering.engine_thread import EngineThread
+from engine.answering.core_thread import CoreThread
+from engine.answering.in_flight import InFlight
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import Client, RunningServer
 
@@ -56,16 +57,21 @@ class SlowToAdd:
         self.between_steps.append(len(self.added))
         return []
 
+    def state(self) -> None: ...
+
+    def close(self) -> None: ...
+
 
 async def test_many_requests_at_once_are_added_between_several_steps():
     engine = SlowToAdd()
-    thread = EngineThread(engine, max_requests=100)
+    core = CoreThread(engine)
+    in_flight = InFlight(core, max_requests=100)
     try:
         params = SamplingParams()
-        thread.submit([NewRequest(f"a-{i}", [1], params) for i in range(100)])
-        await thread.call(lambda: None)  # behind the others
+        in_flight.submit([NewRequest(f"a-{i}", [1], params) for i in range(100)])
+        await core.state()  # behind the others
         assert engine.added == [f"a-{i}" for i in range(100)]
         counts = [0, *engine.between_steps, 100]
         assert max(b - a for a, b in itertools.pairwise(counts)) < 20
     finally:
-        await thread.close(0)
+        await in_flight.close(0)

@@ -1,0 +1,195 @@
+"""The engine's core in a thread of the server's process.
+
+Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step are delivered in
+one call to the event loop. Only this thread touches the engine. It sleeps when there is no work.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Protocol, TypeVar
+
+from engine.answering.core import CoreEvents
+from engine.answering.ticket import EngineUnavailable
+from engine.engine import EngineFacts, EngineState
+from engine.scheduling.request import NewRequest, RequestOutput
+from wire.errors import BadRequest
+
+logger = logging.getLogger(__name__)
+
+FAILED = "the engine failed; send the request again"
+CLOSED = "the engine is shut down"
+T = TypeVar("T")
+
+# Poll interval while every request waits for its adapter to load.
+ADAPTER_POLL_S = 0.002
+# Time limit for commands between two steps; a command that has begun is finished. Adding a request of 128k tokens takes
+# 3 ms.
+COMMANDS_S = 0.01
+
+
+class StepEngine(Protocol):
+    """The part of `engine.engine.Engine` that the thread uses."""
+
+    @property
+    def facts(self) -> EngineFacts: ...
+    def add_request(self, new: NewRequest) -> None: ...
+    def abort(self, request_id: str) -> None: ...
+    def has_work(self) -> bool: ...
+    @property
+    def is_waiting_for_adapters(self) -> bool: ...
+    def step(self) -> list[RequestOutput]: ...
+    def state(self) -> EngineState: ...
+    def adapter_ready(self, digest: str) -> bool: ...
+    def unload_adapter(self, digest: str) -> bool: ...
+    def add_service_elsewhere(self, tenants: Mapping[str, float]) -> int: ...
+    def measure_roofline(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class CoreThread:
+    """`engine.answering.core.Core` of an engine in this process."""
+
+    def __init__(self, engine: StepEngine) -> None:
+        self._engine = engine
+        self._event_loop = asyncio.get_running_loop()
+        self._commands: deque[Callable[[], None]] = deque()
+        self._work = threading.Condition()
+        self._stopping = False
+        self._calls: set[Future[Any]] = set()
+        # Set by the thread before it ends, so that no more work is accepted.
+        self.failure: str | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    @property
+    def facts(self) -> EngineFacts:
+        return self._engine.facts
+
+    def start(self, events: CoreEvents) -> None:
+        self._events = events
+        self._thread.start()
+
+    def add(self, new: NewRequest) -> None:
+        self._push(partial(self._add, new))
+
+    def abort(self, request_id: str) -> None:
+        def abort() -> None:
+            self._engine.abort(request_id)
+            self._to_event_loop(self._events.released, request_id)
+
+        self._push(abort)
+
+    async def state(self) -> EngineState:
+        return await self._call(self._engine.state)
+
+    async def is_on_device(self, digest: str) -> bool:
+        return await self._call(partial(self._engine.adapter_ready, digest))
+
+    async def unload_adapter(self, digest: str) -> bool:
+        return await self._call(partial(self._engine.unload_adapter, digest))
+
+    async def charge_elsewhere(self, tenants: Mapping[str, float]) -> int:
+        return await self._call(partial(self._engine.add_service_elsewhere, tenants))
+
+    async def measure_roofline(self) -> None:
+        await self._call(self._engine.measure_roofline)
+
+    async def close(self) -> None:
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        await asyncio.to_thread(self._thread.join)
+        self._fail_calls(CLOSED)
+        await asyncio.to_thread(self._engine.close)
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        """Run a function on the engine's thread between two steps, and return its result."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as exc:  # noqa: BLE001 - handed to the caller
+                future.set_exception(exc if isinstance(exc, Exception) else RuntimeError(repr(exc)))
+
+        if self.failure is not None or not self._thread.is_alive():
+            raise EngineUnavailable(self.failure or CLOSED)
+        self._calls.add(future)
+        self._push(run)
+        try:
+            return await asyncio.wrap_future(future)
+        finally:
+            self._calls.discard(future)
+
+    def _fail_calls(self, reason: str) -> None:
+        for future in self._calls:
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))
+
+    def _push(self, command: Callable[[], None]) -> None:
+        with self._work:
+            self._commands.append(command)
+            self._work.notify()
+
+    def _failed(self) -> None:
+        self._events.failed(self.failure or "")
+        self._fail_calls(self.failure or "")
+
+    # The methods below run in the engine's thread.
+
+    def _run(self) -> None:
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                if self._engine.has_work():
+                    self._step()
+            while self._commands:
+                self._run_commands()
+        except BaseException:  # a Rust panic is no Exception, and would end the thread silently
+            # Every tenant's requests receive this text. The exception goes to the log only, because it may quote one of
+            # them.
+            self.failure = FAILED
+            logger.exception("the engine failed and refuses all requests until it is restarted")
+            self._to_event_loop(self._failed)
+
+    def _wait_for_work(self) -> bool:
+        """Sleep until there is work. Return False if the thread should end."""
+        with self._work:
+            while not (self._commands or self._stopping or self._engine.has_work()):
+                self._work.wait()
+            return not self._stopping
+
+    def _run_commands(self) -> None:
+        """Run queued commands in order for `COMMANDS_S`. The rest run after the next step."""
+        end = time.perf_counter() + COMMANDS_S
+        while self._commands and time.perf_counter() < end:
+            self._commands.popleft()()
+
+    def _add(self, new: NewRequest) -> None:
+        try:
+            self._engine.add_request(new)
+        except BadRequest as exc:
+            self._to_event_loop(self._events.refused, new.request_id, exc)
+        except BaseException as exc:
+            logger.exception("a request could not be added")
+            error = exc if isinstance(exc, Exception) else RuntimeError(repr(exc))
+            self._to_event_loop(self._events.refused, new.request_id, error)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        outputs = self._engine.step()
+        self._to_event_loop(self._events.stepped, time.perf_counter() - start, outputs)
+        if self._engine.is_waiting_for_adapters:
+            with self._work:
+                if not self._commands and not self._stopping:
+                    self._work.wait(ADAPTER_POLL_S)
+
+    def _to_event_loop(self, callback: Callable[..., object], *args: Any) -> None:
+        self._event_loop.call_soon_threadsafe(callback, *args)

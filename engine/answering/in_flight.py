@@ -1,0 +1,158 @@
+"""The sequences in flight, on the event loop: their places, their tickets, and their end when the core fails or stops.
+
+Knows the core only as `engine.answering.core.Core`.
+"""
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from engine.answering.core import Core
+from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull, Ticket
+from engine.scheduling.request import NewRequest, RequestOutput
+
+logger = logging.getLogger(__name__)
+
+
+class InFlight:
+    """The sequences in a core, which is started by the constructor. Call every method on the event loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        max_requests: int,
+        on_step: Callable[[float, Sequence[RequestOutput]], None] = lambda *_: None,
+    ) -> None:
+        """max_requests: limit of sequences in flight, running and waiting. on_step: called with each step's seconds and
+        outputs.
+        """
+        self._core = core
+        self._max_requests = max_requests
+        self._on_step = on_step
+        self._accepting = True
+        # Sequence id -> ticket of its HTTP request, and its index in the ticket.
+        self._tickets: dict[str, tuple[Ticket, int]] = {}
+        # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
+        # answer.
+        self._placed: Counter[str] = Counter()  # by tenant
+        # Set while nothing is in flight, and by `stop_waiting`.
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self.core_failed = asyncio.Event()
+        core.start(self)
+
+    @property
+    def number(self) -> int:
+        return len(self._tickets)
+
+    async def wait_idle(self) -> None:
+        """Wait until no sequence is in flight."""
+        await self._drained.wait()
+
+    def max_requests(self, tenant_id: str) -> int:
+        """Return the limit of sequences in flight for one tenant: half of all, so that other tenants find a place.
+        Callers without a tenant do not come from a gateway and may use all places.
+        """
+        return max(1, self._max_requests // 2) if tenant_id else self._max_requests
+
+    @contextmanager
+    def place(self, count: int, tenant_id: str = "") -> Iterator[None]:
+        """Reserve places for a request's sequences until the client has received the answer.
+
+        Raises QueueFull if no place is free, TenantQueueFull if the tenant uses all of its places, EngineUnavailable
+        after a failure or while closing.
+        """
+        self._check_room(count, tenant_id)
+        self._placed[tenant_id] += count
+        try:
+            yield
+        finally:
+            self._placed[tenant_id] -= count
+            if not self._placed[tenant_id]:
+                del self._placed[tenant_id]
+
+    def submit(self, sequences: list[NewRequest]) -> Ticket:
+        """Queue the sequences of one HTTP request. Their places must be reserved.
+
+        Raises EngineUnavailable after a failure or while closing.
+        """
+        self._check_room(0, "")
+        ticket = Ticket(self, [new.request_id for new in sequences])
+        for i, new in enumerate(sequences):
+            self._tickets[new.request_id] = (ticket, i)
+            self._core.add(new)
+        self._drained.clear()
+        return ticket
+
+    def _check_room(self, count: int, tenant_id: str) -> None:
+        if self._core.failure is not None:
+            raise EngineUnavailable(self._core.failure)
+        if not self._accepting:
+            raise EngineUnavailable("the engine is shutting down", retry_after=1)
+        placed = self._placed.total()
+        if placed + count > self._max_requests:
+            raise QueueFull(f"{placed} requests are in flight, which is the limit", retry_after=1)
+        if self._placed[tenant_id] + count > self.max_requests(tenant_id):
+            message = f"{self._placed[tenant_id]} of your requests are in flight here already"
+            raise TenantQueueFull(message, retry_after=1)
+
+    def abort(self, request_id: str) -> None:
+        """Abort a sequence before the next step. It may receive outputs of the in-flight step until it is released."""
+        if self._core.failure is not None:
+            self.released(request_id)
+            return
+        self._core.abort(request_id)
+
+    async def close(self, drain_s: float) -> None:
+        """Refuse new requests, wait at most `drain_s` seconds for those in flight, abort the rest, close the core."""
+        self._accepting = False
+        if self._tickets and self._core.failure is None:
+            started = time.monotonic()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(drain_s):
+                    await self._drained.wait()
+            if self._tickets:
+                seconds = time.monotonic() - started
+                logger.warning("aborting %d requests still in flight after %.1f s", len(self._tickets), seconds)
+        for request_id, (ticket, _) in list(self._tickets.items()):
+            self.abort(request_id)
+            ticket.fail(EngineUnavailable("the engine is shutting down", retry_after=1))
+        await self._core.close()
+
+    def stop_waiting(self) -> None:
+        """Make a `close` that has begun abort the requests in flight at once."""
+        self._drained.set()
+
+    # The methods below are the core's events.
+
+    def stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
+        for output in outputs:
+            found = self._tickets.get(output.request_id)
+            if found is not None:
+                ticket, index = found
+                ticket.deliver(index, output)
+        self._on_step(seconds, outputs)
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        found = self._tickets.get(request_id)
+        if found is not None:
+            found[0].fail(error)
+            self.released(request_id)
+
+    def released(self, request_id: str) -> None:
+        found = self._tickets.pop(request_id, None)
+        if not self._tickets:
+            self._drained.set()
+        if found is not None:
+            found[0].released(request_id)
+
+    def failed(self, reason: str) -> None:
+        self.core_failed.set()
+        for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
+            ticket.fail(EngineUnavailable(reason))
+        for request_id in list(self._tickets):
+            self.released(request_id)
