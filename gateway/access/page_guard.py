@@ -100,7 +100,10 @@ def safe_next(given: str | None, home: str) -> str:
     fallback = f"{home}/"
     if not given or len(given) > MAX_NEXT_CHARS or not re.fullmatch(r"[\x21-\x7e]+", given) or "\\" in given:
         return fallback
-    parts = urlsplit(given)
+    try:
+        parts = urlsplit(given)
+    except ValueError:  # such as "//["
+        return fallback
     if parts.scheme or parts.netloc or not (parts.path == home or parts.path.startswith(fallback)):
         return fallback
     # An empty part could begin a host (`//`), and `..` leads out of `home`.
@@ -120,13 +123,21 @@ def _without_session(request: web.Request, home: str, is_read: bool) -> web.Resp
     if request.headers.get("Sec-Fetch-Site") == "cross-site" and is_read and safe_next(here, home) == here:
         return continue_page(here)
     is_htmx = request.headers.get("HX-Request") == "true"
-    back = here if is_read and not is_htmx else urlsplit(request.headers.get("HX-Current-URL", "")).path
+    back = here if is_read and not is_htmx else _path_of(request.headers.get("HX-Current-URL", ""))
     found = safe_next(back, home)
     where = f"{home}/login" if found == f"{home}/" else f"{home}/login?next={quote(found, safe='/')}"
     if is_htmx:
         # htmx would follow a redirect and put the log-in form into a part of the page.
         return web.Response(status=401, headers={"HX-Redirect": where, **NO_STORE})
     return web.Response(status=303, headers={"Location": where, **NO_STORE})
+
+
+def _path_of(url: str) -> str:
+    """Return the path of a client's URL; "" for a malformed one."""
+    try:
+        return urlsplit(url).path
+    except ValueError:
+        return ""
 
 
 def continue_page(where: str) -> web.Response:

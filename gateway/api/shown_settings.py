@@ -12,7 +12,7 @@ from gateway.settings import OFF, Settings, env_name
 
 SET, NOT_SET = "set, not shown", "not set"
 # User and password, and the query, of a URL within a value.
-_USER = re.compile(r"(?<=://)[^/@\s]*@")
+_USER = re.compile(r"(?<=://)[^/\s]*@")
 _QUERY = re.compile(r"(?<=\?)\S+")
 
 

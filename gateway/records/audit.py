@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, and_, delete, func, insert, literal, not_, or_, select
+from sqlalchemy import ColumnElement, Row, delete, func, insert, literal, not_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.access.caller import CALLER
@@ -137,7 +137,8 @@ class Audit:
                 last = (await connection.execute(select(audit.c.at, audit.c.id).where(audit.c.id == after))).first()
                 if last is None:
                     raise BadRequest("after: there is no such entry.", param="after")
-                query = query.where(or_(audit.c.at < last.at, and_(audit.c.at == last.at, audit.c.id < last.id)))
+                # The first condition alone lets an index begin at the position.
+                query = query.where(audit.c.at <= last.at, or_(audit.c.at < last.at, audit.c.id < last.id))
             rows = (await connection.execute(query)).all()
         return [_entry(row) for row in rows[:limit]], len(rows) > limit
 

@@ -1,14 +1,19 @@
 """`/console/audit`: changes of the tenant's own records, by its people and by operators."""
 
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.reports.audit import read_own_audit, seen_by_tenant
 from gateway.errors import BadRequest
 from gateway.pages.console.access import ConsolePages, needs
-from gateway.pages.parts.audit_rows import COLUMNS, CSV_COLUMNS, MOST_CSV, audit_row, audit_table
-from gateway.pages.parts.tables import ROWS, csv_response
+from gateway.pages.parts.audit_rows import COLUMNS, CSV_COLUMNS, Entries, audit_csv, audit_row, audit_table
+from gateway.pages.parts.tables import ROWS
 from gateway.records.audit import AuditEntry
+from gateway.records.tenants.tenants import Tenant
 
 QUERY = ("action", "since", "until", "after", "format")
 
@@ -19,21 +24,24 @@ class ConsoleAudit(ConsolePages):
     @needs("keys")
     async def list(self, request: web.Request) -> web.StreamResponse:
         tenant = request[PRINCIPAL].tenant
-        is_csv = request.query.get("format") == "csv"
         errors: dict[str, str] = {}
-        entries: list[AuditEntry] = []
+        entries: Sequence[AuditEntry] = []
         has_more = False
         try:
-            which = read_own_audit(request.query, tenant)
-            async with self.console.reads.turn(tenant.id):
-                entries, has_more = await self.console.records.audit.list(**which, limit=MOST_CSV if is_csv else ROWS)
+            read = partial(self._read, tenant, read_own_audit(request.query, tenant))
+            if request.query.get("format") == "csv":
+                return await audit_csv(request, read, [column for column in CSV_COLUMNS if column.key != "tenant"])
+            entries, has_more = await read(limit=ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
-        rows = [audit_row(seen_by_tenant(entry)) for entry in entries]
-        if is_csv and not errors:
-            return csv_response("audit", [column for column in CSV_COLUMNS if column.key != "tenant"], rows)
+        rows = [audit_row(entry) for entry in entries]
         table = audit_table(request, rows, has_more=has_more)
         table.columns = [column for column in COLUMNS if column.key != "tenant"]
         return self.console.frame.render(
             request, "audit.html", title="Audit", status=400 if errors else 200, table=table, errors=errors
         )
+
+    async def _read(self, tenant: Tenant, which: dict[str, Any], **part: Any) -> Entries:
+        async with self.console.reads.turn(tenant.id):
+            entries, has_more = await self.console.records.audit.list(**which | part)
+        return [seen_by_tenant(entry) for entry in entries], has_more

@@ -24,8 +24,10 @@ from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, 
 from gateway.pages.frame.frame import Frame
 
 LOGIN_COOKIE = "loraplex_login"
-# Rate of log-ins per key or person: a burst, then one every LOGIN_SECONDS.
+# Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one every so many seconds.
+# Each writes an audit entry.
 LOGIN_BURST, LOGIN_SECONDS = 10, 6.0
+TENANT_BURST, TENANT_SECONDS = 60, 1.0
 MAX_SUBJECTS = 10_000
 MAX_KEY_CHARS = 1000
 # Maximum size of the log-in form, which anybody may send without a key.
@@ -36,18 +38,23 @@ WRONG = "This key is not valid here. Check it and try again."
 
 
 class LoginRate:
-    """Token buckets of successful log-ins by subject, since each one is a write to the database."""
+    """Token buckets of successful log-ins by subject and by tenant, since each one is a write to the database."""
 
     def __init__(self) -> None:
         # Subject -> time (monotonic) at which its bucket is full again.
         self._full: OrderedDict[str, float] = OrderedDict()
 
-    def take(self, subject: str) -> None:
-        """Count a log-in. Raises TooManyFailures."""
+    def take(self, person: Identity) -> None:
+        """Count a person's log-in. Raises TooManyFailures."""
+        self._take(person.subject, LOGIN_BURST, LOGIN_SECONDS)
+        if person.tenant is not None:
+            self._take(f"tenant {person.tenant.id}", TENANT_BURST, TENANT_SECONDS)
+
+    def _take(self, subject: str, burst: int, seconds: float) -> None:
         now = time.monotonic()
-        full = max(now, self._full.get(subject, 0.0)) + LOGIN_SECONDS
-        if full - now > LOGIN_BURST * LOGIN_SECONDS:
-            raise TooManyFailures(retry_after=math.ceil(full - now - LOGIN_BURST * LOGIN_SECONDS))
+        full = max(now, self._full.get(subject, 0.0)) + seconds
+        if full - now > burst * seconds:
+            raise TooManyFailures(retry_after=math.ceil(full - now - burst * seconds))
         self._full[subject] = full
         self._full.move_to_end(subject)
         if len(self._full) > MAX_SUBJECTS:
@@ -94,7 +101,7 @@ class LoginPages:
             return self._form(request, then, "The form had expired. Try again.", status=403)
         try:
             person = await self._recognise(request, home, form.get("key", "").strip())
-            self._rate.take(person.subject)
+            self._rate.take(person)
         except (InvalidKey, Forbidden) as error:
             return await self._refuse(request, then, error)
         except TooManyFailures as error:

@@ -1,19 +1,21 @@
 """Table of the audit log, on the page of the whole log, on a tenant's page and in its console."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import msgspec
 from aiohttp import web
 
+from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.frame.frame import link
 from gateway.pages.parts.forms import MONEY
 from gateway.pages.parts.tables import Column, Table
 from gateway.records.audit import AuditEntry
 from gateway.records.money.prices import format_money
 
-MOST_CSV = 10_000
+# Most entries of a file, and those that are read and encoded at a time: a few ms of the event loop.
+MOST_CSV, AT_ONCE = 10_000, 200
 AMOUNTS = ("input", "cached", "output")
 COLUMNS = (
     Column("at", "Time", sortable=False),
@@ -26,6 +28,10 @@ COLUMNS = (
 )
 # The file has these too.
 CSV_COLUMNS = (*COLUMNS, Column("actor_label", "Actor's label"), Column("request_id", "Request"), Column("id", "Id"))
+
+
+Entries = tuple[Sequence[AuditEntry], bool]
+"""Entries, and whether there are more."""
 
 
 class AuditRow(NamedTuple):
@@ -51,6 +57,29 @@ def audit_table(request: web.Request, rows: Sequence[AuditRow], *, has_more: boo
     next_link = link(request, after=rows[-1].id) if has_more else None
     previous = link(request, after=None) if request.query.get("after") else None
     return Table("audit", COLUMNS, rows, next_link=next_link, previous_link=previous)
+
+
+async def audit_csv(
+    request: web.Request, read: Callable[..., Awaitable[Entries]], columns: Sequence[Column]
+) -> web.StreamResponse:
+    """Stream the entries as CSV, MOST_CSV at most.
+
+    read: returns entries, for `limit` and `after` as `Audit.list`. Raises what it raises before the answer begins.
+    """
+    first = await read(limit=AT_ONCE)
+    parts = csv_parts([column.key for column in columns], _csv_pages(read, first, columns))
+    return await send_file(request, "audit.csv", "text/csv", parts)
+
+
+async def _csv_pages(
+    read: Callable[..., Awaitable[Entries]], page: Entries, columns: Sequence[Column]
+) -> AsyncIterator[list[list[Any]]]:
+    for _ in range(0, MOST_CSV, AT_ONCE):
+        entries, has_more = page
+        yield [[column.of(row) for column in columns] for row in map(audit_row, entries)]
+        if not has_more:
+            return
+        page = await read(limit=AT_ONCE, after=entries[-1].id)
 
 
 def audit_row(entry: AuditEntry) -> AuditRow:

@@ -5,8 +5,8 @@ from aiohttp import web
 from gateway.api.admin.audit import read_audit
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.audit_rows import CSV_COLUMNS, MOST_CSV, audit_row, audit_table
-from gateway.pages.parts.tables import ROWS, csv_response
+from gateway.pages.parts.audit_rows import CSV_COLUMNS, audit_csv, audit_row, audit_table
+from gateway.pages.parts.tables import ROWS
 from gateway.records.audit import Audit, AuditEntry
 
 QUERY = ("tenant", "actor", "action", "not_action", "since", "until", "after", "format")
@@ -21,17 +21,16 @@ class AuditPages:
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         errors: dict[str, str] = {}
-        is_csv = request.query.get("format") == "csv"
         entries: list[AuditEntry] = []
         has_more = False
         try:
             which = read_audit({name: value for name, value in request.query.items() if value})
-            entries, has_more = await self._audit.list(**which, limit=MOST_CSV if is_csv else ROWS)
+            if request.query.get("format") == "csv":
+                return await audit_csv(request, lambda **part: self._audit.list(**which | part), CSV_COLUMNS)
+            entries, has_more = await self._audit.list(**which, limit=ROWS)
         except BadRequest as error:
             errors[error.param or ""] = error.message
         rows = [audit_row(entry) for entry in entries]
-        if is_csv and not errors:
-            return csv_response("audit", CSV_COLUMNS, rows)
         return self._frame.render(
             request,
             "audit.html",

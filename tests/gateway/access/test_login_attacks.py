@@ -7,8 +7,12 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from gateway.access.sessions import Identity
 from gateway.api.requests.memory import SMALL_AT_ONCE
+from gateway.errors import TooManyFailures
 from gateway.pages.login import oidc as oidc_login
+from gateway.pages.login.login import TENANT_BURST, LoginRate
+from testing.gateway.principals import principal
 from testing.gateway.running import ADMIN_KEY, Browser, Gateway
 from tests.gateway.access.test_oidc import at_provider, provider
 
@@ -115,3 +119,17 @@ async def test_wrong_answers_of_the_provider_count_by_address_and_fill_nothing(
             async with Browser(gateway.url, "/admin") as browser:
                 assert (await browser.get(await at_provider(browser, "ann"))).status == 200
                 assert (await browser.get("/admin/")).status == 200
+
+
+def test_many_keys_of_a_tenant_share_a_rate_of_log_ins():
+    """Each log-in writes to the audit: with 100 keys they were 1,000 a minute, and displaced its older entries."""
+    rate, tenant, other = LoginRate(), principal().tenant, principal().tenant
+
+    def log_in(number: int, of: Any) -> None:
+        rate.take(Identity(subject=f"k{number}", label="", role="tenant_member", tenant=of))
+
+    for number in range(TENANT_BURST):
+        log_in(number, tenant)
+    with pytest.raises(TooManyFailures):
+        log_in(TENANT_BURST, tenant)
+    log_in(TENANT_BURST + 1, other)

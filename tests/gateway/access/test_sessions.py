@@ -239,6 +239,8 @@ async def test_keys_at_the_wrong_door_count_as_wrong_ones(gateway: Gateway):
         "/admin/..//evil.example",
         "/admin/%2e%2e//evil.example",
         "/adminevil",
+        "//[",
+        "http://[/admin/",
         "/console/",
         "/admin/login",
         "/admin/logout",
@@ -252,6 +254,13 @@ async def test_keys_at_the_wrong_door_count_as_wrong_ones(gateway: Gateway):
 )
 def test_no_open_redirect(given: str | None):
     assert safe_next(given, "/admin") == "/admin/"
+
+
+async def test_malformed_addresses_lead_to_the_log_in_page(gateway: Gateway):
+    given = {"HX-Request": "true", "HX-Current-URL": "http://["}
+    got = await gateway.nobody.get("/admin/tenants", headers=given, allow_redirects=False)
+    assert (got.status, got.headers["HX-Redirect"]) == (401, "/admin/login")
+    assert (await gateway.nobody.get("/admin/login?next=//%5B")).status == 200
 
 
 @pytest.mark.parametrize("given", ["/admin/", "/admin", "/admin/tenants?q=a%20b&sort=-name", "/admin/tenants/acme/"])

@@ -192,6 +192,7 @@ def test_every_secret_of_the_settings_is_masked(tmp_path: Any, model_dir: Any):
         "adapter_store": str(tmp_path),
         "model_dir": model_dir,
         "base_model": "base",
+        "import_hub": "https://app:p@secret-1@hub.example",
     }
     settings = Settings.load({}, **given)
     shown = str(shown_settings(settings))
