@@ -141,7 +141,7 @@ def _check_sum(block: bytes) -> None:
         raise ArchiveError("The archive is cut off, or is not a .zip, .tar or .tar.gz.")
     said = _tar_number(block[148:156])
     if said != sum(block[:148]) + sum(block[156:]) + 8 * 0x20:
-        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; a header's checksum is wrong.")
+        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; this file is of another format, or damaged.")
 
 
 def _tar_number(raw: bytes) -> int:
@@ -153,7 +153,7 @@ def _tar_number(raw: bytes) -> int:
         return number
     digits = raw.strip(b"\0 ").split(b"\0")[0].strip()
     if not all(0x30 <= digit <= 0x37 for digit in digits):
-        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; a number in a tar header cannot be parsed.")
+        raise ArchiveError("Expected a .zip, .tar or .tar.gz archive; this file is of another format, or damaged.")
     return int(digits or b"0", 8)
 
 

@@ -159,7 +159,7 @@ def parse_period(query: Mapping[str, str]) -> tuple[datetime | None, datetime | 
     """Return `since` and `until`, None for each that is absent or empty. Raises BadRequest if `since` is later."""
     since, until = parse_moment(query, "since"), parse_moment(query, "until")
     if since is not None and until is not None and since > until:
-        raise BadRequest("since: expected a moment that is not after 'until'.", param="since")
+        raise BadRequest("'since' must not be after 'until'.", param="since")
     return since, until
 
 

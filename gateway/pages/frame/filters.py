@@ -5,7 +5,7 @@ Each shortened form keeps the exact value in its `title`.
 
 import math
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from markupsafe import Markup
@@ -117,6 +117,13 @@ def moment(at: datetime | None, now: datetime | None = None) -> Markup:
     return Markup(html).format(at.isoformat(), at.strftime(EXACT), relative(at, now or datetime.now(UTC)))
 
 
+def in_hour(at: datetime | None, now: datetime) -> Markup:
+    """Return the same for the beginning of an hour in which something happened, which may have been later in it."""
+    if at is None or now - at >= timedelta(hours=1):
+        return moment(at, now)
+    return Markup('<time datetime="{}">less than 1 h ago</time>').format(at.isoformat())
+
+
 def relative(at: datetime, now: datetime) -> str:
     """Return the distance from now in its largest unit; `static/app.js` repeats this rule."""
     seconds = (now - at).total_seconds()
@@ -166,6 +173,7 @@ def filters(currency: str) -> Mapping[str, Callable[..., Any]]:
         "milliseconds": milliseconds,
         "size": size,
         "moment": moment,
+        "in_hour": in_hour,
         "exact": exact,
         "clock": clock,
         "stamp": stamp,

@@ -12,7 +12,7 @@ from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.money.prices import AMOUNTS, read_price
 from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
-from gateway.pages.parts.forms import read_terms, term_groups, term_text
+from gateway.pages.parts.forms import TITLES, read_terms, term_groups, term_text
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
@@ -24,7 +24,7 @@ PLANS = "/admin/plans"
 
 def _terms_text(plan: Plan) -> str:
     shown = {name: term_text(name, v) for name, v in given_terms(plan.terms).items() if name != "model_limits"}
-    return ", ".join(f"{name} {value}" for name, value in shown.items()) or "the defaults"
+    return ", ".join(f"{TITLES[name][0]}: {value}" for name, value in shown.items()) or "the defaults"
 
 
 def _prices_text(plan: Plan) -> str:

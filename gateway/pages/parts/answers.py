@@ -17,6 +17,12 @@ def typing_error(request: web.Request, name: str) -> str | None:
     return None if request.get(FORM) is None else f"Type {name} to confirm."
 
 
+def error_text(error: GatewayError) -> str:
+    """Return an error's message for its field in a form: without the field's API name in front."""
+    text = error.message.removeprefix(f"{error_field(error)}: ")
+    return text[:1].upper() + text[1:]
+
+
 def error_field(error: GatewayError) -> str:
     """Return the form's field that an error is about, "" if it is about none."""
     return (error.param or "").split("[")[0]

@@ -12,7 +12,7 @@ from gateway.api.requests.fields import parse_text, read_fields
 from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
-from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
+from gateway.pages.parts.answers import error_field, error_text, is_confirmed, typing_error
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table, window
 from gateway.pages.parts.tabs import show_tab
@@ -148,7 +148,7 @@ class AlertPages:
                     raise BadRequest("Another target has this name.", param="name")
                 webhook, _, secret = await self._manager.put(name, known, request[ACTOR])
             except GatewayError as error:
-                errors[error_field(error)] = error.message
+                errors[error_field(error)] = error_text(error)
             else:
                 if secret is None:
                     raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
@@ -167,7 +167,7 @@ class AlertPages:
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
                 await self._manager.put(webhook.name, known, request[ACTOR])
             except GatewayError as error:
-                errors[error_field(error)] = error.message
+                errors[error_field(error)] = error_text(error)
             else:
                 raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
         return self._form(request, webhook, form, errors)

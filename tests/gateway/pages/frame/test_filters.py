@@ -1,8 +1,10 @@
 """Filters of the templates."""
 
+from datetime import UTC, datetime
+
 import pytest
 
-from gateway.pages.frame.filters import number
+from gateway.pages.frame.filters import in_hour, number
 
 
 @pytest.mark.parametrize(
@@ -19,3 +21,10 @@ from gateway.pages.frame.filters import number
 )
 def test_a_number_is_never_rounded_to_nothing(value: float, shown: str):
     assert number(value) == shown
+
+
+def test_a_use_known_to_the_hour_is_not_shown_to_the_minute():
+    now = datetime(2026, 11, 23, 19, 47, tzinfo=UTC)
+    assert "less than 1 h ago" in in_hour(now.replace(minute=0), now)
+    assert "2 h ago" in in_hour(now.replace(hour=17, minute=0), now)
+    assert "–" in in_hour(None, now)
