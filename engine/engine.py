@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,13 +27,10 @@ from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.preemption_counts import PreemptionCount
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler, StepLimits
-from engine.step_log import StepLog, StepWork
+from engine.step_log import SecondSums, StepLog, StepWork
 from kernels.platform import platform_of
 from kernels.roofline import measure_roofline
 from wire.errors import BadRequest
-
-if TYPE_CHECKING:
-    from wire.responses import StepSecond
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +112,7 @@ class EngineState:
     tenants: tuple[TenantState, ...]
     preempted: tuple[PreemptionCount, ...]
     tiers: TierState
-    recent_steps: "tuple[StepSecond, ...]" = ()
+    recent_steps: tuple[SecondSums, ...] = ()
 
 
 class Engine:

@@ -2,13 +2,11 @@
 
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.model.config import ModelConfig
 from kernels.roofline import Roofline
-
-if TYPE_CHECKING:
-    from wire.responses import StepSecond
 
 # Reported seconds. A gateway reads them every second.
 RECENT = 5
@@ -42,6 +40,19 @@ class StepWork(NamedTuple):
         return roofline.seconds(self.weight_bytes + context * self.kv_bytes, flops)
 
 
+@dataclass(slots=True)
+class SecondSums:
+    """Fields of `wire.responses.StepSecond`, which needs msgspec; benchmarks of the engine alone run without it."""
+
+    at: int
+    roofline: float | None = None
+    decodes: int = 0
+    prompt_tokens: int = 0
+    longest: float = 0.0
+    seconds: float = 0.0
+    steps: int = 0
+
+
 class StepLog:
     """Log of the steps. Only the engine's thread writes and reads it. roofline: None until it is measured."""
 
@@ -49,16 +60,13 @@ class StepLog:
         self.work = work
         self.roofline: Roofline | None = None
         # The second in progress and those before it.
-        self._seconds: deque[StepSecond] = deque(maxlen=RECENT + 1)
+        self._seconds: deque[SecondSums] = deque(maxlen=RECENT + 1)
 
     def add(self, seconds: float, *, decodes: int, prompt_tokens: int, context: int) -> None:
         """Count a step that has just ended. A step counts in the second of its end."""
         now = int(time.time())
         if not self._seconds or self._seconds[-1].at != now:
-            # Benchmarks of the engine alone run where msgspec is missing.
-            from wire.responses import StepSecond
-
-            self._seconds.append(StepSecond(now, roofline=None if self.roofline is None else 0.0))
+            self._seconds.append(SecondSums(now, roofline=None if self.roofline is None else 0.0))
         sums = self._seconds[-1]
         sums.steps += 1
         sums.seconds += seconds
@@ -71,7 +79,7 @@ class StepLog:
             # A device that was busy while it was measured is faster than its roofline.
             sums.roofline += min(seconds, least)
 
-    def recent(self) -> "tuple[StepSecond, ...]":
+    def recent(self) -> tuple[SecondSums, ...]:
         """Return the last seconds that have ended and had steps, the oldest first."""
         now = int(time.time())
         return tuple(each for each in self._seconds if each.at < now)[-RECENT:]

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import version
 
 import msgspec
@@ -18,7 +19,7 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
 from engine.engine import EngineState
-from wire.responses import EngineStateResponse, Preempted, TenantShare
+from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
 # it takes longer than a heartbeat, the last reading is sent again.
@@ -183,5 +184,5 @@ class StateFeed:
                 for t in state.tenants
             ],
             preempted=[Preempted(*count) for count in state.preempted],
-            recent_steps=list(state.recent_steps),
+            recent_steps=[StepSecond(**asdict(each)) for each in state.recent_steps],
         )
