@@ -1,5 +1,6 @@
 """`/console/keys`: the tenant's own keys, for people who may manage them. The rules are those of `/v1/keys`."""
 
+from collections.abc import Sequence
 from typing import cast
 
 import msgspec
@@ -25,7 +26,7 @@ from gateway.pages.parts.key_forms import (
     rotate_form,
 )
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
-from gateway.pages.parts.tables import csv_response, read_table, window
+from gateway.pages.parts.tables import read_page, read_table, send_csv
 from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
 from gateway.records.keys.list import Sort
 
@@ -45,14 +46,16 @@ class ConsoleKeys(ConsolePages):
         tenant = request[PRINCIPAL].tenant
         which = msgspec.structs.replace(read_key_filter(request), tenant=tenant.name)
         table = read_table(request, "keys", [each for each in KEY_COLUMNS if each.key != "tenant"], "-created_at")
-        is_csv = request.query.get("format") == "csv"
-        async with self.console.reads.turn(tenant.id):
-            keys, total = await self.console.records.key_lists.page(
-                which, sort=cast(Sort, table.sort), **window(table, is_csv=is_csv)
-            )
-        if is_csv:
-            return csv_response("keys", [each for each in CSV_COLUMNS if each.key != "tenant"], keys)
-        table.rows, table.total = keys, total
+
+        async def read(limit: int, offset: int) -> tuple[Sequence[ApiKey], int]:
+            async with self.console.reads.turn(tenant.id):
+                return await self.console.records.key_lists.page(
+                    which, sort=cast(Sort, table.sort), descending=table.descending, limit=limit, offset=offset
+                )
+
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "keys", [each for each in CSV_COLUMNS if each.key != "tenant"], read)
+        await read_page(table, read)
         done = DONE.get(request.query.get("done", ""))
         return self.console.frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
 

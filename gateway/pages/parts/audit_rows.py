@@ -10,12 +10,10 @@ from aiohttp import web
 from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.frame.frame import link
 from gateway.pages.parts.forms import MONEY
-from gateway.pages.parts.tables import Column, Table
+from gateway.pages.parts.tables import CSV_AT_ONCE, MAX_CSV, Column, Table
 from gateway.records.audit import AuditEntry
 from gateway.records.money.prices import format_money
 
-# Most entries of a file, and those that are read and encoded at a time: a few ms of the event loop.
-MOST_CSV, AT_ONCE = 10_000, 200
 AMOUNTS = ("input", "cached", "output")
 COLUMNS = (
     Column("at", "Time", sortable=False),
@@ -62,11 +60,11 @@ def audit_table(request: web.Request, rows: Sequence[AuditRow], *, has_more: boo
 async def audit_csv(
     request: web.Request, read: Callable[..., Awaitable[Entries]], columns: Sequence[Column]
 ) -> web.StreamResponse:
-    """Stream the entries as CSV, MOST_CSV at most.
+    """Stream the entries as CSV, MAX_CSV at most.
 
     read: returns entries, for `limit` and `after` as `Audit.list`. Raises what it raises before the answer begins.
     """
-    first = await read(limit=AT_ONCE)
+    first = await read(limit=CSV_AT_ONCE)
     parts = csv_parts([column.key for column in columns], _csv_pages(read, first, columns))
     return await send_file(request, "audit.csv", "text/csv", parts)
 
@@ -74,12 +72,12 @@ async def audit_csv(
 async def _csv_pages(
     read: Callable[..., Awaitable[Entries]], page: Entries, columns: Sequence[Column]
 ) -> AsyncIterator[list[list[Any]]]:
-    for _ in range(0, MOST_CSV, AT_ONCE):
+    for _ in range(0, MAX_CSV, CSV_AT_ONCE):
         entries, has_more = page
         yield [[column.of(row) for column in columns] for row in map(audit_row, entries)]
         if not has_more:
             return
-        page = await read(limit=AT_ONCE, after=entries[-1].id)
+        page = await read(limit=CSV_AT_ONCE, after=entries[-1].id)
 
 
 def audit_row(entry: AuditEntry) -> AuditRow:

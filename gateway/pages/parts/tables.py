@@ -1,16 +1,21 @@
 """Tables of the pages: sorting, filtering and paging by the URL's query, and the same rows as CSV."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from gateway.api.reports.files import csv_parts, send_file
 from gateway.api.requests.fields import read_number, read_sort
 from wire.csv_cells import csv_lines
 
 ROWS = 50
-MOST_CSV = 10_000
+# Maximum rows of a CSV file, and those that are read and encoded at a time: a few ms of the event loop.
+MAX_CSV, CSV_AT_ONCE = 10_000, 200
+
+ReadRows = Callable[..., Awaitable[tuple[Sequence[Any], int]]]
+"""Reader of the rows from `offset` on, `limit` at most, and of the number of all rows."""
 
 
 class Column(NamedTuple):
@@ -91,10 +96,25 @@ def fill(table: Table, rows: Iterable[Any]) -> Table:
     return table
 
 
-def window(table: Table, *, is_csv: bool) -> dict[str, Any]:
-    """Return the arguments of a query: descending, limit, offset. is_csv: all rows, at most MOST_CSV."""
-    limit, offset = (MOST_CSV, 0) if is_csv else (ROWS, table.offset)
-    return {"descending": table.descending, "limit": limit, "offset": offset}
+async def read_page(table: Table, read: ReadRows) -> Table:
+    """Read the rows of the table's page, and the number of all rows."""
+    table.rows, table.total = await read(limit=ROWS, offset=table.offset)
+    return table
+
+
+async def send_csv(request: web.Request, name: str, columns: Sequence[Column], read: ReadRows) -> web.StreamResponse:
+    """Stream all rows as a CSV file, MAX_CSV at most. Raises what `read` raises before the answer begins."""
+    first, _ = await read(limit=CSV_AT_ONCE, offset=0)
+    parts = csv_parts([column.key for column in columns], _csv_pages(first, columns, read))
+    return await send_file(request, f"{name}.csv", "text/csv", parts)
+
+
+async def _csv_pages(rows: Sequence[Any], columns: Sequence[Column], read: ReadRows) -> AsyncIterator[list[list[Any]]]:
+    for offset in range(CSV_AT_ONCE, MAX_CSV + 1, CSV_AT_ONCE):
+        yield [[column.of(row) for column in columns] for row in rows]
+        if len(rows) < CSV_AT_ONCE or offset == MAX_CSV:
+            return
+        rows, _ = await read(limit=CSV_AT_ONCE, offset=offset)
 
 
 def csv_response(name: str, columns: Sequence[Column], rows: Iterable[Any]) -> web.Response:

@@ -1,6 +1,7 @@
 """Pages of alerts: events, the webhooks and e-mail addresses that receive them, and thresholds of budgets."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
@@ -14,7 +15,7 @@ from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.answers import error_field, error_text, is_confirmed, typing_error
 from gateway.pages.parts.forms import term_text
-from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table, window
+from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
 from gateway.quota.kinds import BUDGET_PERIOD, BY_LETTER
@@ -211,24 +212,19 @@ class AlertPages:
         tenant, q = (parse_text(request.query, name) for name in ("tenant", "q"))
         which = TargetFilter(tenant=tenant, q=q, state=cast(Any, _state(request)))
         table = read_table(request, "targets", TARGET_COLUMNS, "name")
-        is_csv = request.query.get("format") == "csv"
-        table.rows, table.total = await self._targets.page(
-            which, sort=cast(Sort, table.sort), **window(table, is_csv=is_csv)
-        )
-        if is_csv:
-            return csv_response("targets", CSV_COLUMNS, table.rows)
-        return {"table": table}
+        read = partial(self._targets.page, which, sort=cast(Sort, table.sort), descending=table.descending)
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "targets", CSV_COLUMNS, read)
+        return {"table": await read_page(table, read)}
 
     async def _threshold_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "thresholds", (Column("name", "Tenant"), *THRESHOLD_COLUMNS[1:]), "name")
-        is_csv = request.query.get("format") == "csv"
-        part = window(table, is_csv=is_csv)
-        del part["descending"]
         q, only_own = parse_text(request.query, "q") or "", request.query.get("own") == "true"
         table.columns = THRESHOLD_COLUMNS
-        table.rows, table.total = await self._tenants.page(q, only_own=only_own, **part)
-        if is_csv:
-            return csv_response("thresholds", THRESHOLD_COLUMNS, table.rows)
+        read = partial(self._tenants.page, q, only_own=only_own)
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "thresholds", THRESHOLD_COLUMNS, read)
+        await read_page(table, read)
         return {"table": table, "letters": BUDGET_LETTERS, "share_text": _share_text, "soft_text": _soft_text}
 
     async def _target_page(

@@ -1,5 +1,6 @@
 """Page of settings: condition of the gateway, effective settings, migrations, admin keys, and sessions of browsers."""
 
+from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
@@ -12,7 +13,7 @@ from gateway.api.shown_settings import ShownSetting
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table, window
+from gateway.pages.parts.tables import Column, csv_response, fill, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
 from gateway.records.keys.list import KeyFilter, KeyLists, Sort
 from gateway.records.keys.session_list import SessionFilter, SessionLists
@@ -108,20 +109,17 @@ class SettingPages:
 
     async def _admin_keys(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
-        is_csv = request.query.get("format") == "csv"
         which = KeyFilter(tenant="", q=parse_text(request.query, "q"))
-        part = window(table, is_csv=is_csv)
-        table.rows, table.total = await self._keys.page(which, sort=cast(Sort, table.sort), **part)
-        if is_csv:
-            return csv_response("admin-keys", KEY_CSV_COLUMNS, table.rows)
-        return key_context(table)
+        read = partial(self._keys.page, which, sort=cast(Sort, table.sort), descending=table.descending)
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "admin-keys", KEY_CSV_COLUMNS, read)
+        return key_context(await read_page(table, read))
 
     async def _session_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "sessions", SESSION_COLUMNS, "-last_used_at")
-        is_csv = request.query.get("format") == "csv"
         which = SessionFilter(tenant=parse_text(request.query, "tenant"), q=parse_text(request.query, "q"))
-        part = window(table, is_csv=is_csv)
-        table.rows, table.total = await self._session_lists.page(which, sort=cast(SessionSort, table.sort), **part)
-        if is_csv:
-            return csv_response("sessions", (Column("id", "Id"), *SESSION_COLUMNS), table.rows)
-        return {"table": table, "own": request[VISITOR].session_id}
+        sort = cast(SessionSort, table.sort)
+        read = partial(self._session_lists.page, which, sort=sort, descending=table.descending)
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "sessions", (Column("id", "Id"), *SESSION_COLUMNS), read)
+        return {"table": await read_page(table, read), "own": request[VISITOR].session_id}

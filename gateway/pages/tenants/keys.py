@@ -1,5 +1,6 @@
 """Pages of keys: all keys, and the forms that create, rotate and revoke one. A secret is shown once."""
 
+from functools import partial
 from typing import cast
 from urllib.parse import quote
 
@@ -26,7 +27,7 @@ from gateway.pages.parts.key_forms import (
     rotate_form,
 )
 from gateway.pages.parts.key_rows import CSV_COLUMNS, KEY_COLUMNS, key_context
-from gateway.pages.parts.tables import csv_response, read_table, window
+from gateway.pages.parts.tables import read_page, read_table, send_csv
 from gateway.parts import Records
 from gateway.records.keys.keys import KEY_ID, ApiKey, unknown_key
 from gateway.records.keys.list import Sort
@@ -46,13 +47,10 @@ class KeyPages:
     async def list(self, request: web.Request) -> web.StreamResponse:
         which = read_key_filter(request)
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
-        is_csv = request.query.get("format") == "csv"
-        keys, total = await self._records.key_lists.page(
-            which, sort=cast(Sort, table.sort), **window(table, is_csv=is_csv)
-        )
-        if is_csv:
-            return csv_response("keys", CSV_COLUMNS, keys)
-        table.rows, table.total = keys, total
+        read = partial(self._records.key_lists.page, which, sort=cast(Sort, table.sort), descending=table.descending)
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "keys", CSV_COLUMNS, read)
+        await read_page(table, read)
         done = DONE.get(request.query.get("done", ""))
         return self._frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
 

@@ -1,6 +1,6 @@
 """Pages of tenants: the list with changes of many, and the acts on one tenant."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 from urllib.parse import urlencode
 
@@ -14,7 +14,7 @@ from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import is_confirmed, typing_error
 from gateway.pages.parts.forms import term_text
-from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table, window
+from gateway.pages.parts.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.pages.tenants.forms import LIST
 from gateway.parts import Records
 from gateway.quota.periods import PERIOD_WORDS
@@ -57,11 +57,15 @@ class TenantPages:
         except BadRequest as error:
             errors[error.param or ""] = error.message
         table = read_table(request, "tenants", COLUMNS, "name")
-        is_csv = request.query.get("format") == "csv"
-        page = await self._records.tenant_lists.page(which, sort=cast(Sort, table.sort), **window(table, is_csv=is_csv))
-        if is_csv:
-            return csv_response("tenants", COLUMNS, page.rows)
-        table.rows, table.total = page.rows, page.total
+        sort, lists = cast(Sort, table.sort), self._records.tenant_lists
+
+        async def read(limit: int, offset: int) -> tuple[Sequence[Any], int]:
+            page = await lists.page(which, sort=sort, descending=table.descending, limit=limit, offset=offset)
+            return page.rows, page.total
+
+        if request.query.get("format") == "csv":
+            return await send_csv(request, "tenants", COLUMNS, read)
+        await read_page(table, read)
         return self._frame.render(
             request,
             "tenants.html",

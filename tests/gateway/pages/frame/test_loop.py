@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import insert
+from sqlalchemy import insert, select
 
 from gateway.pages.frame.frame import Compiled
 from gateway.process.background import running
 from gateway.records.database import Database
-from gateway.records.tables import audit
+from gateway.records.tables import api_keys, audit
 
 PAGES = (
     *("/admin/", "/admin/usage", "/admin/refusals", "/admin/requests", "/admin/tenants", "/admin/adapters"),
@@ -57,6 +57,23 @@ async def test_no_page_holds_the_event_loop(serve: Any, monkeypatch: pytest.Monk
                 holds.longest = 0.0
                 assert (await browser.get(path)).status == 200, path
                 assert holds.longest < MOST, (path, holds.longest)
+
+
+async def test_no_file_of_keys_holds_the_event_loop(serve: Any, tmp_path: Path):
+    async with serve() as gateway:
+        await gateway.tenant("acme")
+        database = Database(f"sqlite:///{tmp_path}/gateway.db")
+        async with database.write() as connection:
+            key = (await connection.execute(select(api_keys).where(api_keys.c.tenant_id.is_not(None)))).one()._mapping
+            copies = [{**key, "id": f"{i:016x}", "secret_hash": f"{i:064x}"} for i in range(2000)]
+            await connection.execute(insert(api_keys), copies)
+        await database.close()
+        async with gateway.browser() as browser:
+            holds = Holds()
+            async with running(holds.watch()):
+                got = await browser.get("/admin/keys?format=csv&tenant=acme")
+            assert len(set(got.body.split(b"\r\n"))) == 2003
+            assert holds.longest < MOST, holds.longest
 
 
 async def test_no_file_of_the_audit_holds_the_event_loop(serve: Any, tmp_path: Path):
