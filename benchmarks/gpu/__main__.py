@@ -44,7 +44,7 @@ SECTIONS = {
     "tests": Section("The kernels' tests, compiled", 110, "each_kernel", "tests"),
     "kernels": Section("Each kernel", 55, "each_kernel", "figures"),
     "answers": Section("The engine's answers beside transformers and peft", 45, "whole_engine", "same_answers"),
-    "engine": Section("The engine's speed beside transformers and peft", 150, "whole_engine", "speed"),
+    "engine": Section("The engine's speed beside transformers and peft", 150, "whole_engine", "speed", 2),
     "served": Section("The engine as it serves", 240, "served", "figures", 2),
     "plans": Section("Other tile sizes", 60, "plans", "figures", 2),
 }
