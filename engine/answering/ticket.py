@@ -2,9 +2,8 @@
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
-
-from msgspec import structs
 
 from engine.scheduling.request import RequestOutput
 
@@ -140,7 +139,7 @@ class Ticket:
             index = self._ids.index(request_id)
             self.ended_by_allowance.add(index)
             last = self._last[index] or RequestOutput(request_id, [], None, 0, 0, 0)
-            end = structs.replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
+            end = replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
             self._news.append((index, end))
             self._owner.abort(request_id)
         self._live.clear()

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
-from msgspec import Struct
-
 from wire.deadlines import deadline
 from wire.errors import BadRequest
 
@@ -85,7 +83,8 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-class RequestOutput(Struct):
+@dataclass(slots=True)
+class RequestOutput:
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
     error_param: the request's parameter that caused `error`, None if none did. started_at: time at which work on the

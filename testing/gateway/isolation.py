@@ -158,6 +158,12 @@ def _requests(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"?{query}", {}
 
 
+def _entries(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Without an end in the past, the list would contain the attempts themselves.
+    for query in ("until=2020-01-01", f"after={target.digest[:32]}", f"tenant={target.tenant}"):
+        yield f"?{query}", {}
+
+
 def _refused_mixtures(target: Target) -> Iterator[tuple[str, dict[str, Any]]]:
     for reference in (target.name, f"{target.name}@1", f"{target.name}:prod", f"{target.name}:none"):
         yield "", {"json": {"model": f"{reference}*0.5"}}
@@ -179,7 +185,9 @@ CASES: dict[tuple[str, str], Case] = {
     ("POST", "/v1/keys"): _refused_keys,
     ("GET", "/v1/keys"): _plain(),
     ("POST", "/v1/keys/{id}/rotate"): _plain({"grace_seconds": 0}),
+    ("PATCH", "/v1/keys/{id}"): _plain({}, {"label": "x"}),
     ("DELETE", "/v1/keys/{id}"): _plain(),
+    ("GET", "/v1/audit"): _entries,
     ("POST", "/v1/chat/completions"): _completions({"messages": HI}),
     ("POST", "/v1/completions"): _completions({"prompt": "Hi"}),
     ("GET", "/v1/models"): _plain(),
