@@ -155,10 +155,11 @@ def _keys() -> Iterator[None]:
 
     before = termios.tcgetattr(sys.stdin)
     try:
-        tty.setcbreak(sys.stdin)
+        tty.setcbreak(sys.stdin, termios.TCSANOW)
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        # TCSADRAIN would wait for whoever reads the terminal, and Ctrl-C would not end the program.
+        termios.tcsetattr(sys.stdin, termios.TCSANOW, before)
 
 
 def _is_ended(seconds: float) -> bool:

@@ -367,7 +367,7 @@ async def test_top_in_a_terminal_ends_with_q_or_ctrl_c(ended_by: bytes, gateway:
         assert b"output tokens/s" in frame
 
         async def is_ended() -> bool:
-            # Pressed again, as a person would: a destructor that runs at that moment swallows Ctrl-C.
+            # Pressed again, as a person would.
             os.write(parent, ended_by)
             await asyncio.wait({ended}, timeout=5)
             return ended.done()
