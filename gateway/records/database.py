@@ -265,8 +265,25 @@ class _SqliteConnection(aiosqlite.Connection):
         return self._stopped
 
 
+class _RollingBack(sqlite3.Connection):
+    """A connection that ends its transaction when it is closed.
+
+    SQLite keeps a closed connection alive while a statement of it exists, and with it the transaction and the write
+    lock. The error of a cancelled task refers to its statement, so until the next garbage collection nobody could write.
+    """
+
+    _is_closed = False
+
+    def close(self) -> None:
+        if not self._is_closed and self.in_transaction:
+            self.rollback()
+        self._is_closed = True
+        super().close()
+
+
 def _connect_sqlite(database: str, **options: Any) -> _SqliteConnection:
-    connection = _SqliteConnection(partial(sqlite3.connect, database, **options), iter_chunk_size=64)
+    connect = partial(sqlite3.connect, database, factory=_RollingBack, **options)
+    connection = _SqliteConnection(connect, iter_chunk_size=64)
     # An open connection does not keep a process from ending.
     connection._thread.daemon = True
     return connection
