@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import time
 from collections import Counter
@@ -134,13 +135,14 @@ class Watch:
         for path in self._place.temporary.iterdir():
             counts["temporary " + re.sub(r"[-_.][a-z0-9_]{6,}$", "", path.name)] += 1
         digests = set()
-        for path in self._place.store.rglob("*"):
-            relative = str(path.relative_to(self._place.store))
-            if match := DIGEST.fullmatch(relative):
-                digests.add("sha256:" + relative[3:67])
-                counts["damaged store entries"] += match[1] is None and not any(path.iterdir())
-            elif len(relative) > 2:
-                counts["foreign files in the store"] += path.is_file()
+        # os.walk passes over folders that are removed during the walk.
+        for folder, _, files in os.walk(self._place.store):
+            relative = os.path.relpath(folder, self._place.store)
+            if DIGEST.fullmatch(relative):
+                digests.add("sha256:" + relative[3:])
+                counts["damaged store entries"] += not files
+            for name in files:
+                counts["foreign files in the store"] += not DIGEST.fullmatch(f"{relative}/{name}")
         counts["child processes"] = len(self._gateway.children(recursive=True))
         counts["open connections"] = sum(
             c.status == psutil.CONN_ESTABLISHED and c.laddr.port == urlsplit(self._place.url).port
