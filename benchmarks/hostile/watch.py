@@ -7,6 +7,7 @@ import re
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -134,15 +135,7 @@ class Watch:
         counts: Counter[str] = Counter()
         for path in self._place.temporary.iterdir():
             counts["temporary " + re.sub(r"[-_.][a-z0-9_]{6,}$", "", path.name)] += 1
-        digests = set()
-        # os.walk passes over folders that are removed during the walk.
-        for folder, _, files in os.walk(self._place.store):
-            relative = os.path.relpath(folder, self._place.store)
-            if DIGEST.fullmatch(relative):
-                digests.add("sha256:" + relative[3:])
-                counts["damaged store entries"] += not files
-            for name in files:
-                counts["foreign files in the store"] += not DIGEST.fullmatch(f"{relative}/{name}")
+        digests = _count_store(self._place.store, counts)
         counts["child processes"] = len(self._gateway.children(recursive=True))
         counts["open connections"] = sum(
             c.status == psutil.CONN_ESTABLISHED and c.laddr.port == urlsplit(self._place.url).port
@@ -169,3 +162,16 @@ class Watch:
             counts[words] = int(sum(map(float, found)))
         available = re.findall(r"^loraplex_gateway_engine_available{.*} (\S+)$", text, re.MULTILINE)
         counts["engines taken out"] = sum(float(value) == 0 for value in available)
+
+
+def _count_store(store: Path, counts: Counter[str]) -> set[str]:
+    """Count what does not belong into an adapter store. Return the digests of its adapters."""
+    digests = set()
+    # os.walk passes over folders that are removed during the walk.
+    for folder, _, files in os.walk(store):
+        relative = os.path.relpath(folder, store)
+        if DIGEST.fullmatch(relative):
+            digests.add("sha256:" + relative[3:])
+            counts["damaged store entries"] += not files
+        counts["foreign files in the store"] += sum(not DIGEST.fullmatch(f"{relative}/{name}") for name in files)
+    return digests

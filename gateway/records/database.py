@@ -269,7 +269,7 @@ class _RollingBack(sqlite3.Connection):
     """A connection that ends its transaction when it is closed.
 
     SQLite keeps a closed connection alive while a statement of it exists, and with it the transaction and the write
-    lock. The error of a cancelled task refers to its statement, so until the next garbage collection nobody could write.
+    lock. A cancelled task's error refers to its statement, so nobody could write until the next garbage collection.
     """
 
     _is_closed = False
