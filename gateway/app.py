@@ -20,7 +20,7 @@ from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics
 from gateway.pages.frame.errors import error_pages
 from gateway.process.admin_port import keep_off_public_port
-from gateway.process.connections import Connections
+from gateway.process.connections import ConnectionLimiter
 from gateway.process.drain import Drain
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
@@ -35,7 +35,7 @@ QUOTA = web.AppKey("quota", Quota)
 REGISTRY = web.AppKey("registry", Registry)
 LEDGER = web.AppKey("ledger", Ledger)
 DRAIN = web.AppKey("drain", Drain)
-CONNECTIONS = web.AppKey("connections", Connections)
+CONNECTIONS = web.AppKey("connections", ConnectionLimiter)
 
 
 async def make_app(settings: Settings) -> web.Application:

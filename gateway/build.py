@@ -57,7 +57,7 @@ from gateway.pages.build import build_pages
 from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.build import build_setting_pages
 from gateway.parts import Billing, Records, Serving, build_billing, build_records, build_serving
-from gateway.process.connections import Connections
+from gateway.process.connections import ConnectionLimiter
 from gateway.process.disks import Disks
 from gateway.process.drain import Drain
 from gateway.records.adapters.probes import Probes
@@ -84,7 +84,7 @@ class Gateway:
     housekeeping: Housekeeping
     upgrades: Upgrades
     body_memory: BodyMemory
-    connections: Connections
+    connections: ConnectionLimiter
     drain: Drain
     health: Health
     alerts: Alerts
@@ -143,7 +143,7 @@ async def build(settings: Settings) -> Gateway:
         housekeeping=_build_housekeeping(resources, records, intake, resumable, alerts),
         upgrades=upgrades,
         body_memory=body_memory,
-        connections=Connections(settings.max_connections, metrics),
+        connections=ConnectionLimiter(settings.max_connections, metrics),
         drain=drain,
         health=health,
         alerts=alerts,

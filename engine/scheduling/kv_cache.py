@@ -81,7 +81,7 @@ class KVCache:
             return False
         return self._key(request, 0) in self._by_key
 
-    def num_lacking(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
+    def num_missing_blocks(self, request: Request, num_tokens: int, prefix: list[int]) -> int:
         """Return the number of blocks that the first `num_tokens` tokens need beyond the free ones, given the cached
         blocks `prefix`. 0 or less: they fit.
         """

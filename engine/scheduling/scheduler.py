@@ -288,7 +288,7 @@ class Scheduler:
             return False
         lacking = (
             0 if self._seats.num_free else 1,
-            max(0, self.cache.num_lacking(request, request.num_tokens, prefix)),
+            max(0, self.cache.num_missing_blocks(request, request.num_tokens, prefix)),
         )
         if (
             lacking != (0, 0) or not self._growth.leaves_room(request, prefix, self.running, self.cache)

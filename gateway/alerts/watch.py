@@ -39,7 +39,7 @@ WRONG_KEYS = 60
 BURST_MINUTES = 10
 
 
-class _Reached(NamedTuple):
+class _ThresholdCrossing(NamedTuple):
     """A threshold that a tenant's spending has reached. kind: letter of the budget. spent: in micro-units. threshold:
     share of the budget; None for the soft budget.
     """
@@ -155,12 +155,12 @@ class Watch:
                 if tenant.budgets:
                     used[tenant.name] = max(amounts[kind] / budget for kind, budget in tenant.budgets.items())
                 reached += [
-                    _Reached(tenant, kind, None, amounts[kind], now)
+                    _ThresholdCrossing(tenant, kind, None, amounts[kind], now)
                     for kind, budget in tenant.soft.items()
                     if amounts[kind] >= budget
                 ]
                 reached += [
-                    _Reached(tenant, kind, threshold, amounts[kind], now)
+                    _ThresholdCrossing(tenant, kind, threshold, amounts[kind], now)
                     for kind, budget in tenant.budgets.items()
                     for threshold in tenant.warn_at
                     if amounts[kind] >= threshold * budget
@@ -181,10 +181,10 @@ class Watch:
             for tenant in tenants:
                 amount = spent.get(tenant.id, 0)
                 if amount and amount >= USED_UP * tenant.budgets[kind] and 1 in tenant.warn_at:
-                    reached.append(_Reached(tenant, kind, 1, amount, now))
+                    reached.append(_ThresholdCrossing(tenant, kind, 1, amount, now))
         await self._report_budgets(reached)
 
-    async def _report_budgets(self, reached: Sequence["_Reached"]) -> None:
+    async def _report_budgets(self, reached: Sequence["_ThresholdCrossing"]) -> None:
         """Record reached thresholds, once per period and budget; a changed budget counts as another one."""
         new = await self._events.missing([each.once for each in reached])
         for each in reached:

@@ -82,8 +82,11 @@ class Conditions:
         database, redis = await asyncio.gather(_latency(self._database.ping), _latency(self._ping_redis))
         revision = stored = num_bytes = None
         if database is not None:
-            revision = await _answer(self._database.revision())
-            stored, num_bytes = await _answer(self._read_stored()), await _answer(self._database.num_bytes())
+            revision = await _result_or_none(self._database.revision())
+            stored, num_bytes = (
+                await _result_or_none(self._read_stored()),
+                await _result_or_none(self._database.num_bytes()),
+            )
         known = await asyncio.to_thread(migrations)
         folder = journal_folder(settings.journal_dir.expanduser(), settings.database_url)
         return Condition(
@@ -145,7 +148,7 @@ async def _latency(ping: Callable[[], Awaitable[None]]) -> float | None:
     return time.perf_counter() - at
 
 
-async def _answer(waited: Awaitable[T]) -> T | None:
+async def _result_or_none(waited: Awaitable[T]) -> T | None:
     try:
         async with asyncio.timeout(PROBE_SECONDS):
             return await waited

@@ -78,14 +78,14 @@ class Idempotency:
             task.add_done_callback(self._running.discard)
             return await asyncio.shield(task)
         stored = await self._call(self._redis.get(name))
-        return _answer(msgspec.json.decode(stored, type=_Entry) if stored else begun, asked)
+        return _stored_response(msgspec.json.decode(stored, type=_Entry) if stored else begun, asked)
 
     async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
         """Return the kept response of a request, None without one. Arguments and errors are those of `once`."""
         if HEADER not in request.headers:
             return None
         stored = await self._call(self._redis.get(_name(request, actor)))
-        return _answer(msgspec.json.decode(stored, type=_Entry), _asked(request, content)) if stored else None
+        return _stored_response(msgspec.json.decode(stored, type=_Entry), _asked(request, content)) if stored else None
 
     def for_admin_calls(self, auth: Authenticator) -> Middleware:
         """Return the middleware for the admin API's JSON calls, except uploads, which call `once`, and completions."""
@@ -149,7 +149,7 @@ def _asked(request: web.Request, content: bytes) -> str:
     return _digest(request.method, request.rel_url.raw_path_qs, content.hex())
 
 
-def _answer(entry: _Entry, asked: str) -> web.Response:
+def _stored_response(entry: _Entry, asked: str) -> web.Response:
     """Return the kept response. Raises KeyReused, and InProgress while the request runs."""
     if entry.content != asked:
         raise KeyReused(f"This {HEADER} was used for another request.", param=HEADER)

@@ -28,7 +28,7 @@ _fields = msgspec.json.Decoder(Fields)
 
 
 class Incoming(Protocol):
-    """A response whose body is unread: aiohttp's, or a `Reported` answer."""
+    """A response whose body is unread: aiohttp's, or a `ReportedResponse` answer."""
 
     @property
     def status(self) -> int: ...
@@ -41,7 +41,7 @@ class Incoming(Protocol):
     def close(self) -> None: ...
 
 
-class Reported:
+class ReportedResponse:
     """A whole answer that follows a report: its own head, and the rest of the response that carries both."""
 
     def __init__(self, head: AnswerHead, carrier: ClientResponse) -> None:
@@ -84,7 +84,7 @@ def _error(message: str, kind: str, code: str | None) -> Fields:
     return {"error": Raw(msgspec.json.encode({"message": message, "type": kind, "param": None, "code": code}))}
 
 
-async def read_report(response: ClientResponse, on_progress: Callable[[int], None]) -> Reported:
+async def read_report(response: ClientResponse, on_progress: Callable[[int], None]) -> ReportedResponse:
     """Read the report before a whole answer. on_progress: called with the completion tokens so far.
 
     Raises EngineBroke.
@@ -96,7 +96,7 @@ async def read_report(response: ClientResponse, on_progress: Callable[[int], Non
             raise EngineBroke(_how_it_broke(error)) from error
         on_progress(line.completion_tokens)
         if line.answer is not None:
-            return Reported(line.answer, response)
+            return ReportedResponse(line.answer, response)
 
 
 class AnswerTooLarge(BadRequest):

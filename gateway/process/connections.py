@@ -62,7 +62,7 @@ class _Use:
         return self.caller.tenant_name or OPERATOR
 
 
-class Connections:
+class ConnectionLimiter:
     """Open connections of one process. limit: their maximum number."""
 
     def __init__(self, limit: int, metrics: Metrics) -> None:

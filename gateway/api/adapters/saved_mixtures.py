@@ -36,7 +36,7 @@ class SavedMixtureRoutes:
 
     async def get(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
-        return _answer(await self._catalog.mixtures.get(caller.tenant, request.match_info["name"]))
+        return _mixture_response(await self._catalog.mixtures.get(caller.tenant, request.match_info["name"]))
 
     async def save(self, request: web.Request) -> web.Response:
         """Save a mixture. An existing one needs its ETag in If-Match."""
@@ -48,7 +48,7 @@ class SavedMixtureRoutes:
             caller.check_name(part.name)
         await caller.count_change(request, self._quota)
         saved, is_new = await self._catalog.mixtures.save(caller.tenant, name, given.model, caller.actor, if_match)
-        return _answer(saved, 201 if is_new else 200)
+        return _mixture_response(saved, 201 if is_new else 200)
 
     async def delete(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
@@ -63,7 +63,7 @@ def _describe(saved: SavedMixture) -> dict[str, Any]:
     return {"object": "mixture", **fields}
 
 
-def _answer(saved: SavedMixture, status: int = 200) -> web.Response:
+def _mixture_response(saved: SavedMixture, status: int = 200) -> web.Response:
     response = json_response(_describe(saved), status)
     response.headers["ETag"] = saved.etag
     return response

@@ -24,16 +24,16 @@ class AdminWebhooks:
 
     async def list(self, request: web.Request) -> web.Response:
         found = await self._webhooks.all()
-        return json_response({"object": "list", "data": [_describe(webhook) for webhook in found]})
+        return json_response({"object": "list", "data": [_webhook_as_json(webhook) for webhook in found]})
 
     async def get(self, request: web.Request) -> web.Response:
-        return json_response(_describe(await self._webhooks.get(request.match_info["name"])))
+        return json_response(_webhook_as_json(await self._webhooks.get(request.match_info["name"])))
 
     async def put(self, request: web.Request) -> web.Response:
         """Add or change a webhook. The answer has the secret of a new one, and no later answer has it."""
         actor, given = request[ACTOR], await read_body(request, NewWebhook)
         webhook, is_new, secret = await self._manager.put(request.match_info["name"], given, actor)
-        shown = _describe(webhook) | ({} if secret is None else {"secret": secret})
+        shown = _webhook_as_json(webhook) | ({} if secret is None else {"secret": secret})
         return json_response(shown, status=201 if is_new else 200)
 
     async def delete(self, request: web.Request) -> web.Response:
@@ -53,7 +53,7 @@ class AdminWebhooks:
         return json_response({"object": "list", "data": found, "has_more": has_more})
 
 
-def _describe(webhook: Webhook) -> dict[str, Any]:
+def _webhook_as_json(webhook: Webhook) -> dict[str, Any]:
     return {
         "object": "webhook",
         "name": webhook.name,

@@ -46,7 +46,7 @@ class AdminPrices:
     async def list(self, request: web.Request) -> web.Response:
         entries = await self._prices.list()
         currency = self._known.currency
-        return json_response({"object": "list", "data": [_describe(entry, currency) for entry in entries]})
+        return json_response({"object": "list", "data": [_price_as_json(entry, currency) for entry in entries]})
 
     async def put(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -58,7 +58,7 @@ class AdminPrices:
         entry = await self._prices.put(model, price, actor)
         await self._known.refresh()
         await self._auth.catch_up()
-        return json_response(_describe(entry, self._known.currency))
+        return json_response(_price_as_json(entry, self._known.currency))
 
     async def delete(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -85,7 +85,7 @@ class AdminPrices:
         await check_models(request, self._catalog, tenant, [adapter], "model", any_adapter=True)
 
 
-def _describe(entry: PricedModel, currency: str) -> dict[str, Any]:
+def _price_as_json(entry: PricedModel, currency: str) -> dict[str, Any]:
     return {
         "object": "price",
         "model": entry.model,

@@ -19,11 +19,11 @@ class AdminSettings:
 
     async def get(self, _: web.Request) -> web.Response:
         return json_response(
-            {"object": "settings", "settings": self._shown, **_describe(await self._conditions.read())}
+            {"object": "settings", "settings": self._shown, **_condition_as_json(await self._conditions.read())}
         )
 
 
-def _describe(condition: Condition) -> dict[str, Any]:
+def _condition_as_json(condition: Condition) -> dict[str, Any]:
     shown = msgspec.structs.asdict(condition)
     shown["disks"] = {name: {"free": free, "bytes": total} for name, (free, total) in condition.disks.items()}
     return shown

@@ -57,7 +57,7 @@ class Form:
             return None
         if behind != b"\r\n":
             raise FormError("expected a line's end after a boundary")
-        part = _part(await self._headers())
+        part = _parse_part_headers(await self._headers())
         self._in_part = True
         return part
 
@@ -97,7 +97,7 @@ class Form:
         self._buffer += received
 
 
-def _part(lines: list[bytes]) -> Part:
+def _parse_part_headers(lines: list[bytes]) -> Part:
     headers = {}
     for line in lines:
         text = line.decode("utf-8", "replace")

@@ -73,11 +73,11 @@ class ResumableUploads:
         if not 0 < size <= self._rules.max_bytes:
             raise too_large(self._rules.max_bytes) if size else BadRequest("size: expected 1 or more.", param="size")
         await caller.count_change(request, self._quota)
-        return json_response(_describe(await self._uploads.begin(caller.tenant, name, size, sha256)), status=201)
+        return json_response(_upload_as_json(await self._uploads.begin(caller.tenant, name, size, sha256)), status=201)
 
     async def get(self, request: web.Request) -> web.Response:
         _, upload = await self._find(request)
-        return json_response(_describe(upload))
+        return json_response(_upload_as_json(upload))
 
     async def put(self, request: web.Request) -> web.Response:
         """Receive the part that starts at `offset`. The part counts as a whole or not at all."""
@@ -94,7 +94,7 @@ class ResumableUploads:
                 raise BadRequest(f"Expected a part of at least {LEAST_PART_BYTES} bytes, or the rest of the upload.")
             # Runs to its end even if the client disconnects, so that a saved part is either recorded or removed.
             upload = await place.finish(self._add_part(caller.tenant, upload.id, start, size, place))
-        return json_response(_describe(upload))
+        return json_response(_upload_as_json(upload))
 
     async def complete(self, request: web.Request) -> web.Response:
         """Check the archive, add the version and return 201.
@@ -223,7 +223,7 @@ class ResumableUploads:
         await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
 
 
-def _describe(upload: PartialUpload) -> dict[str, Any]:
+def _upload_as_json(upload: PartialUpload) -> dict[str, Any]:
     return {
         "object": "adapter.upload",
         "id": upload.id,

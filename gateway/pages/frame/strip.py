@@ -81,7 +81,7 @@ class Strip:
 
     def read(self) -> Status:
         now = datetime.now(UTC)
-        parts = tuple(_part(name, state) for name, state in self._states().items())
+        parts = tuple(_part_state(name, state) for name, state in self._states().items())
         engines = tuple(view_engine(engine, now) for engine in self._registry.engines)
         levels = [*(part.level for part in parts), *(_softened(engine.level) for engine in engines)]
         level: Level = "bad" if "bad" in levels else "warn" if "warn" in levels else "good"
@@ -107,7 +107,7 @@ def view_engine(engine: EngineRecord, now: datetime) -> EngineView:
     return EngineView(engine.url, str(health), level, engine.condition.reason, since, None)
 
 
-def _part(name: str, state: Any) -> PartState:
+def _part_state(name: str, state: Any) -> PartState:
     level: Level = "good" if state.ok else "bad" if name in NEEDED else "warn"
     return PartState(name, TITLES.get(name, name), level, state.text, state.since)
 

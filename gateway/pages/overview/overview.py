@@ -95,8 +95,8 @@ def figures(report: ActivityReport) -> Figures:
     seconds = max(1.0, (report.until - report.since).total_seconds())
     now, before = report.total, report.before
     attempts, attempts_before = (_attempts(report, is_before=flag) for flag in (False, True))
-    errors, errors_before = (_part(report.refusals, 500, flag) for flag in (False, True))
-    limited, limited_before = (_part(report.refusals, 429, flag) for flag in (False, True))
+    errors, errors_before = (_count_refusals(report.refusals, 500, flag) for flag in (False, True))
+    limited, limited_before = (_count_refusals(report.refusals, 429, flag) for flag in (False, True))
     changes = {
         "requests": _change(now.requests, before.requests),
         "tokens": _change(now.completion_tokens, before.completion_tokens),
@@ -185,7 +185,7 @@ def _attempts(report: ActivityReport, *, is_before: bool) -> int:
     return admitted + sum(_number(each, is_before) for each in report.refusals if each.status)
 
 
-def _part(refusals: Sequence[Refusals], status: int, is_before: bool) -> int:
+def _count_refusals(refusals: Sequence[Refusals], status: int, is_before: bool) -> int:
     """Return the number of requests with an HTTP status; 500 counts all faults of the gateway and of engines."""
     if status == 500:
         return sum(_number(each, is_before) for each in refusals if each.status >= 500 or not each.status)

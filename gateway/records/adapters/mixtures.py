@@ -45,7 +45,7 @@ async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str 
     return msgspec.structs.replace(await _mix(catalog, tenant, saved.model, user), requested=model)
 
 
-async def _part(catalog: Catalog, tenant: Tenant, name: str, user: str | None) -> Model:
+async def _resolve_term(catalog: Catalog, tenant: Tenant, name: str, user: str | None) -> Model:
     """Return the adapter or base model that a term names. Raises ModelNotFound; BadRequest for a saved mixture."""
     try:
         return await catalog.resolve(tenant, name, user)
@@ -60,7 +60,7 @@ async def _mix(catalog: Catalog, tenant: Tenant, model: str, user: str | None) -
     if len(model) > MAX_CHARS:
         raise BadRequest(f"Expected a mixture of at most {MAX_CHARS} characters.", param="model")
     terms = parse_terms(model)
-    parts = [await _part(catalog, tenant, term.name, user) for term in terms]
+    parts = [await _resolve_term(catalog, tenant, term.name, user) for term in terms]
     for part in parts:
         if part.digest is None:
             raise BadRequest(f"Expected an adapter in each term, got the base model '{part.name}'.", param="model")

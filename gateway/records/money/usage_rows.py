@@ -52,11 +52,11 @@ def rows_of(
             models, owners = which.models, which.owners()
             parts.append(sums_part(level, (start, end), group_by, dialect, owners=owners, models=models))
         else:
-            parts.append(which.narrow(_part(table, start, end, group_by, dialect)))
+            parts.append(which.narrow(_select_span(table, start, end, group_by, dialect)))
             if by_tenant:
                 parts[-1] = _columns_of_sums(parts[-1], group_by)
     if newest is not None and BY_ROWS & set(group_by):
-        part = which.narrow(_part(usage, since, until, group_by, dialect))
+        part = which.narrow(_select_span(usage, since, until, group_by, dialect))
         return part.order_by(usage.c.created_at.desc()).limit(newest).subquery()
     return union_all(*parts).subquery() if parts else None
 
@@ -158,7 +158,7 @@ def _start(moment: datetime, period: timedelta, *, up: bool = False) -> datetime
     return start + period if up and start < moment else start
 
 
-def _part(table: Table, start: Moment, end: Moment, group_by: Sequence[str], dialect: str) -> Select[Any]:
+def _select_span(table: Table, start: Moment, end: Moment, group_by: Sequence[str], dialect: str) -> Select[Any]:
     """Select a segment of rows or of sums, in columns of the same names."""
     at: ColumnElement[datetime] = TIMES[table]
     requests = literal(1) if table is usage else table.c.requests

@@ -17,7 +17,7 @@ def request(tokens: list[int], **kwargs: Any) -> Request:
 def prefill(cache: KVCache, r: Request) -> int:
     """Run the prompt as the scheduler and a step would; return the tokens found in the cache."""
     prefix = cache.find_prefix(r)
-    assert cache.num_lacking(r, r.num_tokens, prefix) <= 0
+    assert cache.num_missing_blocks(r, r.num_tokens, prefix) <= 0
     cache.start(r, prefix)
     assert cache.grow(r, r.num_tokens)
     found = r.num_computed
@@ -120,7 +120,7 @@ def test_a_waiting_requests_hit_grows_with_the_cache_and_ends_with_an_eviction()
     thief = request([7] * 16, tenant_id="thief")
     assert prefill(cache, thief) == 0
     assert cache.find_prefix(waiting) == []
-    assert cache.num_lacking(waiting, waiting.num_tokens, []) > 0
+    assert cache.num_missing_blocks(waiting, waiting.num_tokens, []) > 0
 
 
 def test_what_was_used_longest_ago_is_reused_first_and_a_hit_counts_as_use() -> None:
@@ -168,7 +168,7 @@ def test_no_block_is_lost_or_held_twice(script: list[tuple[str, int, int, bool]]
             cache.free(live.pop(0))
         r = request([flavour + i % 7 for i in range(length)], tenant_id=tenant_id)
         prefix = cache.find_prefix(r)
-        if cache.num_lacking(r, r.num_tokens, prefix) <= 0:
+        if cache.num_missing_blocks(r, r.num_tokens, prefix) <= 0:
             prefill(cache, r)
             live.append(r)
         held = {b for r in live for b in r.blocks}
