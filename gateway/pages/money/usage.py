@@ -120,7 +120,7 @@ class UsagePages:
         page = self._ranking.groups(
             part, group_by, table.sort, descending=table.descending, offset=table.offset, limit=ROWS
         )
-        ranking, before = await asyncio.gather(page, self._ranking.total(earlier))
+        ranking, total, before = await asyncio.gather(page, self._ranking.total(part), self._ranking.total(earlier))
         leaders = ranking
         if not by_time and (table.sort != measure or not table.descending or table.page > 1):
             leaders = await self._ranking.groups(part, group_by, measure, limit=CURVES)
@@ -138,13 +138,13 @@ class UsagePages:
             "by_time": by_time,
             "measure": measure,
             "table": table,
-            "total": ranking.total,
+            "total": total,
             "before": before,
-            "changes": {name: _change(value, before[name]) for name, value in ranking.total.items()},
+            "changes": {name: _change(value, before[name]) for name, value in total.items()},
             "before_title": f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
             "chart": _chart(curves, group_by, measure, step, self._currency),
             "step": step,
-            "newest": NEWEST if group_by == "end_user" and ranking.total["requests"] > NEWEST else None,
+            "newest": NEWEST if group_by == "end_user" and total["requests"] > NEWEST else None,
             "measured": lambda group: getattr(group, measure),
             "change_of": lambda group: _change(getattr(group, measure), group.before),
             "period_title": TITLES.get(span.name, "Custom period"),

@@ -1,5 +1,6 @@
 """Usage of a period as a ranking of groups, with their curves: a page of the groups in any order, in bounded memory."""
 
+import asyncio
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
@@ -72,15 +73,11 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of groups, the number of all groups, and the sums over all of them by SUMMED.
-
-    number: None if not all groups were counted. has_more: whether there are groups after the page.
-    """
+    """A page of groups. number: of all groups; None if not all were counted. has_more: groups follow the page."""
 
     groups: list[RankedGroup]
     number: int | None
     has_more: bool = False
-    total: dict[str, int]
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
@@ -142,7 +139,7 @@ class UsageRanking:
         has_more = len(found) > limit
         groups = [_group(row._mapping, group_by, labels) for row in found[:limit]]
         number = None if has_more or (offset and not groups) else offset + len(groups)
-        return Ranking(groups=groups, number=number, has_more=has_more, total=await self.total(part))
+        return Ranking(groups=groups, number=number, has_more=has_more)
 
     async def _found(self, part: Part, window: "_Window") -> Sequence[Any]:
         """Return the groups of a window, and one more if there is one."""
@@ -222,8 +219,21 @@ class UsageRanking:
         """Return the curves of these groups and of all groups together."""
         part = await self._with_tenant(part)
         by_user = ("end_user", step) if group_by == "end_user" else (step,)
-        total = {row[0]: row[1] for row in await self._by(part, by_user, (step,), measure)}
+        rows, found = await asyncio.gather(
+            self._by(part, by_user, (step,), measure), self._steps_of(part, group_by, groups, measure, step)
+        )
+        total = {row[0]: row[1] for row in rows}
         starts = sorted(total)
+        curves = []
+        for group in groups if "tenant" in KEYS[group_by] else ():
+            values = found.get(_identity(group, group_by), {})
+            curves.append((group, [values.get(start, 0) for start in starts]))
+        return Curves(starts=starts, groups=curves, total=[total[start] for start in starts])
+
+    async def _steps_of(
+        self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
+    ) -> dict[tuple[Any, ...], dict[datetime, int]]:
+        """Return the measure of each tenant's group by step."""
         found: dict[tuple[Any, ...], dict[datetime, int]] = {}
         if "tenant" in KEYS[group_by] and groups:
             own = {_identity(group, group_by) for group in groups}
@@ -231,11 +241,7 @@ class UsageRanking:
             for *key, start, value in await self._by(part.of_groups(groups), (group_by, step), names, measure):
                 if tuple(key) in own:
                     found.setdefault(tuple(key), {})[start] = value
-        curves = []
-        for group in groups if "tenant" in KEYS[group_by] else ():
-            values = found.get(_identity(group, group_by), {})
-            curves.append((group, [values.get(start, 0) for start in starts]))
-        return Curves(starts=starts, groups=curves, total=[total[start] for start in starts])
+        return found
 
     async def _by(self, part: Part, group_by: Sequence[str], names: Sequence[str], measure: Measure) -> Sequence[Any]:
         """Return rows of the columns `names` and, last, the measure."""
