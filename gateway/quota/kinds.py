@@ -13,12 +13,13 @@ ROLLING_DAYS = 30
 # Windows of rates, in microseconds.
 WINDOWS = {MINUTE: 60_000_000, DAY: 86_400_000_000}
 
-# Periods of soft budgets, and their words.
-SOFT_PERIODS: dict[Literal["day", "week", "month", "30 days"], str] = {
-    "day": " per day",
-    "week": " per week from Monday",
-    "month": " per calendar month",
-    "30 days": " of the last 30 days, today included",
+BudgetPeriod = Literal["day", "week", "month", "30 days"]
+# Periods of budgets: the letters of their kinds, and their words.
+BUDGET_PERIODS: dict[BudgetPeriod, tuple[str, str]] = {
+    "day": ("j", "per day"),
+    "week": ("w", "per week from Monday"),
+    "month": ("b", "per calendar month"),
+    "30 days": ("l", "of the last 30 days, today included"),
 }
 
 
@@ -81,6 +82,23 @@ class Kind(msgspec.Struct, frozen=True, kw_only=True):
         return {"one": "requests", "tokens": "tokens", "cost": "budget", "bytes": "requests"}[self.takes]
 
 
+def _budget(period: BudgetPeriod, *, is_soft: bool = False) -> Kind:
+    """Return the budget of a period. is_soft: spending it causes an event only."""
+    letter, words = BUDGET_PERIODS[period]
+    title = "Soft budget" if is_soft else "Budget"
+    return Kind(
+        name=f"{title.lower()} per {period}".replace(" ", "_"),
+        letter="" if is_soft else letter,
+        takes="cost",
+        period=period,
+        charged="alert" if is_soft else "request",
+        unit=f"of {title.lower()} per {period}",
+        help=f"{title} {words} (UTC)",
+        largest=10**15,
+        heading=f"{title}/{period}",
+    )
+
+
 KINDS = (
     Kind(
         name="requests_per_minute",
@@ -140,59 +158,8 @@ KINDS = (
         largest=10_000_000_000,
         heading="Concurrent tokens",
     ),
-    Kind(
-        name="budget_per_day",
-        letter="j",
-        takes="cost",
-        period="day",
-        unit="of budget per day",
-        help="Budget per day (UTC)",
-        largest=10**15,
-        heading="Budget/day",
-    ),
-    Kind(
-        name="budget_per_week",
-        letter="w",
-        takes="cost",
-        period="week",
-        unit="of budget per week",
-        help="Budget per week from Monday (UTC)",
-        largest=10**15,
-        heading="Budget/week",
-    ),
-    Kind(
-        name="budget_per_month",
-        letter="b",
-        takes="cost",
-        period="month",
-        unit="of budget per month",
-        help="Budget per calendar month (UTC)",
-        largest=10**15,
-        heading="Budget/month",
-    ),
-    Kind(
-        name="budget_per_30_days",
-        letter="l",
-        takes="cost",
-        period="30 days",
-        unit="of budget per 30 days",
-        help="Budget of the last 30 days, today included (UTC)",
-        largest=10**15,
-        heading="Budget/30 days",
-    ),
-    *(
-        Kind(
-            name=f"soft_budget_per_{period.replace(' ', '_')}",
-            takes="cost",
-            period=period,
-            charged="alert",
-            unit=f"of soft budget per {period}",
-            help=f"Soft budget{words} (UTC)",
-            largest=10**15,
-            heading=f"Soft budget/{period}",
-        )
-        for period, words in SOFT_PERIODS.items()
-    ),
+    *(_budget(period) for period in BUDGET_PERIODS),
+    *(_budget(period, is_soft=True) for period in BUDGET_PERIODS),
     Kind(
         name="adapter_changes_per_minute",
         letter="m",
@@ -234,6 +201,7 @@ KINDS = (
     ),
     Kind(
         name="max_adapter_bytes",
+        takes="bytes",
         charged="store",
         unit="byte{s} of adapters",
         help="Total bytes of adapter tensors, including all versions on record",

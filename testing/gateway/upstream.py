@@ -91,6 +91,8 @@ class Upstream:
         # Hints by adapter and tenant, and whether they are followed.
         self.hints: list[tuple[str, str]] = []
         self.takes_hints = True
+        # Further fields of the state.
+        self.reported: dict[str, Any] = {}
         self.pins: list[list[str]] = []
         # The receipt: True for the requested model, another model's, or None, as from vLLM and older engines.
         self.receipt: str | Literal[True] | None = True
@@ -170,6 +172,7 @@ class Upstream:
             self.version,
             len(self.preempted),
             tuple(self.host or ()),
+            tuple(self.reported.items()),
         )
         if pushed != self._last_push:
             self._last_push = pushed
@@ -191,6 +194,7 @@ class Upstream:
             "preempted": self.preempted,
             "recent_steps": self.recent_steps,
             **({} if self.host is None else {"adapters_host": self.host}),
+            **self.reported,
         }
 
     async def _finished(self, request: web.Request) -> web.Response:

@@ -234,7 +234,7 @@ def step_charts(seconds: Sequence[StepSecond]) -> list[Chart]:
     # A step counts in the second in which it ends, so the times of a second may add up to more than 1 s.
     use: dict[str, list[float | None]] = {"steps": [round(100 * min(1.0, each.seconds), 1) for each in seconds]}
     if any(each.roofline is not None for each in seconds):
-        use["roofline"] = [round(100 * min(1.0, each.roofline or 0.0), 1) for each in seconds]
+        use["at full speed"] = [round(100 * min(1.0, each.roofline or 0.0), 1) for each in seconds]
     period = "the last 4 minutes, by second"
     return [
         ("step-times", "Time of a step", period, chart("ms", durations)),

@@ -24,6 +24,7 @@ def build_login(frame: Frame, resources: Resources, records: Records) -> list[An
         audit=LoginAudit(records.audit),
         lifetime=timedelta(seconds=settings.session_seconds),
         provider=None if provider is None else urlsplit(provider.issuer).hostname,
+        admin_port=settings.admin_port,
     )
     oidc = OidcPages(
         oidc=None if provider is None else Oidc(provider, resources.session),

@@ -22,6 +22,7 @@ from gateway.access.sessions import COOKIE, VISITOR, Identity, Sessions, by_boot
 from gateway.access.throttle import FailedLogins, client_network
 from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
 from gateway.pages.frame.frame import Frame
+from gateway.process.admin_port import is_admin_port
 
 LOGIN_COOKIE = "loraplex_login"
 # Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one every so many seconds.
@@ -62,7 +63,10 @@ class LoginRate:
 
 
 class LoginPages:
-    """Routes for log-in and log-out, of operators and of tenants. provider: name of the OpenID Connect provider."""
+    """Routes for log-in and log-out, of operators and of tenants.
+
+    provider: name of the OpenID Connect provider. admin_port: the operators' own port, if there is one.
+    """
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class LoginPages:
         audit: LoginAudit,
         lifetime: timedelta,
         provider: str | None = None,
+        admin_port: int | None = None,
     ) -> None:
         self._auth = auth
         self._sessions = sessions
@@ -83,6 +88,7 @@ class LoginPages:
         self._rate = LoginRate()
         self._frame = frame
         self._provider = provider
+        self._admin_port = admin_port
 
     async def form(self, request: web.Request) -> web.Response:
         home = home_of_request(request)
@@ -101,7 +107,7 @@ class LoginPages:
             return self._form(request, then, "The form had expired. Try again.", status=403)
         try:
             person = await self._recognise(request, home, form.get("key", "").strip())
-            self._rate.take(person)
+            self.count(person)
         except (InvalidKey, Forbidden) as error:
             return await self._refuse(request, then, error)
         except TooManyFailures as error:
@@ -172,6 +178,10 @@ class LoginPages:
         await self._audit.failed(home, "wrong key" if is_wrong else error.message, actor)
         return self._form(request, then, WRONG if is_wrong else error.message, status=401)
 
+    def count(self, person: Identity) -> None:
+        """Count a log-in of a person whose identity is proved. Raises TooManyFailures."""
+        self._rate.take(person)
+
     def refuse_guesses(self, request: web.Request) -> None:
         """Raise TooManyFailures after too many failed log-ins from the request's address."""
         self._throttle.refuse_guess(request, "")
@@ -179,7 +189,7 @@ class LoginPages:
     def too_many(self, request: web.Request, then: str, error: TooManyFailures) -> web.Response:
         """Return the form with the time after which the next attempt is allowed."""
         wait = error.headers["Retry-After"]
-        message = f"Too many log-ins from your address or with this key. Try again in {wait} s."
+        message = f"Too many log-ins from your address, with this key or by this person. Try again in {wait} s."
         return self._form(request, then, message, status=429)
 
     async def refuse_oidc(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
@@ -204,9 +214,14 @@ class LoginPages:
             form_csrf=csrf,
             message=message,
             provider=self._provider,
+            # The public port of a gateway with an admin port does not serve the operators' pages.
+            operators=f"{ADMIN_PATH}/" if home == CONSOLE_PATH and self._serves_operators(request) else None,
         )
         self._set_cookie(response, LOGIN_COOKIE, csrf, f"{home}/login", None)
         return response
+
+    def _serves_operators(self, request: web.Request) -> bool:
+        return self._admin_port is None or is_admin_port(request, self._admin_port)
 
     def _set_cookie(self, response: web.Response, name: str, value: str, path: str, max_age: int | None) -> None:
         caller = CALLER.get()

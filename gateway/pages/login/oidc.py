@@ -94,6 +94,7 @@ class OidcPages:
             redirect = _redirect(request, home)
             token = await oidc.redeem(request.query["code"], redirect=redirect, verifier=kept.verifier)
             person = await self._person(await oidc.verify(token, kept.nonce), home)
+            self._pages.count(person)
         except TooManyFailures as error:
             return self._pages.too_many(request, then, error)
         except (LoginRefused, Forbidden, Unavailable) as error:

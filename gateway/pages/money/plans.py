@@ -7,12 +7,11 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.plans import NewPlan
-from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.money.prices import AMOUNTS, read_price
-from gateway.pages.parts.answers import error_field, is_confirmed, typing_error
-from gateway.pages.parts.forms import TITLES, read_terms, term_groups, term_text
+from gateway.pages.parts.answers import error_field, is_confirmed, read_form, typing_error
+from gateway.pages.parts.forms import read_terms, term_groups, terms_text
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
@@ -23,8 +22,8 @@ PLANS = "/admin/plans"
 
 
 def _terms_text(plan: Plan) -> str:
-    shown = {name: term_text(name, v) for name, v in given_terms(plan.terms).items() if name != "model_limits"}
-    return ", ".join(f"{TITLES[name][0]}: {value}" for name, value in shown.items()) or "the defaults"
+    shown = {name: value for name, value in given_terms(plan.terms).items() if name != "model_limits"}
+    return terms_text(shown) or "the defaults"
 
 
 def _prices_text(plan: Plan) -> str:
@@ -70,9 +69,9 @@ class PlanPages:
         if form is not None:
             values, _ = read_terms(form, errors)
             prices = self._read_prices(form, errors)
-            if not errors:
+            given = read_form({**values, "prices": prices}, NewPlan, errors)
+            if given is not None and not errors:
                 try:
-                    given = read_fields({**values, "prices": prices}, NewPlan)
                     await self._save(request, plan, form.get("name", "").strip(), given)
                 except GatewayError as error:
                     errors[error_field(error)] = error.message
@@ -96,9 +95,9 @@ class PlanPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             prices = self._read_prices(form, errors)
-            if not errors:
+            given = read_form({"prices": prices}, NewPlan, errors)
+            if given is not None and not errors:
                 try:
-                    given = read_fields({"prices": prices}, NewPlan)
                     known = {model: price.price() for model, price in given.prices.items()}
                     await self._records.plans.put_prices(plan.name, known, request[ACTOR])
                     await self._records.price_list.refresh()

@@ -10,12 +10,15 @@ from markupsafe import Markup
 from gateway.billing.ledger import Ledger
 from gateway.errors import Unavailable
 from gateway.pages.frame.strip import Level, Status, verb_of
+from gateway.pages.requests.request_texts import limit_title
 from gateway.quota.periods import PERIOD_WORDS
 from gateway.records.events.attention import Attention, Concerns
 
 # Lifetime of the cached records, which all viewers share.
 FRESH_SECONDS = 30.0
 LONG_WAIT, MANY_ROWS = 5.0, 1000
+# Tenants that an entry names.
+MOST_TENANTS = 3
 
 
 class Entry(NamedTuple):
@@ -39,7 +42,7 @@ class Needs:
         self._records = records
         self._ledger = ledger
         self._money = money
-        self._concerns = Concerns([], [], [])
+        self._concerns = Concerns([], [], [], [])
         self._read_at = 0.0
 
     async def entries(self, status: Status) -> list[Entry]:
@@ -90,6 +93,13 @@ class Needs:
                 100 * budget.spent / budget.budget,
             )
             found.append(Entry(level, text, ("Change the budget", f"/admin/tenants/{budget.tenant}")))
+        for refused in self._concerns.refused:
+            tenants, more = refused.tenants[:MOST_TENANTS], len(refused.tenants) - MOST_TENANTS
+            named = f"{', '.join(tenants)}{f' and {more:,} more' if more > 0 else ''}"
+            number = "1 request" if refused.requests == 1 else f"{refused.requests:,} requests"
+            text = f"The limit {limit_title(refused.limit_name)} refused {number} of {named} in the last hour."
+            where = {"period": "1h", "limit_name": refused.limit_name}
+            found.append(Entry("warn", text, ("Why 429", f"/admin/refusals?{urlencode(where)}")))
         for key in self._concerns.keys:
             owner = f"of {key.tenant}" if key.tenant else "of an operator"
             label = key.label or key.id

@@ -10,6 +10,7 @@ from aiohttp import web
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest, Unavailable
 from gateway.fleet.history import History
+from gateway.pages.frame.filters import short
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
@@ -23,13 +24,19 @@ PERIODS = ("1h", "24h", "7d", "30d")
 GROUPS = ("tenant", "model", "engine")
 # Points of a sparkline.
 SPARK_POINTS = 40
+# Lowest rate per second that is shown.
+LEAST_RATE = 0.1
 
 
 class Figures(NamedTuple):
-    """Figures of a period for the tiles, and their relative changes from the period before; None without one."""
+    """Figures of a period for the tiles, and their relative changes from the period before; None without one.
 
-    requests: float
-    tokens: float
+    rates: texts beside `requests` and `tokens`.
+    """
+
+    requests: int
+    tokens: int
+    rates: dict[str, str]
     errors: float | None
     limited: float | None
     ttft: Percentiles | None
@@ -107,8 +114,12 @@ def figures(report: ActivityReport) -> Figures:
         "ttft95": None if not (now.ttft and before.ttft) else _change(now.ttft.p95, before.ttft.p95),
     }
     return Figures(
-        requests=now.requests / seconds,
-        tokens=now.completion_tokens / seconds,
+        requests=now.requests,
+        tokens=now.completion_tokens,
+        rates={
+            "requests": _rate_text(now.requests / seconds),
+            "tokens": _rate_text(now.completion_tokens / seconds),
+        },
         errors=_ratio(errors, attempts),
         limited=_ratio(limited, attempts),
         ttft=now.ttft,
@@ -194,6 +205,11 @@ def _count_refusals(refusals: Sequence[Refusals], status: int, is_before: bool) 
 
 def _number(refusals: Refusals, is_before: bool) -> int:
     return refusals.before if is_before else refusals.requests
+
+
+def _rate_text(rate: float) -> str:
+    """Return the text of a rate per second; "" below LEAST_RATE, where the number alone says more."""
+    return f"· {short(rate)} per s" if rate >= LEAST_RATE else ""
 
 
 def _ratio(part: float, whole: float) -> float | None:

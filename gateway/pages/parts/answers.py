@@ -1,9 +1,15 @@
-"""Checks of forms: the typed name that confirms an act, and the field that caused an error."""
+"""Checks of forms: the typed name that confirms an act, and the fields that caused errors."""
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from aiohttp import web
 
 from gateway.access.page_guard import FORM
-from gateway.errors import GatewayError
+from gateway.api.requests.fields import read_fields
+from gateway.errors import BadRequest, GatewayError
+
+T = TypeVar("T")
 
 
 def is_confirmed(request: web.Request, name: str) -> bool:
@@ -17,6 +23,23 @@ def typing_error(request: web.Request, name: str) -> str | None:
     return None if request.get(FORM) is None else f"Type {name} to confirm."
 
 
+def read_form(given: Mapping[str, Any], kind: type[T], errors: dict[str, str]) -> T | None:
+    """Return a form's fields as `kind`; None if any is wrong, with a text for each such field in `errors`."""
+    left = dict(given)
+    while True:
+        try:
+            found = read_fields(left, kind)
+        except BadRequest as error:
+            name = error_field(error)
+            errors[name] = error_text(error)
+            if name not in left:
+                return None
+            # The other fields are read without it, so that their errors are found too.
+            del left[name]
+        else:
+            return found if len(left) == len(given) else None
+
+
 def error_text(error: GatewayError) -> str:
     """Return an error's message for its field in a form: without the field's API name in front."""
     text = error.message.removeprefix(f"{error_field(error)}: ")
@@ -25,4 +48,4 @@ def error_text(error: GatewayError) -> str:
 
 def error_field(error: GatewayError) -> str:
     """Return the form's field that an error is about, "" if it is about none."""
-    return (error.param or "").split("[")[0]
+    return (error.param or "").split("[")[0].split(".")[0]

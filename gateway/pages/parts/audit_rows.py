@@ -4,17 +4,59 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from datetime import datetime
 from typing import Any, NamedTuple
 
-import msgspec
 from aiohttp import web
 
 from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.frame.frame import link
-from gateway.pages.parts.forms import MONEY
+from gateway.pages.parts.forms import NO_LIMIT, TITLES, term_text, title_of
 from gateway.pages.parts.tables import CSV_AT_ONCE, MAX_CSV, Column, Table
 from gateway.records.audit import AuditEntry
 from gateway.records.money.prices import format_money
 
 AMOUNTS = ("input", "cached", "output")
+# Words for actions and for fields; others are shown by their names.
+ACTIONS = {
+    "adapter.alias": "Alias set",
+    "adapter.alias_delete": "Alias deleted",
+    "adapter.delete": "Adapter deleted",
+    "adapter.golden": "Golden answers changed",
+    "adapter.push": "Adapter uploaded",
+    "adapter.rollback": "Adapter rolled back",
+    "adapter.version": "Version changed",
+    "engine.drain": "Engine drained",
+    "engine.resume": "Engine resumed",
+    "key.create": "Key created",
+    "key.revoke": "Key revoked",
+    "key.rotate": "Key rotated",
+    "key.update": "Key changed",
+    "login.failed": "Log-in failed",
+    "mixture.delete": "Mixture deleted",
+    "mixture.save": "Mixture saved",
+    "plan.delete": "Plan deleted",
+    "plan.put": "Plan saved",
+    "playground.request": "Request from the playground",
+    "price.delete": "Price deleted",
+    "price.put": "Price set",
+    "session.close": "Logged out",
+    "session.open": "Logged in",
+    "session.revoke": "Session ended",
+    "tenant.create": "Tenant created",
+    "tenant.delete": "Tenant deleted",
+    "tenant.resume": "Tenant resumed",
+    "tenant.suspend": "Tenant suspended",
+    "tenant.update": "Tenant changed",
+    "webhook.delete": "Alert target deleted",
+    "webhook.put": "Alert target saved",
+}
+FIELDS = {
+    "allowed_models": "Models",
+    "cached": "Cached input",
+    "expires_at": "Expires",
+    "inherit": "Inherited again",
+    "input": "Input",
+    "num_bytes": "Size",
+    "output": "Output",
+}
 COLUMNS = (
     Column("at", "Time", sortable=False),
     Column("action", "Action", sortable=False),
@@ -33,7 +75,7 @@ Entries = tuple[Sequence[AuditEntry], bool]
 
 
 class AuditRow(NamedTuple):
-    """Entry as the page shows it. changes: (field, earlier value or None, new value) as texts."""
+    """Entry as the page shows it. changes: (field, earlier value or None, new value) in words."""
 
     id: str
     at: datetime
@@ -45,6 +87,11 @@ class AuditRow(NamedTuple):
     address: str | None
     request_id: str | None
     changes: Sequence[tuple[str, str | None, str]]
+
+    @property
+    def words(self) -> str:
+        """Return the action in words, "" if there are none for it."""
+        return ACTIONS.get(self.action, "")
 
     @property
     def text(self) -> str:
@@ -85,7 +132,8 @@ def audit_row(entry: AuditEntry) -> AuditRow:
     for name in {**before, **entry.detail}:
         old, new = before.get(name), entry.detail.get(name)
         if name not in before or old != new:
-            changes.append((name, _text(name, old) if name in before else None, _text(name, new)))
+            earlier = _text(name, old) if name in before else None
+            changes.append((FIELDS.get(name) or title_of(name), earlier, _text(name, new)))
     return AuditRow(
         entry.id,
         entry.at,
@@ -101,15 +149,18 @@ def audit_row(entry: AuditEntry) -> AuditRow:
 
 
 def _text(name: str, value: Any) -> str:
-    """Return a value for people: money as money, no limit as `none`."""
-    value = _in_money(name, value)
-    if value is None:
-        return "none"
-    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _in_money(name: str, value: Any) -> Any:
+    """Return a value for people: money as money, no limit and nothing as `none`, a mapping as its entries."""
     if isinstance(value, Mapping):
-        return {key: _in_money(key, each) for key, each in value.items()}
-    is_amount = isinstance(value, int) and not isinstance(value, bool) and (name in MONEY or name in AMOUNTS)
-    return format_money(value) if is_amount else value
+        given = {key: each for key, each in value.items() if each is not None}
+        between = "; " if any(isinstance(each, Mapping) for each in given.values()) else ", "
+        return between.join(f"{_word(key)}: {_text(key, each)}" for key, each in given.items()) or NO_LIMIT
+    if name == "inherit":
+        return ", ".join(map(title_of, value))
+    if name in AMOUNTS and isinstance(value, int):
+        return format_money(value)
+    return term_text(name, value)
+
+
+def _word(key: str) -> str:
+    """Return the title of a field within a value; the name of a model as it is."""
+    return FIELDS.get(key) or (TITLES[key][0] if key in TITLES else key)

@@ -1,4 +1,4 @@
-"""Fields of forms: terms of tenants, plans and keys, and amounts of money, as people write them."""
+"""Fields of forms: terms of tenants, plans and keys, and amounts of money and bytes, as people write them."""
 
 import re
 from collections.abc import Collection, Mapping, Sequence
@@ -14,12 +14,17 @@ from gateway.records.tenants.terms import Terms, given_terms
 
 NO_LIMIT = "none"
 MONEY = frozenset(BUDGET_NAMES)
-# Suffixes of whole numbers.
+BYTES = frozenset(kind.name for kind in KINDS if kind.takes == "bytes")
+# Suffixes of whole numbers, and units of bytes, the largest last.
 FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 class TermField(NamedTuple):
-    """Field of a form. value: the own term as text, empty if inherited. inherited: the value without an own term."""
+    """Field of a form. value: the own term as text, empty if inherited. inherited: the value without an own term.
+
+    choices: (value, title) of the only possible values; empty for a field of text.
+    """
 
     name: str
     title: str
@@ -27,6 +32,7 @@ class TermField(NamedTuple):
     value: str
     inherited: str
     unit: str
+    choices: Sequence[tuple[str, str]] = ()
 
 
 class FieldGroup(NamedTuple):
@@ -48,9 +54,13 @@ OTHERS = (
     ("weight", "Weight", "Share of a busy engine, relative to other tenants."),
     ("priority", "Priority", "From 0, served first, to 9, refused first under overload."),
     ("ttft_target", "Time to first token", "Wanted time in seconds, or none."),
-    ("on_token_limit", "At a token limit", "refuse or shorten."),
+    ("on_token_limit", "At a token limit", ""),
 )
-TITLES = {kind.name: (kind.help, "") for kind in KINDS} | {name: (title, hint) for name, title, hint in OTHERS}
+ON_TOKEN_LIMIT = {"refuse": "Refuse the request", "shorten": "Shorten the answer"}
+BYTES_HINT = "Such as 512 MiB or 4 GiB."
+TITLES = {kind.name: (kind.help, BYTES_HINT if kind.name in BYTES else "") for kind in KINDS} | {
+    name: (title, hint) for name, title, hint in OTHERS
+}
 LIMIT_NAMES = tuple(kind.name for kind in REQUEST_KINDS)
 BUDGET_TERMS = (*BUDGET_NAMES, "budget_warn_at")
 GROUPS: Sequence[tuple[str, str, Sequence[str]]] = (
@@ -87,19 +97,39 @@ def _field(
     title, hint = TITLES[name]
     value = (term_text(name, given[name]) if name in given else "") if form is None else form.get(name, "")
     unit = currency if name in MONEY else "s" if name == "ttft_target" else ""
-    return TermField(name, title, hint, value, term_text(name, inherited[name]), unit)
+    choices = tuple(ON_TOKEN_LIMIT.items()) if name == "on_token_limit" else ()
+    return TermField(name, title, hint, value, term_text(name, inherited[name]), unit, choices)
+
+
+def terms_text(values: Mapping[str, Any]) -> str:
+    """Return terms for people: each with its title, such as `Concurrent requests: 4, Weight: 2`."""
+    return ", ".join(f"{title_of(name)}: {term_text(name, value)}" for name, value in values.items())
+
+
+def title_of(name: str) -> str:
+    """Return the title of a term or of another field: `Requests per minute`."""
+    return TITLES[name][0] if name in TITLES else name.replace("_", " ").capitalize()
 
 
 def term_text(name: str, value: Any) -> str:
-    """Return a term for people: no limit as `none`, money in units, other numbers with their thousands grouped."""
-    if value is None or value in ((), {}):
+    """Return a term for people: no limit as `none`, money and bytes with their units, other numbers with their
+    thousands grouped. The text is exact, and `read_terms` returns the same term for it.
+    """
+    if value is None or value in ((), [], {}, ""):
         return NO_LIMIT
+    if isinstance(value, str | bool):
+        return {True: "yes", False: "no"}[value] if isinstance(value, bool) else value
     if name in MONEY:
         return format_money(value)
+    if name in BYTES:
+        unit = next(unit for unit in reversed(UNITS) if value % UNITS[unit] == 0)
+        return f"{value // UNITS[unit]:,} {unit}"
     if name == "budget_warn_at":
         return ", ".join(f"{100 * share:g} %" for share in value)
     if name == "model_limits":
         return "\n".join(f"{model}: {_limits_text(limits)}" for model, limits in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value))
     return f"{value:,}" if isinstance(value, int) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -137,6 +167,8 @@ def _read(name: str, text: str) -> Any:
         return None
     if name in MONEY:
         return read_money(text)
+    if name in BYTES:
+        return read_bytes(text)
     if name in ("weight", "ttft_target"):
         try:
             return float(text)
@@ -175,6 +207,17 @@ def _read_model_limits(text: str) -> dict[str, dict[str, Any]]:
         except ValueError as error:
             raise ValueError(f"{model.strip()}: {error}") from None
     return found
+
+
+def read_bytes(text: str) -> int:
+    """Return a number of bytes, such as `4 GiB`, `1.5 GiB` or `4g`. Raises ValueError for people."""
+    found = re.fullmatch(r"(\d[\d,_ ]*(?:\.\d+)?) *([a-zA-Z]*)", text)
+    units = {unit.lower(): factor for unit, factor in UNITS.items()} | FACTORS
+    factor = units.get(found[2].lower()) if found is not None else None
+    amount = Decimal(re.sub("[,_ ]", "", found[1])) * factor if found is not None and factor is not None else None
+    if amount is None or amount != amount.to_integral_value():
+        raise ValueError("Expected a size, such as 512 MiB or 4 GiB, or none.")
+    return int(amount)
 
 
 def read_money(text: str) -> int:

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.pages.parts.forms import term_text
+from gateway.pages.parts.forms import terms_text
 from gateway.pages.parts.tables import Column, Table
 from gateway.quota.kinds import REQUEST_KINDS
 from gateway.records.keys.keys import ApiKey
@@ -12,7 +12,7 @@ from gateway.records.keys.list import key_state
 
 def limits_text(key: ApiKey) -> str:
     values = {kind.name: getattr(key.limits, kind.name) for kind in REQUEST_KINDS}
-    return ", ".join(f"{name} {term_text(name, value)}" for name, value in values.items() if value is not None)
+    return terms_text({name: value for name, value in values.items() if value is not None})
 
 
 KEY_COLUMNS = (

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ from gateway.api.requests.log_filter import FILTERS, read_log_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.links import Links
+from gateway.pages.parts.periods import as_field
 from gateway.pages.parts.tables import ROWS, Column, Table
 from gateway.pages.requests.export import FIELDS, export_log
 from gateway.pages.requests.request_texts import (
@@ -92,7 +93,7 @@ class RequestPages:
             has_more_filters=any(name not in FIRST for name in used),
             is_filtered=bool(used),
             statuses=STATUS_OPTIONS,
-            times={"since": _local(which.since), "until": _local(which.until)},
+            times={"since": as_field(which.since), "until": as_field(which.until)},
             links=self.links(request),
             outcome=outcome,
             limit_title=limit_title,
@@ -149,8 +150,8 @@ class RequestPages:
             "answer_ids": [entry.request_id.replace("req_", prefix, 1) for prefix in ("chatcmpl-", "cmpl-")],
             "around": {
                 "tenant": entry.tenant,
-                "since": _local(entry.at - AROUND),
-                "until": _local(entry.at + AROUND + timedelta(seconds=1)),
+                "since": as_field(entry.at - AROUND),
+                "until": as_field(entry.at + AROUND + timedelta(seconds=1)),
             },
         }
 
@@ -166,11 +167,6 @@ def _table(request: web.Request, page: LogPage, columns: Sequence[Column]) -> Ta
         previous_title="Newest",
         formats=("json",),
     )
-
-
-def _local(moment: datetime | None) -> str:
-    """Return a UTC time in the format of HTML's `datetime-local` fields."""
-    return "" if moment is None else moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%S")
 
 
 def _marks(latency_ms: int) -> list[int]:

@@ -10,10 +10,10 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import NewTenant, TenantChanges
-from gateway.api.requests.fields import read_fields
 from gateway.api.requests.named_models import check_names
 from gateway.errors import GatewayError
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.answers import error_field, error_text, read_form
 from gateway.pages.parts.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
 from gateway.parts import Records
 from gateway.records.tenants.tenants import TEXTS, Tenant
@@ -22,6 +22,8 @@ from gateway.records.tenants.terms import FIELDS, NO_TERMS, Terms, own_terms, re
 LIST = "/admin/tenants"
 # Values of the button that saves the shown changes, and of the one that returns to the form.
 SAVE, EDIT = "save", "edit"
+# Error of tags: the API's has a regular expression.
+TAGS = "Expected up to 20 tags of 1 to 32 characters A-Z, a-z, 0-9 and . _ : / -, beginning with a letter or digit."
 # Terms that only the role operator may change.
 LABELS = {"plan": "Plan", "tags": "Tags"} | {name: name.replace("_", " ").capitalize() for name in TEXTS}
 
@@ -40,15 +42,25 @@ class TenantForms:
         if form is not None:
             terms, _ = read_terms(form, errors)
             name = form.get("name", "").strip()
-            if not errors:
+            given = read_form({"name": name, **terms, **_read_texts(form)}, NewTenant, errors)
+            if "tags" in errors:
+                errors["tags"] = TAGS
+            models = () if "model_limits" in errors else terms.get("model_limits", ())
+            checks = (
+                self._records.tenants.check_free(name),
+                check_names(self._records.catalog, None, models, "model_limits", any_adapter=True),
+            )
+            for check in checks:
                 try:
-                    fields = read_fields({"name": name, **terms, **_read_texts(form)}, NewTenant).given()
-                    await check_names(
-                        self._records.catalog, None, fields.get("model_limits", ()), "model_limits", any_adapter=True
-                    )
+                    await check
+                except GatewayError as error:
+                    errors[error_field(error)] = error_text(error)
+            if given is not None and not errors:
+                try:
+                    fields = given.given()
                     await self._records.tenants.create(fields.pop("name"), fields, request[ACTOR])
                 except GatewayError as error:
-                    errors[_place(error)] = error.message
+                    errors[error_field(error)] = error_text(error)
                 else:
                     raise web.HTTPSeeOther(f"{LIST}/{quote(name)}?done=created")
         return await self._form(request, None, errors, NAMES)
@@ -67,10 +79,12 @@ class TenantForms:
         if form is not None and form.get("act") != EDIT:
             terms, empty = read_terms(form, errors, names)
             texts = _read_texts(form) if names is NAMES else {}
-            if not errors:
+            changed = read_form({**terms, **texts, "inherit": empty}, TenantChanges, errors)
+            if "tags" in errors:
+                errors["tags"] = TAGS
+            if changed is not None and not errors:
                 try:
-                    plans = await self._records.plans.terms()
-                    given = read_fields({**terms, **texts, "inherit": empty}, TenantChanges).given()
+                    plans, given = await self._records.plans.terms(), changed.given()
                     new = given.get("model_limits", {}).keys() - tenant.model_limits.keys()
                     await check_names(self._records.catalog, tenant, sorted(new), "model_limits", any_adapter=True)
                     changes = _changed(tenant, _own(tenant, plans), given)
@@ -79,7 +93,7 @@ class TenantForms:
                         await self._save(request, tenant, changes)
                     return self._preview(request, tenant, form, rows)
                 except GatewayError as error:
-                    errors[_place(error)] = error.message
+                    errors[error_field(error)] = error_text(error)
         return await self._form(request, tenant, errors, names)
 
     async def _save(self, request: web.Request, tenant: Tenant, changes: Mapping[str, Any]) -> None:
@@ -180,8 +194,3 @@ def _with_source(text: str, *, is_own: bool) -> str:
 
 def _text(value: Any) -> str:
     return " ".join(value or ()) or "none" if isinstance(value, list | tuple) else value or "none"
-
-
-def _place(error: GatewayError) -> str:
-    """Return the form's field of an error; "" is the form itself."""
-    return (error.param or "").split("[")[0].split(".")[0]

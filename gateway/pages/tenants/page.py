@@ -14,7 +14,7 @@ from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
 from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
 from gateway.pages.tenants.forms import LIST
-from gateway.pages.tenants.tenants import DONE
+from gateway.pages.tenants.tenants import DONE, USE_HINT
 from gateway.parts import Records
 from gateway.quota.kinds import REQUEST_KINDS
 from gateway.quota.peek import Left
@@ -61,6 +61,7 @@ class TenantPage:
             title=tenant.name,
             tenant=tenant,
             month=months[tenant.id],
+            use_hint=USE_HINT,
             tab=tab,
             tabs=_tabs(request, tenant, tab),
             done=DONE.get(request.query.get("done", "")),

@@ -13,7 +13,7 @@ from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import is_confirmed, typing_error
-from gateway.pages.parts.forms import term_text
+from gateway.pages.parts.forms import terms_text
 from gateway.pages.parts.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.pages.tenants.forms import LIST
 from gateway.parts import Records
@@ -25,14 +25,16 @@ from gateway.records.tenants.tenants import Tenant
 FILTERS = ("q", "plan", "tag", "suspended", "over_budget", "idle_days")
 LIST_QUERY = (*FILTERS, "sort", "page", "format", "done")
 BUDGET_HINT = "The budget of which most is spent. The order is by the spend of this month (UTC)"
+REQUESTS_HINT = "Served requests to models in this month (UTC); refused ones are not counted"
+USE_HINT = "Last use of any of its keys: also by a log-in, a refused request, or one that only reads a list"
 COLUMNS = (
     Column("name", "Tenant", value=lambda row: row[0].name),
     Column("state", "State", sortable=False, value=lambda row: "suspended" if row[0].suspended else "active"),
     Column("plan", "Plan", sortable=False, value=lambda row: row[0].plan),
     Column("spend", "Budget used", numeric=True, value=lambda row: row[1].spend, hint=BUDGET_HINT),
     Column("forecast", "Forecast", numeric=True, sortable=False, value=lambda row: row[1].forecast),
-    Column("requests", "Requests", numeric=True, value=lambda row: row[1].requests, hint="This month (UTC)"),
-    Column("last_used_at", "Last use", sortable=False, value=lambda row: row[1].last_used_at),
+    Column("requests", "Requests", numeric=True, value=lambda row: row[1].requests, hint=REQUESTS_HINT),
+    Column("last_used_at", "Key last used", sortable=False, value=lambda row: row[1].last_used_at, hint=USE_HINT),
     Column("tags", "Tags", sortable=False, value=lambda row: " ".join(row[0].tags)),
     Column("created", "Created", value=lambda row: row[0].created_at),
 )
@@ -100,7 +102,7 @@ class TenantPages:
                     raise web.HTTPSeeOther(f"{back}&done=bulk" if filters else f"{LIST}?done=bulk")
             else:
                 error = f"Type {count}, the number of tenants that change."
-        shown = [(row.tenant, _texts(row.before), _texts(row.after)) for row in planned[:ROWS]]
+        shown = [(row.tenant, terms_text(row.before), terms_text(row.after)) for row in planned[:ROWS]]
         more = f" The first {ROWS} are shown." if len(planned) > ROWS else ""
         return self._frame.confirm(
             request,
@@ -177,8 +179,3 @@ def _bulk_change(form: Mapping[str, str]) -> BulkChange:
         tags = read_fields({"tags": value.replace(",", " ").split()}, TenantChanges).given()["tags"]
         return BulkChange(add_tags=tags) if act == "add_tags" else BulkChange(remove_tags=tags)
     raise BadRequest("act: choose a change, and give the plan or tags that it needs.", param="act")
-
-
-def _texts(fields: Mapping[str, Any]) -> str:
-    shown = {name: " ".join(v) if isinstance(v, tuple | list) else term_text(name, v) for name, v in fields.items()}
-    return ", ".join(f"{name}: {value}" for name, value in shown.items())

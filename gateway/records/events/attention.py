@@ -1,4 +1,4 @@
-"""Records that need an operator: budgets nearly spent, keys about to expire, adapters that were rejected."""
+"""Records that need an operator: budgets nearly spent, refusals by limits, keys about to expire, rejected adapters."""
 
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
@@ -8,11 +8,12 @@ from sqlalchemy import select
 from gateway.records.adapters.rows import State
 from gateway.records.database import Database
 from gateway.records.keys.expiring import ExpiringKey, expiring_keys
+from gateway.records.requests.refusal_report import RefusalReport, Refused
 from gateway.records.tables import adapter_versions, adapters, tenants
 from gateway.records.tenants.list import TenantLists
 
 BUDGET_PART = 0.8
-EXPIRY, REJECTION = timedelta(days=7), timedelta(days=1)
+EXPIRY, REJECTION, REFUSAL = timedelta(days=7), timedelta(days=1), timedelta(hours=1)
 MAX_EACH = 6
 
 
@@ -35,11 +36,12 @@ class RejectedVersion(NamedTuple):
 
 
 class Concerns(NamedTuple):
-    """Records of all three kinds, at most MAX_EACH of each, the most urgent first."""
+    """Records of all kinds, at most MAX_EACH of each, the most urgent first. refused: in the last REFUSAL."""
 
     budgets: list[Budget]
     keys: list[ExpiringKey]
     rejected: list[RejectedVersion]
+    refused: list[Refused]
 
 
 class Attention:
@@ -48,6 +50,7 @@ class Attention:
     def __init__(self, database: Database, lists: TenantLists) -> None:
         self._database = database
         self._lists = lists
+        self._refusals = RefusalReport(database)
 
     async def read(self) -> Concerns:
         now = datetime.now(UTC)
@@ -56,7 +59,8 @@ class Attention:
             for name, use in await self._lists.over_budget(BUDGET_PART, MAX_EACH)
         ]
         keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH)
-        return Concerns(budgets, keys, await self._rejected(now))
+        refused = await self._refusals.by_limit(now - REFUSAL, now)
+        return Concerns(budgets, keys, await self._rejected(now), refused[:MAX_EACH])
 
     async def _rejected(self, now: datetime) -> list[RejectedVersion]:
         rejected: State = "rejected"

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, Subquery, case, func, select, union_all
@@ -84,6 +84,14 @@ class RefusalSums(msgspec.Struct, frozen=True, kw_only=True):
     curves: dict[str, list[int]]
 
 
+class Refused(NamedTuple):
+    """Requests that a limit refused. tenants: their names, the one with most refusals first."""
+
+    limit_name: str
+    requests: int
+    tenants: list[str]
+
+
 class Reserved(msgspec.Struct, frozen=True, kw_only=True):
     """Reserved and settled tokens of a tenant's admitted requests."""
 
@@ -131,6 +139,22 @@ class RefusalReport:
             causes=[*explained, *causes[EXPLAINED:]],
             curves=curves,
         )
+
+    async def by_limit(self, since: datetime, until: datetime) -> list[Refused]:
+        """Return the limits that refused tenants' requests in a period, the one that refused most first.
+
+        Raises BadRequest for a period that has not begun.
+        """
+        period = whole_period(since, until, None, self._minutes_kept, datetime.now(UTC))
+        async with self._database.read() as connection:
+            causes = await _causes(connection, RefusalFilter(), cover(period.since, period.end))
+        found: dict[str, dict[str, int]] = {}
+        for cause in causes:
+            if cause.tenant and cause.limit_name:
+                of = found.setdefault(cause.limit_name, {})
+                of[cause.tenant] = of.get(cause.tenant, 0) + cause.requests
+        refused = [Refused(limit, sum(of.values()), list(of)) for limit, of in found.items()]
+        return sorted(refused, key=lambda each: (-each.requests, each.limit_name))
 
     async def reserved(
         self, *, since: datetime, until: datetime, tenant: str | None = None, limit: int = 50

@@ -98,12 +98,7 @@ class Tenants:
 
     async def create(self, name: str, fields: Mapping[str, Any], actor: str) -> Tenant:
         """Add a tenant. fields: as in `update`; other fields have defaults."""
-        if not TENANT_NAME.fullmatch(name):
-            raise BadRequest(
-                "Expected a tenant name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', "
-                "starting with a letter or digit.",
-                param="name",
-            )
+        _check_name(name)
         try:
             async with self._database.write() as connection:
                 own = msgspec.structs.replace(NO_TERMS, **_terms_of(fields))
@@ -123,6 +118,14 @@ class Tenants:
         except IntegrityError as error:
             raise _taken(error, name) from error
         return read_tenant(row)
+
+    async def check_free(self, name: str) -> None:
+        """Raise BadRequest for a name that no new tenant may have, NameTaken for the name of a tenant."""
+        _check_name(name)
+        async with self._database.read() as connection:
+            query = select(tenants.c.id).where(tenants.c.name == name)
+            if (await connection.execute(query)).first() is not None:
+                raise _name_taken(name)
 
     async def get(self, name: str) -> Tenant:
         check_possible(name)
@@ -268,6 +271,15 @@ def read_tenant(row: Row[Any]) -> Tenant:
     )
 
 
+def _check_name(name: str) -> None:
+    """Raise BadRequest for a name that no new tenant may have."""
+    if not TENANT_NAME.fullmatch(name):
+        raise BadRequest(
+            "Expected a tenant name of 1 to 64 characters a-z, 0-9, '.', '_' and '-', starting with a letter or digit.",
+            param="name",
+        )
+
+
 def check_possible(name: str) -> None:
     """Raise RecordNotFound for an impossible name, before its characters reach a database that may refuse them."""
     if not TENANT_NAME.fullmatch(name):
@@ -300,6 +312,10 @@ def _columns(fields: Mapping[str, Any]) -> dict[str, Any]:
 def _taken(error: IntegrityError, name: str) -> NameTaken:
     if "external_id" in str(error.orig):
         return NameTaken("external_id: another tenant has this external id.", param="external_id")
+    return _name_taken(name)
+
+
+def _name_taken(name: str) -> NameTaken:
     return NameTaken(f"A tenant named '{name}' exists already.", param="name")
 
 

@@ -24,9 +24,9 @@ async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway,
         page = operator.page
         await operator.log_in("/admin", ADMIN_KEY)
         # 5 x 0.3 s of the last minute.
-        assert "2.5 %" in await page.inner_text("#tiles .tile:has-text('Engines in use')")
+        assert "2.5 %" in await page.inner_text("#tiles .tile:has-text('Engine load')")
         await operator.open(f"/admin/engines/one?url={upstream.url}")
-        assert "2.5 %" in await page.inner_text(".tile:has-text('In use')")
+        assert "2.5 %" in await page.inner_text(".tile:has-text('Engine load')")
         # Live charts follow the clock, so the page is stopped.
         await page.wait_for_selector("#step-times canvas")
         await page.evaluate("document.querySelectorAll('[data-live]').forEach(each => delete each.dataset.live)")

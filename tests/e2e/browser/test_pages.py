@@ -1,7 +1,7 @@
 """Every page in light and dark, wide and narrow: no console error, no axe violation, no sideways scroll."""
 
 from testing.browser import faults, faults_of_pages, person
-from testing.gateway.running import ADMIN_KEY
+from testing.gateway.running import ADMIN_KEY, until
 
 # Pages of operators. {engine}: the URL of the gateway's engine. Add each new page here.
 ADMIN_PAGES = (
@@ -102,6 +102,33 @@ async def test_an_operator_drains_and_resumes_an_engine(gateway, upstream, brows
         assert not operator.problems
     audit = (await gateway.admin.get("/admin/api/audit")).json["data"]
     assert [entry["action"] for entry in audit[:2]] == ["engine.resume", "engine.drain"]
+
+
+async def test_the_engines_fit_a_page_of_1280_px(gateway, upstream, browser):
+    """The drain's button was behind a scroll bar once the engine reported its memory."""
+    upstream.reported = {
+        "kv_blocks_total": 2048,
+        "kv_blocks_free": 3,
+        "adapter_pages_total": 999,
+        "adapter_pages_free": 1,
+    }
+    upstream.reported |= {"adapter_loads": 123_456, "adapter_evictions": 123_456, "prefix_query_tokens": 10**9}
+    upstream.reported |= {"prefix_hit_tokens": 999_999_999, "preemptions": 12}
+    upstream.version, upstream.seats, upstream.running = "0.9.0.dev12+g1234567", 1024, 1023
+
+    async def is_known() -> bool:
+        history = (await gateway.admin.get(f"/admin/api/engines/history?url={upstream.url}")).json
+        return bool(history["samples"]) and history["samples"][-1]["kv_used"] is not None
+
+    await until(is_known)
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/engines")
+        await operator.page.wait_for_selector("#engines-box svg")
+        widths = "(box => [box.scrollWidth, box.clientWidth])(document.querySelector('#engines-box'))"
+        needed, has = await operator.page.evaluate(widths)
+        assert needed <= has
+        assert not await faults(operator)
 
 
 async def test_the_colours_are_kept(gateway, browser):

@@ -10,6 +10,7 @@ import pytest
 from gateway.access.sessions import Identity
 from gateway.api.requests.memory import SMALL_AT_ONCE
 from gateway.errors import TooManyFailures
+from gateway.pages.login import login
 from gateway.pages.login import oidc as oidc_login
 from gateway.pages.login.login import TENANT_BURST, LoginRate
 from testing.gateway.principals import principal
@@ -133,3 +134,23 @@ def test_many_keys_of_a_tenant_share_a_rate_of_log_ins():
     with pytest.raises(TooManyFailures):
         log_in(TENANT_BURST, tenant)
     log_in(TENANT_BURST + 1, other)
+
+
+# The provider's own libraries warn of each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_log_ins_at_the_provider_count_like_those_with_a_key(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(login, "LOGIN_BURST", 2)
+    settings = {"oidc_client_id": "loraplex", "oidc_client_secret": "s", "oidc_roles": "ops=operator"}
+    with provider(ann=["ops"], bob=["ops"]) as url:
+        async with serve(oidc_issuer=url, **settings) as gateway:
+
+            async def log_in(name: str) -> int:
+                async with Browser(gateway.url, "/admin") as browser:
+                    got = await browser.get(await at_provider(browser, name))
+                    assert (browser.cookie() is not None) == (got.status == 200)
+                    return got.status
+
+            assert [await log_in("ann") for _ in range(3)] == [200, 200, 429]
+            assert await log_in("bob") == 200
+            opened = (await gateway.admin.get("/admin/api/audit?action=session.open")).json["data"]
+            assert [entry["actor"] for entry in opened] == ["oidc:bob", "oidc:ann", "oidc:ann"]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from testing.gateway.running import CONTEXT
+from testing.gateway.running import ADMIN_KEY, CONTEXT, Browser
 from testing.ports import free_port
 from tests.gateway.api.test_adapters import files, push
 
@@ -14,8 +14,13 @@ async def test_the_root_names_the_services_addresses(serve: Any):
         page = await gateway.nobody.get("/", headers={"Accept": "text/html,*/*"})
         assert page.headers["Content-Type"].startswith("text/html")
         assert b'<a href="/openapi.json">' in page.body
+        assert b'<a href="/admin/">' in (await gateway.nobody.get("/console/login")).body
+        async with Browser(gateway.url, "/console") as browser:
+            refused = await browser.log_in(ADMIN_KEY)
+            assert (refused.status, b'<a href="/admin/">' in refused.body) == (401, True)
     async with serve(admin_port=free_port()) as separate:
         assert "/admin/" not in (await separate.nobody.get("/")).json["links"]
+        assert b'<a href="/admin/">' not in (await separate.nobody.get("/console/login")).body
 
 
 async def test_models_have_their_context_and_their_price(serve: Any):

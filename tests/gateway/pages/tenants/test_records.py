@@ -117,6 +117,46 @@ async def test_a_tenant_from_its_form_to_its_end(gateway: Gateway, browser: Brow
     assert actions[:3] == ["tenant.delete", "tenant.resume", "tenant.suspend"]
 
 
+async def test_every_wrong_field_is_named_at_once(gateway: Gateway, browser: Browser):
+    """Fields that the page reads itself, those that the API checks, and a name: each was reported after the others."""
+    await gateway.tenant("acme")
+    wrong = {"tokens_per_minute": "many", "weight": "5000", "priority": "12", "tags": "<b>", "contact": "x" * 201}
+    wrong |= {"max_adapter_bytes": "3 apples", "upload_bytes_per_minute": "0.3 B", "model_limits": "none: weight=1"}
+    for name in ("Bad Name", "acme"):
+        answer = await browser.submit("/admin/tenants/-/new", name=name, **wrong)
+        page = answer.body.decode()
+        assert (answer.status, set(re.findall(r'id="e-(\w+)"', page))) == (400, {"name", *wrong})
+    assert "exists already" in page
+    wrong["model_limits"] = "pirate: max_concurrent=2"
+    page = (await browser.submit("/admin/tenants/acme/edit", **wrong)).body.decode()
+    assert set(re.findall(r'id="e-(\w+)"', page)) == wrong.keys() - {"model_limits"}
+    page = (await browser.submit("/admin/tenants/-/new", name="new", **wrong)).body.decode()
+    assert set(re.findall(r'id="e-(\w+)"', page)) == wrong.keys()
+    assert (await gateway.admin.get("/admin/api/tenants")).json["total"] == 1
+
+
+async def test_bytes_have_units_and_choices_are_chosen(gateway: Gateway, browser: Browser):
+    page = text(await browser.get("/admin/tenants/-/new"))
+    assert "Empty: 64 GiB, the default." in page
+    assert re.findall(r'<option value="(\w*)"[^>]*>([^<]*)', page.split('id="f-on_token_limit"')[1]) == [
+        ("", "Refuse the request (the default)"),
+        ("refuse", "Refuse the request"),
+        ("shorten", "Shorten the answer"),
+    ]
+    given = {"max_adapter_bytes": "1.5 GiB", "upload_bytes_per_minute": "1000000", "on_token_limit": "shorten"}
+    assert (await browser.submit("/admin/tenants/-/new", name="acme", **given)).status == 303
+    shown = (await gateway.admin.get("/admin/api/tenants/acme")).json
+    assert [shown[name] for name in given] == [3 << 29, 1_000_000, "shorten"]
+    page = text(await browser.get("/admin/tenants/acme/edit"))
+    assert [re.findall(rf'name="{name}" type="text" value="([^"]*)"', page) for name in list(given)[:2]] == [
+        ["1,536 MiB"],
+        ["1,000,000 B"],
+    ]
+    same = {"max_adapter_bytes": "1,536 MiB", "upload_bytes_per_minute": "1,000,000 B", "on_token_limit": "shorten"}
+    saved = await browser.submit("/admin/tenants/acme/edit", **same)
+    assert saved.headers["Location"] == "/admin/tenants/acme?done=same"
+
+
 async def test_many_tenants_change_after_a_look(gateway: Gateway, browser: Browser):
     for name in ("acme", "globex"):
         await gateway.tenant(name, tags=["trial"])
@@ -236,14 +276,29 @@ async def test_the_audit_shows_before_and_after(gateway: Gateway, browser: Brows
     await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json={"budget_per_month": 75_500_000})
     page = text(await browser.get("/admin/audit?action=tenant"))
     check_inert(page)
-    assert "50.00 → 75.50" in re.sub(r"\s+", " ", page)
+    assert "<b>Budget per calendar month (UTC):</b> 50.00 → 75.50" in re.sub(r"\s+", " ", page)
     assert "key.create" not in text(await browser.get("/admin/audit?not_action=key,login"))
     file = text(await browser.get("/admin/audit?format=csv"))
     rows = list(csv.DictReader(file.splitlines()))
     assert {row["action"] for row in rows} >= {"tenant.create", "tenant.update", "key.create"}
     assert any("50.00 -> 75.50" in row["changes"] for row in rows)
     assert (await browser.get("/admin/audit?since=yesterday")).status == 400
-    assert "tenant.update" in text(await browser.get("/admin/tenants/acme?tab=audit"))
+    page = text(await browser.get("/admin/tenants/acme?tab=audit"))
+    assert "Tenant changed" in page
+    assert "tenant.update" in page
+    prices = {"*": {"input": 200_000, "output": 600_000}}
+    plan = {"max_adapter_bytes": 3 << 30, "model_limits": {"base": {"max_concurrent": 2}}, "prices": prices}
+    for terms in ({"weight": 2}, plan):
+        assert (await gateway.admin.call("PUT", "/admin/api/plans/pro", json=terms)).status == 200
+    await gateway.admin.post("/admin/api/tenants/acme/keys", {"requests_per_day": 1000})
+    page = " ".join(re.sub("<[^>]*>", "", text(await browser.get("/admin/audit"))).split())
+    assert "Prices: none → *: Input: 0.20, Cached input: 0.20, Output: 0.60" in page
+    assert "Total bytes of adapter tensors, including all versions on record: none → 3 GiB" in page
+    assert "Limits of single models: none → base: Concurrent requests: 2" in page
+    assert "Limits: Requests per day: 1,000" in page
+    assert "Weight: 2 → none" in page
+    # No JSON is left.
+    assert not re.search(r"[{}\[\]]", page.split("Before")[1])
 
 
 async def test_each_role_sees_and_does_its_own(gateway: Gateway):
