@@ -8,7 +8,7 @@ from typing import NamedTuple
 from engine.model.config import ModelConfig
 from kernels.roofline import Roofline
 
-# Reported seconds. A gateway reads them every second.
+# Number of past seconds that a report contains. A gateway reads a report every second, so a late one misses none.
 RECENT = 5
 
 
@@ -42,7 +42,7 @@ class StepWork(NamedTuple):
 
 @dataclass(slots=True)
 class SecondSums:
-    """Fields of `wire.responses.StepSecond`, which needs msgspec; benchmarks of the engine alone run without it."""
+    """Sums of one second: the fields of `wire.responses.StepSecond`, without the need of msgspec."""
 
     at: int
     roofline: float | None = None
@@ -54,7 +54,7 @@ class SecondSums:
 
 
 class StepLog:
-    """Log of the steps. Only the engine's thread writes and reads it. roofline: None until it is measured."""
+    """Log of the steps. Only the core's thread writes and reads it. roofline: None until it is measured."""
 
     def __init__(self, work: StepWork) -> None:
         self.work = work
@@ -76,7 +76,7 @@ class StepLog:
         if self.roofline is not None and sums.roofline is not None:
             rows = decodes + prompt_tokens
             least = self.work.seconds(self.roofline, rows=rows, decodes=decodes, context=context)
-            # A device that was busy while it was measured is faster than its roofline.
+            # If the device was busy while its roofline was measured, `least` may exceed the real time.
             sums.roofline += min(seconds, least)
 
     def recent(self) -> tuple[SecondSums, ...]:

@@ -36,7 +36,7 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The tokens of a step, in transfer to the host. done: the end of a step without tokens."""
+    """The tokens of a step, in transfer to the host. done: marks the end of a step that samples no token."""
 
     requests: list[Request]
     tokens: Download | None
@@ -60,7 +60,8 @@ class Sampling:
             for request, row in zip(self.logits[0], self.logits[1].wait()[0], strict=True):
                 request.logits = row
         if self.done is not None:
-            # Otherwise the host would launch all chunks of a long prompt at once, and no request could join before it.
+            # The step has no tokens to wait for. Without a wait the host would launch all chunks of a long prompt at
+            # once, and a new request could not join the batch between them.
             self.done.synchronize()
         if self.tokens is None:
             return {}
@@ -79,7 +80,7 @@ class StepTokens(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executor of plans on a device; neither method waits for it."""
+    """Executor of plans on a device. `forward` and `sample` return before the device has done their work."""
 
     def forward(self, plan: Mapping[Request, int]) -> Any:
         """Launch the computation of the plan's tokens. Return the argument of `sample`."""

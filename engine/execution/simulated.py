@@ -114,11 +114,14 @@ class SimulatedRunner:
         return found
 
     def _adapter_hash(self, slot: int) -> int:
-        """Return a number of the adapter whose pages the slot has, 0 for the base model."""
+        """Return a number made from the digest of the adapter in the slot, 0 for the base model."""
         return _as_number(self._slot_digests[slot]) if slot >= 0 else 0
 
     def _finish_token(self, request: Request, draw: int, token: int) -> int:
-        """Return the token, or another one if the request's rules forbid it. Keep what the request wants beside it."""
+        """Return the token, or another one if the request's rules forbid it.
+
+        Append the log-probabilities that the request asks for, and keep its logits if it asks for them.
+        """
         params = request.params
         if request.mask is not None or request.edits_logits:
             token = self._allowed_token(request, draw)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.common import Gateway, admin_options, again, examples
 from loraplex.commands.output import json_option, money, print_json, print_table
 from loraplex.commands.values import Moment, Words, given
 
@@ -37,7 +37,7 @@ def set_webhook(name: str, url: str, as_json: bool, gateway: Gateway, **fields: 
     if as_json:
         print_json(row)
         return
-    click.echo(f"set the webhook {name}; to try it: loraplex webhook test {name}")
+    click.echo(f"set the webhook {name}; to try it: {again(f'loraplex webhook test {name}')}")
     if "secret" in row:
         click.echo(f"secret of its signatures: {row['secret']}")
 

@@ -1,6 +1,7 @@
 """Shared parts of the commands: error output, and the gateway's URL and key."""
 
 import asyncio
+import shlex
 import sys
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -11,8 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 import click
+from click.core import ParameterSource
 
 from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
+from wire.errors import ConfigError
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
@@ -22,11 +25,33 @@ T = TypeVar("T")
 
 @contextmanager
 def one_line(*errors: type[Exception]) -> Iterator[None]:
-    """Turn domain errors into a message on stderr and exit code 1. Any other error is a bug and keeps its traceback."""
+    """Turn domain errors into a message on stderr and exit code 1. Any other error is a bug and keeps its traceback.
+
+    A wrong setting is named by its flag.
+    """
     try:
         yield
+    except ConfigError as error:
+        if ConfigError not in errors:
+            raise
+        raise click.ClickException(f"{_flag(error.field)}: {error.message}") from error
     except errors as error:
         raise click.ClickException(str(error)) from error
+
+
+def _flag(field: str) -> str:
+    """Return the present command's flag for a field of its configuration, the field's name if there is none."""
+    params = click.get_current_context().command.params
+    return next((param.opts[0] for param in params if param.name == field), field)
+
+
+def again(command: str) -> str:
+    """Return a command for the user to run, with the gateway and data directory that the present one was given."""
+    context = click.get_current_context()
+    for name in ("gateway", "data_dir"):
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            command += f" --{name.replace('_', '-')} {shlex.quote(str(context.params[name]))}"
+    return command
 
 
 class WrongSettings(click.UsageError):

@@ -68,6 +68,26 @@ class Sizes(click.ParamType):
             self.fail(f"{value!r} is not a list of whole numbers separated by commas", param, ctx)
 
 
+class WholeNumber(click.IntRange):
+    """Whole number within bounds, whose error says in words which numbers are expected."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"expected a whole number {_bounds_words(self)}; got {value}", param, ctx)
+
+
+class Number(click.FloatRange):
+    """Number within bounds, whose error says in words which numbers are expected."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"expected a number {_bounds_words(self)}; got {value}", param, ctx)
+
+
 def options_of(*configs: type) -> Callable[[C], C]:
     """Add a flag for each field of the configurations that has an `Option`, in the fields' order."""
 
@@ -121,8 +141,18 @@ def _click_type(option: Option, kind: Any) -> Any:
         bounds: dict[str, Any] = {"min": option.least, "max": option.most}
         if option.above is not None:
             bounds |= {"min": option.above, "min_open": True}
-        return click.IntRange(**bounds) if kind is int else click.FloatRange(**bounds)
+        return WholeNumber(**bounds) if kind is int else Number(**bounds)
     return kind
+
+
+def _bounds_words(bounds: click.IntRange | click.FloatRange) -> str:
+    """Return bounds in words, such as `from 1 to 64`, `of at least 1`, or `above 0 and at most 1`."""
+    least, most = bounds.min, bounds.max
+    if bounds.min_open:
+        return f"above {least:,}" + (f" and at most {most:,}" if most is not None else "")
+    if least is not None and most is not None:
+        return f"from {least:,} to {most:,}"
+    return f"of at least {least:,}" if most is None else f"of at most {most:,}"
 
 
 def _size(number: int) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, examples
+from loraplex.commands.common import Gateway, admin_options, again, examples
 from loraplex.commands.output import json_option, print_json, print_table
 
 
@@ -36,7 +36,7 @@ def drain(url: str, gateway: Gateway) -> None:
     engine = gateway.run(lambda client: client.drain_engine(url))
     at = datetime.fromisoformat(engine["drained"]["at"]).strftime("%H:%M:%S") if engine["drained"] else "now"
     click.echo(f"drained {url} since {at} UTC; it still runs {engine['in_flight']} requests of this gateway process")
-    click.echo(f"next: loraplex engine resume {url}", err=True)
+    click.echo(f"next: {again(f'loraplex engine resume {url}')}", err=True)
 
 
 @engines.command("resume", epilog=examples("loraplex engine resume http://10.0.0.7:8001"))

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, confirm, examples, yes_option
+from loraplex.commands.common import Gateway, admin_options, again, confirm, examples, yes_option
 from loraplex.commands.output import json_option, money, print_json, print_table
 from loraplex.commands.tenant_filter import filter_options, read_filter
 from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
@@ -46,7 +46,7 @@ def _tenant_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def create(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
     """Create the tenant NAME. Defaults: 600 requests and 200000 tokens per minute, and 32 concurrent requests."""
     gateway.run(lambda client: client.create_tenant(name, force=force, **given(fields)))
-    click.echo(f"created tenant {name}; next: loraplex key create {name}")
+    click.echo(f"created tenant {name}; next: {again(f'loraplex key create {name}')}")
 
 
 @tenant.command(
@@ -126,7 +126,7 @@ def update(name: str, force: bool, gateway: Gateway, **fields: Any) -> None:
 def suspend(name: str, gateway: Gateway) -> None:
     """Refuse the tenant NAME's keys and end its running streams, until resumed."""
     gateway.run(lambda client: client.update_tenant(name, suspended=True))
-    click.echo(f"suspended tenant {name}; to resume it: loraplex tenant resume {name}")
+    click.echo(f"suspended tenant {name}; to resume it: {again(f'loraplex tenant resume {name}')}")
 
 
 @tenant.command("resume", epilog=examples("loraplex tenant resume acme"))

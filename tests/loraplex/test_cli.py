@@ -58,6 +58,16 @@ def test_help_takes_no_second():
     [
         (("no-such-command",), "no-such-command"),
         (("up", "--no-such-flag"), "--no-such-flag"),
+        (("up", "--engines", "0"), "'--engines': expected a whole number from 1 to 64; got 0"),
+        (("up", "--engines", "two"), "'--engines': expected a whole number from 1 to 64; got two"),
+        (
+            ("engine", "--model", "x", "--gpu-memory-utilization", "0"),
+            "'--gpu-memory-utilization': expected a number above 0 and at most 1; got 0",
+        ),
+        (
+            ("engine", "--model", "x", "--max-num-seqs", "0"),
+            "'--max-num-seqs': expected a whole number of at least 1; got 0",
+        ),
         (("up",), "--model"),
         (("up", "--demo", "--port", "99999"), "--port"),
         (("engine",), "--model"),
@@ -196,8 +206,12 @@ def test_an_engine_or_a_gateway_on_a_port_in_use_says_so_as_up_does(tmp_path):
 def test_an_engine_setting_out_of_range_is_named(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"")
-    line = refused(run("engine", "--model", str(tmp_path), "--block-size", "7"), 1)
-    assert "block_size: expected 8, 16, 32, 64 or 128, got 7" in line
+    for flag, value, expected in (
+        ("--block-size", "7", "expected 8, 16, 32, 64 or 128, got 7"),
+        ("--device", "simulated:4.5", "expected auto, cpu, cuda or simulated:STEP_MS,MS_PER_TOKEN"),
+    ):
+        line = refused(run("engine", "--model", str(tmp_path), flag, value), 1)
+        assert f"Error: {flag}: {expected}" in line
 
 
 def test_an_adapter_that_is_not_there_is_named(tmp_path):
