@@ -7,6 +7,7 @@ from gateway.access.page_guard import PageGuard
 from gateway.access.scopes import Guards
 from gateway.api.access_log import add_request_id, hide_server, observe
 from gateway.api.cors import allow_origins, answer_preflights
+from gateway.api.inference.delivery import DELIVERIES
 from gateway.api.requests.fields import BODY_TIMEOUT
 from gateway.api.requests.memory import BODY_MEMORY
 from gateway.api.requests.query import known_parameters
@@ -49,6 +50,7 @@ async def make_app(settings: Settings) -> web.Application:
     app.cleanup_ctx.extend(Lifecycle(gateway).contexts())
     app[BODY_TIMEOUT], app[BODY_MEMORY] = settings.body_timeout, gateway.body_memory
     app[METRICS], app[DATABASE], app[REGISTRY] = resources.metrics, resources.database, gateway.serving.registry
+    app[DELIVERIES] = gateway.deliveries
     app[QUOTA], app[LEDGER] = billing.quota, billing.ledger
     app[DRAIN], app[CONNECTIONS] = gateway.drain, gateway.connections
     app[TRUST_TRACEPARENT] = settings.trust_traceparent

@@ -8,6 +8,8 @@ from contextlib import asynccontextmanager
 
 # Maximum rest, so that a turn that was slow for another reason does not delay its owner for long.
 MAX_REST_SECONDS = 5.0
+# Tenants' concurrent reports, and a tenant's rest after one.
+REPORTS, REPORT_REST = 4, 3.0
 
 
 class Turns:
@@ -89,3 +91,11 @@ class Turns:
             queue.remove(place)
         if not queue:
             self._waiting.pop(owner, None)
+
+
+def turns_of_reports() -> Turns:
+    """Return places for tenants' reports, of which a tenant holds one, so that database connections stay free.
+
+    After a report its tenant rests for three times the report's duration, so a tenant uses at most a quarter of a core.
+    """
+    return Turns(REPORTS, rest=REPORT_REST)

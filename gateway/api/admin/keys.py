@@ -13,6 +13,7 @@ from gateway.api.requests.key_filter import read_key_filter
 from gateway.quota.quota import Quota
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.list import MAX_PAGE, SORTS, KeyLists
+from gateway.records.pieces import in_pieces
 from gateway.records.tenants.tenants import Tenants
 
 LIST_QUERY = ("tenant", "all", "state", "q", "sort", "limit", "page")
@@ -59,7 +60,7 @@ class KeyRoutes:
         keys, total = await self._lists.page(
             which, sort=sort, descending=descending, limit=limit, offset=(number - 1) * limit
         )
-        data = [describe_key(key) for key in keys]
+        data = await in_pieces(keys, describe_key)
         return json_response({"object": "list", "data": data, "total": total, "has_more": number * limit < total})
 
     async def rotate(self, request: web.Request) -> web.Response:

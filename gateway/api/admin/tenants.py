@@ -16,6 +16,7 @@ from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
 from gateway.quota.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
 from gateway.records.adapters.catalog import Catalog
+from gateway.records.pieces import in_pieces
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists
 from gateway.records.tenants.plans import Plans
@@ -148,7 +149,7 @@ class AdminTenants:
             after=request.query.get("after"),
         )
         plans = await self._plans.terms()
-        data = [describe_tenant(tenant, plans) | {"month": month} for tenant, month in page.rows]
+        data = await in_pieces(page.rows, lambda row: describe_tenant(row[0], plans) | {"month": row[1]})
         return json_response({"object": "list", "data": data, "total": page.total, "next": page.next})
 
     async def get(self, request: web.Request) -> web.Response:

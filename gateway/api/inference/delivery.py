@@ -1,4 +1,4 @@
-"""Delivery of answers: unread bytes take bounded memory, and a client that reads too slowly is cut off.
+"""Delivery of answers and exports: unread bytes take bounded memory, and a client that reads too slowly is cut off.
 
 Unread bytes of an answer stay in its connection's write buffer, so a client that keeps up costs nothing. A stream's
 buffer may grow to `reader_bytes`. Beyond that, or when the common memory of all clients is full, the engine is held
@@ -35,7 +35,7 @@ class Delivery:
 
     def __init__(self, deliveries: "Deliveries", transport: asyncio.WriteTransport) -> None:
         self.transport = transport
-        self.tenant_id = ""
+        self.owner = ""
         self.held = 0
         self.taken_at_mark = 0
         self.marked = time.monotonic()
@@ -121,7 +121,7 @@ class Deliveries:
     def held(self) -> int:
         return self._budget.held
 
-    def open(self, request: web.Request, tenant_id: str) -> Delivery:
+    def open(self, request: web.Request, owner: str) -> Delivery:
         """Return the delivery of a request's connection. Raises ClientGone."""
         # uvloop's transports have the methods of asyncio's and inherit from none of its classes.
         transport = cast(asyncio.WriteTransport | None, request.transport)
@@ -130,7 +130,7 @@ class Deliveries:
         delivery = self._open.get(transport)
         if delivery is None:
             delivery = self._open[transport] = Delivery(self, transport)
-        self._hold_for(delivery, tenant_id)
+        self._hold_for(delivery, owner)
         delivery.is_open, delivery.on_full = True, None
         transport.set_write_buffer_limits(high=self.reader_bytes)
         return delivery
@@ -141,7 +141,7 @@ class Deliveries:
             return
         more = size - delivery.held
         delivery.held = size
-        self._budget.change(delivery.tenant_id, more)
+        self._budget.change(delivery.owner, more)
         if more < 0:
             for event in self._waiting:
                 event.set()
@@ -178,18 +178,18 @@ class Deliveries:
 
     def _make_room(self, now: float) -> None:
         """Cut off the slowest client of the tenant that holds most, unless it will finish within the window."""
-        tenant_id = self._budget.largest_holder()
+        owner = self._budget.largest_holder()
         judged = [
             delivery
             for delivery in self._open.values()
-            if delivery.tenant_id == tenant_id and delivery.unread and now - delivery.marked >= PRESSURE_SECONDS
+            if delivery.owner == owner and delivery.unread and now - delivery.marked >= PRESSURE_SECONDS
         ]
         slowest = max(judged, key=lambda delivery: delivery.unread / _rate(delivery, now), default=None)
         if slowest is not None and slowest.unread / _rate(slowest, now) > self._window:
             self._cut(slowest)
 
     def _cut(self, delivery: Delivery) -> None:
-        log.warning("a client of tenant %s reads too slowly: %d bytes unread", delivery.tenant_id, delivery.unread)
+        log.warning("a client of %s reads too slowly: %d bytes unread", delivery.owner, delivery.unread)
         self._metrics.slow_reader_cut()
         # The abort cancels a running handler, so the request is settled as if its client had left.
         delivery.transport.abort()
@@ -197,14 +197,17 @@ class Deliveries:
 
     def has_room(self, delivery: Delivery, size: int) -> bool:
         """Return whether the delivery may hold `size` bytes."""
-        return self._budget.has_room(delivery.tenant_id, size - delivery.held)
+        return self._budget.has_room(delivery.owner, size - delivery.held)
 
-    def _hold_for(self, delivery: Delivery, tenant_id: str) -> None:
-        """Move a connection's held bytes to the tenant of its next request."""
+    def _hold_for(self, delivery: Delivery, owner: str) -> None:
+        """Move a connection's held bytes to the owner of its next request."""
         held = delivery.held
         self.hold(delivery, 0)
-        delivery.tenant_id = tenant_id
+        delivery.owner = owner
         self.hold(delivery, held)
+
+
+DELIVERIES = web.AppKey("deliveries", Deliveries)
 
 
 def _rate(delivery: Delivery, now: float) -> float:

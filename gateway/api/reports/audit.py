@@ -13,11 +13,9 @@ from gateway.errors import BadRequest
 from gateway.quota.kinds import KINDS
 from gateway.records.audit import Audit, AuditEntry
 from gateway.records.tenants.tenants import Tenant
-from gateway.sharing.turns import Turns
+from gateway.sharing.turns import turns_of_reports
 
 QUERY = ("action", "since", "until", "limit", "after")
-# A tenant's reads: see gateway/api/reports/usage.py.
-READS, REST = 4, 3.0
 # Changes that a tenant may see, by the first word of the action.
 VISIBLE = ("adapter", "key", "mixture", "session", "tenant", "playground")
 # Fields of a tenant that it sees when an operator changes them; notes, tags and the like are the operators' own.
@@ -32,7 +30,7 @@ class OwnAudit:
 
     def __init__(self, *, audit: Audit) -> None:
         self._audit = audit
-        self._reads = Turns(READS, rest=REST)
+        self._reads = turns_of_reports()
 
     async def list(self, request: web.Request) -> web.Response:
         tenant = request[PRINCIPAL].tenant

@@ -8,18 +8,24 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from gateway.access.scopes import PRINCIPAL
+from gateway.api.inference.delivery import DELIVERIES, ClientGone
 from gateway.errors import GatewayError
 from wire.csv_cells import csv_lines
 
 log = logging.getLogger(__name__)
 
+# Longest time of an export in seconds.
+EXPORT_SECONDS = 600.0
+# Owner of the memory for operators' unread exports, beside the tenants' ids.
+OPERATORS = "operators"
 
-async def send_file(
-    request: web.Request, name: str, kind: str, parts: AsyncIterator[bytes], seconds: float | None = None
-) -> web.StreamResponse:
-    """Stream a file to save. kind: its media type. seconds: the longest time.
 
-    A failure or a time-out breaks the connection, so that nobody takes a part for the whole file.
+async def send_file(request: web.Request, name: str, kind: str, parts: AsyncIterator[bytes]) -> web.StreamResponse:
+    """Stream a file to save, for at most EXPORT_SECONDS. kind: its media type.
+
+    A failure or a time-out breaks the connection, so that nobody takes a part for the whole file. A client that reads
+    too slowly is cut off like the reader of an answer (gateway/api/inference/delivery.py).
     """
     headers = {
         "Content-Disposition": f'attachment; filename="{name}"',
@@ -32,15 +38,26 @@ async def send_file(
     if request.method == "HEAD":
         # A client would take a body after HEAD for the connection's next answer.
         return response
+    principal = request.get(PRINCIPAL)
     try:
-        async with asyncio.timeout(seconds):
+        delivery = request.config_dict[DELIVERIES].open(
+            request, OPERATORS if principal is None else principal.tenant.id
+        )
+    except ClientGone:
+        return response
+    try:
+        async with asyncio.timeout(EXPORT_SECONDS):
             async for part in parts:
-                await response.write(part)
+                await delivery.write(response, part)
             await response.write_eof()
+    except ClientGone:
+        pass
     except (GatewayError, TimeoutError) as error:
         log.warning("the export %s was aborted: %s", name, getattr(error, "message", "it took too long"))
         if request.transport is not None:
             request.transport.abort()
+    finally:
+        delivery.is_open = False
     return response
 
 

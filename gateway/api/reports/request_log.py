@@ -7,19 +7,17 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
+from gateway.api.reports.money import with_money
 from gateway.api.requests.fields import json_response, parse_period, parse_text, read_limit
 from gateway.api.requests.log_filter import read_log_filter
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
 from gateway.records.activity.periods import STEPS
-from gateway.records.money.prices import exact_money
 from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, steps
-from gateway.sharing.turns import Turns
+from gateway.sharing.turns import turns_of_reports
 
 DEFAULT_ENTRIES = 50
 DEFAULT_GROUPS = 8
-# Limits of tenants' reads, as in gateway/api/reports/usage.py.
-READS, REST = 4, 3.0
 # Fields that only operators see.
 OPERATORS = ("engine", "tenant_id")
 
@@ -30,7 +28,7 @@ class RequestLogRoutes:
     def __init__(self, *, log: RequestLog, currency: str) -> None:
         self._log = log
         self._currency = currency
-        self._reads = Turns(READS, rest=REST)
+        self._reads = turns_of_reports()
 
     async def list(self, request: web.Request) -> web.Response:
         """List requests of all tenants or of `?tenant=`, newest first."""
@@ -90,7 +88,7 @@ class ActivityRoutes:
             top=read_limit(request, DEFAULT_GROUPS, MAX_GROUPS),
             step=_read_step(request),
         )
-        found = _with_money(msgspec.to_builtins(report))
+        found = with_money(msgspec.to_builtins(report))
         return json_response({"object": "activity", "currency": self._currency, **found})
 
 
@@ -98,20 +96,7 @@ def _shown(entry: LogEntry, hidden: tuple[str, ...]) -> dict[str, Any]:
     found: dict[str, Any] = msgspec.to_builtins(entry)
     for name in hidden:
         del found[name]
-    return {**found, "cost": exact_money(entry.cost), "cost_micros": entry.cost}
-
-
-def _with_money(value: Any) -> Any:
-    """Return figures in which each sum of costs is also an exact decimal. Costs in curves stay in micro-units only."""
-    if isinstance(value, list):
-        return [_with_money(item) for item in value] if value and isinstance(value[0], dict) else value
-    if not isinstance(value, dict):
-        return value
-    found = {name: _with_money(item) for name, item in value.items()}
-    if "cost" in found:
-        cost = found.pop("cost")
-        found |= {"cost_micros": cost} if isinstance(cost, list) else {"cost": exact_money(cost), "cost_micros": cost}
-    return found
+    return with_money(found)
 
 
 def _read_step(request: web.Request) -> int | None:

@@ -6,15 +6,12 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
+from gateway.api.reports.money import with_money
 from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.errors import BadRequest
-from gateway.records.money.prices import exact_money
 from gateway.records.money.usage_report import GROUPS, UsageReport
-from gateway.sharing.turns import Turns
+from gateway.sharing.turns import turns_of_reports
 
-# Concurrent reports, at most one for each tenant, so that database connections stay free for other work. After a report
-# its tenant waits for three times the report's duration, so that a tenant uses at most a quarter of a core.
-READS, REST = 4, 3.0
 MAX_GROUPS = 1000
 
 
@@ -24,7 +21,7 @@ class Usage:
     def __init__(self, *, report: UsageReport, currency: str) -> None:
         self._report = report
         self._currency = currency
-        self._reads = Turns(READS, rest=REST)
+        self._reads = turns_of_reports()
 
     async def get(self, request: web.Request) -> web.Response:
         """Report on the models that the key may use."""
@@ -49,14 +46,9 @@ async def usage_answer(request: web.Request, report: UsageReport, currency: str,
         limit=read_limit(request, MAX_GROUPS, MAX_GROUPS),
         **which,
     )
-    groups = [_with_money(msgspec.to_builtins(sums)) for sums in page.groups]
-    total = _with_money(page.total)
+    groups = [with_money(msgspec.to_builtins(sums)) for sums in page.groups]
+    total = with_money(page.total)
     return json_response({"object": "usage", "currency": currency, "data": groups, "total": total, "next": page.next})
-
-
-def _with_money(sums: dict[str, Any]) -> dict[str, Any]:
-    """Return sums with their cost as an exact decimal, and in micro-units as `cost_micros`."""
-    return {**sums, "cost": exact_money(sums["cost"]), "cost_micros": sums["cost"]}
 
 
 def _read_groups(request: web.Request) -> list[str]:

@@ -20,8 +20,8 @@ FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "applicatio
 QUERY = ("format", "group_by", "since", "until", "tenant", "model", "key")
 # Groups read and encoded at a time, a few ms of the event loop; rows of a Parquet row group, encoded in a thread.
 AT_ONCE, ROW_GROUP = 200, 2000
-# Maximum concurrent exports, because each holds a database connection; and their time limit in seconds.
-EXPORTS, EXPORT_SECONDS = 3, 600.0
+# Maximum concurrent exports, because each holds a database connection.
+EXPORTS = 3
 FIELDS = (
     Field("tenant", "text"),
     Field("deleted", "flag"),
@@ -72,7 +72,7 @@ class UsageExport:
             name = f"usage-{'-'.join(group_by)}.{form}"
             encoded = {"csv": _csv, "json": _json, "parquet": _parquet}[form](rows, fields)
             try:
-                return await send_file(request, name, FORMATS[form], encoded, EXPORT_SECONDS)
+                return await send_file(request, name, FORMATS[form], encoded)
             finally:
                 await parts.aclose()
 

@@ -8,6 +8,7 @@ from sqlalchemy import ColumnElement, and_, func, or_, select
 
 from gateway.records.database import Database
 from gateway.records.keys.keys import KEYS, ApiKey, read_key
+from gateway.records.pieces import read_rows
 from gateway.records.tables import api_keys, tenants
 
 State = Literal["valid", "never_used", "expiring", "expired", "revoked"]
@@ -48,9 +49,9 @@ class KeyLists:
         found = KEYS.where(*conditions).order_by(order.is_(None), order.desc() if descending else order, api_keys.c.id)
         counted = select(func.count()).select_from(api_keys.outerjoin(tenants)).where(*conditions)
         async with self._database.read() as connection:
-            rows = (await connection.execute(found.limit(limit).offset(offset))).all()
+            keys = await read_rows(connection, found.limit(limit).offset(offset), read_key)
             total = (await connection.execute(counted)).scalar_one()
-        return [read_key(row) for row in rows], total
+        return keys, total
 
 
 def key_state(key: ApiKey, now: datetime) -> State:

@@ -7,6 +7,7 @@ import msgspec
 
 from gateway.errors import Conflict, RecordNotFound
 from gateway.records.database import Database
+from gateway.records.pieces import in_pieces
 from gateway.records.tenants.list import TenantFilter, TenantLists
 from gateway.records.tenants.tenants import Tenant, change_tenant
 
@@ -52,8 +53,7 @@ class TenantBulk:
 
     async def plan(self, which: TenantFilter, change: BulkChange) -> list[Planned]:
         """Return the tenants that would change, in the order of their names."""
-        found = [(tenant, change.of(tenant)) for tenant in await self._lists.all(which)]
-        planned = (_planned(tenant, changes) for tenant, changes in found if changes)
+        planned = await in_pieces(await self._changing(which, change), lambda each: _planned(*each))
         return sorted(planned, key=lambda each: each.tenant)
 
     async def apply(self, which: TenantFilter, change: BulkChange, expect: int, actor: str) -> list[str]:
@@ -63,7 +63,7 @@ class TenantBulk:
         number of tenants than `expect` would change, and BadRequest for an unknown plan.
         """
         # Changes of plans lock tenants in the order of ids too, so that neither waits for the other in a deadlock.
-        found = [(tenant, changes) for tenant in await self._lists.all(which) if (changes := change.of(tenant))]
+        found = await self._changing(which, change)
         if len(found) != expect:
             raise Conflict(
                 f"expect: {len(found)} tenants would change, not {expect}. Look at them again with ?dry_run=true.",
@@ -80,6 +80,11 @@ class TenantBulk:
                         continue
                     changed.append(tenant.name)
         return sorted(changed)
+
+    async def _changing(self, which: TenantFilter, change: BulkChange) -> list[tuple[Tenant, dict[str, Any]]]:
+        """Return the matching tenants that would change, in the order of their ids, with their changes."""
+        found = await in_pieces(await self._lists.all(which), lambda tenant: (tenant, change.of(tenant)))
+        return [(tenant, changes) for tenant, changes in found if changes]
 
 
 def _chunks(found: Sequence[tuple[Tenant, dict[str, Any]]]) -> Iterator[Sequence[tuple[Tenant, dict[str, Any]]]]:

@@ -14,6 +14,7 @@ from gateway.quota.periods import period_start
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.money.usage_rows import UsageFilter, rows_of
+from gateway.records.pieces import in_pieces, read_rows
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, tenants
 from gateway.records.tenants.limits import limit_value
@@ -100,11 +101,11 @@ class TenantLists:
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
             total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
-        shown = rows[:limit]
-        months = await self.months([read_tenant(row) for row in shown], now)
-        last = shown[-1] if len(rows) > limit else None
+        shown = await in_pieces(rows[:limit], read_tenant)
+        months = await self.months(shown, now)
+        last = rows[limit - 1] if len(rows) > limit else None
         return TenantPage(
-            rows=[(tenant := read_tenant(row), months[tenant.id]) for row in shown],
+            rows=[(tenant, months[tenant.id]) for tenant in shown],
             total=total,
             next=None if last is None else _cursor(sort, descending, last.sorted_by, last.name),
         )
@@ -114,8 +115,7 @@ class TenantLists:
         now = datetime.now(UTC)
         found, _ = _matching(which, "name", now, await self._sums(now))
         async with self._database.read() as connection:
-            rows = (await connection.execute(found.order_by(tenants.c.id))).all()
-        return [read_tenant(row) for row in rows]
+            return await read_rows(connection, found.order_by(tenants.c.id), read_tenant)
 
     async def months(self, found: Sequence[Tenant], now: datetime | None = None) -> dict[str, TenantMonth]:
         """Return the month of each tenant by its id."""
@@ -125,7 +125,8 @@ class TenantLists:
         async with self._database.read() as connection:
             spent = {row.tenant_id: row for row in (await connection.execute(select(sums))).all()}
             uses = {row.tenant_id: row.used_at for row in (await connection.execute(select(used))).all()}
-        return {tenant.id: _month(tenant, spent.get(tenant.id), uses.get(tenant.id), now) for tenant in found}
+        made = await in_pieces(found, lambda each: (each.id, _month(each, spent.get(each.id), uses.get(each.id), now)))
+        return dict(made)
 
     async def over_budget(self, part: float, limit: int) -> list[tuple[str, BudgetUse]]:
         """Return the names of tenants that have spent the greatest parts of any budget, with that budget.

@@ -11,8 +11,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from gateway.api.access_log import REQUEST_ID
+from gateway.api.inference.delivery import DELIVERIES, Deliveries
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Exceeded, error_boundary
+from gateway.metrics import Metrics
 from gateway.records.database import Database
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from testing.gateway.rows import NOON
@@ -73,6 +75,7 @@ async def named(request: web.Request, handler: Any) -> web.StreamResponse:
 async def serving(handlers: Mapping[str, Any]) -> AsyncIterator[Reader]:
     """Serve handlers of GET by their paths, behind the middleware that makes errors into answers."""
     app = web.Application(middlewares=[named, error_boundary])
+    app[DELIVERIES] = Deliveries(Metrics(), reader_bytes=2**20, total_bytes=2**25, least_rate=1024.0, window=60.0)
     for path, handler in handlers.items():
         app.router.add_get(path, handler)
     server = TestServer(app)

@@ -15,7 +15,7 @@ from sqlalchemy import insert, select
 from gateway.pages.frame.frame import Compiled
 from gateway.process.background import running
 from gateway.records.database import Database
-from gateway.records.tables import api_keys, audit
+from gateway.records.tables import api_keys, audit, tenants
 
 PAGES = (
     *("/admin/", "/admin/usage", "/admin/refusals", "/admin/requests", "/admin/tenants", "/admin/adapters"),
@@ -74,6 +74,34 @@ async def test_no_file_of_keys_holds_the_event_loop(serve: Any, tmp_path: Path):
                 got = await browser.get("/admin/keys?format=csv&tenant=acme")
             assert len(set(got.body.split(b"\r\n"))) == 2003
             assert holds.longest < MOST, holds.longest
+
+
+async def test_no_list_of_keys_or_tenants_holds_the_event_loop(serve: Any, tmp_path: Path):
+    async with serve() as gateway:
+        await gateway.tenant("acme")
+        database = Database(f"sqlite:///{tmp_path}/gateway.db")
+        async with database.write() as connection:
+            for table, number in ((tenants, 4000), (api_keys, 1000)):
+                which = table.c.tenant_id.is_not(None) if table is api_keys else table.c.name == "acme"
+                row = (await connection.execute(select(table).where(which))).one()._mapping
+                own = "tenant_id" if table is api_keys else "name"
+                copies = [{**row, "id": f"{i:016x}", own: f"{i:016x}"} for i in range(number)]
+                if table is api_keys:
+                    copies = [{**copy, "secret_hash": f"{i:064x}"} for i, copy in enumerate(copies)]
+                await connection.execute(insert(table), copies)
+        await database.close()
+        dry_run = {"filter": {}, "suspended": True, "add_tags": ["eu"]}
+        holds, found = Holds(), []
+        async with running(holds.watch()):
+            found.append((await gateway.admin.get("/admin/api/keys?all=true&limit=1000")).json)
+            assert holds.longest < MOST, holds.longest
+            found.append((await gateway.admin.get("/admin/api/tenants?limit=1000")).json)
+            assert holds.longest < MOST, holds.longest
+            found.append((await gateway.admin.post("/admin/api/tenants/bulk?dry_run=true", dry_run)).json)
+            assert holds.longest < MOST, holds.longest
+        assert [len(each["data"]) for each in found] == [1000] * 3
+        assert [each.get("total", each.get("count")) for each in found] == [1001, 4001, 4001]
+        assert [each["tenant"] for each in found[2]["data"][:2]] == [f"{i:016x}" for i in range(2)]
 
 
 async def test_no_file_of_the_audit_holds_the_event_loop(serve: Any, tmp_path: Path):
