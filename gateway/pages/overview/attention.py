@@ -10,7 +10,7 @@ from markupsafe import Markup
 from gateway.billing.ledger import Ledger
 from gateway.errors import Unavailable
 from gateway.pages.frame.strip import Level, Status, verb_of
-from gateway.pages.requests.request_texts import limit_title
+from gateway.pages.parts.limit_titles import limit_title
 from gateway.quota.periods import PERIOD_WORDS
 from gateway.records.events.attention import Attention, Concerns
 

@@ -12,6 +12,7 @@ from gateway.api.requests.fields import parse_text
 from gateway.api.requests.log_filter import FILTERS, read_log_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame, link
+from gateway.pages.parts.limit_titles import limit_title
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import as_field
 from gateway.pages.parts.tables import ROWS, Column, Table
@@ -21,7 +22,6 @@ from gateway.pages.requests.request_texts import (
     amount,
     decode_rate,
     explain,
-    limit_title,
     outcome,
     reason,
     settled_tokens,

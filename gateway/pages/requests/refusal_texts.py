@@ -2,7 +2,8 @@
 
 from datetime import UTC, datetime
 
-from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount, limit_title
+from gateway.pages.parts.limit_titles import limit_title
+from gateway.pages.requests.request_texts import KIND_OF, OWNERS, amount
 from gateway.records.requests.refusal_report import Cause
 
 # Advice by the class of the limit, and by the code of a refusal without a limit.

@@ -9,11 +9,11 @@ from gateway.api.admin.refusals import ALL, read_group, read_refusal_filter
 from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
+from gateway.pages.parts.limit_titles import limit_title
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import PagePeriod, as_field, read_period, segments_of
 from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_table
 from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
-from gateway.pages.requests.request_texts import limit_title
 from gateway.records.requests.refusal_report import (
     GROUPS,
     NEWEST,

@@ -2,6 +2,7 @@
 
 from typing import Literal, NamedTuple
 
+from gateway.pages.parts.limit_titles import limit_title
 from gateway.quota.kinds import KINDS
 from gateway.records.money.prices import format_money
 from gateway.records.requests.log import NOT_ADMITTED, LogEntry
@@ -19,12 +20,6 @@ OUTCOMES: dict[str, tuple[str, Tone]] = {
     NOT_ADMITTED: ("refused", "warn"),
 }
 KIND_OF = {kind.name: kind for kind in KINDS}
-# Titles of limits that differ from their names.
-TITLES = {
-    "max_concurrent": "concurrent requests",
-    "max_concurrent_tokens": "concurrent tokens",
-    "max_concurrent_uploads": "concurrent uploads",
-}
 OWNERS = {"tenant": "the tenant", "key": "the key", "model": "the model"}
 
 
@@ -107,11 +102,6 @@ def amount(limit_name: str, value: int, currency: str) -> str:
         return format_money(value, currency)
     unit = {"tokens": " tokens", "bytes": " bytes"}.get("" if kind is None else kind.takes, "")
     return f"{value:,}{unit}"
-
-
-def limit_title(limit_name: str) -> str:
-    """Return a limit's name for people: `tokens per minute`."""
-    return TITLES.get(limit_name) or limit_name.replace("_", " ")
 
 
 def reason(entry: LogEntry, currency: str) -> str:
