@@ -35,10 +35,10 @@ from engine.model.families import load_decoder, parse_model_config
 from engine.progress import CAPTURING, WARMING, Progress
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.registry import make_policy
-from kernels.ops import PackedLinear, dense_linear
 from kernels.platform import Platform, default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
+from kernels.weights import LinearWeights, dense
 from wire.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -119,11 +119,11 @@ def _fitting(platform: Platform, field: str, problem: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run. pack: the backend's `pack_linear`. make_runner: called with adapters, sizes, and a
+    """A model that is ready to run. pack: packs a dense weight. make_runner: called with adapters, sizes, and a
     function of the number of captured graphs and of all graphs.
     """
 
-    pack: Callable[[Any], PackedLinear]
+    pack: Callable[[Any], LinearWeights]
     make_runner: Callable[[AdapterPool, RunnerLimits, Callable[[int, int], None]], StepRunner]
 
 
@@ -133,12 +133,12 @@ def _load_decoder(
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
     with _fitting(platform_of(device), "model", "its weights do not fit; use a smaller model, or end other processes"):
-        decoder = load_decoder(Path(config.model), model, ops, dtype, device, context, progress)
+        decoder = load_decoder(Path(config.model), model, ops, dtype, device, context, progress, config.quantization)
 
     def make_runner(adapters: AdapterPool, limits: RunnerLimits, captured: Callable[[int, int], None]) -> Runner:
         return Runner(decoder, adapters, limits, device, captured)
 
-    return Loaded(ops.pack_linear, make_runner)
+    return Loaded(lambda weight: ops.pack(dense(weight)), make_runner)
 
 
 def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
@@ -147,7 +147,7 @@ def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
     def make_runner(adapters: AdapterPool, limits: RunnerLimits, _: object) -> SimulatedRunner:
         return SimulatedRunner(model.vocab_size, adapters, limits, step_time)
 
-    return Loaded(dense_linear, make_runner)
+    return Loaded(dense, make_runner)
 
 
 def _adapter_pool(
@@ -157,7 +157,7 @@ def _adapter_pool(
     memory: int,
     dtype: torch.dtype,
     device: torch.device,
-    pack: Callable[[Any], PackedLinear],
+    pack: Callable[[Any], LinearWeights],
 ) -> AdapterPool:
     try:
         return AdapterPool(

@@ -9,6 +9,7 @@ from wire.options import ByDevice, Times, check_options, option, options
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 GenerationConfig = Literal["auto", "none"]
+Quantization = Literal["auto", "none", "int8", "int4"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 PolicyName = Literal["fair", "fcfs"]
@@ -50,6 +51,8 @@ class EngineConfig:
     Raises ConfigError for a value out of range.
 
     async_scheduling: plan and launch a step before the tokens of the previous step are read.
+    quantization: int8 and int4 round an unquantised checkpoint's weights in groups of 32; int4 keeps the embedding and
+        the head in 8 bits.
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of rank.
@@ -61,6 +64,9 @@ class EngineConfig:
     tokenizer: str | None = option(None, help="Folder with the tokenizer to use; default: the model's own.")
     served_model_name: str | None = option(None, help="The base model's name in the API; default: from --model.")
     dtype: DType = option("auto", help="Model dtype.")
+    quantization: Quantization = option(
+        "auto", help="Weights in memory: as the checkpoint has them (auto), in the model's dtype (none), or rounded."
+    )
     device: str = option(
         "auto", help="Device: auto, cpu, cuda, or simulated:STEP_MS,MS_PER_TOKEN to measure the host's share."
     )

@@ -3,25 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from kernels.batch import Batch
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
-
-
-@dataclass(frozen=True, slots=True)
-class PackedLinear:
-    """A weight in its backend's preferred layout. `weight` is backend-specific; bias `[out_features]` or None."""
-
-    weight: Any
-    bias: Tensor | None
-    in_features: int
-    out_features: int
-
-
-def dense_linear(weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    """Keep the weight's layout, for backends that use torch's own products."""
-    return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+from kernels.weights import LinearWeights, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +16,7 @@ class EmbeddingLora:
     """LoRA on the embedding: row t of the inputs += scale * table[token t] expand^T. table `[vocab, r]`."""
 
     table: Tensor
-    expand: PackedLinear
+    expand: LinearWeights
     scale: float
 
 
@@ -37,8 +24,8 @@ class EmbeddingLora:
 class HeadLora:
     """LoRA on lm_head: logits += scale * (hidden shrink^T) expand^T. shrink `[r, hidden]`, expand `[vocab, r]`."""
 
-    shrink: PackedLinear
-    expand: PackedLinear
+    shrink: LinearWeights
+    expand: LinearWeights
     scale: float
 
 
@@ -52,13 +39,13 @@ class LayerWeights:
     """
 
     input_norm: Tensor
-    qkv: PackedLinear
+    qkv: LinearWeights
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: PackedLinear
+    o: LinearWeights
     mlp_norm: Tensor
-    gate_up: PackedLinear
-    down: PackedLinear
+    gate_up: LinearWeights
+    down: LinearWeights
     cos_sin: Tensor
     sliding_window: int
     attention_output_norm: Tensor | None = None
@@ -69,15 +56,17 @@ class LayerWeights:
 class DecoderWeights:
     """Weights and constants of a decoder: everything that a backend needs to fuse the forward pass.
 
-    embedding `[vocab, hidden]`, whose rows are multiplied by embedding_scale. Norms are all in the embedding's dtype or
-    all in fp32 (see `kernels.reference.rms_norm`). activation: the gate's. attention_scale, attention_softcap: see
+    dtype: of activations. embedding `[vocab, hidden]`, whose rows are multiplied by embedding_scale: packed if it is
+    quantised, and then the same object as a tied lm_head. Norms are all in `dtype` or all in fp32 (see
+    `kernels.reference.rms_norm`). activation: the gate's. attention_scale, attention_softcap: see
     `kernels.reference.paged_attention`.
     """
 
-    embedding: Tensor
+    dtype: torch.dtype
+    embedding: LinearWeights
     layers: list[LayerWeights]
     norm: Tensor
-    lm_head: PackedLinear
+    lm_head: LinearWeights
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -136,7 +125,13 @@ class Ops(Protocol):
     A step builds one `plan` and passes it to every op. Semantics are those of `kernels.reference`.
     """
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear: ...
+    def serves(self, scheme: Scheme) -> bool:
+        """Return whether `pack` takes weights of this scheme."""
+        ...
+
+    def pack(self, weights: LinearWeights) -> LinearWeights:
+        """Return weights in the backend's preferred layout. Their values do not change."""
+        ...
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> FusedForward | None:
         """Return the whole forward pass over these caches and pages as one call, or None if the backend has none."""
@@ -144,13 +139,17 @@ class Ops(Protocol):
 
     def plan(self, batch: Batch, lora: LoraTables | None) -> Any: ...
 
-    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor: ...
+    def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tokens' rows `[T, hidden]`. weights: dense ones as `kernels.weights.dense` makes them, others
+        packed.
+        """
+        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: Any) -> Tensor: ...
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: Any) -> Tensor: ...
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any, norms: HeadNorms | None = None

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.weights import GROUP, MIDDLE, LinearWeights, unpack_halves
+
 
 @dataclass(frozen=True, slots=True)
 class LoraGroup:
@@ -55,6 +57,49 @@ class LoraRouting:
     adapter_index: Tensor
     page_table: Tensor
     ranks: Tensor
+
+
+def dequantize(weights: LinearWeights) -> Tensor:
+    """Return a layer's weights before packing, `[out, in]`; fp32 unless dense. See `kernels.weights.Scheme`."""
+    scheme, tensors = weights.scheme, weights.tensors
+    if scheme.kind == "dense":
+        return tensors["weight"]
+    values = tensors["values"]
+    if scheme.kind == "int4":
+        values = unpack_halves(values).char()
+        if not scheme.has_mins:
+            values = values - MIDDLE
+
+    def by_input(name: str) -> Tensor:
+        return tensors[name].float().repeat_interleave(scheme.group, 1)[:, : weights.in_features]
+
+    found = values.float() * by_input("scales")
+    return found + by_input("mins") if scheme.has_mins else found
+
+
+def linear(x: Tensor, weights: LinearWeights, *, rounds_inputs: bool = False) -> Tensor:
+    """Return `x W^T + bias`, `[T, out]` in x's dtype, of a layer's weights before packing; quantised ones in fp32.
+
+    rounds_inputs: with quantised weights, round x to int8 with a scale for each GROUP inputs (`quantize_rows`), as the
+    CPU's native op does in bfloat16.
+    """
+    weight, bias = dequantize(weights), weights.bias
+    if weights.scheme.kind == "dense":
+        return torch.nn.functional.linear(x, weight, bias)
+    if rounds_inputs:
+        groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
+        values, scales = quantize_rows(groups, torch.int8)
+        x_rounded = (values.float() * scales[..., None]).flatten(1)[:, : x.shape[1]]
+    else:
+        x_rounded = x.float()
+    return torch.nn.functional.linear(x_rounded, weight, None if bias is None else bias.float()).to(x.dtype)
+
+
+def embed(weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the tokens' rows `[T, hidden]` of an embedding before packing."""
+    if weights.scheme.kind == "dense":
+        return weights.tensors["weight"][token_ids]
+    return dequantize(weights.rows(token_ids)).to(dtype)
 
 
 def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting) -> None:

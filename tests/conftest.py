@@ -90,6 +90,7 @@ WITH_TRANSFORMERS = frozenset(
         "engine/model/test_gemma",
         "engine/model/test_gguf",
         "engine/test_engine_matches_peft",
+        "engine/test_quantised_base",
         "gateway/api/requests/test_prompts",
         "loraplex/test_demo_model",
         "wire/text/test_tokenizer",

@@ -28,8 +28,9 @@ from adapters.tiers.preemption import Claim, choose_victims
 from adapters.tiers.reservations import Amount, Reservation, Reservations
 from adapters.tiers.residents import Residents
 from adapters.tiers.tier_state import EvictionReason, TierState
-from kernels.ops import EmbeddingLora, HeadLora, PackedLinear, dense_linear
+from kernels.ops import EmbeddingLora, HeadLora
 from kernels.platform import Fence, Lane, platform_of
+from kernels.weights import LinearWeights, dense
 
 # Limit of the copies in progress, so that the adapters which later copies evict can serve until then.
 MAX_COPYING = 16
@@ -48,7 +49,7 @@ class AdapterPool:
     """Rank pages for one base model on one device.
 
     memory: bytes for pages; LoRA on embed_tokens and lm_head may use a quarter as much in addition. max_rank: the
-    largest accepted rank. dtype: of the pages; the model's dtype, or one of 8 bits. pack: the backend's `pack_linear`.
+    largest accepted rank. dtype: of the pages; the model's dtype, or one of 8 bits. pack: packs a dense weight.
     lane: the order of copies; None selects the device's own. Raises ValueError if not even one adapter of `max_rank`
     fits.
     """
@@ -62,7 +63,7 @@ class AdapterPool:
         max_rank: int,
         dtype: torch.dtype,
         device: torch.device,
-        pack: Callable[[Tensor], PackedLinear] = dense_linear,
+        pack: Callable[[Tensor], LinearWeights] = dense,
         lane: Lane | None = None,
     ) -> None:
         self._host, self._pack = host_cache, pack

@@ -6,12 +6,13 @@ from torch import Tensor
 
 from adapters.manifest import EMBEDDING, LM_HEAD, OUTSIDE
 from adapters.tiers.adapter_reader import HostAdapter
-from kernels.ops import EmbeddingLora, HeadLora, PackedLinear
+from kernels.ops import EmbeddingLora, HeadLora
 from kernels.platform import Lane
+from kernels.weights import LinearWeights
 
 
 def outside_layers(
-    adapter: HostAdapter, lane: Lane, pack: Callable[[Tensor], PackedLinear]
+    adapter: HostAdapter, lane: Lane, pack: Callable[[Tensor], LinearWeights]
 ) -> tuple[EmbeddingLora | None, HeadLora | None]:
     """Upload the adapter's LoRA on the embedding and on the head. Returns None for each that it lacks."""
     embedding, head = adapter.modules.get((OUTSIDE, EMBEDDING)), adapter.modules.get((OUTSIDE, LM_HEAD))

@@ -92,7 +92,7 @@ class StepGraphs:
         self._decodes = [Shape(size, size, 1) for size in sorted(sizes.decodes)]
         self._mixed = [Shape(size, sizes.max_num_seqs, size) for size in sorted(sizes.tokens)]
         shapes = self._decodes + self._mixed
-        width, dtype = decoder.config.hidden_size, decoder.weights.embedding.dtype
+        width, dtype = decoder.config.hidden_size, decoder.weights.dtype
         self._tables = torch.zeros(sizes.max_num_seqs, sizes.max_blocks, dtype=torch.int32, device=self._device)
         self._inputs = torch.zeros(max(shape.num_tokens for shape in shapes), width, dtype=dtype, device=self._device)
         self._hidden = torch.zeros(sizes.max_num_seqs, width, dtype=dtype, device=self._device)

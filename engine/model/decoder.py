@@ -13,8 +13,10 @@ from engine.execution import outside_lora
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from kernels.batch import Batch
-from kernels.ops import DecoderWeights, FusedForward, KvCache, LoraTables, Ops, PackedLinear
+from kernels.ops import DecoderWeights, FusedForward, KvCache, LoraTables, Ops
 from kernels.reference import HeadNorms, LoraGroup
+from kernels.weights import DENSE, SERVED, LinearWeights
+from wire.errors import ConfigError
 
 
 class Decoder(ABC):
@@ -57,7 +59,8 @@ class Decoder(ABC):
 
     def embed(self, token_ids: Tensor, rows: Mapping[int, Tensor]) -> Tensor:
         """Return the first layer's input, `[T, hidden]`. rows: the tokens of each slot with LoRA on the embedding."""
-        inputs, scale = self.ops.embed(self.weights.embedding, token_ids), self.weights.embedding_scale
+        w, scale = self.weights, self.weights.embedding_scale
+        inputs = self.ops.embed(w.embedding, token_ids, w.dtype)
         if scale != 1:
             inputs *= scale
         if rows and self._lora is not None:
@@ -110,18 +113,31 @@ class Decoder(ABC):
 class Projections(TypedDict):
     """A layer's fused projections, by their name in `LayerWeights`."""
 
-    qkv: PackedLinear
-    o: PackedLinear
-    gate_up: PackedLinear
-    down: PackedLinear
+    qkv: LinearWeights
+    o: LinearWeights
+    gate_up: LinearWeights
+    down: LinearWeights
 
 
-def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[Tensor, PackedLinear]:
-    """Return the embedding and the packed head. A tied model has the same weights for both."""
-    embedding = source.get("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[LinearWeights, LinearWeights]:
+    """Return the embedding and the packed head. A tied model has the same weights for both; quantised ones are in
+    memory once.
+    """
+    sizes = config.vocab_size, config.hidden_size
+    embedding = source.embedding("model.embed_tokens", *sizes)
     tied = config.tie_word_embeddings or "lm_head.weight" not in source
-    head = embedding if tied else source.get("lm_head.weight", config.vocab_size, config.hidden_size)
-    return embedding, ops.pack_linear(head)
+    packed = pack(ops, embedding, "model.embed_tokens")
+    is_dense = embedding.scheme == DENSE
+    if tied:
+        return embedding if is_dense else packed, packed
+    return embedding if is_dense else packed, pack(ops, source.embedding("lm_head", *sizes), "lm_head")
+
+
+def pack(ops: Ops, weights: LinearWeights, name: str) -> LinearWeights:
+    """Pack a layer. Raises ConfigError, naming the tensor and the scheme, if the backend does not serve the scheme."""
+    if not ops.serves(weights.scheme):
+        raise ConfigError("quantization", f"tensor {name} is {weights.scheme}; served are {SERVED}")
+    return ops.pack(weights)
 
 
 def load_projections(
@@ -134,10 +150,8 @@ def load_projections(
     qkv = [(attention + "q_proj", q), (attention + "k_proj", kv), (attention + "v_proj", kv)]
     gate_up = [(mlp + "gate_proj", c.intermediate_size), (mlp + "up_proj", c.intermediate_size)]
 
-    def linear(parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> PackedLinear:
-        weight = source.fused([(name + ".weight", rows) for name, rows in parts], in_features)
-        bias = source.fused([(name + ".bias", rows) for name, rows in parts]) if has_bias else None
-        return ops.pack_linear(weight, bias)
+    def linear(parts: list[tuple[str, int]], in_features: int, has_bias: bool) -> LinearWeights:
+        return pack(ops, source.linear(parts, in_features, has_bias=has_bias), parts[0][0])
 
     return {
         "qkv": linear(qkv, c.hidden_size, qkv_bias),

@@ -63,9 +63,10 @@ def load_decoder(
     device: torch.device,
     max_model_len: int,
     progress: Progress,
+    quantization: str = "none",
 ) -> Decoder:
-    """Load a decoder. path: a folder of safetensors, or a GGUF file."""
-    with open_weights(path, dtype, device, progress) as source:
+    """Load a decoder. path: a folder of safetensors, or a GGUF file. quantization: see `Checkpoint`."""
+    with open_weights(path, dtype, device, progress, quantization) as source:
         decoder = make_decoder(config, ops, source, max_model_len)
         source.finish()
     return decoder

@@ -100,10 +100,9 @@ class GemmaDecoder(Decoder):
     def __init__(self, config: GemmaConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
         c = config
         embedding, lm_head = load_embedding_and_head(source, c, ops)
-        full, local = (
-            rope_table(rope, c.head_dim, max_model_len).to(embedding.device) for rope in (c.rope, c.local_rope)
-        )
+        full, local = (rope_table(rope, c.head_dim, max_model_len).to(source.device) for rope in (c.rope, c.local_rope))
         weights = DecoderWeights(
+            dtype=source.dtype,
             embedding=embedding,
             layers=[
                 _load_layer(source, c, ops, i, local if window else full) for i, window in enumerate(c.sliding_windows)
@@ -117,7 +116,7 @@ class GemmaDecoder(Decoder):
             attention_scale=c.attention_scale,
             attention_softcap=c.attention_softcap,
             # The published weights expect the factor rounded to the model's dtype.
-            embedding_scale=float(torch.tensor(c.hidden_size**0.5, dtype=embedding.dtype)),
+            embedding_scale=float(torch.tensor(c.hidden_size**0.5, dtype=source.dtype)),
             activation="gelu",
         )
         super().__init__(config, ops, weights)

@@ -67,8 +67,9 @@ class LlamaDecoder(Decoder):
     def __init__(self, config: LlamaConfig, ops: Ops, source: Checkpoint, max_model_len: int) -> None:
         c = config
         embedding, lm_head = load_embedding_and_head(source, c, ops)
-        cos_sin = rope_table(c.rope, c.head_dim, max_model_len).to(embedding.device)
+        cos_sin = rope_table(c.rope, c.head_dim, max_model_len).to(source.device)
         weights = DecoderWeights(
+            dtype=source.dtype,
             embedding=embedding,
             layers=[_load_layer(source, c, ops, i, cos_sin) for i in range(c.num_layers)],
             norm=source.get("model.norm.weight", c.hidden_size),

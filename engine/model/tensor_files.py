@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kernels.dtypes import FILE_DTYPES
+from kernels.weights import LinearWeights
 from wire.errors import ConfigError
 
 CHUNK_BYTES = 32 << 20
@@ -42,6 +43,12 @@ class WeightsFile(Protocol):
 
     def read(self, name: str, out: Tensor) -> None:
         """Copy a tensor into `out`, of its shape and any dtype and device. Raises ConfigError for damaged data."""
+        ...
+
+    def stored(self, name: str, device: torch.device) -> LinearWeights | None:
+        """Return a matrix as it is stored if that is a quantised scheme of ours, else None. Raises ConfigError for
+        damaged data.
+        """
         ...
 
     def close(self) -> None: ...
@@ -115,6 +122,9 @@ class SafetensorsFile:
         out = out.view(entry.shape[0], -1)
         for first, last, data in self._file.rows(entry):
             out[first:last].copy_(data.view(dtype))
+
+    def stored(self, name: str, device: torch.device) -> LinearWeights | None:
+        return None
 
     def close(self) -> None:
         self._file.close()

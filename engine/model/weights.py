@@ -11,19 +11,30 @@ from torch import Tensor
 from engine.model.config import ModelConfig
 from engine.model.tensor_files import SafetensorsFile, WeightsFile
 from engine.progress import LOADING, Progress
+from kernels.weights import LinearWeights, concatenated, dense, round_to_int4, round_to_int8
 from wire.errors import ConfigError
+
+ROUND = {"int8": round_to_int8, "int4": round_to_int4}
 
 
 class Checkpoint:
     """Tensors by name over one or several files. Raises ConfigError naming a tensor that is missing or has the wrong
     shape.
+
+    quantization: `none` returns all linear layers dense, `auto` as the files store them; `int8` and `int4` round dense
+    ones.
     """
 
     def __init__(
-        self, files: list[WeightsFile], dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+        self,
+        files: list[WeightsFile],
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None = None,
+        quantization: str = "none",
     ) -> None:
         self.files = {name: file for file in files for name in file.entries}
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device, self._quantization = dtype, device, quantization
         self._progress = progress or (lambda *_: None)
         self._num_bytes = sum(file.entries[name].num_bytes for name, file in self.files.items())
         self._bytes_read = 0
@@ -38,12 +49,49 @@ class Checkpoint:
         """Return the rows of several tensors, concatenated: `[sum of rows, *columns]`."""
         for name, rows in parts:
             self._check(name, (rows, *columns))
-        out = torch.empty(sum(rows for _, rows in parts), *columns, dtype=self._dtype, device=self._device)
+        out = torch.empty(sum(rows for _, rows in parts), *columns, dtype=self.dtype, device=self.device)
         first = 0
         for name, rows in parts:
             self._read(name, out[first : first + rows])
             first += rows
         return out
+
+    def linear(self, parts: list[tuple[str, int]], in_features: int, *, has_bias: bool = False) -> LinearWeights:
+        """Return the layer of several modules' outputs, concatenated. parts: module names and numbers of outputs."""
+        weights = self._weights([(f"{name}.weight", rows) for name, rows in parts], in_features)
+        return weights.with_bias(self.fused([(f"{name}.bias", rows) for name, rows in parts]) if has_bias else None)
+
+    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> LinearWeights:
+        """Return a table of the vocabulary: the embedding or the head. Rounded tables have 8 bits, because every token
+        depends on them.
+        """
+        return self._weights([(f"{name}.weight", vocab_size)], hidden_size, is_table=True)
+
+    def _weights(self, parts: list[tuple[str, int]], in_features: int, *, is_table: bool = False) -> LinearWeights:
+        if self._quantization in ("auto", *ROUND):
+            stored = [self._stored(name, rows, in_features) for name, rows in parts]
+            kept = [weights for weights in stored if weights is not None]
+            if kept and self._quantization != "auto":
+                raise ConfigError("quantization", f"tensor {parts[0][0]} is quantised already; expected auto or none")
+            if len(kept) == len(parts):
+                return concatenated(kept)
+        weight = self.fused(parts, in_features)
+        if self._quantization not in ROUND:
+            return dense(weight)
+        try:
+            return ROUND["int8" if is_table else self._quantization](weight)
+        except ValueError as error:
+            raise ConfigError("quantization", f"tensor {parts[0][0]}: {error}") from None
+
+    def _stored(self, name: str, rows: int, in_features: int) -> LinearWeights | None:
+        """Return a weight as its file stores it, None if that is dense or a form that is dequantised on reading."""
+        self._check(name, (rows, in_features))
+        file = self.files[name]
+        found = file.stored(name, self.device)
+        if found is not None:
+            self._bytes_read += file.entries[name].num_bytes
+            self._progress(LOADING, self._bytes_read, self._num_bytes)
+        return found
 
     def finish(self) -> None:
         """Report complete progress, because tensors that the decoder does not use are never read."""
@@ -68,7 +116,11 @@ class Checkpoint:
 
 @contextmanager
 def open_weights(
-    path: Path, dtype: torch.dtype, device: torch.device, progress: Progress | None = None
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress | None = None,
+    quantization: str = "none",
 ) -> Iterator[Checkpoint]:
     """Open a folder's safetensors, listed by its index file if there is one, or its only GGUF file; or open a GGUF
     file.
@@ -79,7 +131,7 @@ def open_weights(
             file = _open_file(name)
             stack.callback(file.close)
             files.append(file)
-        yield Checkpoint(files, dtype, device, progress)
+        yield Checkpoint(files, dtype, device, progress, quantization)
 
 
 def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:

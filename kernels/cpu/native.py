@@ -6,10 +6,9 @@ it. `kernels.cpu.plain` replaces it if it cannot be compiled.
 
 import ctypes
 from collections.abc import Callable
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
+from ctypes import byref, c_int64
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +16,13 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.batch import Batch
+from kernels.cpu import native_structs as structs
+from kernels.cpu.native_structs import NORMS, SIGNATURES, SIGNATURES_OF_GROUPS, declare
 from kernels.cpu.sampling import sample
 from kernels.memory import HugePages
-from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
+from kernels.ops import DecoderWeights, KvCache, LayerWeights, LoraTables, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
+from kernels.weights import DENSE, GROUPS, SCALE_DTYPES, LinearWeights, Scheme, dense
 
 # Rows of one adapter that a thread processes at a time, small enough to divide a long prompt between threads.
 LORA_ROWS = 16
@@ -28,81 +30,12 @@ MAX_HEAD_DIM = 1024
 _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
-# The structs of native_src, field for field.
-
-
-class _Packed(Structure):
-    _fields_ = [("data", c_void_p), ("bias", c_void_p), ("in_features", c_int64), ("out_features", c_int64)]
-
-
-class _CacheShape(Structure):
-    _fields_ = [("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64), ("block_size", c_int64)]
-
-
-class _LoraGroup(Structure):
-    _fields_ = [
-        ("a_pages", c_void_p), ("b_pages", c_void_p), ("scales", c_void_p), ("slices", c_int64),
-        ("in_features", c_int64), ("out_features", c_int64), ("a_stride", c_int64), ("b_stride", c_int64),
-        ("scale_stride", c_int64), ("offsets", c_int64 * 4),
-    ]  # fmt: skip
-
-
-class _Routing(Structure):
-    _fields_ = [
-        ("adapter_index", c_void_p), ("order", c_void_p), ("items", c_void_p), ("page_table", c_void_p),
-        ("ranks", c_void_p), ("num_items", c_int64), ("max_pages", c_int64), ("page_rank", c_int64), ("width", c_int64),
-    ]  # fmt: skip
-
-
-class _Norm(Structure):
-    _fields_ = [("weight", c_void_p), ("is_float", c_int64)]
-
-
-class _Attention(Structure):
-    _fields_ = [
-        ("shape", _CacheShape), ("q", c_void_p), ("q_stride", c_int64), ("k_cache", c_void_p), ("v_cache", c_void_p),
-        ("block_tables", c_void_p), ("query_start", c_void_p), ("context_lens", c_void_p), ("out", c_void_p),
-        ("max_blocks", c_int64), ("window", c_int64), ("scale", c_float), ("softcap", c_float),
-    ]  # fmt: skip
-
-
-_NORMS = ("input_norm", "q_norm", "k_norm", "mlp_norm", "attention_output_norm", "mlp_output_norm")
-
-
-class _Layer(Structure):
-    _fields_ = [
-        *((name, _Norm) for name in _NORMS),
-        ("qkv", _Packed), ("o", _Packed), ("gate_up", _Packed), ("down", _Packed), ("cos_sin", c_void_p),
-        ("k_cache", c_void_p), ("v_cache", c_void_p), ("window", c_int64), ("lora", _LoraGroup * 4),
-    ]  # fmt: skip
-
-
-class _Model(Structure):
-    _fields_ = [
-        ("embedding", c_void_p), ("layers", POINTER(_Layer)), ("norm", _Norm), ("lm_head", _Packed),
-        ("num_layers", c_int64), ("hidden", c_int64), ("intermediate", c_int64), ("threads", c_int64),
-        ("is_gelu", c_int64), ("cache", _CacheShape), ("eps", c_float), ("scale", c_float), ("softcap", c_float),
-        ("embedding_scale", c_float),
-    ]  # fmt: skip
-
-
-class _Step(Structure):
-    _fields_ = [
-        ("token_ids", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("logits_rows", c_void_p),
-        ("block_tables", c_void_p), ("query_start", c_void_p), ("context_lens", c_void_p),
-        ("tokens", c_int64), ("requests", c_int64), ("max_blocks", c_int64), ("num_logits", c_int64),
-        ("routing", POINTER(_Routing)), ("logits_routing", POINTER(_Routing)),
-        ("residual", c_void_p), ("normed", c_void_p), ("wide", c_void_p), ("narrow", c_void_p),
-        ("h", c_void_p), ("logits", c_void_p),
-    ]  # fmt: skip
-
-
 @dataclass(slots=True)
 class NativePlan:
     """A step's LoRA routing in the library's form. `keep` holds the objects that its pointers refer to."""
 
     batch: Batch
-    routing: _Routing | None
+    routing: structs.Routing | None
     keep: tuple[object, ...]
 
 
@@ -119,16 +52,19 @@ class NativeOps:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._functions = {
-            dtype: {name: _declare(library, f"{name}_{suffix}", types) for name, types in _SIGNATURES.items()}
+            dtype: {name: declare(library, f"{name}_{suffix}", types) for name, types in SIGNATURES.items()}
             for dtype, suffix in _SUFFIX.items()
         }
+        self._packed_groups_size = declare(library, "packed_size_groups", SIGNATURES_OF_GROUPS["packed_size_groups"])
+        self._pack_groups = declare(library, "pack_groups", SIGNATURES_OF_GROUPS["pack_groups"])
+        self.rounded_bytes = declare(library, "rounded_bytes", SIGNATURES_OF_GROUPS["rounded_bytes"])
         self._use_matrix_unit = library.use_matrix_unit
         self._use_matrix_unit.argtypes, self._use_matrix_unit.restype = [c_int64], c_int64
         self.threads = self._pack_threads = torch.get_num_threads()
         self._empty: Callable[..., Tensor] = HugePages().empty
 
     @staticmethod
-    def serves(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
+    def can_run(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
         return dtype in _SUFFIX and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0
 
     def use_matrix_unit(self, *, is_on: bool) -> bool:
@@ -137,19 +73,33 @@ class NativeOps:
         """
         return bool(self._use_matrix_unit(is_on))
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        weight = weight.contiguous()
-        functions = self._functions[weight.dtype]
-        packed = self._empty(functions["packed_size"](*weight.shape), dtype=weight.dtype)
-        functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape, self._pack_threads)
-        return PackedLinear(packed, bias, weight.shape[1], weight.shape[0])
+    def serves(self, scheme: Scheme) -> bool:
+        return scheme == DENSE or (scheme.group in GROUPS and scheme.scale_dtype in SCALE_DTYPES)
+
+    def pack(self, weights: LinearWeights) -> LinearWeights:
+        if weights.scheme == DENSE:
+            weight = weights.tensors["weight"].contiguous()
+            functions = self._functions[weight.dtype]
+            packed = self._empty(functions["packed_size"](*weight.shape), dtype=weight.dtype)
+            functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape, self._pack_threads)
+        else:
+            values, scales = weights.tensors["values"].contiguous(), weights.tensors["scales"].contiguous()
+            mins = weights.tensors["mins"].contiguous() if weights.scheme.has_mins else None
+            shape, groups = (weights.out_features, weights.in_features), byref(_groups(weights.scheme))
+            packed = self._empty(self._packed_groups_size(*shape, groups), dtype=torch.uint8)
+            self._pack_groups(
+                values.data_ptr(), scales.data_ptr(), _pointer(mins), packed.data_ptr(), *shape, groups,
+                self._pack_threads,
+            )  # fmt: skip
+        found = LinearWeights(weights.scheme, {"packed": packed}, weights.in_features, weights.out_features)
+        return found.with_bias(weights.bias)
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
         # Weights packed from now on belong to adapters and are packed on a thread beside running steps.
         self._empty, self._pack_threads = torch.empty, 1
         return NativeForward(self, weights, kv, lora)
 
-    def forward(self, dtype: torch.dtype, model: _Model, step: _Step) -> None:
+    def forward(self, dtype: torch.dtype, model: structs.Model, step: structs.Step) -> None:
         self._functions[dtype]["forward"](byref(model), byref(step))
 
     def plan(self, batch: Batch, lora: LoraTables | None) -> NativePlan:
@@ -161,8 +111,12 @@ class NativeOps:
         routing, keep = route(found, lora.page_rank, -(-most // lora.page_rank) * lora.page_rank)
         return NativePlan(batch, routing, keep)
 
-    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
-        return weight[token_ids]
+    def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        if weights.scheme == DENSE:
+            return weights.tensors["weight"][token_ids]
+        out = torch.empty(len(token_ids), weights.in_features, dtype=dtype)
+        self._functions[dtype]["embed"](byref(_packed(weights)), token_ids.data_ptr(), out.data_ptr(), len(token_ids))
+        return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
@@ -178,14 +132,14 @@ class NativeOps:
         )
         return out
 
-    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: NativePlan) -> Tensor:
-        y = torch.empty(len(x), packed.out_features, dtype=x.dtype)
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: NativePlan) -> Tensor:
+        y = torch.empty(len(x), weights.out_features, dtype=x.dtype)
         lora, routing, h = None, None, None
         if group is not None and plan.routing is not None:
             lora, routing = byref(_lora_group(group)), byref(plan.routing)
             h = torch.empty(_shrunk_size(plan, len(group.offsets) - 1), dtype=x.dtype)
         self._functions[x.dtype]["linear"](
-            x.data_ptr(), byref(_packed(packed)), lora, routing, y.data_ptr(), h.data_ptr() if h is not None else None,
+            x.data_ptr(), byref(_packed(weights)), lora, routing, y.data_ptr(), h.data_ptr() if h is not None else None,
             len(x), self.threads,
         )  # fmt: skip
         return y
@@ -211,7 +165,7 @@ class NativeOps:
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
         b = plan.batch
-        attention = _Attention(
+        attention = structs.Attention(
             _cache_shape(kv.k, q.shape[1]), q.data_ptr(), q.stride(0), kv.k.data_ptr(), kv.v.data_ptr(),
             b.block_tables.data_ptr(), b.query_start.data_ptr(), b.context_lens.data_ptr(), out.data_ptr(),
             b.block_tables.shape[1], sliding_window, scale, softcap,
@@ -236,22 +190,22 @@ class NativeForward:
     """A step in one call: embedding to logits in one parallel region, over fixed weights, caches and rank pages."""
 
     def __init__(self, ops: NativeOps, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
-        self._ops, self._weights, self._dtype = ops, weights, weights.embedding.dtype
+        self._ops, self._weights, self._dtype = ops, weights, weights.dtype
         self._keep = (weights, kv, lora)
-        layers = (_Layer * len(weights.layers))()
+        layers = (structs.Layer * len(weights.layers))()
         for to, layer, caches, groups in zip(layers, weights.layers, kv, lora.groups, strict=True):
-            for name in _NORMS:
+            for name in NORMS:
                 setattr(to, name, _norm(getattr(layer, name)))
             to.qkv, to.o = _packed(layer.qkv), _packed(layer.o)
             to.gate_up, to.down = _packed(layer.gate_up), _packed(layer.down)
             to.cos_sin = layer.cos_sin.data_ptr()
             to.k_cache, to.v_cache = caches.k.data_ptr(), caches.v.data_ptr()
             to.window = layer.sliding_window
-            to.lora = (_LoraGroup * 4)(*(_lora_group(groups[name]) for name in ("qkv", "o", "gate_up", "down")))
+            to.lora = (structs.LoraGroup * 4)(*(_lora_group(groups[name]) for name in ("qkv", "o", "gate_up", "down")))
         first = weights.layers[0]
-        hidden, intermediate = weights.embedding.shape[1], first.down.in_features
-        self._model = _Model(
-            embedding=weights.embedding.data_ptr(), layers=layers, norm=_norm(weights.norm),
+        hidden, intermediate = weights.embedding.in_features, first.down.in_features
+        self._model = structs.Model(
+            embedding=_packed(weights.embedding), layers=layers, norm=_norm(weights.norm),
             lm_head=_packed(weights.lm_head), num_layers=len(layers), hidden=hidden, intermediate=intermediate,
             threads=ops.threads, is_gelu=weights.activation == "gelu", cache=_cache_shape(kv[0].k, weights.num_heads),
             eps=weights.rms_norm_eps, scale=weights.attention_scale, softcap=weights.attention_softcap,
@@ -260,13 +214,17 @@ class NativeForward:
         # Elements per token in each of the four workspaces.
         narrow = max(intermediate, weights.num_heads * weights.head_dim, hidden)
         self._widths = (hidden, hidden, max(first.qkv.out_features, 2 * intermediate), narrow)
+        # Bytes per token of rows in 8 bits, for weights in groups.
+        self._rounded_width = max(_rounded_bytes(ops, w) for layer in weights.layers for w in _linears(layer, weights))
         self._workspaces: list[Tensor] = []
+        self._rounded = torch.empty(0, dtype=torch.uint8)
         self._capacity = 0
 
     def __call__(self, batch: Batch, lora: LoraTables | None, inputs: Tensor | None = None) -> Tensor:
         if batch.num_tokens > self._capacity:
             self._capacity = max(64, 1 << (batch.num_tokens - 1).bit_length())
             self._workspaces = [torch.empty(self._capacity * width, dtype=self._dtype) for width in self._widths]
+            self._rounded = torch.empty(self._capacity * self._rounded_width, dtype=torch.uint8)
         plan = self._ops.plan(batch, lora)
         logits = torch.empty(len(batch.logits_rows), self._weights.lm_head.out_features)
         h = torch.empty(_shrunk_size(plan, 3), dtype=self._dtype)
@@ -277,14 +235,14 @@ class NativeForward:
             last_routing, last_keep = route(last, lora.page_rank, routing.width)
         model, token_ids = self._model, batch.token_ids
         if inputs is not None:  # treat the inputs as an embedding table, indexed by token number
-            model, token_ids = _Model.from_buffer_copy(self._model), torch.arange(len(inputs))
-            model.embedding, model.embedding_scale = inputs.data_ptr(), 1.0
-        step = _Step(
+            model, token_ids = structs.Model.from_buffer_copy(self._model), torch.arange(len(inputs))
+            model.embedding, model.embedding_scale = _packed(dense(inputs)), 1.0
+        step = structs.Step(
             token_ids.data_ptr(), batch.positions.data_ptr(), batch.slot_mapping.data_ptr(),
             batch.logits_rows.data_ptr(), batch.block_tables.data_ptr(), batch.query_start.data_ptr(),
             batch.context_lens.data_ptr(), batch.num_tokens, len(batch.context_lens), batch.block_tables.shape[1],
             len(logits), *(None if found is None else ctypes.pointer(found) for found in (routing, last_routing)),
-            *(w.data_ptr() for w in self._workspaces), h.data_ptr(), logits.data_ptr(),
+            *(w.data_ptr() for w in self._workspaces), self._rounded.data_ptr(), h.data_ptr(), logits.data_ptr(),
         )  # fmt: skip
         self._ops.forward(self._dtype, model, step)
         del last_keep
@@ -295,10 +253,10 @@ class NativeForward:
         return self._workspaces[3][: num_rows * width].view(num_rows, width)
 
 
-def route(found: LoraRouting, page_rank: int, width: int) -> tuple[_Routing, tuple[object, ...]]:
+def route(found: LoraRouting, page_rank: int, width: int) -> tuple[structs.Routing, tuple[object, ...]]:
     """Return a routing in the library's form, and the objects that it points to. width: columns of h per projection."""
     order, items = segments(found.adapter_index.numpy())
-    routing = _Routing(
+    routing = structs.Routing(
         found.adapter_index.data_ptr(), order.ctypes.data, items.ctypes.data, found.page_table.data_ptr(),
         found.ranks.data_ptr(), len(items), found.page_table.shape[1], page_rank, width,
     )  # fmt: skip
@@ -328,46 +286,47 @@ def _shrunk_size(plan: NativePlan, slices: int) -> int:
     return plan.batch.num_tokens * slices * plan.routing.width
 
 
-def _packed(linear: PackedLinear) -> _Packed:
-    return _Packed(linear.weight.data_ptr(), _pointer(linear.bias), linear.in_features, linear.out_features)
+def _packed(weights: LinearWeights) -> structs.Packed:
+    data = weights.tensors.get("packed")
+    return structs.Packed(
+        (weights.tensors["weight"] if data is None else data).data_ptr(), _pointer(weights.bias), weights.in_features,
+        weights.out_features, _groups(weights.scheme),
+    )  # fmt: skip
 
 
-def _norm(weight: Tensor | None) -> _Norm:
-    return _Norm() if weight is None else _Norm(weight.data_ptr(), weight.dtype == torch.float32)
+def _groups(scheme: Scheme) -> structs.Groups:
+    if scheme.scale_dtype is None:
+        return structs.Groups()
+    bits = 8 if scheme.kind == "int8" else 4
+    return structs.Groups(bits, scheme.group, SCALE_DTYPES.index(scheme.scale_dtype), scheme.has_mins)
 
 
-def _lora_group(group: LoraGroup) -> _LoraGroup:
+def _linears(layer: LayerWeights, weights: DecoderWeights) -> tuple[LinearWeights, ...]:
+    return layer.qkv, layer.o, layer.gate_up, layer.down, weights.lm_head
+
+
+def _rounded_bytes(ops: NativeOps, weights: LinearWeights) -> int:
+    if weights.scheme == DENSE:
+        return 0
+    return ops.rounded_bytes(weights.in_features, byref(_groups(weights.scheme)))
+
+
+def _norm(weight: Tensor | None) -> structs.Norm:
+    return structs.Norm() if weight is None else structs.Norm(weight.data_ptr(), weight.dtype == torch.float32)
+
+
+def _lora_group(group: LoraGroup) -> structs.LoraGroup:
     offsets = (c_int64 * 4)(*group.offsets)
-    return _LoraGroup(
+    return structs.LoraGroup(
         group.a_pages.data_ptr(), group.b_pages.data_ptr(), group.scales.data_ptr(), len(group.offsets) - 1,
         group.a_pages.shape[3], group.offsets[-1], group.a_pages.stride(0), group.b_pages.stride(0),
         group.scales.stride(0), offsets,
     )  # fmt: skip
 
 
-def _cache_shape(cache: Tensor, heads: int) -> _CacheShape:
-    return _CacheShape(heads, cache.shape[1], cache.shape[3], cache.shape[2])
+def _cache_shape(cache: Tensor, heads: int) -> structs.CacheShape:
+    return structs.CacheShape(heads, cache.shape[1], cache.shape[3], cache.shape[2])
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-_SIGNATURES: dict[str, list[Any]] = {
-    "forward": [POINTER(_Model), POINTER(_Step)],
-    "packed_size": [c_int64] * 2,
-    "pack": [c_void_p] * 2 + [c_int64] * 3,
-    "linear": [c_void_p, POINTER(_Packed), POINTER(_LoraGroup), POINTER(_Routing), c_void_p, c_void_p] + [c_int64] * 2,
-    "add_rms_norm": [c_void_p] * 2 + [POINTER(_Norm), c_void_p] + [c_int64] * 2 + [c_float],
-    "silu_and_mul": [c_void_p] * 2 + [c_int64] * 2,
-    "gelu_and_mul": [c_void_p] * 2 + [c_int64] * 2,
-    "rope_and_write_kv": [c_void_p] * 6 + [c_int64, POINTER(_CacheShape)],
-    "attend": [POINTER(_Attention), c_int64, c_int64],
-}
-
-
-def _declare(library: ctypes.CDLL, name: str, types: list[Any]) -> Any:
-    function = library[name]
-    function.argtypes = types
-    function.restype = c_int64 if name.startswith("packed_size") else None
-    return function

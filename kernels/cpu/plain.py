@@ -4,13 +4,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 
 from kernels import reference
 from kernels.batch import Batch
 from kernels.cpu.sampling import sample
-from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
+from kernels.ops import DecoderWeights, KvCache, LoraTables, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
+from kernels.weights import LinearWeights, Scheme
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +29,11 @@ class TorchOps:
     penalise = staticmethod(reference.penalise)
     forbid = staticmethod(reference.forbid)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+    def serves(self, scheme: Scheme) -> bool:
+        return True
+
+    def pack(self, weights: LinearWeights) -> LinearWeights:
+        return weights
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         return None
@@ -37,8 +41,8 @@ class TorchOps:
     def plan(self, batch: Batch, lora: LoraTables | None) -> TorchPlan:
         return TorchPlan(batch, routing_of(batch, lora), batch.query_start.tolist(), batch.context_lens.tolist())
 
-    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
-        return weight[token_ids]
+    def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.embed(weights, token_ids, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.rms_norm(x, weight, eps)
@@ -46,8 +50,8 @@ class TorchOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.add_rms_norm(x, residual, weight, eps)
 
-    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: TorchPlan) -> Tensor:
-        y = linear(x, packed.weight, packed.bias)
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: TorchPlan) -> Tensor:
+        y = reference.linear(x, weights)
         if group is not None and plan.routing is not None:
             reference.segmented_lora(y, x, group, plan.routing)
         return y

@@ -34,7 +34,7 @@ class CpuPlatform:
         from kernels.cpu.native_build import load
         from kernels.cpu.plain import TorchOps
 
-        native = NativeOps.serves(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
+        native = NativeOps.can_run(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
         library = load() if native else None
         return TorchOps() if library is None else NativeOps(library)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from kernels import reference
 from kernels.batch import Batch
 from kernels.gpu import fused, logit_edits
 from kernels.gpu.attention_work import WorkList, list_work
@@ -10,8 +11,9 @@ from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
 from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
 from kernels.gpu.segments import DECODE, PREFILL, Segments, build_segments
-from kernels.ops import DecoderWeights, KvCache, LoraTables, PackedLinear, routing_of
+from kernels.ops import DecoderWeights, KvCache, LoraTables, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
+from kernels.weights import LinearWeights, Scheme
 
 # Tokens from which a step with prompts uses LoRA's large tiles, because most of its tokens are a prompt's.
 MANY_ROWS = 256
@@ -65,8 +67,11 @@ class TritonOps:
         self._shrink_beside = shrink_beside
         self._side: torch.cuda.Stream | None = None
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        return PackedLinear(weight, bias, weight.shape[1], weight.shape[0])
+    def serves(self, scheme: Scheme) -> bool:
+        return True
+
+    def pack(self, weights: LinearWeights) -> LinearWeights:
+        return weights
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         return None
@@ -74,8 +79,8 @@ class TritonOps:
     def plan(self, batch: Batch, lora: LoraTables | None) -> TritonPlan:
         return TritonPlan(batch, routing_of(batch, lora))
 
-    def embed(self, weight: Tensor, token_ids: Tensor) -> Tensor:
-        return weight[token_ids]
+    def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
+        return reference.embed(weights, token_ids, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.rms_norm(x, weight, eps)
@@ -83,21 +88,21 @@ class TritonOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.add_rms_norm(x, residual, weight, eps)
 
-    def linear(self, x: Tensor, packed: PackedLinear, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
         if group is None or plan.routing is None:
-            return torch.nn.functional.linear(x, packed.weight, packed.bias)
+            return reference.linear(x, weights)
         segments = plan.segments(plan.routing, group.a_pages.shape[2])
         if self._side is None and x.is_cuda:
             self._side = torch.cuda.Stream(x.device)  # created in the warm-up run: a capture cannot create streams
         if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
-            y = torch.nn.functional.linear(x, packed.weight, packed.bias)
+            y = reference.linear(x, weights)
             segmented_lora(y, x, group, segments)
             return y
         # The side stream's memory is reused only behind a fork, which comes after the expand that read it.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             planes = shrink(x, group, segments)
-        y = torch.nn.functional.linear(x, packed.weight, packed.bias)
+        y = reference.linear(x, weights)
         torch.cuda.current_stream().wait_stream(self._side)
         expand(y, planes, group, segments)
         return y

@@ -14,7 +14,6 @@ INSTEAD = {
     "--tensor-parallel-size": "leave it out: an engine serves one device; start one engine a device",
     "--pipeline-parallel-size": "leave it out: an engine serves one device",
     "--data-parallel-size": "leave it out: start several engines behind a gateway",
-    "--quantization": "leave it out: a .gguf file states its own; see --kv-cache-dtype and --lora-dtype",
     "--swap-space": "leave it out: preempted requests are computed again",
     "--cpu-offload-gb": "leave it out: all weights are kept on the device",
     "--disable-log-requests": "leave it out: requests are logged with --access-log only",

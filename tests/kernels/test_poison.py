@@ -19,6 +19,7 @@ from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from kernels.ops import KvCache, Ops
 from kernels.reference import LARGEST, LoraGroup
+from kernels.weights import dense
 from testing.interpreter import repeated
 from tests.kernels.cpu.test_native import make_batch
 
@@ -212,7 +213,7 @@ def check_lora(ops: Ops, dtype: torch.dtype, poison: float, counts: list[int]) -
     adapters = [0, 1, -1, 1, 0]
     batch = make_batch(counts, counts, BLOCK, adapters)
     owner = batch.adapter_index
-    packed = ops.pack_linear((normal(5, 128, 96) / 10).to(dtype))
+    packed = ops.pack(dense((normal(5, 128, 96) / 10).to(dtype)))
     found = []
     for value in (0.0, poison):
         tables, group = lora_pages(dtype, value)

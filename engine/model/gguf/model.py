@@ -14,9 +14,11 @@ from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from torch import Tensor
 
+from engine.model.gguf.blocks import KEPT, read_blocks
 from engine.model.gguf.file import GgufFile, end_ids
 from engine.model.tensor_files import Entry
 from kernels.dtypes import FILE_DTYPES
+from kernels.weights import LinearWeights, concatenated
 from wire.errors import ConfigError
 
 # general.architecture -> the family that serves it. Mistral's files contain "llama".
@@ -159,14 +161,26 @@ class GgufWeights:
         self._permuted_heads = {"q_proj": heads, "k_proj": kv_heads} if heads else {}
 
     def read(self, name: str, out: Tensor) -> None:
-        heads = self._permuted_heads.get(name.split(".")[-2])
-        if heads is not None and (heads < 1 or out.shape[0] % (2 * heads)):
-            raise ConfigError("model", f"tensor {name} has {out.shape[0]} rows, which cannot be {heads} heads of pairs")
-        order = None if heads is None else _rotary_order(out.shape[0], heads)
-        _copy(self._gguf, self._names[name], self.entries[name], out, order)
+        _copy(self._gguf, self._names[name], self.entries[name], out, self._order(name, out.shape[0]))
+
+    def stored(self, name: str, device: torch.device) -> LinearWeights | None:
+        entry = self.entries[name]
+        if entry.dtype not in KEPT or len(entry.shape) != 2:
+            return None
+        parts = [read_blocks(name, entry.dtype, data) for _, _, data in self._gguf.file.rows(entry)]
+        weights = concatenated(parts).to(device)
+        order = self._order(name, entry.shape[0])
+        return weights if order is None else weights.rows(torch.argsort(order).to(device))
 
     def close(self) -> None:
         self._gguf.file.close()
+
+    def _order(self, name: str, rows: int) -> Tensor | None:
+        """Return `_rotary_order` for the rows of q and k of the llama architecture, else None."""
+        heads = self._permuted_heads.get(name.split(".")[-2])
+        if heads is not None and (heads < 1 or rows % (2 * heads)):
+            raise ConfigError("model", f"tensor {name} has {rows} rows, which cannot be {heads} heads of pairs")
+        return None if heads is None else _rotary_order(rows, heads)
 
 
 def _hf_name(name: str, path: Path) -> str:

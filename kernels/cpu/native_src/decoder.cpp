@@ -9,6 +9,7 @@
 #include "attention_plan.h"
 #include "gemm.h"
 #include "lora.h"
+#include "quantised.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
@@ -28,7 +29,7 @@ struct Layer {
 
 template <class T>
 struct Model {
-    const T* embedding;
+    Packed<T> embedding;  // dense: [vocab, hidden], not in panels
     const Layer<T>* layers;
     Norm norm;
     Packed<T> lm_head;
@@ -43,7 +44,9 @@ struct Step {
     const int32_t *block_tables, *query_start, *context_lens;
     int64_t tokens, requests, max_blocks, num_logits;
     const Routing *routing, *logits_routing;  // null: no LoRA in this step; logits_routing: only of logits_rows
-    T *residual, *normed, *wide, *narrow, *h;
+    T *residual, *normed, *wide, *narrow;
+    uint8_t* rounded;  // rows in 8 bits, if any weights are in groups
+    T* h;
     float* logits;
 };
 
@@ -87,12 +90,46 @@ bool is_last_of_request(const int64_t* slots, int64_t t, int64_t tokens) {
     return t + 1 == tokens || slots[t + 1] != slots[t] + 1;
 }
 
+// Reads one row of an embedding.
+template <class T>
+void embed_row(const Packed<T>& embedding, int64_t token, T* to) {
+    const int64_t n = embedding.in_features;
+    if (embedding.in_groups())
+        dequantise_row(static_cast<const uint8_t*>(embedding.data), token, n, embedding.groups, to);
+    else
+        std::memcpy(to, static_cast<const T*>(embedding.data) + token * n, n * sizeof(T));
+}
+
+// A thread's rows in 8 bits, for products of few rows.
+typedef std::vector<uint8_t> OwnRows;
+
+// Rounds the rows of x if the weights are in groups: many rows by all threads together into `shared`, which ends with a
+// barrier; few rows by each thread for itself, which takes less time than a barrier.
+template <class T>
+RoundedRows round_rows(const T* x, const Packed<T>& w, int64_t rows, uint8_t* shared, OwnRows& own, Team& team) {
+    if (!w.reads_rounded()) return {};
+    RoundedRows rounded{shared, w.in_features, w.groups.group};
+    Range range{0, rows};
+    if (rows <= kRowsAlone) {
+        own.resize(rows * rounded.stride());
+        rounded.memory = own.data();
+    } else {
+        range = share(rows, omp_get_thread_num(), team.size());
+    }
+    for (int64_t row = range.begin; row < range.end; row++) rounded.round(x + row * w.in_features, row, w.groups.zero());
+    if (rows > kRowsAlone) team.barrier();
+    return rounded;
+}
+
 // Products of a step's rows, with LoRA for rows that use an adapter. All products share one division into row tiles.
 template <class T>
 class Product {
   public:
-    Product(int64_t rows, const Routing* routing)
-        : routing_(routing), tiles_(cut_rows<T>(rows, routing != nullptr ? routing->adapter_index : nullptr)) {
+    // like: weights of the same scheme as all that will be multiplied, for the best division.
+    Product(int64_t rows, const Routing* routing, const Packed<T>& like)
+        : rows_(rows),
+          routing_(routing),
+          tiles_(cut_rows<T>(rows, routing != nullptr ? routing->adapter_index : nullptr, like.reads_rounded())) {
         if (routing == nullptr) return;
         for (const RowTile& tile : tiles_)
             for (int64_t row = tile.first; row < tile.first + tile.rows; row++) {
@@ -102,14 +139,16 @@ class Product {
             }
     }
 
-    // y = x W^T + b, with LoRA through h [rows, slices, width].
-    void run(const T* x, const Packed<T>& w, const LoraGroup<T>* lora, T* y, T* h, Team& team) const {
-        if (routing_ == nullptr) return gemm<T, T>(x, w, nullptr, y, tiles_, team);
+    // y = x W^T + b, with LoRA through h [rows, slices, width]. shared, own: see round_rows.
+    void run(const T* x, const Packed<T>& w, const LoraGroup<T>* lora, T* y, T* h, uint8_t* shared, OwnRows& own,
+             Team& team) const {
+        const RoundedRows rounded = round_rows(x, w, rows_, shared, own, team);
+        if (routing_ == nullptr) return gemm<T, T>(x, rounded, w, nullptr, y, tiles_, team);
         const Delta<T> delta{*lora, *routing_, h};
         const bool in_product = mixed_.size() < all_.size() && delta.fits_panels();
         lora->shrink(x, h, *routing_, team);
         if (in_product) team.barrier();
-        gemm(x, w, in_product ? &delta : nullptr, y, tiles_, team);
+        gemm(x, rounded, w, in_product ? &delta : nullptr, y, tiles_, team);
         const std::vector<int32_t>& others = in_product ? mixed_ : all_;
         if (others.empty()) return;
         team.barrier();
@@ -117,6 +156,7 @@ class Product {
     }
 
   private:
+    const int64_t rows_;
     const Routing* routing_;
     const std::vector<RowTile> tiles_;
     std::vector<int32_t> all_, mixed_;  // rows that use an adapter; mixed_: only those in tiles of several adapters
@@ -129,9 +169,9 @@ class Forward {
         : m_(model),
           s_(step),
           attention_(step.query_start, step.context_lens, step.requests, model.cache, model.threads),
-          product_(step.tokens, step.routing),
-          logits_product_(step.num_logits, step.logits_routing),
-          logits_tiles_(cut_rows<T>(step.num_logits, nullptr)) {}
+          product_(step.tokens, step.routing, model.layers[0].down),
+          logits_product_(step.num_logits, step.logits_routing, model.layers[0].down),
+          logits_tiles_(cut_rows<T>(step.num_logits, nullptr, model.lm_head.reads_rounded())) {}
 
     void run() {
         in_parallel(m_.threads, [&](Team& team) { run_thread(team, omp_get_thread_num()); });
@@ -140,34 +180,36 @@ class Forward {
   private:
     void run_thread(Team& team, int thread) {
         std::vector<float> scratch, results;
+        OwnRows own;
         const Range rows = share(s_.tokens, thread, team.size());
         for (int64_t t = rows.begin; t < rows.end; t++) {
-            embed_row(m_.embedding + s_.token_ids[t] * m_.hidden, s_.residual + t * m_.hidden);
+            embed_token(s_.token_ids[t], s_.residual + t * m_.hidden);
             norm_row(t, m_.layers[0].input_norm, s_.normed);
         }
         for (int64_t i = 0; i < m_.num_layers; i++) {
             const Layer<T>& layer = m_.layers[i];
-            linear(product_, s_.normed, layer.qkv, layer.lora[0], s_.wide, team);
+            linear(product_, s_.normed, layer.qkv, layer.lora[0], s_.wide, own, team);
             team.barrier();
             write_cache(layer, rows);
             team.barrier();
             attend(layer, team, scratch, results);
             if (i + 1 < m_.num_layers) {
-                finish_layer(product_, layer, m_.layers[i + 1].input_norm, s_.normed, rows, team);
+                finish_layer(product_, layer, m_.layers[i + 1].input_norm, s_.normed, rows, own, team);
                 continue;
             }
             // The last layer's outputs are needed only for rows whose logits are needed.
             team.barrier();
             if (thread == 0) keep_logits_rows();
             team.barrier();
-            finish_layer(logits_product_, layer, m_.norm, s_.narrow, share(s_.num_logits, thread, team.size()), team);
+            finish_layer(logits_product_, layer, m_.norm, s_.narrow, share(s_.num_logits, thread, team.size()), own, team);
         }
         team.barrier();
-        gemm<T, float>(s_.narrow, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
+        const RoundedRows rounded = round_rows(s_.narrow, m_.lm_head, s_.num_logits, s_.rounded, own, team);
+        gemm<T, float>(s_.narrow, rounded, m_.lm_head, nullptr, s_.logits, logits_tiles_, team);
     }
 
-    void embed_row(const T* from, T* to) {
-        std::memcpy(to, from, m_.hidden * sizeof(T));
+    void embed_token(int64_t token, T* to) {
+        embed_row(m_.embedding, token, to);
         if (m_.embedding_scale != 1.0f)
             for (int64_t i = 0; i < m_.hidden; i++) put(to + i, to_float(to[i]) * m_.embedding_scale);
     }
@@ -175,19 +217,19 @@ class Forward {
     // Computes the rest of a layer after attention: from attention's output in `narrow` to the next layer's input `to`,
     // normalised by `next_norm`. `rows` is this thread's share.
     void finish_layer(const Product<T>& product, const Layer<T>& layer, const Norm& next_norm, T* to, Range rows,
-                      Team& team) {
-        linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, team);
+                      OwnRows& own, Team& team) {
+        linear(product, s_.narrow, layer.o, layer.lora[1], s_.normed, own, team);
         team.barrier();
         for (int64_t t = rows.begin; t < rows.end; t++)
             add_and_norm(t, layer.attention_output_norm, layer.mlp_norm, s_.normed);
-        linear(product, s_.normed, layer.gate_up, layer.lora[2], s_.wide, team);
+        linear(product, s_.normed, layer.gate_up, layer.lora[2], s_.wide, own, team);
         team.barrier();
         for (int64_t t = rows.begin; t < rows.end; t++) {
             const T* gate_up = s_.wide + t * 2 * m_.intermediate;
             T* out = s_.narrow + t * m_.intermediate;
             m_.is_gelu ? gelu_and_mul_row(gate_up, out, m_.intermediate) : silu_and_mul_row(gate_up, out, m_.intermediate);
         }
-        linear(product, s_.narrow, layer.down, layer.lora[3], s_.normed, team);
+        linear(product, s_.narrow, layer.down, layer.lora[3], s_.normed, own, team);
         team.barrier();
         for (int64_t t = rows.begin; t < rows.end; t++) add_and_norm(t, layer.mlp_output_norm, next_norm, to);
     }
@@ -204,9 +246,10 @@ class Forward {
     }
 
     // Starts with a barrier, because another phase writes the input and may still read y.
-    void linear(const Product<T>& product, const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, Team& team) {
+    void linear(const Product<T>& product, const T* x, const Packed<T>& w, const LoraGroup<T>& lora, T* y, OwnRows& own,
+                Team& team) {
         team.barrier();
-        product.run(x, w, &lora, y, s_.h, team);
+        product.run(x, w, &lora, y, s_.h, s_.rounded, own, team);
     }
 
     void norm_row(int64_t t, const Norm& norm, T* to) {
@@ -255,8 +298,12 @@ void add_rms_norm(const T* x, T* residual, const Norm& norm, T* out, int64_t row
 template <class T>
 void linear(const T* x, const Packed<T>* w, const LoraGroup<T>* lora, const Routing* routing, T* y, T* h, int64_t rows,
             int64_t threads) {
-    const Product<T> product(rows, routing);
-    in_parallel(threads, [&](Team& team) { product.run(x, *w, lora, y, h, team); });
+    const Product<T> product(rows, routing, *w);
+    OwnRows shared(w->reads_rounded() ? rows * RoundedRows{nullptr, w->in_features, w->groups.group}.stride() : 0);
+    in_parallel(threads, [&](Team& team) {
+        OwnRows own;
+        product.run(x, *w, lora, y, h, shared.data(), own, team);
+    });
 }
 
 template <class T>
@@ -303,6 +350,9 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
                                     const int64_t* slots, int64_t tokens, const CacheShape* shape) {                   \
         rope_and_write_kv(qkv, positions, cos_sin, k_cache, v_cache, slots, tokens, shape);                            \
     }                                                                                                                  \
+    void embed_##suffix(const Packed<T>* embedding, const int64_t* token_ids, T* out, int64_t tokens) {                \
+        for (int64_t t = 0; t < tokens; t++) embed_row(*embedding, token_ids[t], out + t * embedding->in_features);    \
+    }                                                                                                                  \
     void attend_##suffix(const Attention<T>* attention, int64_t requests, int64_t threads) {                           \
         attend(attention, requests, threads);                                                                          \
     }                                                                                                                  \
@@ -315,4 +365,13 @@ EXPORT(bf16, bf16)
 extern "C" int64_t use_matrix_unit(int64_t is_on) {
     matrix_unit_is_on = is_on != 0;
     return uses_matrix_unit<bf16>();
+}
+
+extern "C" {
+int64_t packed_size_groups(int64_t out, int64_t in, const Groups* w) { return num_panels(out) * w->panel_bytes(in); }
+void pack_groups(const uint8_t* values, const uint8_t* scales, const uint8_t* mins, uint8_t* packed, int64_t out, int64_t in,
+                 const Groups* w, int64_t threads) {
+    pack_in_groups(values, scales, mins, packed, out, in, *w, threads);
+}
+int64_t rounded_bytes(int64_t in, const Groups* w) { return RoundedRows{nullptr, in, w->group}.stride(); }
 }

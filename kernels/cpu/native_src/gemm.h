@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "lora.h"
+#include "quantised.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
@@ -23,12 +24,19 @@ int64_t padded(int64_t n) {
     return (n + Elem<T>::PAIR - 1) / Elem<T>::PAIR * Elem<T>::PAIR;
 }
 
+// data: elements of T, or quantised.h's blocks.
 template <class T>
 struct Packed {
-    const T* data;
+    const void* data;
     const T* bias;  // [out_features] or null
     int64_t in_features, out_features;
+    Groups groups;
+
+    bool in_groups() const { return groups.bits != 0; }
+    // Whether products read rows of x in 8 bits. In fp32 a panel is widened instead, so that only its weights are rounded.
+    bool reads_rounded() const { return in_groups() && std::is_same_v<T, bf16>; }
 };
+static_assert(kQuantisedColumns == kPanel);
 
 template <class T>
 void pack(const T* w, T* packed, int64_t out_features, int64_t in_features, int64_t threads) {
@@ -53,9 +61,10 @@ struct RowTile {
 };
 
 // Tiles for a product's rows. kTileRows consecutive rows of an adapter form their own tiles. slots: of each row, or null.
+// reads_rounded: whether the weights' products read rows in 8 bits.
 template <class T>
-std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots) {
-    const int64_t most = uses_matrix_unit<T>() ? kPanelRows : kTileRows;
+std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots, bool reads_rounded) {
+    const int64_t most = reads_rounded ? kQuantisedRows : uses_matrix_unit<T>() ? kPanelRows : kTileRows;
     std::vector<RowTile> tiles;
     const auto add = [&](int64_t first, int64_t last, int64_t slot) {
         // In equal shares, so that no pass over the panel has few rows.
@@ -162,16 +171,26 @@ struct Delta {
     }
 };
 
-// x [rows, in_features], y [rows, out_features]; the team's threads share the panels. delta: LoRA's, or null.
+// x [rows, in_features], y [rows, out_features]; the team's threads share the panels. delta: LoRA's, or null. rounded: x
+// in 8 bits, read if `w.reads_rounded()`.
 template <class T, class Out>
-void gemm(const T* x, const Packed<T>& w, const Delta<T>* delta, Out* y, const std::vector<RowTile>& tiles, Team& team) {
+void gemm(const T* x, const RoundedRows& rounded, const Packed<T>& w, const Delta<T>* delta, Out* y,
+          const std::vector<RowTile>& tiles, Team& team) {
     const int thread = omp_get_thread_num();
     const int64_t k_padded = padded<T>(w.in_features), panels = num_panels(w.out_features);
     std::vector<T> b(delta != nullptr ? delta->routing.width * kPanel : 0);
     MatrixUnit unit;
     alignas(64) float products[kPanelRows * kPanel];
+    const bool reads_rounded = w.reads_rounded(), uses_unit = uses_matrix_unit<T>() && !reads_rounded;
+    std::vector<float> widened(w.in_groups() && !reads_rounded ? w.in_features * kPanel : 0);
     for (int64_t p = team.take_near(panels, thread); p < panels; p = team.take_near(panels, thread)) {
-        const T* panel = w.data + p * kPanel * k_padded;
+        const T* panel = static_cast<const T*>(w.data) + p * kPanel * k_padded;
+        const uint8_t* blocks = static_cast<const uint8_t*>(w.data) + p * w.groups.panel_bytes(w.in_features);
+        if constexpr (std::is_same_v<T, float>)
+            if (w.in_groups()) {
+                dequantise_panel(blocks, w.in_features, w.groups, widened.data());
+                panel = widened.data();
+            }
         const int64_t first = p * kPanel, columns = std::min(kPanel, w.out_features - first);
         const T* bias = w.bias == nullptr ? nullptr : w.bias + first;
         int64_t slice = 0, packed_slot = -1, steps = 0;
@@ -187,12 +206,15 @@ void gemm(const T* x, const Packed<T>& w, const Delta<T>* delta, Out* y, const s
             const T* in = x + tile.first * w.in_features;
             Out* out = y + tile.first * w.out_features + first;
             if constexpr (std::is_same_v<T, bf16>)
-                if (uses_matrix_unit<T>()) unit.multiply(in, w.in_features, panel, tile.rows, w.in_features, products);
-            for (int64_t row = 0; row < tile.rows; row += kTileRows)
-                dispatch<kTileRows>(std::min<int64_t>(kTileRows, tile.rows - row), [&](auto rows) {
+                if (uses_unit) unit.multiply(in, w.in_features, panel, tile.rows, w.in_features, products);
+            const int64_t most = reads_rounded ? kQuantisedRows : kTileRows;
+            for (int64_t row = 0; row < tile.rows; row += most)
+                dispatch<kTileRows>(std::min<int64_t>(most, tile.rows - row), [&](auto rows) {
                     constexpr int N = decltype(rows)::value;
                     Float16 sums[N][2] = {};
-                    if (uses_matrix_unit<T>())
+                    if (reads_rounded) {
+                        if constexpr (N <= kQuantisedRows) multiply_rounded<N>(sums, rounded, tile.first + row, blocks, w.groups);
+                    } else if (uses_unit)
                         for (int i = 0; i < N; i++)
                             for (int v = 0; v < 2; v++) sums[i][v] = load16(products + (row + i) * kPanel + v * 16);
                     else

@@ -93,7 +93,7 @@ def decoder_of(folder: Path, ops: Ops, dtype: torch.dtype = torch.float32) -> De
 def attach(decoder: Decoder) -> None:
     c = decoder.config
     shape = (4, c.num_kv_heads, BLOCK_SIZE, c.head_dim)
-    dtype = decoder.weights.embedding.dtype
+    dtype = decoder.weights.dtype
     names = ("qkv", "o", "gate_up", "down")
     no_lora = [dict.fromkeys(names) for _ in range(c.num_layers)]
 

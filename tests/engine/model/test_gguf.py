@@ -13,10 +13,12 @@ from gguf import GGMLQuantizationType as Kind
 
 from engine.model.config import read_config
 from engine.model.families import parse_model_config, read_model_config
+from engine.model.gguf.blocks import KEPT
 from engine.model.gguf.folder import write_folder
 from engine.model.gguf.tokenizer import read_tokenizer
 from engine.model.rope import rope_frequencies
 from engine.model.weights import open_weights
+from kernels import reference
 from testing import tiny
 from tests.engine.model import gguf_files
 from wire.errors import ConfigError
@@ -107,6 +109,45 @@ def test_quantised_weights_are_what_transformers_makes_of_the_same_file(
         original = tensors(llama)["model.layers.0.mlp.up_proj.weight"]
         assert (of_file["model.layers.0.mlp.up_proj.weight"] - original).abs().max() < 0.05
     assert read_model_config(file).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", sorted(KEPT))
+def test_kept_blocks_have_the_values_of_the_dequantised_file(kind: str, llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf", Kind[kind])
+    expected = tensors(file)
+    with open_weights(file, torch.bfloat16, CPU, quantization="auto") as source:
+        for name in ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj"):  # the first two have permuted rows
+            module = f"model.layers.1.{name}"
+            weight = expected[module + ".weight"]
+            found = source.linear([(module, len(weight))], weight.shape[1])
+            assert found.scheme.kind == ("int4" if "Q4" in kind else "int8")
+            assert torch.equal(reference.dequantize(found), weight), name
+        head = source.embedding("lm_head", *expected["lm_head.weight"].shape)
+        assert torch.equal(reference.dequantize(head), expected["lm_head.weight"])
+
+
+def test_other_types_and_mixtures_with_them_are_dequantised(llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf", Kind.Q2_K)
+    with open_weights(file, torch.float32, CPU, quantization="auto") as source:
+        assert source.linear([("model.layers.0.mlp.up_proj", 512)], 256).scheme.kind == "dense"
+    file = gguf_files.write(llama, tmp_path / "model.gguf", Kind.Q8_0)
+    with open_weights(file, torch.float32, CPU, quantization="int8") as source:
+        refusal = "quantization: tensor model.layers.0.mlp.up_proj.weight is quantised already; expected auto or none"
+        with pytest.raises(ConfigError, match=refusal):
+            source.linear([("model.layers.0.mlp.up_proj", 512)], 256)
+
+
+def test_a_kept_block_whose_scale_is_not_finite_is_refused(llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf", Kind.Q8_0)
+    with open_weights(file, torch.float32, CPU) as source:
+        entry = source.files["model.layers.0.mlp.up_proj.weight"].entries["model.layers.0.mlp.up_proj.weight"]
+    content = bytearray(file.read_bytes())
+    content[entry.start : entry.start + 2] = b"\x00\x7e"  # NaN
+    file.write_bytes(content)
+    with open_weights(file, torch.float32, CPU, quantization="auto") as source:
+        refusal = r"tensor model.layers.0.mlp.up_proj.weight \(Q8_0\) holds NaN"
+        with pytest.raises(ConfigError, match=refusal):
+            source.linear([("model.layers.0.mlp.up_proj", 512)], 256)
 
 
 def test_rope_scaling_is_transformers_own(llama: Path, tmp_path: Path) -> None:

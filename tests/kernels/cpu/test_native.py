@@ -16,6 +16,7 @@ from kernels.cpu.plain import TorchOps
 from kernels.memory import HugePages
 from kernels.ops import KvCache, Ops
 from kernels.reference import LoraGroup, LoraRouting
+from kernels.weights import dense
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 2e-5}, torch.bfloat16: {"atol": 2e-2, "rtol": 2e-2}}
@@ -97,7 +98,7 @@ def test_an_fp32_weight_multiplies_before_rounding(ops: Ops) -> None:
 def test_linear(ops: Ops, dtype: torch.dtype, in_features: int, out_features: int, bias: bool) -> None:
     weight = normal(out_features, in_features, dtype=dtype)
     b = normal(out_features, dtype=dtype) if bias else None
-    packed = ops.pack_linear(weight, b)
+    packed = ops.pack(dense(weight, b))
     assert (packed.in_features, packed.out_features) == (in_features, out_features)
     for rows in (1, 5, 17, 130):
         x = normal(rows, in_features, dtype=dtype)
@@ -206,7 +207,7 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
     group, tables = make_lora((0, 64, 96, 128), dtype)
     batch = make_batch(counts, counts, 16, POPULARITY[popularity])
     routing = LoraRouting(batch.adapter_index, tables.page_table, tables.ranks)
-    x, packed = normal(batch.num_tokens, 96, dtype=dtype), ops.pack_linear(normal(128, 96, dtype=dtype))
+    x, packed = normal(batch.num_tokens, 96, dtype=dtype), ops.pack(dense(normal(128, 96, dtype=dtype)))
     plan = ops.plan(batch, tables)
     y = ops.linear(x, packed, group, plan)
     base = ops.linear(x, packed, None, plan)
@@ -224,7 +225,7 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
 def test_a_row_is_the_same_alone_and_among_others(ops: Ops, dtype: torch.dtype, offsets: tuple[int, ...]) -> None:
     """LoRA in the product or after it, and panels that straddle projections, give the same row alone and in a batch."""
     group, tables = make_lora(offsets, dtype)
-    packed = ops.pack_linear(normal(offsets[-1], 96, dtype=dtype), normal(offsets[-1], dtype=dtype))
+    packed = ops.pack(dense(normal(offsets[-1], 96, dtype=dtype), normal(offsets[-1], dtype=dtype)))
     counts, adapters = [1, 19, 1, 3, 8, 40, 1], [2, 5, 2, -1, 0, 6, 4]
     batch = make_batch(counts, counts, 16, adapters)
     x = normal(batch.num_tokens, 96, dtype=dtype)
@@ -262,8 +263,8 @@ def test_one_thread_computes_all() -> None:
     one.threads, two.threads = 1, 2
     weight, x = normal(200, 64), normal(30, 64)
     plan = two.plan(make_batch([30], [30], 16), None)
-    expected = two.linear(x, two.pack_linear(weight), None, plan)
-    assert torch.equal(one.linear(x, one.pack_linear(weight), None, plan), expected)
+    expected = two.linear(x, two.pack(dense(weight)), None, plan)
+    assert torch.equal(one.linear(x, one.pack(dense(weight)), None, plan), expected)
 
 
 def test_huge_pages_hold_tensors_side_by_side() -> None:

@@ -11,6 +11,7 @@ from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from kernels.ops import KvCache, Ops
 from kernels.reference import LoraGroup
+from kernels.weights import dense
 
 HIDDEN, INTERMEDIATE, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, PAGE_RANK = 96, 160, 6, 2, 16, 16, 8
 QKV = (NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM)
@@ -89,13 +90,13 @@ def run_layer(
     embedding = torch.randn(batch.num_tokens, HIDDEN, generator=generator).to(device)
     weight = torch.rand(HIDDEN, generator=generator).to(device)
     packed = {
-        name: ops.pack_linear(randn(generator, sum(sizes), in_features).to(device))
+        name: ops.pack(dense(randn(generator, sum(sizes), in_features).to(device)))
         for name, (in_features, sizes) in GROUPS.items()
     }
-    down = ops.pack_linear(randn(generator, HIDDEN, INTERMEDIATE).to(device), torch.ones(HIDDEN, device=device))
+    down = ops.pack(dense(randn(generator, HIDDEN, INTERMEDIATE).to(device), torch.ones(HIDDEN, device=device)))
 
     plan = ops.plan(batch, tables)
-    residual = ops.embed(embedding, batch.token_ids)
+    residual = ops.embed(dense(embedding), batch.token_ids, embedding.dtype)
     x = ops.rms_norm(residual, weight, 1e-5)
     qkv = ops.linear(x, packed["qkv"], groups.get("qkv"), plan)
     q = ops.rope_and_write_kv(qkv, cos_sin, KvCache(k_cache, v_cache), plan)

@@ -1,0 +1,280 @@
+// Weights of 8 or 4 bits in groups of inputs that share a scale (kernels/weights.py), in panels of 32 outputs.
+//
+// A block holds one group of one panel: values, then 32 scales, then 32 minimums if the scheme has them. Values of 8 bits
+// are [group / 4][32][4] bytes, increased by 128. Values of 4 bits are [group / 8][32][4] bytes, whose low halves are
+// inputs 0 to group / 2 - 1 and whose high halves are the others. Rows of x are rounded to 8 bits, with a scale for each
+// 32 inputs, so that sums within a group are exact whole numbers.
+#pragma once
+#include <vector>
+
+#include "simd.h"
+#include "team.h"
+
+constexpr int64_t kQuantisedColumns = 32;
+constexpr int64_t kRowGroup = 32;      // inputs of a row of x that share a scale
+// Rows of x per pass over a panel: as many as the registers hold. 8 rows are a fifth slower.
+constexpr int kQuantisedRows = 6;
+constexpr int64_t kRowsAlone = 4;      // most rows that each thread rounds for itself, which saves a barrier
+
+enum ScaleKind : int64_t { kScaleFloat = 0, kScaleHalf = 1, kScaleBf16 = 2 };
+
+// bits: 8 or 4; 0 for weights in the model's dtype, which have no other field.
+struct Groups {
+    int64_t bits, group, scale_kind, has_mins;
+
+    int64_t count(int64_t in_features) const { return (in_features + group - 1) / group; }
+    int64_t value_bytes() const { return bits * group * kQuantisedColumns / 8; }
+    int64_t scale_bytes() const { return kQuantisedColumns * (scale_kind == kScaleFloat ? 4 : 2); }
+    int64_t block_bytes() const { return value_bytes() + scale_bytes() * (has_mins ? 2 : 1); }
+    int64_t panel_bytes(int64_t in_features) const { return bits ? count(in_features) * block_bytes() : 0; }
+    // The stored value that means 0.
+    int64_t zero() const { return bits == 8 ? 128 : has_mins ? 0 : 8; }
+};
+
+inline Float16 half_to_float(Word16 bits) {
+    // The factor corrects the exponent's bias, of subnormal numbers too.
+    const Float16 magnitude = cast<Float16>((bits & 0x7fffu) << 13) * 0x1p112f;
+    return cast<Float16>(cast<Word16>(magnitude) | (bits & 0x8000u) << 16);
+}
+
+inline void load_scales(const uint8_t* from, int64_t kind, Float16 (&scales)[2]) {
+    for (int v = 0; v < 2; v++) {
+        if (kind == kScaleFloat) {
+            scales[v] = load_vector<Float16>(from + v * 64);
+            continue;
+        }
+#if defined(__AVX512F__)
+        if (kind == kScaleHalf) {
+            scales[v] = (Float16)_mm512_cvtph_ps(load_vector<__m256i>(from + v * 32));
+            continue;
+        }
+#endif
+        const Word16 bits = __builtin_convertvector(load_vector<Half16>(from + v * 32), Word16);
+        scales[v] = kind == kScaleHalf ? half_to_float(bits) : cast<Float16>(bits << 16);
+    }
+}
+
+// sum + the products of each lane's four unsigned bytes of `a` and signed bytes of `b`.
+inline Int16 dot_bytes(Int16 sum, Word16 a, Word16 b) {
+#if defined(__AVX512VNNI__)
+    return (Int16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    for (int byte = 0; byte < 4; byte++)
+        sum += cast<Int16>((a >> (8 * byte)) & 0xffu) * (cast<Int16>(b << (24 - 8 * byte)) >> 24);
+    return sum;
+#endif
+}
+
+// Multiplies and adds with one rounding, where the processor can, in every instantiation alike.
+inline Float16 fused(Float16 a, Float16 b, Float16 sum) {
+#if defined(__AVX512F__)
+    return (Float16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
+// Rows of x in 8 bits. A row: values [inputs, padded to kRowGroup], scales [row groups], and for each group of the
+// weights the first sum of its products (minus zero() times the sum of its values), and that sum times the scale.
+struct RoundedRows {
+    uint8_t* memory = nullptr;
+    int64_t inputs = 0, group = kRowGroup;
+
+    int64_t padded() const { return (inputs + kRowGroup - 1) / kRowGroup * kRowGroup; }
+    int64_t groups() const { return padded() / group; }
+    int64_t stride() const { return (padded() + padded() / kRowGroup * 4 + groups() * 8 + 63) / 64 * 64; }
+    int8_t* values(int64_t row) const { return reinterpret_cast<int8_t*>(memory + row * stride()); }
+    float* scales(int64_t row) const { return reinterpret_cast<float*>(memory + row * stride() + padded()); }
+    int32_t* firsts(int64_t row) const { return reinterpret_cast<int32_t*>(scales(row) + padded() / kRowGroup); }
+    float* totals(int64_t row) const { return reinterpret_cast<float*>(firsts(row) + groups()); }
+
+    // kernels.reference.quantize_rows over groups of 32.
+    template <class T>
+    void round(const T* x, int64_t row, int64_t zero) const {
+        constexpr float largest = 127.0f, least = 1e-20f;
+        for (int64_t k = 0; k < padded(); k += kRowGroup) {
+            Float16 parts[2];
+            if (k + kRowGroup <= inputs) {
+                parts[0] = load16(x + k);
+                parts[1] = load16(x + k + 16);
+            } else {
+                float rest[kRowGroup] = {};
+                for (int64_t i = k; i < inputs; i++) rest[i - k] = to_float(x[i]);
+                parts[0] = load16(rest);
+                parts[1] = load16(rest + 16);
+            }
+            Float16 most = absolute(parts[0]);
+            most = absolute(parts[1]) > most ? absolute(parts[1]) : most;
+            const float amax = std::max(max_lanes(most), least), factor = 1.0f / amax * largest, scale = amax * (1.0f / largest);
+            scales(row)[k / kRowGroup] = scale;
+            int32_t sums[2];
+            for (int v = 0; v < 2; v++) sums[v] = store_rounded(parts[v] * factor, values(row) + k + v * 16);
+            for (int64_t g = k / group, part = 0; g < (k + kRowGroup) / group; g++, part++) {
+                const int32_t sum = group == 16 ? sums[part] : sums[0] + sums[1];
+                firsts(row)[g] = -int32_t(zero) * sum;
+                totals(row)[g] = scale * float(sum);
+            }
+        }
+    }
+
+  private:
+    static Float16 absolute(Float16 x) { return cast<Float16>(cast<Word16>(x) & 0x7fffffffu); }
+
+    // Rounds to nearest even; returns the sum of the values.
+    static int32_t store_rounded(Float16 x, int8_t* to) {
+#if defined(__AVX512F__)
+        const __m512i whole = _mm512_cvtps_epi32((__m512)x);
+        store_vector(to, _mm512_cvtepi32_epi8(whole));
+        return _mm512_reduce_add_epi32(whole);
+#else
+        int32_t sum = 0;
+        for (int i = 0; i < 16; i++) {
+            to[i] = int8_t(std::nearbyint(x[i]));
+            sum += to[i];
+        }
+        return sum;
+#endif
+    }
+};
+
+// sums += ROWS rows of x times one panel. The sums of a row depend on that row alone.
+template <int BITS, int STEPS, int ROWS>
+inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int64_t row, const uint8_t* panel,
+                            const Groups& w) {
+    constexpr int64_t group = STEPS * 4, step_bytes = kQuantisedColumns * 4;
+    Float16 acc[ROWS][2];
+    for (int i = 0; i < ROWS; i++)
+        for (int v = 0; v < 2; v++) acc[i][v] = sums[i][v];
+    const int8_t* values = x.values(row);
+    const float* scales = x.scales(row);
+    const int32_t* firsts = x.firsts(row);
+    const float* totals = x.totals(row);
+    const int64_t stride = x.stride(), groups = w.count(x.inputs), block = w.block_bytes(), kind = w.scale_kind;
+    const bool has_mins = w.has_mins;
+    for (int64_t g = 0; g < groups; g++, panel += block) {
+        Int16 dots[ROWS][2];
+        for (int i = 0; i < ROWS; i++)
+            for (int v = 0; v < 2; v++) dots[i][v] = Int16{} + firsts[i * stride / 4 + g];
+        const auto step = [&](int64_t k, Word16 w0, Word16 w1) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+            for (int i = 0; i < ROWS; i++) {
+                uint32_t four;
+                std::memcpy(&four, values + i * stride + g * group + k * 4, 4);
+                const Word16 element = Word16{} + four;
+                dots[i][0] = dot_bytes(dots[i][0], w0, element);
+                dots[i][1] = dot_bytes(dots[i][1], w1, element);
+            }
+        };
+        if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+            for (int64_t k = 0; k < STEPS; k++) {
+                const uint8_t* at = panel + k * step_bytes;
+                step(k, load_vector<Word16>(at), load_vector<Word16>(at + 64));
+            }
+        } else {
+#pragma GCC unroll 4
+            for (int64_t k = 0; k < STEPS / 2; k++) {
+                const uint8_t* at = panel + k * step_bytes;
+                const Word16 w0 = load_vector<Word16>(at), w1 = load_vector<Word16>(at + 64);
+                step(k, w0 & 0x0f0f0f0fu, w1 & 0x0f0f0f0fu);
+                step(k + STEPS / 2, w0 >> 4 & 0x0f0f0f0fu, w1 >> 4 & 0x0f0f0f0fu);
+            }
+        }
+        Float16 factors[2];
+        load_scales(panel + BITS * group * kQuantisedColumns / 8, kind, factors);
+        for (int i = 0; i < ROWS; i++) {
+            const Float16 scale = splat(scales[i * stride / 4 + g * group / kRowGroup]);
+            for (int v = 0; v < 2; v++)
+                acc[i][v] = fused(__builtin_convertvector(dots[i][v], Float16), factors[v] * scale, acc[i][v]);
+        }
+        if (has_mins) {
+            Float16 mins[2];
+            load_scales(panel + w.value_bytes() + w.scale_bytes(), kind, mins);
+            for (int i = 0; i < ROWS; i++)
+                for (int v = 0; v < 2; v++) acc[i][v] = fused(mins[v], splat(totals[i * stride / 4 + g]), acc[i][v]);
+        }
+    }
+    for (int i = 0; i < ROWS; i++)
+        for (int v = 0; v < 2; v++) sums[i][v] = acc[i][v];
+}
+
+template <int ROWS>
+inline void multiply_rounded(Float16 (&sums)[ROWS][2], const RoundedRows& x, int64_t row, const uint8_t* panel,
+                             const Groups& w) {
+    if (w.bits == 8)
+        w.group == 32 ? multiply_groups<8, 8, ROWS>(sums, x, row, panel, w) : multiply_groups<8, 4, ROWS>(sums, x, row, panel, w);
+    else
+        w.group == 32 ? multiply_groups<4, 8, ROWS>(sums, x, row, panel, w) : multiply_groups<4, 4, ROWS>(sums, x, row, panel, w);
+}
+
+// The value of input k and column `column` in a panel.
+inline float dequantised(const uint8_t* panel, int64_t k, int64_t column, const Groups& w) {
+    const uint8_t* block = panel + k / w.group * w.block_bytes();
+    const int64_t in_group = k % w.group, half = w.group / 2;
+    const int64_t at = w.bits == 8 ? in_group : in_group % half;
+    const uint8_t byte = block[(at / 4 * kQuantisedColumns + column) * 4 + at % 4];
+    const int64_t value = w.bits == 8 ? byte : in_group < half ? byte & 15 : byte >> 4;
+    const auto scale_at = [&](const uint8_t* from) {
+        Float16 scales[2];
+        load_scales(from, w.scale_kind, scales);
+        return scales[column / 16][column % 16];
+    };
+    const float product = scale_at(block + w.value_bytes()) * float(value - w.zero());
+    return w.has_mins ? product + scale_at(block + w.value_bytes() + w.scale_bytes()) : product;
+}
+
+// Writes a panel as fp32, [in_features][32].
+inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Groups& w, float* out) {
+    for (int64_t g = 0; g < w.count(in_features); g++, panel += w.block_bytes()) {
+        Float16 scales[2], mins[2] = {};
+        load_scales(panel + w.value_bytes(), w.scale_kind, scales);
+        if (w.has_mins) load_scales(panel + w.value_bytes() + w.scale_bytes(), w.scale_kind, mins);
+        const int64_t half = w.group / 2, last = std::min(w.group, in_features - g * w.group);
+        for (int64_t k = 0; k < last; k++) {
+            const int64_t at = w.bits == 8 ? k : k % half;
+            const uint8_t* bytes = panel + at / 4 * kQuantisedColumns * 4 + at % 4;
+            float* to = out + (g * w.group + k) * kQuantisedColumns;
+            for (int64_t j = 0; j < kQuantisedColumns; j++) {
+                const uint8_t byte = bytes[j * 4];
+                const int64_t value = w.bits == 8 ? byte : k < half ? byte & 15 : byte >> 4;
+                const float product = scales[j / 16][j % 16] * float(value - w.zero());
+                to[j] = w.has_mins ? product + mins[j / 16][j % 16] : product;
+            }
+        }
+    }
+}
+
+// Writes one output's weights, [in_features], as T.
+template <class T>
+void dequantise_row(const uint8_t* data, int64_t row, int64_t in_features, const Groups& w, T* out) {
+    const uint8_t* panel = data + row / kQuantisedColumns * w.panel_bytes(in_features);
+    for (int64_t k = 0; k < in_features; k++) put(out + k, dequantised(panel, k, row % kQuantisedColumns, w));
+}
+
+// values: int8 [out, in], or for 4 bits uint8 [out, in / 2] with even inputs in the low halves. scales and mins: [out,
+// groups] in the scheme's type.
+inline void pack_in_groups(const uint8_t* values, const uint8_t* scales, const uint8_t* mins, uint8_t* packed,
+                        int64_t out_features, int64_t in_features, const Groups& w, int64_t threads) {
+    const int64_t groups = w.count(in_features), size = w.scale_bytes() / kQuantisedColumns, half = w.group / 2;
+#pragma omp parallel for schedule(static) num_threads(int(threads))
+    for (int64_t panel = 0; panel < (out_features + kQuantisedColumns - 1) / kQuantisedColumns; panel++)
+        for (int64_t g = 0; g < groups; g++) {
+            uint8_t* block = packed + panel * w.panel_bytes(in_features) + g * w.block_bytes();
+            std::memset(block, 0, w.block_bytes());
+            for (int64_t j = 0; j < kQuantisedColumns && panel * kQuantisedColumns + j < out_features; j++) {
+                const int64_t n = panel * kQuantisedColumns + j;
+                for (int64_t i = 0; i < w.group; i++) {
+                    const int64_t k = g * w.group + i;
+                    uint8_t value = uint8_t(w.zero());
+                    if (k < in_features && w.bits == 8) value = uint8_t(values[n * in_features + k] + 128);
+                    if (k < in_features && w.bits == 4) value = values[(n * in_features + k) / 2] >> (k % 2 * 4) & 15;
+                    const int64_t at = w.bits == 8 ? i : i % half;
+                    uint8_t& to = block[(at / 4 * kQuantisedColumns + j) * 4 + at % 4];
+                    to |= uint8_t(w.bits == 4 && i >= half ? value << 4 : value);
+                }
+                std::memcpy(block + w.value_bytes() + j * size, scales + (n * groups + g) * size, size);
+                if (w.has_mins)
+                    std::memcpy(block + w.value_bytes() + w.scale_bytes() + j * size, mins + (n * groups + g) * size, size);
+            }
+        }
+}
