@@ -67,14 +67,16 @@ def dequantize(weights: LinearWeights) -> Tensor:
     values = tensors["values"]
     if scheme.kind == "int4":
         values = unpack_halves(values).char()
-        if not scheme.has_mins:
+        if not scheme.offsets:
             values = values - MIDDLE
 
     def by_input(name: str) -> Tensor:
         return tensors[name].float().repeat_interleave(scheme.group, 1)[:, : weights.in_features]
 
     found = values.float() * by_input("scales")
-    return found + by_input("mins") if scheme.has_mins else found
+    if scheme.offsets:
+        found += by_input("mins") if scheme.offsets == "mins" else -by_input("scales") * by_input("zeros")
+    return found
 
 
 def linear(x: Tensor, weights: LinearWeights, *, rounds_inputs: bool = False) -> Tensor:

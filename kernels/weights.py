@@ -1,8 +1,8 @@
 """Weights of linear layers: the one type that readers return and backends pack, and rounding to 8 and 4 bits.
 
 A quantised scheme divides each output's inputs into groups. A group's weights are `scale * value` (int8), `scale *
-(value - 8)` (int4), or `scale * value + minimum` in schemes with minimums. Scales keep the checkpoint's dtype, so that
-the weights in memory have exactly the checkpoint's values.
+(value - 8)` (int4), `scale * value + minimum` with minimums, or `scale * (value - zero)` with zero points. Scales keep
+the checkpoint's dtype, so that the weights in memory have exactly the checkpoint's values.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,30 +16,34 @@ Kind = Literal["dense", "int8", "int4"]
 # Group sizes that backends pack. A checkpoint's larger groups are cut into these, all with the same scale.
 GROUP = 32
 GROUPS = (16, GROUP)
-# The middle of the values 0 to 15, which means 0 in int4 without minimums.
+# The middle of the values 0 to 15, which means 0 in int4 without offsets.
 MIDDLE = 8
+Offsets = Literal["", "mins", "zeros"]
+OFFSETS: tuple[Offsets, ...] = ("", "mins", "zeros")
 SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Scheme(NamedTuple):
     """Form of a linear layer's weights. kind: dense is in the model's dtype and has no other field.
 
-    group: inputs that share a scale. scale_dtype: of the scales and minimums. has_mins: whether groups have minimums.
+    group: inputs that share a scale. scale_dtype: of the scales and minimums. offsets: whether groups have minimums, or
+    zero points (int4 only).
     """
 
     kind: Kind = "dense"
     group: int = 0
     scale_dtype: torch.dtype | None = None
-    has_mins: bool = False
+    offsets: Offsets = ""
 
     def __str__(self) -> str:
         if self.kind == "dense":
             return self.kind
-        return f"{self.kind} in groups of {self.group}{' with minimums' if self.has_mins else ''}"
+        offsets = {"": "", "mins": " with minimums", "zeros": " with zero points"}[self.offsets]
+        return f"{self.kind} in groups of {self.group}{offsets}"
 
 
 DENSE = Scheme()
-SERVED = "dense, int8 and int4 in groups of 16 or 32, with or without minimums"
+SERVED = "dense, and int8 and int4 in groups of 16 or 32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,8 @@ class LinearWeights:
     """Weights of a linear layer, `[out_features, in_features]`, as a reader returns them or as `Ops.pack` does.
 
     tensors, as a reader returns them: `weight` `[out, in]` (dense); `values` int8 `[out, in]` (int8) or uint8 `[out,
-    in / 2]` with even inputs in the low halves (int4); `scales` and `mins` `[out, ceil(in / group)]`. `bias` `[out]` is
+    in / 2]` with even inputs in the low halves (int4); `scales`, `mins` and uint8
+    `zeros` `[out, ceil(in / group)]`. `bias` `[out]` is
     optional. A packed layer has `packed` in its backend's layout instead, or the same tensors.
     """
 
@@ -84,8 +89,10 @@ def dense(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
     return LinearWeights(DENSE, {"weight": weight}, weight.shape[1], weight.shape[0]).with_bias(bias)
 
 
-def quantised(kind: Kind, values: Tensor, scales: Tensor, mins: Tensor | None, in_features: int) -> LinearWeights:
-    """Return values and scales, as in `LinearWeights`, as a linear layer's.
+def quantised(
+    kind: Kind, values: Tensor, scales: Tensor, in_features: int, offsets: Offsets = "", given: Tensor | None = None
+) -> LinearWeights:
+    """Return values and scales, as in `LinearWeights`, as a linear layer's. given: the minimums or zero points.
 
     Groups larger than GROUP are cut, which changes no weight. Raises ValueError if in_features is no multiple of the
     groups, or if these cannot be cut.
@@ -95,11 +102,11 @@ def quantised(kind: Kind, values: Tensor, scales: Tensor, mins: Tensor | None, i
     if size * groups != in_features or (size not in GROUPS and size % GROUP):
         raise ValueError(f"{groups} groups of {in_features} inputs: expected groups of 16, or of a multiple of 32")
     group = min(size, GROUP)
-    tensors = {"values": values, "scales": scales} | ({} if mins is None else {"mins": mins})
+    tensors = {"values": values, "scales": scales} | ({} if given is None else {offsets: given})
     if size > group:
         for name in tensors.keys() - {"values"}:
             tensors[name] = tensors[name].repeat_interleave(size // group, 1)
-    scheme = Scheme(kind, group, scales.dtype, mins is not None)
+    scheme = Scheme(kind, group, scales.dtype, offsets)
     return LinearWeights(scheme, tensors, in_features, values.shape[0])
 
 
@@ -123,16 +130,18 @@ def _generalised(weights: LinearWeights, group: int) -> LinearWeights:
     scheme, tensors = weights.scheme, weights.tensors
     values = tensors["values"]
     if scheme.kind == "int4":
-        values = unpack_halves(values).char() - (0 if scheme.has_mins else MIDDLE)
+        values = unpack_halves(values).char() - (0 if scheme.offsets else MIDDLE)
     count = -(-weights.in_features // group)
 
     def by_group(name: str) -> Tensor:
         return tensors[name].float().repeat_interleave(scheme.group // group, 1)[:, :count]
 
     scales = by_group("scales")
-    mins = by_group("mins") if scheme.has_mins else torch.zeros_like(scales)
+    mins = torch.zeros_like(scales)
+    if scheme.offsets:
+        mins = by_group("mins") if scheme.offsets == "mins" else -scales * by_group("zeros")
     found = {"values": values, "scales": scales, "mins": mins}
-    return LinearWeights(Scheme("int8", group, torch.float32, True), found, weights.in_features, weights.out_features)
+    return LinearWeights(Scheme("int8", group, torch.float32, "mins"), found, weights.in_features, weights.out_features)
 
 
 def pack_halves(values: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.model.quantised.methods import read_method
 from engine.model.rope import RopeConfig
 from wire.errors import ConfigError
 from wire.model_config import context_length, positive, positive_number
@@ -87,8 +88,7 @@ def shared_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
 
     Raises ConfigError naming the field.
     """
-    if raw.get("quantization_config"):
-        raise ConfigError("quantization_config", "quantised weights are not served; use the unquantised checkpoint")
+    read_method(raw)
     num_heads = required(raw, "num_attention_heads")
     num_kv_heads = positive("num_key_value_heads", raw.get("num_key_value_heads") or num_heads)
     if num_heads % num_kv_heads:

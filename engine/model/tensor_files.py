@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from kernels.dtypes import FILE_DTYPES
+from kernels.dtypes import FILE_DTYPES, RAW_DTYPES
 from kernels.weights import LinearWeights
 from wire.errors import ConfigError
 
@@ -45,10 +45,14 @@ class WeightsFile(Protocol):
         """Copy a tensor into `out`, of its shape and any dtype and device. Raises ConfigError for damaged data."""
         ...
 
-    def stored(self, name: str, device: torch.device) -> LinearWeights | None:
+    def stored(self, name: str) -> LinearWeights | None:
         """Return a matrix as it is stored if that is a quantised scheme of ours, else None. Raises ConfigError for
         damaged data.
         """
+        ...
+
+    def raw(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, on the host. Raises ConfigError for a dtype that is not served."""
         ...
 
     def close(self) -> None: ...
@@ -123,8 +127,16 @@ class SafetensorsFile:
         for first, last, data in self._file.rows(entry):
             out[first:last].copy_(data.view(dtype))
 
-    def stored(self, name: str, device: torch.device) -> LinearWeights | None:
+    def stored(self, name: str) -> LinearWeights | None:
         return None
+
+    def raw(self, name: str) -> Tensor:
+        entry = self.entries[name]
+        if entry.dtype not in RAW_DTYPES:
+            raise ConfigError("model", f"tensor {name} is {entry.dtype}; served are {', '.join(RAW_DTYPES)}")
+        parts = [data.clone() for _, _, data in self._file.rows(entry)] if entry.num_bytes else []
+        data = torch.cat(parts).flatten() if parts else torch.empty(0, dtype=torch.uint8)
+        return data.view(RAW_DTYPES[entry.dtype]).view(entry.shape)
 
     def close(self) -> None:
         self._file.close()
@@ -152,7 +164,7 @@ class SafetensorsFile:
         shape = tuple(value["shape"])
         if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
             raise ValueError(f"tensor {name} has offsets {start!r}, {end!r} and shape {shape}")
-        dtype = FILE_DTYPES.get(value["dtype"])
+        dtype = RAW_DTYPES.get(value["dtype"])
         if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
             raise ValueError(f"tensor {name} has {end - start} bytes for shape {shape} in {value['dtype']}")
         return Entry(shape, value["dtype"], begin + start, end - start)

@@ -8,10 +8,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.model.config import ModelConfig
+from engine.model.config import ModelConfig, read_config
+from engine.model.quantised.method import Method
+from engine.model.quantised.methods import read_method
 from engine.model.tensor_files import SafetensorsFile, WeightsFile
 from engine.progress import LOADING, Progress
-from kernels.weights import LinearWeights, concatenated, dense, round_to_int4, round_to_int8
+from kernels import reference
+from kernels.weights import DENSE, LinearWeights, concatenated, dense, round_to_int4, round_to_int8
 from wire.errors import ConfigError
 
 ROUND = {"int8": round_to_int8, "int4": round_to_int4}
@@ -22,7 +25,7 @@ class Checkpoint:
     shape.
 
     quantization: `none` returns all linear layers dense, `auto` as the files store them; `int8` and `int4` round dense
-    ones.
+    ones. method: reads the quantised modules of safetensors.
     """
 
     def __init__(
@@ -32,9 +35,11 @@ class Checkpoint:
         device: torch.device,
         progress: Progress | None = None,
         quantization: str = "none",
+        method: Method | None = None,
     ) -> None:
         self.files = {name: file for file in files for name in file.entries}
-        self.dtype, self.device, self._quantization = dtype, device, quantization
+        self.dtype, self.device = dtype, device
+        self._quantization, self._method = quantization, method
         self._progress = progress or (lambda *_: None)
         self._num_bytes = sum(file.entries[name].num_bytes for name, file in self.files.items())
         self._bytes_read = 0
@@ -56,42 +61,60 @@ class Checkpoint:
             first += rows
         return out
 
-    def linear(self, parts: list[tuple[str, int]], in_features: int, *, has_bias: bool = False) -> LinearWeights:
-        """Return the layer of several modules' outputs, concatenated. parts: module names and numbers of outputs."""
-        weights = self._weights([(f"{name}.weight", rows) for name, rows in parts], in_features)
-        return weights.with_bias(self.fused([(f"{name}.bias", rows) for name, rows in parts]) if has_bias else None)
+    def linear(self, modules: list[tuple[str, int]], in_features: int, *, has_bias: bool = False) -> LinearWeights:
+        """Return the layer of several modules' outputs, concatenated. modules: names and numbers of outputs."""
+        weights = self._weights(modules, in_features)
+        return weights.with_bias(self.fused([(f"{name}.bias", rows) for name, rows in modules]) if has_bias else None)
 
-    def embedding(self, name: str, vocab_size: int, hidden_size: int) -> LinearWeights:
+    def embedding(self, module: str, vocab_size: int, hidden_size: int) -> LinearWeights:
         """Return a table of the vocabulary: the embedding or the head. Rounded tables have 8 bits, because every token
         depends on them.
         """
-        return self._weights([(f"{name}.weight", vocab_size)], hidden_size, is_table=True)
+        return self._weights([(module, vocab_size)], hidden_size, is_table=True)
 
-    def _weights(self, parts: list[tuple[str, int]], in_features: int, *, is_table: bool = False) -> LinearWeights:
-        if self._quantization in ("auto", *ROUND):
-            stored = [self._stored(name, rows, in_features) for name, rows in parts]
-            kept = [weights for weights in stored if weights is not None]
-            if kept and self._quantization != "auto":
-                raise ConfigError("quantization", f"tensor {parts[0][0]} is quantised already; expected auto or none")
-            if len(kept) == len(parts):
-                return concatenated(kept)
-        weight = self.fused(parts, in_features)
+    def raw(self, name: str) -> Tensor:
+        """Return a tensor as it is stored, on the host. Raises ConfigError for a dtype that is not served."""
+        found = self.files[name].raw(name)
+        self._count(name)
+        return found
+
+    def _weights(self, modules: list[tuple[str, int]], in_features: int, *, is_table: bool = False) -> LinearWeights:
+        stored = [self._stored(module, rows, in_features) for module, rows in modules]
+        is_quantised = [weights is not None and weights.scheme != DENSE for weights in stored]
+        if self._quantization in ROUND and any(weights is not None for weights in stored):
+            raise ConfigError("quantization", f"tensor {modules[0][0]} is quantised already; expected auto or none")
+        if self._quantization == "auto" and all(is_quantised):
+            return concatenated([weights for weights in stored if weights is not None]).to(self.device)
+        weight = torch.empty(sum(rows for _, rows in modules), in_features, dtype=self.dtype, device=self.device)
+        first = 0
+        for (module, rows), weights in zip(modules, stored, strict=True):
+            part = weight[first : first + rows]
+            if weights is None:
+                self._read(f"{module}.weight", part)
+            else:
+                part.copy_(reference.dequantize(weights))
+            first += rows
         if self._quantization not in ROUND:
             return dense(weight)
         try:
             return ROUND["int8" if is_table else self._quantization](weight)
         except ValueError as error:
-            raise ConfigError("quantization", f"tensor {parts[0][0]}: {error}") from None
+            raise ConfigError("quantization", f"tensor {modules[0][0]}: {error}") from None
 
-    def _stored(self, name: str, rows: int, in_features: int) -> LinearWeights | None:
-        """Return a weight as its file stores it, None if that is dense or a form that is dequantised on reading."""
+    def _stored(self, module: str, rows: int, in_features: int) -> LinearWeights | None:
+        """Return a module's weights as the checkpoint quantises them, None if it does not, or if they are dequantised
+        as they are read.
+        """
+        if self._method is not None and (found := self._method.read(self, module, rows, in_features)) is not None:
+            return found
+        name = f"{module}.weight"
         self._check(name, (rows, in_features))
-        file = self.files[name]
-        found = file.stored(name, self.device)
-        if found is not None:
-            self._bytes_read += file.entries[name].num_bytes
-            self._progress(LOADING, self._bytes_read, self._num_bytes)
-        return found
+        if self._quantization == "none":
+            return None
+        stored = self.files[name].stored(name)
+        if stored is not None:
+            self._count(name)
+        return stored
 
     def finish(self) -> None:
         """Report complete progress, because tensors that the decoder does not use are never read."""
@@ -108,9 +131,11 @@ class Checkpoint:
             raise ConfigError("model", f"tensor {name} has shape {found}, the config says {shape}")
 
     def _read(self, name: str, out: Tensor) -> None:
-        file = self.files[name]
-        file.read(name, out)
-        self._bytes_read += file.entries[name].num_bytes
+        self.files[name].read(name, out)
+        self._count(name)
+
+    def _count(self, name: str) -> None:
+        self._bytes_read = min(self._bytes_read + self.files[name].entries[name].num_bytes, self._num_bytes)
         self._progress(LOADING, self._bytes_read, self._num_bytes)
 
 
@@ -131,7 +156,8 @@ def open_weights(
             file = _open_file(name)
             stack.callback(file.close)
             files.append(file)
-        yield Checkpoint(files, dtype, device, progress, quantization)
+        method = read_method(read_config(path)) if (path / "config.json").is_file() else None
+        yield Checkpoint(files, dtype, device, progress, quantization, method)
 
 
 def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:

@@ -22,7 +22,7 @@ from kernels.cpu.sampling import sample
 from kernels.memory import HugePages
 from kernels.ops import DecoderWeights, KvCache, LayerWeights, LoraTables, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
-from kernels.weights import DENSE, GROUPS, SCALE_DTYPES, LinearWeights, Scheme, dense
+from kernels.weights import DENSE, GROUPS, OFFSETS, SCALE_DTYPES, LinearWeights, Scheme, dense
 
 # Rows of one adapter that a thread processes at a time, small enough to divide a long prompt between threads.
 LORA_ROWS = 16
@@ -84,11 +84,11 @@ class NativeOps:
             functions["pack"](weight.data_ptr(), packed.data_ptr(), *weight.shape, self._pack_threads)
         else:
             values, scales = weights.tensors["values"].contiguous(), weights.tensors["scales"].contiguous()
-            mins = weights.tensors["mins"].contiguous() if weights.scheme.has_mins else None
+            offsets = weights.tensors[weights.scheme.offsets].contiguous() if weights.scheme.offsets else None
             shape, groups = (weights.out_features, weights.in_features), byref(_groups(weights.scheme))
             packed = self._empty(self._packed_groups_size(*shape, groups), dtype=torch.uint8)
             self._pack_groups(
-                values.data_ptr(), scales.data_ptr(), _pointer(mins), packed.data_ptr(), *shape, groups,
+                values.data_ptr(), scales.data_ptr(), _pointer(offsets), packed.data_ptr(), *shape, groups,
                 self._pack_threads,
             )  # fmt: skip
         found = LinearWeights(weights.scheme, {"packed": packed}, weights.in_features, weights.out_features)
@@ -298,7 +298,7 @@ def _groups(scheme: Scheme) -> structs.Groups:
     if scheme.scale_dtype is None:
         return structs.Groups()
     bits = 8 if scheme.kind == "int8" else 4
-    return structs.Groups(bits, scheme.group, SCALE_DTYPES.index(scheme.scale_dtype), scheme.has_mins)
+    return structs.Groups(bits, scheme.group, SCALE_DTYPES.index(scheme.scale_dtype), OFFSETS.index(scheme.offsets))
 
 
 def _linears(layer: LayerWeights, weights: DecoderWeights) -> tuple[LinearWeights, ...]:

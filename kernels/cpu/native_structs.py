@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Groups(Structure):
-    _fields_ = [("bits", c_int64), ("group", c_int64), ("scale_kind", c_int64), ("has_mins", c_int64)]
+    _fields_ = [("bits", c_int64), ("group", c_int64), ("scale_kind", c_int64), ("offset_kind", c_int64)]
 
 
 class Packed(Structure):

@@ -43,7 +43,7 @@ def read_blocks(name: str, kind: str, data: Tensor) -> LinearWeights:
     in_features = values.shape[1]
     if found.kind == "int4":
         values = pack_halves(values if mins is not None else values + 8)
-    return quantised(found.kind, values.contiguous(), scales, mins, in_features)
+    return quantised(found.kind, values.contiguous(), scales, in_features, "" if mins is None else "mins", mins)
 
 
 def _half(data: Tensor) -> Tensor:

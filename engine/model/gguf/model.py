@@ -163,14 +163,17 @@ class GgufWeights:
     def read(self, name: str, out: Tensor) -> None:
         _copy(self._gguf, self._names[name], self.entries[name], out, self._order(name, out.shape[0]))
 
-    def stored(self, name: str, device: torch.device) -> LinearWeights | None:
+    def stored(self, name: str) -> LinearWeights | None:
         entry = self.entries[name]
         if entry.dtype not in KEPT or len(entry.shape) != 2:
             return None
         parts = [read_blocks(name, entry.dtype, data) for _, _, data in self._gguf.file.rows(entry)]
-        weights = concatenated(parts).to(device)
+        weights = concatenated(parts)
         order = self._order(name, entry.shape[0])
-        return weights if order is None else weights.rows(torch.argsort(order).to(device))
+        return weights if order is None else weights.rows(torch.argsort(order))
+
+    def raw(self, name: str) -> Tensor:
+        raise ConfigError("model", f"tensor {name} is {self.entries[name].dtype}, which only a GGUF file has")
 
     def close(self) -> None:
         self._gguf.file.close()

@@ -369,9 +369,9 @@ extern "C" int64_t use_matrix_unit(int64_t is_on) {
 
 extern "C" {
 int64_t packed_size_groups(int64_t out, int64_t in, const Groups* w) { return num_panels(out) * w->panel_bytes(in); }
-void pack_groups(const uint8_t* values, const uint8_t* scales, const uint8_t* mins, uint8_t* packed, int64_t out, int64_t in,
+void pack_groups(const uint8_t* values, const uint8_t* scales, const uint8_t* offsets, uint8_t* packed, int64_t out, int64_t in,
                  const Groups* w, int64_t threads) {
-    pack_in_groups(values, scales, mins, packed, out, in, *w, threads);
+    pack_in_groups(values, scales, offsets, packed, out, in, *w, threads);
 }
 int64_t rounded_bytes(int64_t in, const Groups* w) { return RoundedRows{nullptr, in, w->group}.stride(); }
 }

@@ -1,6 +1,6 @@
 // Weights of 8 or 4 bits in groups of inputs that share a scale (kernels/weights.py), in panels of 32 outputs.
 //
-// A block holds one group of one panel: values, then 32 scales, then 32 minimums if the scheme has them. Values of 8 bits
+// A block holds one group of one panel: values, then 32 scales, then 32 minimums or zero points if the scheme has them. Values of 8 bits
 // are [group / 4][32][4] bytes, increased by 128. Values of 4 bits are [group / 8][32][4] bytes, whose low halves are
 // inputs 0 to group / 2 - 1 and whose high halves are the others. Rows of x are rounded to 8 bits, with a scale for each
 // 32 inputs, so that sums within a group are exact whole numbers.
@@ -17,18 +17,24 @@ constexpr int kQuantisedRows = 6;
 constexpr int64_t kRowsAlone = 4;      // most rows that each thread rounds for itself, which saves a barrier
 
 enum ScaleKind : int64_t { kScaleFloat = 0, kScaleHalf = 1, kScaleBf16 = 2 };
+// A weight is scale * (value - zero()) without offsets, scale * value + minimum, or scale * (value - zero point), whose
+// zero points are bytes.
+enum OffsetKind : int64_t { kNoOffsets = 0, kMinimums = 1, kZeroPoints = 2 };
 
 // bits: 8 or 4; 0 for weights in the model's dtype, which have no other field.
 struct Groups {
-    int64_t bits, group, scale_kind, has_mins;
+    int64_t bits, group, scale_kind, offset_kind;
 
     int64_t count(int64_t in_features) const { return (in_features + group - 1) / group; }
     int64_t value_bytes() const { return bits * group * kQuantisedColumns / 8; }
     int64_t scale_bytes() const { return kQuantisedColumns * (scale_kind == kScaleFloat ? 4 : 2); }
-    int64_t block_bytes() const { return value_bytes() + scale_bytes() * (has_mins ? 2 : 1); }
+    int64_t offset_bytes() const {
+        return offset_kind == kMinimums ? scale_bytes() : offset_kind == kZeroPoints ? kQuantisedColumns : 0;
+    }
+    int64_t block_bytes() const { return value_bytes() + scale_bytes() + offset_bytes(); }
     int64_t panel_bytes(int64_t in_features) const { return bits ? count(in_features) * block_bytes() : 0; }
     // The stored value that means 0.
-    int64_t zero() const { return bits == 8 ? 128 : has_mins ? 0 : 8; }
+    int64_t zero() const { return bits == 8 ? 128 : offset_kind ? 0 : 8; }
 };
 
 inline Float16 half_to_float(Word16 bits) {
@@ -51,6 +57,17 @@ inline void load_scales(const uint8_t* from, int64_t kind, Float16 (&scales)[2])
 #endif
         const Word16 bits = __builtin_convertvector(load_vector<Half16>(from + v * 32), Word16);
         scales[v] = kind == kScaleHalf ? half_to_float(bits) : cast<Float16>(bits << 16);
+    }
+}
+
+// Loads the minimums of a block at `panel`, or computes them from its zero points and scales.
+inline void load_minimums(const uint8_t* panel, const Groups& w, const Float16 (&scales)[2], Float16 (&minimums)[2]) {
+    const uint8_t* from = panel + w.value_bytes() + w.scale_bytes();
+    if (w.offset_kind == kMinimums) return load_scales(from, w.scale_kind, minimums);
+    typedef uint8_t Byte16 __attribute__((vector_size(16)));
+    for (int v = 0; v < 2; v++) {
+        const Int16 zeros = __builtin_convertvector(load_vector<Byte16>(from + v * 16), Int16);
+        minimums[v] = -scales[v] * __builtin_convertvector(zeros, Float16);
     }
 }
 
@@ -150,7 +167,7 @@ inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int6
     const int32_t* firsts = x.firsts(row);
     const float* totals = x.totals(row);
     const int64_t stride = x.stride(), groups = w.count(x.inputs), block = w.block_bytes(), kind = w.scale_kind;
-    const bool has_mins = w.has_mins;
+    const bool has_offsets = w.offset_kind;
     for (int64_t g = 0; g < groups; g++, panel += block) {
         Int16 dots[ROWS][2];
         for (int i = 0; i < ROWS; i++)
@@ -187,9 +204,9 @@ inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int6
             for (int v = 0; v < 2; v++)
                 acc[i][v] = fused(__builtin_convertvector(dots[i][v], Float16), factors[v] * scale, acc[i][v]);
         }
-        if (has_mins) {
+        if (has_offsets) {
             Float16 mins[2];
-            load_scales(panel + w.value_bytes() + w.scale_bytes(), kind, mins);
+            load_minimums(panel, w, factors, mins);
             for (int i = 0; i < ROWS; i++)
                 for (int v = 0; v < 2; v++) acc[i][v] = fused(mins[v], splat(totals[i * stride / 4 + g]), acc[i][v]);
         }
@@ -214,13 +231,11 @@ inline float dequantised(const uint8_t* panel, int64_t k, int64_t column, const 
     const int64_t at = w.bits == 8 ? in_group : in_group % half;
     const uint8_t byte = block[(at / 4 * kQuantisedColumns + column) * 4 + at % 4];
     const int64_t value = w.bits == 8 ? byte : in_group < half ? byte & 15 : byte >> 4;
-    const auto scale_at = [&](const uint8_t* from) {
-        Float16 scales[2];
-        load_scales(from, w.scale_kind, scales);
-        return scales[column / 16][column % 16];
-    };
-    const float product = scale_at(block + w.value_bytes()) * float(value - w.zero());
-    return w.has_mins ? product + scale_at(block + w.value_bytes() + w.scale_bytes()) : product;
+    Float16 scales[2], mins[2] = {};
+    load_scales(block + w.value_bytes(), w.scale_kind, scales);
+    if (w.offset_kind) load_minimums(block, w, scales, mins);
+    const float product = scales[column / 16][column % 16] * float(value - w.zero());
+    return w.offset_kind ? product + mins[column / 16][column % 16] : product;
 }
 
 // Writes a panel as fp32, [in_features][32].
@@ -228,7 +243,7 @@ inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Gr
     for (int64_t g = 0; g < w.count(in_features); g++, panel += w.block_bytes()) {
         Float16 scales[2], mins[2] = {};
         load_scales(panel + w.value_bytes(), w.scale_kind, scales);
-        if (w.has_mins) load_scales(panel + w.value_bytes() + w.scale_bytes(), w.scale_kind, mins);
+        if (w.offset_kind) load_minimums(panel, w, scales, mins);
         const int64_t half = w.group / 2, last = std::min(w.group, in_features - g * w.group);
         for (int64_t k = 0; k < last; k++) {
             const int64_t at = w.bits == 8 ? k : k % half;
@@ -238,7 +253,7 @@ inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Gr
                 const uint8_t byte = bytes[j * 4];
                 const int64_t value = w.bits == 8 ? byte : k < half ? byte & 15 : byte >> 4;
                 const float product = scales[j / 16][j % 16] * float(value - w.zero());
-                to[j] = w.has_mins ? product + mins[j / 16][j % 16] : product;
+                to[j] = w.offset_kind ? product + mins[j / 16][j % 16] : product;
             }
         }
     }
@@ -251,10 +266,10 @@ void dequantise_row(const uint8_t* data, int64_t row, int64_t in_features, const
     for (int64_t k = 0; k < in_features; k++) put(out + k, dequantised(panel, k, row % kQuantisedColumns, w));
 }
 
-// values: int8 [out, in], or for 4 bits uint8 [out, in / 2] with even inputs in the low halves. scales and mins: [out,
-// groups] in the scheme's type.
-inline void pack_in_groups(const uint8_t* values, const uint8_t* scales, const uint8_t* mins, uint8_t* packed,
-                        int64_t out_features, int64_t in_features, const Groups& w, int64_t threads) {
+// values: int8 [out, in], or for 4 bits uint8 [out, in / 2] with even inputs in the low halves. scales and
+// offsets: [out, groups] in the scheme's types.
+inline void pack_in_groups(const uint8_t* values, const uint8_t* scales, const uint8_t* offsets, uint8_t* packed,
+                           int64_t out_features, int64_t in_features, const Groups& w, int64_t threads) {
     const int64_t groups = w.count(in_features), size = w.scale_bytes() / kQuantisedColumns, half = w.group / 2;
 #pragma omp parallel for schedule(static) num_threads(int(threads))
     for (int64_t panel = 0; panel < (out_features + kQuantisedColumns - 1) / kQuantisedColumns; panel++)
@@ -273,8 +288,8 @@ inline void pack_in_groups(const uint8_t* values, const uint8_t* scales, const u
                     to |= uint8_t(w.bits == 4 && i >= half ? value << 4 : value);
                 }
                 std::memcpy(block + w.value_bytes() + j * size, scales + (n * groups + g) * size, size);
-                if (w.has_mins)
-                    std::memcpy(block + w.value_bytes() + w.scale_bytes() + j * size, mins + (n * groups + g) * size, size);
+                const int64_t offset = w.offset_bytes() / kQuantisedColumns;
+                std::memcpy(block + w.value_bytes() + w.scale_bytes() + j * offset, offsets + (n * groups + g) * offset, offset);
             }
         }
 }

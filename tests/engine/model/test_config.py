@@ -41,7 +41,7 @@ def test_another_architecture_is_refused_with_those_that_are_served() -> None:
         {"eos_token_id": ["x"]},
         {"partial_rotary_factor": 0.5},
         {"hidden_act": "gelu"},
-        {"quantization_config": {"quant_method": "awq"}},
+        {"quantization_config": {"quant_method": "aqlm"}},
         {"num_key_value_heads": 3},
         {"vocab_size": None},
         {"hidden_size": "64"},

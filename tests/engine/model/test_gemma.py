@@ -248,7 +248,7 @@ def test_a_published_config_means_what_transformers_reads_in_it(raw: dict[str, A
         ({"rope_scaling": "linear"}, "rope_scaling"),
         ({"rope_parameters": {"full_attention": "linear"}}, "rope_parameters"),
         ({"rope_parameters": {"full_attention": {"rope_type": "linear"}}}, "rope_parameters.factor"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
     ],
 )
 def test_a_config_that_would_be_computed_otherwise_is_refused(change: dict[str, Any], field: str) -> None:

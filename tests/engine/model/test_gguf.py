@@ -132,7 +132,7 @@ def test_other_types_and_mixtures_with_them_are_dequantised(llama: Path, tmp_pat
         assert source.linear([("model.layers.0.mlp.up_proj", 512)], 256).scheme.kind == "dense"
     file = gguf_files.write(llama, tmp_path / "model.gguf", Kind.Q8_0)
     with open_weights(file, torch.float32, CPU, quantization="int8") as source:
-        refusal = "quantization: tensor model.layers.0.mlp.up_proj.weight is quantised already; expected auto or none"
+        refusal = "quantization: tensor model.layers.0.mlp.up_proj is quantised already; expected auto or none"
         with pytest.raises(ConfigError, match=refusal):
             source.linear([("model.layers.0.mlp.up_proj", 512)], 256)
 

@@ -1,0 +1,74 @@
+"""Checkpoints of compressed-tensors (llm-compressor): int4, int8 and FP8, by the tensors that a module has.
+
+Scales of inputs are not read: the backends round inputs by their own, finer scales, or not at all.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.model.quantised.fp8 import dequantised
+from engine.model.quantised.method import FIELD, Groups, Module, RawTensors, choose, unpack_words
+from kernels.weights import LinearWeights
+from wire.errors import ConfigError
+
+FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+
+
+class CompressedTensors:
+    """Packed: `weight_packed` int32 `[out, in / n]`, n values a word, `weight_zero_point` `[out / n, groups]` if any.
+    Else `weight` int8 or FP8, `weight_zero_point` int8 `[out, groups]` if any. `weight_scale` `[out, groups]`, or one
+    for the whole tensor.
+    """
+
+    name = "compressed-tensors"
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """Raises ConfigError naming the field."""
+        choose(config, "format", FORMATS, "dense")
+        for field in ("transform_config", "sparsity_config"):
+            given = config.get(field) or {}
+            if given and given.get("format") != "dense":
+                raise ConfigError(FIELD, f"{field} is not served; use a checkpoint without it")
+
+    def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
+        m = Module(tensors, module, self.name)
+        if m.has("weight_packed"):
+            return self._packed(m, rows, columns)
+        if not m.has("weight_scale"):
+            return None
+        weight = m.take("weight", (torch.int8, torch.float8_e4m3fn), rows, columns)
+        if weight.dtype == torch.float8_e4m3fn:
+            return dequantised(m, weight, "weight_scale", None)
+        scales = self._scales(m, rows)
+        zeros = None
+        if m.has("weight_zero_point"):
+            zeros = m.take("weight_zero_point", (torch.int8,), *m.raw("weight_scale").shape)
+            zeros = zeros.to(torch.int16).expand(rows, -1) + 128
+        values = (weight.to(torch.int16) + 128).to(torch.uint8)
+        return m.in_groups(8, Groups(values, scales, zeros, self._order(m, columns)))
+
+    def _packed(self, m: Module, rows: int, columns: int) -> LinearWeights:
+        words = m.raw("weight_packed")
+        bits = next((bits for bits in (4, 8) if words.shape == (rows, -(-columns * bits // 32))), None)
+        if bits is None or words.dtype != torch.int32:
+            raise m.error("weight_packed", f"is {list(words.shape)}; expected int32 {rows} rows of 4 or 8 bits")
+        values = unpack_words(words, bits).flatten(1)[:, :columns]
+        scales, zeros = self._scales(m, rows), None
+        if m.has("weight_zero_point"):
+            shape = -(-rows * bits // 32), scales.shape[1]
+            packed = m.take("weight_zero_point", (torch.int32,), *shape)
+            zeros = unpack_words(packed.T.contiguous(), bits).flatten(1)[:, :rows].T.contiguous()
+        return m.in_groups(bits, Groups(values, scales, zeros, self._order(m, columns)))
+
+    def _scales(self, m: Module, rows: int) -> Tensor:
+        """Return the scales `[rows, groups]`."""
+        shape = m.raw("weight_scale").shape
+        if shape in ((), (1,), (1, 1)):
+            return m.scales("weight_scale", *shape).reshape(1, 1).expand(rows, 1)
+        return m.scales("weight_scale", rows, shape[-1])
+
+    def _order(self, m: Module, columns: int) -> Tensor | None:
+        return m.take("weight_g_idx", (torch.int32,), columns) if m.has("weight_g_idx") else None

@@ -1,0 +1,33 @@
+"""Table of the quantisations of safetensors checkpoints, by config.json's `quant_method`."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from engine.model.quantised.awq import Awq
+from engine.model.quantised.compressed_tensors import CompressedTensors
+from engine.model.quantised.fp8 import Fp8
+from engine.model.quantised.gptq import Gptq
+from engine.model.quantised.method import FIELD, Method
+from wire.errors import ConfigError
+
+METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
+    "awq": Awq,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Fp8,
+    "fp8": Fp8,
+    "gptq": Gptq,
+}
+
+
+def read_method(raw: Mapping[str, Any]) -> Method | None:
+    """Return the quantisation of a model's config.json, None if it has none. Raises ConfigError, naming the field, for
+    one that is not served.
+    """
+    config = raw.get(FIELD)
+    if not config:
+        return None
+    name = config.get("quant_method") if isinstance(config, dict) else None
+    if name not in METHODS:
+        served = ", ".join(METHODS)
+        raise ConfigError(FIELD, f"quant_method {str(name)[:40]!r} is not served; expected one of {served}")
+    return METHODS[name](config)

@@ -1,0 +1,147 @@
+"""Quantised safetensors: every weight in memory is exactly that of the checkpoint, and foreign ones are refused."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from engine.model.families import parse_model_config
+from engine.model.quantised.methods import METHODS
+from engine.model.weights import Checkpoint, open_weights
+from kernels import reference
+from testing.tiny import save_model
+from tests.engine.model import quantised_files as files
+from wire.errors import ConfigError
+
+CPU = torch.device("cpu")
+GPTQ4, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], files.Written], str]] = {
+    "gptq 4 symmetric": (GPTQ4, partial(files.gptq, bits=4, symmetric=True), "int4 in groups of 32"),
+    "gptq 4": (GPTQ4, partial(files.gptq, bits=4, symmetric=False), "int4 in groups of 32 with zero points"),
+    "gptq 4 v2": (
+        GPTQ4 | {"checkpoint_format": "gptq_v2"}, partial(files.gptq, bits=4, symmetric=False, v2=True),
+        "int4 in groups of 32 with zero points",
+    ),
+    "gptq 4 shuffled": (GPTQ4, partial(files.gptq, bits=4, symmetric=False, shuffled=True), "dense"),
+    "gptq 8 symmetric": (GPTQ8, partial(files.gptq, bits=8, symmetric=True), "int8 in groups of 32"),
+    "gptq 8": (GPTQ8, partial(files.gptq, bits=8, symmetric=False), "int8 in groups of 32 with minimums"),
+    "awq": ({"quant_method": "awq", "bits": 4, "version": "GEMM"}, files.awq, "int4 in groups of 32 with zero points"),
+    "packed 4 symmetric": (PACKED, partial(files.packed, bits=4, symmetric=True), "int4 in groups of 32"),
+    "packed 4": (PACKED, partial(files.packed, bits=4, symmetric=False), "int4 in groups of 32 with zero points"),
+    "packed 8 symmetric": (PACKED, partial(files.packed, bits=8, symmetric=True), "int8 in groups of 32"),
+    "int8 symmetric": (
+        PACKED | {"format": "int-quantized"}, partial(files.int8, symmetric=True), "int8 in groups of 32"
+    ),
+    "int8": (
+        PACKED | {"format": "int-quantized"}, partial(files.int8, symmetric=False),
+        "int8 in groups of 32 with minimums",
+    ),
+    "fp8 tensor": (PACKED | {"format": "float-quantized"}, partial(files.fp8, kind="tensor"), "dense"),
+    "fp8 channel": (PACKED | {"format": "float-quantized"}, partial(files.fp8, kind="channel"), "dense"),
+    "fp8 block": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, partial(files.fp8, kind="block"), "dense"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_model(folder)
+    return folder
+
+
+def qkv(source: Checkpoint) -> Any:
+    parts = [(f"model.layers.1.self_attn.{name}_proj", rows) for name, rows in (("q", 64), ("k", 32), ("v", 32))]
+    return source.linear(parts, 64)
+
+
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_weights_are_exactly_the_checkpoint_s(case: str, model: Path, tmp_path: Path) -> None:
+    config, quantise, scheme = CASES[case]
+    expected = files.write(model, tmp_path / "out", config, quantise)
+    wanted = torch.cat([expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
+    with open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto") as source:
+        found = qkv(source)
+        assert str(found.scheme) == scheme
+        assert torch.equal(reference.dequantize(found), wanted)
+        down = source.linear([("model.layers.0.mlp.down_proj", 64)], 128)
+        assert torch.equal(reference.dequantize(down), expected["model.layers.0.mlp.down_proj.weight"])
+        head = source.embedding("lm_head", *expected["lm_head.weight"].shape)
+        assert torch.equal(head.tensors["weight"], expected["lm_head.weight"])
+    with open_weights(tmp_path / "out", torch.float32, CPU, quantization="none") as source:
+        assert torch.equal(qkv(source).tensors["weight"], wanted)
+    with (
+        open_weights(tmp_path / "out", torch.float32, CPU, quantization="int8") as source,
+        pytest.raises(ConfigError, match="q_proj is quantised already; expected auto or none"),
+    ):
+        qkv(source)
+
+
+Q = "model.layers.1.self_attn.q_proj"
+BREAKS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing zeros": ("gptq 4", lambda t: t.pop(f"{Q}.qzeros"), r"q_proj.qzeros \(gptq int4\) is missing"),
+    "other dtype": (
+        "awq", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].long()}),
+        r"q_proj.qweight \(awq int4\) is int64 \[64, 8\]; expected int32 \[64, 8\]",
+    ),
+    "other shape": (
+        "gptq 4", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:-1].clone()}),
+        r"q_proj.qweight \(gptq int4\) is int32 \[7, 64\]; expected int32 \[8, 64\]",
+    ),
+    "not a number": (
+        "packed 4", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan),
+        r"q_proj.weight_scale \(compressed-tensors\) holds NaN",
+    ),
+    "five bits": (
+        "packed 4", lambda t: t.update({f"{Q}.weight_packed": torch.zeros(64, 10, dtype=torch.int32)}),
+        r"q_proj.weight_packed \(compressed-tensors\) is \[64, 10\]",
+    ),
+    "groups of 8": (
+        "packed 4 symmetric", lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 8)}),
+        r"q_proj.weight \(compressed-tensors\) 8 groups of 64 inputs: expected groups of 16",
+    ),
+    "other blocks": (
+        "fp8 block", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)}),
+        r"q_proj.weight_scale_inv \(fp8\) is \[3, 3\]; expected one, \[64, 1\], or one for each block",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(BREAKS))
+def test_a_broken_tensor_is_refused_by_name_and_scheme(name: str, model: Path, tmp_path: Path) -> None:
+    case, damage, refusal = BREAKS[name]
+    config, quantise, _ = CASES[case]
+    files.write(model, tmp_path / "out", config, quantise)
+    tensors = load_file(tmp_path / "out/model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "out/model.safetensors")
+    with (
+        open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto") as source,
+        pytest.raises(ConfigError, match=refusal),
+    ):
+        qkv(source)
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        ({"quant_method": "bitsandbytes"}, f"'bitsandbytes' is not served; expected one of {', '.join(METHODS)}"),
+        ({"quant_method": "gptq", "bits": 3}, "bits '3' is not served; expected one of 4, 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is not served"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not served; expected one of gemm"),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config is not served"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected two sizes"),
+        ("awq", "quant_method 'None' is not served"),
+    ],
+)
+def test_a_foreign_quantisation_is_refused_before_any_weight(config: Any, refusal: str, model: Path) -> None:
+    raw = json.loads((model / "config.json").read_text()) | {"quantization_config": config}
+    with pytest.raises(ConfigError, match=f"quantization_config: .*{refusal}"):
+        parse_model_config(raw)
