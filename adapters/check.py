@@ -19,7 +19,8 @@ from typing import Any
 
 from adapters.archives.members import ArchiveError, ArchiveTooLarge
 from adapters.archives.unpack import unpack
-from adapters.checkpoint import Checkpoint
+from adapters.base_choice import TRAINED_ON, choose_base
+from adapters.checkpoint import CONFIG_NAME, Checkpoint
 from adapters.manifest import AdapterError, BaseShape
 from adapters.store import prepare
 
@@ -86,7 +87,7 @@ def _limit(job: dict[str, Any]) -> None:
 def _answer(job: dict[str, Any]) -> dict[str, Any] | None:
     """Return the result, or a refusal with its code, the field at fault and the message."""
     try:
-        checkpoint = _check(job)
+        checkpoint, base = _check(job)
     except ArchiveTooLarge as error:
         return _refusal("too_large", "file", str(error))
     except ArchiveError as error:
@@ -99,6 +100,7 @@ def _answer(job: dict[str, Any]) -> dict[str, Any] | None:
         "digest": checkpoint.digest,
         "rank": checkpoint.rank,
         "num_bytes": checkpoint.num_bytes,
+        "base": base,
     }
 
 
@@ -106,16 +108,24 @@ def _refusal(code: str, field: str, message: str) -> dict[str, Any]:
     return {"refused": code, "field": field, "message": message}
 
 
-def _check(job: dict[str, Any]) -> Checkpoint:
+def _check(job: dict[str, Any]) -> tuple[Checkpoint, str]:
+    """Return the adapter and the name of its base model."""
     folder, archive = Path(job["folder"]), Path(job["folder"]) / ARCHIVE
     if archive.exists():
         unpack(archive, folder, job["max_bytes"])
         archive.unlink()
-    base = BaseShape(
-        num_layers=job["base"]["num_layers"],
-        projections={name: tuple(shape) for name, shape in job["base"]["projections"].items()},
-        outside={name: tuple(shape) for name, shape in job["base"]["outside"].items()},
+    checkpoint = prepare(folder, folder / PREPARED)
+    # The canonical form leaves out the adapter's origin.
+    trained_on = json.loads((folder / CONFIG_NAME).read_bytes()).get(TRAINED_ON)
+    bases = {name: _shape(fields) for name, fields in job["bases"].items()}
+    base = choose_base(checkpoint, trained_on, bases, job["closed"])
+    checkpoint.check_served(job["bases"][base]["max_rank"], job["bases"][base]["max_adapter_bytes"])
+    return checkpoint, base
+
+
+def _shape(fields: dict[str, Any]) -> BaseShape:
+    return BaseShape(
+        num_layers=fields["num_layers"],
+        projections={name: tuple(shape) for name, shape in fields["projections"].items()},
+        outside={name: tuple(shape) for name, shape in fields["outside"].items()},
     )
-    checkpoint = prepare(folder, folder / PREPARED, base)
-    checkpoint.check_served(job["max_rank"], job["max_adapter_bytes"])
-    return checkpoint

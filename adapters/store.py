@@ -64,10 +64,10 @@ class AdapterStore(Protocol):
     def close(self) -> None: ...
 
 
-def prepare(source: Path, target: Path, base: BaseShape) -> Checkpoint:
+def prepare(source: Path, target: Path) -> Checkpoint:
     """Write the canonical form of `source` into the folder `target` and check the written files.
 
-    Raises AdapterError if the adapter cannot be served on this base model, and OSError.
+    The caller checks the result against a base model. Raises AdapterError, OSError.
     """
     check_files(source)
     for name in FILES:
@@ -76,7 +76,6 @@ def prepare(source: Path, target: Path, base: BaseShape) -> Checkpoint:
     target.mkdir(mode=0o755)
     write_canonical(source, target)
     checkpoint = open_checkpoint(target)  # checks the written files, which are the ones that are stored
-    checkpoint.check_base(base)
     sync_directory(target)
     return checkpoint
 
@@ -85,7 +84,8 @@ def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> Checkpoint:
     """Store an adapter folder in its canonical form. Raises what `prepare` and `publish` raise."""
     with store.spool() as spool:
         target = spool.folder / "adapter"
-        checkpoint = prepare(Path(folder), target, base)
+        checkpoint = prepare(Path(folder), target)
+        checkpoint.check_base(base)
         store.stage(target, checkpoint.digest)
         store.publish(target, checkpoint.digest)
     return checkpoint

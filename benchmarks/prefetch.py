@@ -26,6 +26,7 @@ from gateway.fleet.prefetch import Prefetch
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenants
+from testing.gateway.bases import only
 from testing.gateway.running import Client, running, settings, until
 
 BUSY, TOKENS, PROMPT = 12, 24, "Once upon a time there was a number"
@@ -77,7 +78,7 @@ async def measure(folder: Path, url: str, store: Path, digests: list[str], round
         async with running(of) as gateway:
             busy, quiet = await gateway.tenant("busy", **UNLIMITED), await gateway.tenant("quiet", **UNLIMITED)
             database = Database(of.database_url)
-            tenant, catalog = await Tenants(database).get("quiet"), Catalog(database, BASE)
+            tenant, catalog = await Tenants(database).get("quiet"), Catalog(database, only(BASE))
             for number, digest in enumerate(digests):
                 row = {"digest": digest, "rank": 16, "num_bytes": 1, "actor": "benchmark"}
                 await catalog.add_version(tenant, f"cold-{number}", **row)

@@ -28,6 +28,7 @@ from benchmarks.routing_engines import start_engine
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.probe import Probe
 from gateway.fleet.registry import Registry
+from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL
 from testing.gateway.upstream import TOKEN
@@ -77,7 +78,7 @@ async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -
 
         for _ in range(workers):
             session = await stack.enter_async_context(ClientSession())
-            probe = Probe(session, kinds_of(session), BASE_MODEL)
+            probe = Probe(session, kinds_of(session), only(BASE_MODEL))
             registry = Registry(listed, probe if pushed else Asking(probe))
             task = asyncio.create_task(registry.watch(lambda: None))
             stack.callback(task.cancel)

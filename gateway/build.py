@@ -5,6 +5,7 @@
 
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from gateway.alerts.build import Alerts, build_alerts
@@ -16,6 +17,7 @@ from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.admin.adapters import AdminAdapters
 from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
+from gateway.api.admin.bases import AdminBases
 from gateway.api.admin.keys import KeyRoutes
 from gateway.api.admin.plans import AdminPlans
 from gateway.api.admin.prices import AdminPrices
@@ -44,6 +46,7 @@ from gateway.api.reports.usage import Usage
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
+from gateway.api.uploads.checking import Served
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
@@ -62,6 +65,7 @@ from gateway.process.disks import Disks
 from gateway.process.drain import Drain
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
+from gateway.records.bases.records import BaseRecords
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.retention import Retention
@@ -97,8 +101,8 @@ async def build(settings: Settings) -> Gateway:
     """Return a gateway. Raises SettingsError, which names every model folder, store or option that cannot be used."""
     resources = await open_resources(settings)
     records = build_records(resources)
-    billing = build_billing(resources)
-    serving = build_serving(resources)
+    billing = build_billing(resources, records.bases)
+    serving = build_serving(resources, records.bases)
     metrics, drain, body_memory = resources.metrics, Drain(), BodyMemory(settings.body_memory_bytes)
     _watch(metrics, billing, serving, body_memory)
     idempotency = Idempotency(resources.redis, settings.redis_timeout)
@@ -121,7 +125,8 @@ async def build(settings: Settings) -> Gateway:
         *_admin_handlers(records, billing, serving, intake, resumable),
         _build_imports(resources, records, billing, intake),
         AdminWebhooks(manager=manager, events=alerts.events),
-        ProbeRoutes(records.tenants, probes, serving.registry, validation, billing.quota),
+        ProbeRoutes(records.tenants, probes, validation, billing.quota),
+        _build_bases(resources, records, serving, probes),
         *_adapter_handlers(pages.frame, resources, records, billing, serving, intake, golden),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
@@ -165,12 +170,15 @@ def _build_intake(
     return AdapterIntake(
         catalog=validation.catalog,
         store=resources.store,
-        base=resources.model.base,
         rules=upload_rules(resources.settings),
         idempotency=idempotency,
-        served=lambda: served(serving.registry.engines, resources.settings.max_lora_rank),
+        served=partial(_served, resources, serving),
         validation=validation,
     )
+
+
+def _served(resources: Resources, serving: Serving, base: str) -> Served:
+    return served(serving.registry.engines, resources.settings.max_lora_rank, base)
 
 
 def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> Abandoned:
@@ -276,6 +284,18 @@ def _build_webhook_manager(settings: Settings, records: Records, alerts: Alerts)
     )
 
 
+def _build_bases(resources: Resources, records: Records, serving: Serving, probes: Probes) -> AdminBases:
+    return AdminBases(
+        bases=records.bases,
+        records=BaseRecords(resources.database),
+        registry=serving.registry,
+        probes=probes,
+        prices=records.prices,
+        known=records.price_list,
+        auth=records.auth,
+    )
+
+
 def _build_health(resources: Resources, billing: Billing, serving: Serving, drain: Drain) -> Health:
     return Health(
         database=resources.database,
@@ -292,8 +312,7 @@ def _build_health(resources: Resources, billing: Billing, serving: Serving, drai
 def _build_admission(resources: Resources, records: Records, billing: Billing, serving: Serving) -> Admission:
     settings = resources.settings
     prompts = PromptReader(
-        resources.model.tokenizer,
-        resources.model.max_length,
+        serving.tokenizers,
         settings.default_max_tokens,
         max_answer_bytes=settings.max_answer_bytes,
         max_event_bytes=settings.reader_buffer_bytes,
@@ -331,14 +350,12 @@ def _inference_handlers(
     )
     models = Models(
         catalog=records.catalog,
-        base_model=settings.base_model,
-        max_length=resources.model.max_length,
         prices=AdapterPrices(resources.database, records.price_list),
     )
     chats = TenantChats(
         tenants=records.tenants,
         adapters=records.adapter_list,
-        base_model=settings.base_model,
+        bases=records.bases,
         completions=completions,
         audit=records.audit,
     )
@@ -373,7 +390,7 @@ def _admin_handlers(
         AdminAdapters(adapters=records.adapter_list, registry=serving.registry),
         AdminAudit(audit=records.audit),
         OwnAudit(audit=records.audit),
-        AdminPlans(auth=auth, plans=records.plans, known=records.price_list, base_model=catalog.base_model),
+        AdminPlans(auth=auth, plans=records.plans, known=records.price_list, bases=records.bases),
         AdminPrices(auth=auth, prices=records.prices, known=records.price_list, tenants=tenants, catalog=catalog),
         AdminTenants(auth=auth, tenants=tenants, lists=records.tenant_lists, plans=records.plans, catalog=catalog),
         AdminTenantBulk(auth=auth, bulk=records.tenant_bulk),

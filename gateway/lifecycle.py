@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from aiohttp import web
 
 from gateway.build import Gateway
+from gateway.errors import Conflict
 from gateway.process.background import running
 from gateway.records.keys.keys import Keys
 from gateway.settings import OFF, Settings, SettingsError
@@ -36,6 +37,7 @@ class Lifecycle:
             self._connections,
             self._schema,
             self._access,
+            self._bases,
             self._prices,
             self._leases,
         )
@@ -94,6 +96,15 @@ class Lifecycle:
 
     async def _disks(self, _: web.Application) -> AsyncIterator[None]:
         async with running(self._gateway.disks.watch()):
+            yield
+
+    async def _bases(self, _: web.Application) -> AsyncIterator[None]:
+        records = self._gateway.records
+        try:
+            await records.bases.start()
+        except Conflict as error:
+            raise SettingsError("LORAPLEX_BASE_MODEL", error.message) from error
+        async with running(records.bases.watch(records.changes)):
             yield
 
     async def _prices(self, _: web.Application) -> AsyncIterator[None]:

@@ -9,8 +9,8 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.billing.ledger import Ledger
 from gateway.billing.usage_row import UsageRow
+from gateway.fleet.gates import Gates
 from gateway.fleet.health import Health
-from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.metric_labels import TenantLabels, method_label
 from gateway.process.loop_lag import LoopLag
@@ -324,7 +324,7 @@ class Metrics:
     def watch_quota(self, up: Callable[[], bool]) -> None:
         self._quota_up.set_function(up)
 
-    def watch(self, registry: Registry, ledger: Ledger, gate: Gate) -> None:
+    def watch(self, registry: Registry, ledger: Ledger, gate: Gates) -> None:
         """Read these objects each time that the metrics are scraped."""
         self._engines = registry
         self._queue_waiting.set_function(lambda: gate.waiting)

@@ -22,6 +22,7 @@ from gateway.fleet.dispatch import Fleet
 from gateway.fleet.drains import Drains
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.fairness import Fairness
+from gateway.fleet.gates import Gates
 from gateway.fleet.history import History
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
@@ -31,11 +32,12 @@ from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.probe import Probe
 from gateway.fleet.probing import AdapterProber
 from gateway.fleet.quarantine import Quarantine
-from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_deaths import SharedDeaths
 from gateway.fleet.shared_service import SharedService
+from gateway.fleet.tokenizers import Tokenizers
+from gateway.fleet.tokenizing import EngineTokenizer
 from gateway.fleet.warming import Warming
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
@@ -45,6 +47,8 @@ from gateway.records.adapters.list import AdapterList
 from gateway.records.adapters.pins import pinned_bases
 from gateway.records.adapters.use import AdapterUses
 from gateway.records.audit import Audit
+from gateway.records.bases.records import BaseRecords
+from gateway.records.bases.registry import Bases
 from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.keys.keys import Keys
 from gateway.records.keys.list import KeyLists
@@ -68,6 +72,7 @@ class Records:
     tenants: Tenants
     keys: Keys
     report: UsageReport
+    bases: Bases
     changes: Changes
     catalog: Catalog
     adapter_list: AdapterList
@@ -109,11 +114,12 @@ class Serving:
     drains: Drains
     history: History
     fairness: Fairness
-    gate: Gate
+    gate: Gates
     shared_service: SharedService
     engine_service: EngineService
     quarantine: Quarantine
     prober: AdapterProber
+    tokenizers: Tokenizers
     pinning: Pinning
     warming: Warming
     fleet: Fleet
@@ -139,6 +145,8 @@ def build_records(resources: Resources) -> Records:
         proofs=frozenset(filter(None, [auth.bootstrap_proof, provider.proof if provider is not None else None])),
     )
 
+    bases = Bases(BaseRecords(database), None if resources.model is None else resources.model.base)
+
     def is_proved(presented: str) -> bool:
         return auth.is_issued(presented) or strong.contains(presented)
 
@@ -146,8 +154,9 @@ def build_records(resources: Resources) -> Records:
         Tenants(database),
         keys,
         UsageReport(database),
+        bases,
         changes,
-        Catalog(database, settings.base_model, changes, TRUST_SECONDS),
+        Catalog(database, bases, changes, TRUST_SECONDS),
         AdapterList(database),
         AdapterUses(database),
         KeyLists(database),
@@ -155,7 +164,7 @@ def build_records(resources: Resources) -> Records:
         TenantBulk(database, lists),
         Plans(database),
         prices,
-        PriceList(prices, settings.base_model, settings.currency),
+        PriceList(prices, bases, settings.currency),
         Audit(database),
         RefusalLog(database, resources.metrics.refusals_only_counted),
         RequestLog(database),
@@ -170,7 +179,7 @@ def build_records(resources: Resources) -> Records:
     )
 
 
-def build_billing(resources: Resources) -> Billing:
+def build_billing(resources: Resources, bases: Bases) -> Billing:
     """Return the limits, the ledger, and the accounts that use both."""
     settings, redis, database = resources.settings, resources.redis, resources.database
     journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
@@ -182,30 +191,30 @@ def build_billing(resources: Resources) -> Billing:
         settings.lease_seconds,
         parse_fallback(settings.quota_fallback),
         resources.metrics.admitted_without_redis,
-        UsagePast(database, settings.base_model),
+        UsagePast(database, bases),
         settings.redis_check,
     )
     finished = FinishedClient(resources.session, settings.internal_token)
     return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
 
 
-def build_serving(resources: Resources) -> Serving:
+def build_serving(resources: Resources, bases: Bases) -> Serving:
     """Return the fleet of engines, its queue and its watchers."""
     settings, redis, timeout = resources.settings, resources.redis, resources.settings.engine_timeout
     announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
     services = Services(
         session=resources.session,
         internal_token=settings.internal_token,
-        base_model=settings.base_model,
+        base_names=lambda: bases.names,
         store=resources.store,
         uses=RecentUses(redis, settings.redis_timeout),
         silence_seconds=settings.engine_silence,
     )
     kinds = make_kinds(services)
-    probe = Probe(resources.session, kinds, settings.base_model)
+    probe = Probe(resources.session, kinds, bases)
     registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
     counters = ServiceCounters()
-    gate = Gate(lambda: registry.capacity, counters, settings.queue_length, settings.queue_seconds)
+    gate = Gates(registry.capacity_of, counters, settings.queue_length, settings.queue_seconds)
     quarantine = Quarantine(
         settings.quarantine_seconds,
         settings.key_pepper.encode(),
@@ -214,9 +223,16 @@ def build_serving(resources: Resources) -> Serving:
     )
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
-    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint))
+    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint), bases)
     pinning = Pinning(lambda: registry.up, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
+    own = None if resources.model is None else (resources.model.base.name, resources.model.tokenizer)
+
+    def judge_again() -> None:
+        for engine in registry.up:
+            probe.judge(engine)
+
+    bases.changed = judge_again
     prober = AdapterProber(registry, kinds, quarantine)
     return Serving(
         announcements=announcements,
@@ -229,6 +245,7 @@ def build_serving(resources: Resources) -> Serving:
         engine_service=engine_service,
         quarantine=quarantine,
         prober=prober,
+        tokenizers=Tokenizers(EngineTokenizer(registry, kinds).tokens, own),
         pinning=pinning,
         warming=Warming(registry, client.send_hint),
         fleet=fleet,

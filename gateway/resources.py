@@ -16,6 +16,7 @@ from adapters.store_s3 import Bucket
 from gateway.fleet.client import new_session
 from gateway.metrics import Metrics
 from gateway.process.loop_lag import LoopLag
+from gateway.records.bases.base import Base, Shape
 from gateway.records.database import Database
 from gateway.redis.client import connect
 from gateway.settings import Problems, Settings, SettingsError
@@ -27,22 +28,22 @@ from wire.text.tokenizer import Tokenizer, TokenizerError
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """The base model as the gateway knows it. max_length: tokens of prompt and answer together."""
+    """The base model of LORAPLEX_BASE_MODEL, with the tokenizer of its folder."""
 
     tokenizer: Tokenizer
-    base: BaseShape
-    max_length: int
+    base: Base
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
     """The settings, and the objects that hold connections, files or threads.
 
-    import_sources: prefixes of imports, each with its bucket if it is in an S3 service.
+    model: None without LORAPLEX_BASE_MODEL. import_sources: prefixes of imports, each with its
+    bucket if it is in an S3 service.
     """
 
     settings: Settings
-    model: Model
+    model: Model | None
     store: AdapterStore
     import_sources: dict[str, Bucket | None]
     tracing: Tracing | None
@@ -81,17 +82,20 @@ async def open_resources(settings: Settings) -> Resources:
     )
 
 
-def _read_model(settings: Settings) -> Model:
+def _read_model(settings: Settings) -> Model | None:
     """Read the tokenizer, the shapes that adapters must fit, and the context length. Reads no weights."""
-    folder = settings.model_dir
+    folder, name = settings.model_dir, settings.base_model
+    if folder is None or name is None:
+        return None
     try:
-        tokenizer, base = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
+        tokenizer, shape = Tokenizer.from_dir(folder), BaseShape.from_config_dir(folder)
         config = json.loads((folder / "config.json").read_text("utf-8"))
     except (TokenizerError, ValueError, OSError) as error:
         raise SettingsError("LORAPLEX_MODEL_DIR", str(error)) from error
     if settings.max_model_len is None and not isinstance(config.get("max_position_embeddings"), int):
         raise SettingsError("LORAPLEX_MAX_MODEL_LEN", "is required: config.json has no max_position_embeddings")
-    return Model(tokenizer, base, settings.max_model_len or context_length(config))
+    length = settings.max_model_len or context_length(config)
+    return Model(tokenizer, Base(name=name, shape=Shape.of(shape), context_length=length, tokenizer=str(folder)))
 
 
 def _open_store(settings: Settings) -> AdapterStore:

@@ -31,9 +31,10 @@ class Settings:
     engines: types.Engines
     internal_token: types.Secret = field(repr=False)
     adapter_store: types.StorePath
-    model_dir: types.ModelFolder
-    base_model: types.ModelName
     key_pepper: types.Secret = field(repr=False)
+    # Short form for a deployment's first base model: its folder, and its name in the API. None: all are on record.
+    model_dir: types.ModelFolder | None = None
+    base_model: types.ModelName | None = None
     # Admin key that needs no database; OFF if the database holds another admin key.
     admin_key: types.AdminKey = field(default=OFF, repr=False)
     # Secret with which an engine announces itself. None: the internal token.
@@ -235,6 +236,12 @@ RELATIONS: tuple[tuple[str, tuple[str, ...], Callable[..., bool], str], ...] = (
         ("oidc_issuer", "oidc_roles"),
         lambda client, issuer, roles: (issuer is None) == (client is None) == (not roles),
         f"expected together with {PREFIX}OIDC_ISSUER and {PREFIX}OIDC_ROLES",
+    ),
+    (
+        "base_model",
+        ("model_dir",),
+        lambda name, folder: (name is None) == (folder is None),
+        f"expected together with {PREFIX}MODEL_DIR",
     ),
     ("admin_port", ("port",), lambda admin, port: admin != port, f"expected a port other than {PREFIX}PORT"),
     (

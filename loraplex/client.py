@@ -220,22 +220,22 @@ class GatewayClient:
         )
         return done
 
-    async def push_adapter(self, tenant: str | None, name: str, path: Path) -> dict[str, Any]:
+    async def push_adapter(self, tenant: str | None, name: str, path: Path, **base: str) -> dict[str, Any]:
         """Upload a PEFT folder or an archive of one, for `tenant`, or with a tenant's own key if None.
 
         Raises FileNotFoundError naming the missing file.
         """
-        form = aiohttp.FormData()
-        form.add_field("name", name)
+        form = aiohttp.FormData({"name": name} | base)
         with ExitStack() as files:
             for field, file in upload_files(path).items():
                 form.add_field(field, files.enter_context(file.open("rb")), filename=file.name)
             return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
-    async def import_adapter(self, tenant: str | None, name: str, source: str) -> dict[str, Any]:
+    async def import_adapter(self, tenant: str | None, name: str, source: str, **base: str) -> dict[str, Any]:
         """Make the gateway import an adapter from a source that it allows."""
         path = uploads_path(tenant).removesuffix("uploads") + "imports"
-        return await self.call("POST", path, params={"name": name, "source": source}, timeout=UPLOAD_TIMEOUT)
+        query = {"name": name, "source": source} | base
+        return await self.call("POST", path, params=query, timeout=UPLOAD_TIMEOUT)
 
     async def probe(self, tenant: str | None, version: Reference) -> dict[str, Any]:
         """Return the newest probe of a version."""

@@ -20,10 +20,14 @@ PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 Progress = Callable[[int, int], object]
 
 
-async def push_in_parts(client: GatewayClient, route: str, name: str, path: Path, progress: Progress) -> dict[str, Any]:
+async def push_in_parts(
+    client: GatewayClient, route: str, name: str, path: Path, progress: Progress, **base: str
+) -> dict[str, Any]:
     """Upload a PEFT folder or an archive as `name` and return the adapter.
 
-    route: path of the tenant's uploads. progress: called with (bytes received, size). Raises GatewayError, OSError.
+    route: path of the tenant's uploads. base: its base model, if given. progress: called with (bytes received, size).
+
+    Raises GatewayError, OSError.
     """
     with _archive(path) as file:
         size, sha256 = file.seek(0, 2), await asyncio.to_thread(_hash, file)
@@ -36,7 +40,7 @@ async def push_in_parts(client: GatewayClient, route: str, name: str, path: Path
             part = file.read(PART_BYTES)
             received = await _retry(lambda: _send(client, one, received, part))  # noqa: B023  (awaited at once)
             progress(received, size)
-        return await client.call("POST", f"{one}/complete", timeout=UPLOAD_TIMEOUT)
+        return await client.call("POST", f"{one}/complete", params=base, timeout=UPLOAD_TIMEOUT)
 
 
 async def _send(client: GatewayClient, route: str, start: int, part: bytes) -> int:

@@ -19,7 +19,13 @@ def upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
         route("POST", path, ResumableUploads.begin, "Begin or resume an upload.", query=("name", "size", "sha256")),
         route("GET", one, ResumableUploads.get, "Return how much of an upload has arrived.", query=()),
         route("PUT", one, ResumableUploads.put, "Send a part of an upload.", query=("offset", "sha256")),
-        route("POST", f"{one}/complete", ResumableUploads.complete, "Check the upload and add the version.", query=()),
+        route(
+            "POST",
+            f"{one}/complete",
+            ResumableUploads.complete,
+            "Check the upload and add the version.",
+            query=("base",),
+        ),
         route("DELETE", one, ResumableUploads.abort, "Abort an upload.", query=()),
     )
 

@@ -10,6 +10,7 @@ from gateway.access.scopes import Guards
 from gateway.api.adapters.routes import ADAPTER_ROUTES
 from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
+from gateway.api.admin.bases import AdminBases, BaseChanges, NewBase
 from gateway.api.admin.engines import AdminEngines, EngineUrl
 from gateway.api.admin.fleet_views import FleetViews
 from gateway.api.admin.keys import LIST_QUERY as KEY_LIST
@@ -82,7 +83,7 @@ API: dict[type, tuple[Route, ...]] = {
             "GET",
             "/v1/models",
             Models.list,
-            "List the base model, and the tenant's adapters and saved mixtures.",
+            "List the base models, and the tenant's adapters and saved mixtures.",
             scope="inference",
             response=ModelList,
         ),
@@ -177,6 +178,18 @@ API: dict[type, tuple[Route, ...]] = {
             request=PlanPrices,
         ),
         _admin("DELETE", PLAN, AdminPlans.delete, "Delete a plan that no tenant has."),
+    ),
+    AdminBases: (
+        _admin("GET", "/admin/api/bases", AdminBases.list, "List base models with their engines and adapters."),
+        _admin("POST", "/admin/api/bases", AdminBases.add, "Add a base model.", request=NewBase),
+        _admin(
+            "PATCH",
+            "/admin/api/bases/{name:.+}",
+            AdminBases.change,
+            "Drain, resume, retire or replace a base model.",
+            query=FORCE,
+            request=BaseChanges,
+        ),
     ),
     AdminWebhooks: (
         _admin("GET", "/admin/api/webhooks", AdminWebhooks.list, "List the webhooks."),

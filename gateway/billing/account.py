@@ -38,7 +38,7 @@ OUTCOME_PATIENCE_SECONDS = 10.0
 
 
 class Account:
-    """Costs of a request so far. Token counts are the engine's if it sends them."""
+    """Costs of a request so far. Token counts are the engine's if it sends them. base: name of the base model."""
 
     def __init__(
         self,
@@ -49,12 +49,14 @@ class Account:
         price: Price,
         asked: InferenceRequest,
         arrived: float,
+        base: str | None = None,
     ) -> None:
         self.principal = principal
         self.reservation = reservation
         self.endpoint = endpoint
         self.model = model
         self.price = price
+        self.base = base
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
         self.hold = reservation.hold
@@ -234,6 +236,7 @@ class Account:
             reserved_tokens=self.reservation.tokens,
             end_user=self.end_user,
             error_code=self.error_code,
+            base=self.base,
         )
 
     def _count(self, counts: dict[str, Any], cached: Any) -> None:

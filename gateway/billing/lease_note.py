@@ -17,16 +17,23 @@ from gateway.records.money.prices import Price
 class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
     """Weights in the token rates, with the note's newer fields.
 
-    version: of the adapter. parts: name and version of each part of a mixture. end_user: of the usage row.
+    version: of the adapter. parts: name and version of each part of a mixture. end_user, base: of the usage row.
     """
 
     version: int | None = None
     parts: tuple[tuple[str, int], ...] = ()
     end_user: str | None = None
+    base: str | None = None
 
 
 def lease_note(
-    principal: TenantPrincipal, endpoint: str, model: Model, price: Price, weights: Weights, end_user: str | None = None
+    principal: TenantPrincipal,
+    endpoint: str,
+    model: Model,
+    price: Price,
+    weights: Weights,
+    end_user: str | None = None,
+    base: str | None = None,
 ) -> dict[str, Any]:
     """Return the data with which another gateway settles the request, besides its progress: the constant fields of its
     usage row, its price, and its NotedWeights unless all have their defaults.
@@ -37,6 +44,7 @@ def lease_note(
         version=model.version,
         parts=model.versions if model.parts else (),
         end_user=end_user,
+        base=base,
     )
     return {
         **({} if noted == NotedWeights() else {"weights": noted}),

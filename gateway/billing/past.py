@@ -8,6 +8,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_, select, union_all
 
 from gateway.records.adapters.removed_versions import all_versions
+from gateway.records.bases.registry import Bases
 from gateway.records.database import Database
 from gateway.records.money.usage_rows import TIMES, segments
 from gateway.records.sums import int_sum
@@ -35,9 +36,9 @@ class UsagePast:
     Raises Unavailable if the database is away.
     """
 
-    def __init__(self, database: Database, base_model: str) -> None:
+    def __init__(self, database: Database, bases: Bases) -> None:
         self._database = database
-        self._base_model = base_model
+        self._bases = bases
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int:
         """Return the cost, in micro-units, of the requests in `[since, until)`."""
@@ -124,7 +125,7 @@ class UsagePast:
             like = literal("%+").concat(func.replace(term, "_", "/_")).concat("*%")
             found.append(or_(own, *mixed, table.c.model.contains("*") & exists().where(text.like(like, escape="/"))))
         if part.besides is not None:
-            names = (self._base_model, *part.besides)
+            names = (*self._bases.names, *part.besides)
             found.append(table.c.model.not_in(names) & table.c.model.not_in(_same_content(tenant_id, part.besides)))
         return found
 

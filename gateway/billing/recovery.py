@@ -174,4 +174,5 @@ def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
         created_at=created_at,
         reserved_tokens=lease.reservation.tokens,
         end_user=weights.end_user,
+        base=weights.base,
     )

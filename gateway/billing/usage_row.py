@@ -21,7 +21,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     the tokens of the token rates beyond prompt and completion. version: of the adapter; None for the base model and for
     mixtures. admission_ms: until the reservation. queue_ms: the wait for an engine after it. reserved_tokens: number
     reserved in the token rates. end_user: the request's `user`, as `shown_user` returns it. error_code: of a failed
-    request. The last five are None in rows of the previous release.
+    request. base: name of the base model; None in rows of the previous release.
     """
 
     request_id: Annotated[str, Meta(max_length=64)]
@@ -49,6 +49,7 @@ class UsageRow(msgspec.Struct, frozen=True, kw_only=True):
     reserved_tokens: Count | None = None
     end_user: Annotated[str, Meta(max_length=MAX_USER_CHARS)] | None = None
     error_code: Annotated[str, Meta(max_length=64)] | None = None
+    base: Annotated[str, Meta(max_length=256)] | None = None
 
 
 _encoder = msgspec.json.Encoder()

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 from aiohttp import ClientConnectionError
@@ -18,15 +18,21 @@ from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
+from gateway.fleet.gates import Gates
 from gateway.fleet.own_requests import InFlight
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
-from gateway.fleet.queue import Gate, Place
+from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, choose, homes_of, is_activated, prefix_key
+from gateway.records.bases.base import Binding
+from gateway.records.bases.registry import Bases
 from gateway.spans import upstream
 from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
+
+if TYPE_CHECKING:
+    from gateway.records.adapters.catalog import Model
 
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
 MAX_FAILURES = 2
@@ -95,35 +101,38 @@ class Fleet:
         self,
         registry: Registry,
         client: EngineClient,
-        gate: Gate,
+        gates: Gates,
         first_byte_seconds: float,
         quarantine: Quarantine,
         service: EngineService,
         prefetch: Prefetch,
+        bases: Bases,
     ) -> None:
         self._registry = registry
         self._service = service
         self.prefetch = prefetch
         self._quarantine = quarantine
         self._client = client
-        self._gate = gate
+        self._gates = gates
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
+        self._bases = bases
         self.rates = Rates()
 
-    @property
-    def keeps_allowances(self) -> bool:
-        """Return whether every engine limits requests by an allowance, so that a whole answer's hold may grow."""
-        return all(engine.keeps_allowances for engine in self._registry.up)
+    def keeps_allowances(self, base: str) -> bool:
+        """Return whether every engine of a base model (its id) limits requests by an allowance, so that a whole
+        answer's hold may grow.
+        """
+        return all(engine.keeps_allowances for engine in self._registry.up if engine.base == base)
 
-    def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
+    def check(self, tenant_id: str, model: "Model", body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or adapter with which engines died."""
-        self._quarantine.check(tenant_id, digests, body)
+        self._quarantine.check(tenant_id, model.suspects, body)
 
     @asynccontextmanager
     async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
         """Yield an engine that has begun to answer. Raises EngineRefused."""
-        tenant = call.tenant
+        tenant, gate = call.tenant, self._gates.of(call.model.base)
         place = Place(
             tenant.id, tenant.weight, tenant.priority, call.prompt_tokens, lambda: bill.completion_tokens, tenant.name
         )
@@ -135,7 +144,7 @@ class Fleet:
         async with AsyncExitStack() as held:
             try:
                 with call.span.child("routing"):
-                    await held.enter_async_context(self._gate.enter(place))
+                    await held.enter_async_context(gate.enter(place))
             except Overloaded as error:
                 raise EngineRefused(error) from error
             finally:
@@ -144,7 +153,7 @@ class Fleet:
 
             def release() -> None:
                 in_flight.free()
-                self._gate.free(place)
+                gate.free(place)
 
             yield Answering(engine, response, release)
 
@@ -178,16 +187,18 @@ class Fleet:
 
     def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
-        bases = call.model.bases
-        left = [
+        binding = call.model.binding
+        left: Sequence[EngineRecord] = [
             candidate
             for candidate in self._registry.engines
             if candidate not in tries.engines
             and call.engine in (None, candidate)
             and candidate.address.traits.name not in tries.unserving
             and candidate.breaker.allows(call.tenant.id)
-            and candidate.serves_bases(bases)
+            and candidate.serves(binding)
         ]
+        if call.model.digest is None:
+            left = self._present(binding.base, left)
         digest, rate = call.model.digest, self.rates.of(call.model.digest)
         engine = choose(
             left,
@@ -198,7 +209,7 @@ class Fleet:
             reuses_base=call.prompt_tokens >= LONG_PROMPT and is_activated(digest, self._registry.engines),
         )
         if engine is None:
-            raise tries.refusal or EngineRefused(self._absence(bases, tries))
+            raise tries.refusal or EngineRefused(self._absence(binding, tries))
         if digest is not None and call.engine is None:
             # The homes of a popular adapter load it before requests go there.
             for home in homes_of(digest, [each for each in left if each.available], rate):
@@ -206,18 +217,27 @@ class Fleet:
                     self.prefetch.hint(home, call.model.adapters, call.tenant.id)
         return engine
 
-    def _absence(self, bases: Collection[str], tries: _Tries) -> NoEngine:
-        """Return the error of a request that no engine can serve. bases: base models of its adapters."""
+    def _present(self, base: str, engines: Sequence[EngineRecord]) -> Sequence[EngineRecord]:
+        """Return the engines with the base model's present weights; all of them until such an engine is available."""
+        known = self._bases.get(base)
+        digest = None if known is None else known.digest
+        present = [each for each in engines if each.state.base_digest in (None, digest)]
+        return present if digest is not None and any(each.available for each in present) else engines
+
+    def _absence(self, binding: Binding, tries: _Tries) -> NoEngine:
+        """Return the error of a request that no engine can serve. binding: of its model."""
         if tries.died:
             return EngineDied()
-        available = [engine for engine in self._registry.engines if engine.available]
-        is_bound_elsewhere = bool(available) and not any(engine.serves_bases(bases) for engine in available)
+        available = [each for each in self._registry.engines if each.available and each.base == binding.base]
+        is_bound_elsewhere = bool(available) and not any(engine.serves(binding) for engine in available)
         return NoEngineOfBase() if is_bound_elsewhere else NoEngine()
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""
         digest = call.model.digest
-        return prefix_key(call.tenant.id, None if is_activated(digest, self._registry.engines) else digest, call.body)
+        if digest is None or is_activated(digest, self._registry.engines):
+            digest = call.model.base
+        return prefix_key(call.tenant.id, digest, call.body)
 
     def _hint(self, call: Call) -> None:
         """Send hints for the adapters of a request that waits at the gate, to the engine that would get it now."""
@@ -240,7 +260,7 @@ class Fleet:
                 bill.unsent()
                 return None
             bill.lost()
-            self._quarantine.died(engine, call.tenant.id, call.model.adapters, call.body)
+            self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.body)
             await self._quarantine.reported()
             tries.died += 1
             if tries.are_enough:
@@ -264,7 +284,7 @@ class Fleet:
     def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
-            self.check(call.tenant.id, call.model.adapters, call.body)
+            self.check(call.tenant.id, call.model, call.body)
         except Quarantined as error:
             raise EngineRefused(error) from error
 
@@ -294,7 +314,7 @@ class Fleet:
                             # Exactly that type means that the gateway closed it, for example for a revoked key.
                             record = breaker.failed
                             if not isinstance(ended, TimeoutError):
-                                self._quarantine.died(engine, tenant_id, call.model.adapters, call.body)
+                                self._quarantine.died(engine, tenant_id, call.model.suspects, call.body)
             if ended is None:
                 record = breaker.succeeded
                 if in_flight.is_counted:

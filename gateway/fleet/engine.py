@@ -1,7 +1,7 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import logging
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
@@ -11,6 +11,7 @@ import msgspec
 from gateway.fleet.breaker import Breakers
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.own_requests import OwnRequests, Prefetched
+from gateway.records.bases.base import FIRST, Binding
 from wire.digests import bare_digest
 from wire.responses import Preempted, StepSecond, TenantShare
 
@@ -121,6 +122,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     instance: str | None = None
     revision: int = 0
     model: str | None = None
+    max_model_len: int = 0
     adapters_resident: list[str] = []
     adapters_activated: frozenset[str] = frozenset()
     adapters_host: list[str] | None = None
@@ -167,7 +169,8 @@ class EngineRecord:
     that it reports in its host memory, for operators only. foreign_load: number of other gateways' requests. slots:
     number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
     memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
-    with another adapter than the request's. drained: an operator's drain, independent of the engine's health.
+    with another adapter than the request's. drained: an operator's drain, independent of the engine's health. base: id
+    of the base model that it serves; None if that is not on record.
     """
 
     address: Address
@@ -184,6 +187,7 @@ class EngineRecord:
     mismatched: str | None = None
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
+    base: str | None = FIRST
 
     @property
     def url(self) -> str:
@@ -238,10 +242,10 @@ class EngineRecord:
             base_digest=(state.base_digest or "")[:MAX_VERSION_CHARS],
         )
 
-    def serves_bases(self, digests: Collection[str]) -> bool:
-        """Return whether adapters bound to these base models may run here. An engine without a digest is trusted."""
+    def serves(self, binding: Binding) -> bool:
+        """Return whether a model with this binding may run here. An engine without a digest is trusted."""
         own = self.state.base_digest
-        return own is None or all(digest == own for digest in digests)
+        return self.base == binding.base and (own is None or all(digest == own for digest in binding.digests))
 
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.queue import Gate, Place, TenantPlaces
+from gateway.fleet.gates import Gates
+from gateway.fleet.queue import Place, TenantPlaces
 from gateway.fleet.service_counters import ServiceCounters
 
 SAMPLE_SECONDS = 5.0
@@ -117,7 +118,7 @@ class _Known(NamedTuple):
 class Fairness:
     """Samples of one gateway process. The queue calls it for each charge and each admission."""
 
-    def __init__(self, gate: Gate, counters: ServiceCounters, engines: Callable[[], list[EngineRecord]]) -> None:
+    def __init__(self, gate: Gates, counters: ServiceCounters, engines: Callable[[], list[EngineRecord]]) -> None:
         self._gate = gate
         self._engines = engines
         self.since = time.time()

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.queue import Gate
+from gateway.fleet.gates import Gates
 from gateway.fleet.registry import Registry
 from wire.responses import StepSecond
 
@@ -131,7 +131,7 @@ class EngineHistory:
 class History:
     """Histories of all engines of a registry, and of the queue in front of them."""
 
-    def __init__(self, registry: Registry, gate: Gate) -> None:
+    def __init__(self, registry: Registry, gate: Gates) -> None:
         self._registry = registry
         self._gate = gate
         self._engines: dict[str, EngineHistory] = {}

@@ -18,6 +18,7 @@ from msgspec import MsgspecError
 from gateway.errors import Unavailable
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.routing import Rates, number_of_homes, rank
+from gateway.records.bases.base import Binding
 
 log = logging.getLogger(__name__)
 
@@ -33,15 +34,14 @@ class Sender(Protocol):
 class Pinning:
     """Pins of one process.
 
-    engines: returns the engines that are up. read: returns the pinned digests with the base models of their versions,
-    None for a version without one; raises Unavailable. rates: request rates, which determine the number of an adapter's
-    homes.
+    engines: returns the engines that are up. read: returns the pinned digests with the bindings of their versions;
+    raises Unavailable. rates: request rates, which determine the number of an adapter's homes.
     """
 
     def __init__(
         self,
         engines: Callable[[], Sequence[EngineRecord]],
-        read: Callable[[], Awaitable[Mapping[str, Collection[str | None]]]],
+        read: Callable[[], Awaitable[Mapping[str, Collection[Binding]]]],
         send: Sender,
         rates: Rates,
     ) -> None:
@@ -67,8 +67,8 @@ class Pinning:
         if not engines:
             return
         by_engine: dict[EngineRecord, list[str]] = {engine: [] for engine in engines}
-        for digest, bases in pinned.items():
-            serving = [engine for engine in engines if _serves_any(engine, bases)]
+        for digest, bindings in pinned.items():
+            serving = [engine for engine in engines if any(engine.serves(binding) for binding in bindings)]
             if not serving:
                 continue
             number = max(1, number_of_homes(digest, serving, self._rates.of(digest)))
@@ -92,7 +92,3 @@ class Pinning:
         if problem and self._reported.get(engine) != problem:
             log.warning("engine %s %s", engine.url, problem)
         self._reported[engine] = problem
-
-
-def _serves_any(engine: EngineRecord, bases: Collection[str | None]) -> bool:
-    return any(engine.serves_bases(() if base is None else (base,)) for base in bases)

@@ -10,6 +10,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health, network_reason
 from gateway.fleet.kinds.kind import PROBE_TIMEOUT, EngineKind, Misconfigured
 from gateway.fleet.kinds.table import Kinds
+from gateway.records.bases.registry import Bases, NoBase
 
 log = logging.getLogger(__name__)
 
@@ -18,12 +19,12 @@ ITS_KEY = "{} refuses this gateway's key; name its API key by ?key_env= or ?key_
 
 
 class Probe:
-    """Watch of an engine's state. base_model: the name under which every engine must serve the base model."""
+    """Watch of an engine's state, and of the base model that it serves."""
 
-    def __init__(self, session: ClientSession, kinds: Kinds, base_model: str) -> None:
+    def __init__(self, session: ClientSession, kinds: Kinds, bases: Bases) -> None:
         self._session = session
         self._kinds = kinds
-        self._base_model = base_model
+        self._bases = bases
 
     async def __call__(self, engine: EngineRecord) -> None:
         """Probe the engine and update its record. Raises no network errors."""
@@ -47,7 +48,7 @@ class Probe:
                 # Nothing shows yet that its release and settings keep tenants apart.
                 engine.mark_down(f"its state could not be read: {_unread_reason(error)}")
                 return
-        self._judge(engine)
+        self.judge(engine)
 
     async def _is_alive(self, engine: EngineRecord, kind: EngineKind) -> bool:
         """Return whether the health route answers 200; otherwise note the reason."""
@@ -79,7 +80,7 @@ class Probe:
                 if engine.state.draining:
                     engine.mark_down("it finishes its requests and stops", Health.DRAINING)
                 else:
-                    self._judge(engine)
+                    self.judge(engine)
                 changed()
                 pushed = True
         except TimeoutError:
@@ -93,15 +94,15 @@ class Probe:
             log.debug("engine %s: its state stream ended: %s", engine.url, type(error).__name__)
         return pushed
 
-    def _judge(self, engine: EngineRecord) -> None:
-        """Mark an answering engine as up if it serves the base model, else as misconfigured."""
-        serves, wanted = engine.state.model or self._base_model, self._base_model
-        if serves == wanted:
-            engine.mark_up()
+    def judge(self, engine: EngineRecord) -> None:
+        """Mark an answering engine as up if it serves a base model on record, else as misconfigured."""
+        try:
+            engine.base = self._bases.served_by(engine.state.model, engine.state.base_digest).id
+        except NoBase as error:
+            engine.base = None
+            engine.mark_misconfigured(str(error))
         else:
-            engine.mark_misconfigured(
-                f"engine serves {serves}, not {wanted}; start it with --served-model-name {wanted}"
-            )
+            engine.mark_up()
 
 
 def _unread_reason(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from gateway.fleet.registry import Registry
 from gateway.fleet.routing import choose
 from gateway.fleet.shared_deaths import Suspect
 from gateway.records.adapters.rows import Reason
+from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenant
 from wire.digests import digest_name
 from wire.probes import AdapterProbe
@@ -53,18 +54,14 @@ class AdapterProber:
         # Deaths that this process saw; those of all processes are in the quarantine, for its time.
         self._deaths: Counter[Suspect] = Counter()
 
-    @property
-    def can_probe(self) -> bool:
-        """Return whether an engine that can probe is available."""
-        return bool(self._engines())
+    def can_probe(self, base: str) -> bool:
+        """Return whether an engine of the base model (its id) that can probe is available."""
+        return bool(self._engines(base))
 
-    async def probe(
-        self, tenant: Tenant, digest: str, base: str | None = None, only: str | None = None
-    ) -> AdapterProbe:
+    async def probe(self, tenant: Tenant, digest: str, binding: Binding, only: str | None = None) -> AdapterProbe:
         """Return the result of a usable adapter. Raises AdapterRefused, NotProbed.
 
-        base: digest of the base model whose engines are tried first; None if any may be first. only: URL of the only
-        engine to try.
+        binding: the base model, and the weights whose engines are tried first. only: URL of the only engine to try.
         """
         body = {"probe": digest}
         try:
@@ -72,9 +69,8 @@ class AdapterProber:
         except Quarantined as error:
             raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
         self._check_deaths(Suspect("probe", tenant.id, digest))
-        left, refused = [each for each in self._engines() if only in (None, each.url)], None
-        bases = () if base is None else (base,)
-        while (engine := choose([each for each in left if each.serves_bases(bases)] or left, digest)) is not None:
+        left, refused = [each for each in self._engines(binding.base) if only in (None, each.url)], None
+        while (engine := choose([each for each in left if each.serves(binding)] or left, digest)) is not None:
             try:
                 return await self._probe_in(engine, tenant, digest, body)
             except AdapterRefused as error:
@@ -113,8 +109,9 @@ class AdapterProber:
             text = f"{MOST_DEATHS} engines died while they probed this adapter"
             raise AdapterRefused([Reason(message=text, code="adapter_probe_crashed")])
 
-    def _engines(self) -> list[EngineRecord]:
-        return [each for each in self._registry.up if each.state.probes and each.available]
+    def _engines(self, base: str) -> list[EngineRecord]:
+        able = (each for each in self._registry.up if each.state.probes and each.available)
+        return [each for each in able if each.base == base]
 
 
 def _read(engine: EngineRecord, status: int, answer: bytes) -> AdapterProbe:

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -70,13 +70,11 @@ class Registry:
     @property
     def capacity(self) -> Capacity | None:
         """Return the capacity of the available engines, or None without one, so that requests fail without a wait."""
-        available = [engine for engine in self._engines.values() if engine.available]
-        if not available:
-            return None
-        return Capacity(
-            own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
-            places=sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants),
-        )
+        return _capacity([engine for engine in self._engines.values() if engine.available])
+
+    def capacity_of(self, base: str) -> Capacity | None:
+        """Return the capacity of the available engines of a base model (its id), or None without one."""
+        return _capacity([each for each in self._engines.values() if each.available and each.base == base])
 
     async def poll(self) -> None:
         """Discover engines and probe each of them once."""
@@ -138,3 +136,12 @@ class Registry:
             if url not in self._engines:
                 slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS
                 self._engines[url] = EngineRecord(address, slots=slots, drained=self._drained.get(url))
+
+
+def _capacity(available: Sequence[EngineRecord]) -> Capacity | None:
+    if not available:
+        return None
+    return Capacity(
+        own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
+        places=sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants),
+    )

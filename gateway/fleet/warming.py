@@ -1,6 +1,5 @@
 """Prefetch of adapters into an engine's host memory on an operator's order."""
 
-from collections.abc import Collection
 from typing import Protocol
 
 from aiohttp import ClientError
@@ -9,6 +8,7 @@ from msgspec import MsgspecError
 from gateway.errors import BadRequest, Unavailable
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.registry import Registry
+from gateway.records.bases.base import Binding
 
 
 class Sender(Protocol):
@@ -30,16 +30,16 @@ class Warming:
         """Return the engines that are up."""
         return self._registry.up
 
-    def engines(self, bases: Collection[str]) -> list[EngineRecord]:
-        """Return the engines that can load adapters which are bound to these base models."""
-        return [each for each in self._registry.up if each.address.traits.takes_hints and each.serves_bases(bases)]
+    def engines(self, binding: Binding) -> list[EngineRecord]:
+        """Return the engines that can load adapters with this binding."""
+        return [each for each in self._registry.up if each.address.traits.takes_hints and each.serves(binding)]
 
-    async def load(self, url: str, digest: str, bases: Collection[str], tenant_id: str) -> EngineRecord:
+    async def load(self, url: str, digest: str, binding: Binding, tenant_id: str) -> EngineRecord:
         """Make an engine load an adapter, and return the engine. tenant_id: the owner, whose turn the load takes.
 
         Raises BadRequest for an engine that cannot serve it, Unavailable if the engine did not load it.
         """
-        able = self.engines(bases)
+        able = self.engines(binding)
         found = next((each for each in able if each.url == url.rstrip("/")), None)
         if found is None:
             known = ", ".join(each.url for each in able) or "none"

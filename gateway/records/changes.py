@@ -22,8 +22,8 @@ from gateway.errors import Unavailable
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
 
-# Scopes beside the tenants' ids: admin keys, and the list of prices.
-OPERATORS, PRICES = "operators", "prices"
+# Scopes beside the tenants' ids: admin keys, the list of prices, and the base models.
+OPERATORS, PRICES, BASES = "operators", "prices", "bases"
 
 # Cached keys and names are trusted for this long after the last reading: a revoked key is refused everywhere within
 # half a second, and the response to an adapter's deletion waits as long. A few readings may fail without any effect.

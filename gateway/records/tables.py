@@ -162,6 +162,8 @@ adapter_versions = Table(
     # Time from which a version is no longer served.
     Column("expires_at", UtcDateTime, nullable=True),
     Column("pinned", Boolean, nullable=False, server_default=false()),
+    # Id of the base model; NULL for the deployment's first one (gateway/records/bases).
+    Column("base_id", String(32), nullable=True),
 )
 
 # Newest probe of each version (gateway/records/adapters/probes.py). result: JSON of `AdapterProbe`.
@@ -313,6 +315,8 @@ usage = Table(
     Column("reserved_tokens", BigInteger, nullable=True),
     Column("end_user", String(128), nullable=True),
     Column("error_code", String(64), nullable=True),
+    # Name of the base model; NULL in rows of the previous release.
+    Column("base", String(256), nullable=True),
     Index("ix_usage_tenant_id_created_at", "tenant_id", "created_at"),
     Index("ix_usage_tenant_created_at", "tenant", "created_at"),
     Index("ix_usage_created_at", "created_at"),

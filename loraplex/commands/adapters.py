@@ -9,12 +9,18 @@ from loraplex.commands.common import Gateway, admin_options, confirm, examples, 
 from loraplex.commands.golden import golden
 from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.output import json_option, print_json, print_table
+from loraplex.commands.values import given
 from loraplex.commands.verify import verify
 from loraplex.commands.versions import COMMANDS as VERSION_COMMANDS
 from wire.model_names import Reference, parse_reference
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
+
+
+BASE = click.option(
+    "--base", help="The base model that it was trained on; default: what its config names, else the only one that fits."
+)
 
 
 @click.group()
@@ -31,26 +37,29 @@ def adapter() -> None:
 )
 @click.argument("name")
 @click.argument("path", type=click.Path(path_type=Path))
+@BASE
 @tenant_options()
-def push(name: str, path: Path, tenant: str | None, gateway: Gateway) -> None:
+def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: Gateway) -> None:
     """Upload the PEFT folder (or .zip, .tar, .tar.gz) PATH as NAME. It can be used at once, unless its probe in an
     engine takes long.
 
     The content of the version that NAME refers to adds no version. A large upload is sent in parts. If it breaks, the
     same command goes on where it was.
     """
-    made = gateway.run(lambda client: _push(client, tenant, name, path))
+    made = gateway.run(lambda client: _push(client, tenant, name, path, given({"base": base})))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
     _note_state(made)
 
 
-async def _push(client: "GatewayClient", tenant: str | None, name: str, path: Path) -> dict[str, Any]:
+async def _push(
+    client: "GatewayClient", tenant: str | None, name: str, path: Path, base: dict[str, str]
+) -> dict[str, Any]:
     from loraplex.client import upload_files, uploads_path
     from loraplex.resumable_push import LEAST_BYTES, push_in_parts
 
     if sum(file.stat().st_size for file in upload_files(path).values()) < LEAST_BYTES:
-        return await client.push_adapter(tenant, name, path)
-    return await push_in_parts(client, uploads_path(tenant), name, path, _show)
+        return await client.push_adapter(tenant, name, path, **base)
+    return await push_in_parts(client, uploads_path(tenant), name, path, _show, **base)
 
 
 def _note_state(made: dict[str, Any]) -> None:
@@ -65,10 +74,11 @@ def _show(received: int, size: int) -> None:
 @adapter.command("import", epilog=examples("loraplex adapter import pirate hf://acme/pirate-lora --tenant acme"))
 @click.argument("name")
 @click.argument("source")
+@BASE
 @tenant_options()
-def import_(name: str, source: str, tenant: str | None, gateway: Gateway) -> None:
+def import_(name: str, source: str, base: str | None, tenant: str | None, gateway: Gateway) -> None:
     """Import an adapter as NAME from SOURCE, below a prefix that the gateway allows (LORAPLEX_IMPORT_SOURCES)."""
-    made = gateway.run(lambda client: client.import_adapter(tenant, name, source))
+    made = gateway.run(lambda client: client.import_adapter(tenant, name, source, **given({"base": base})))
     click.echo(f"imported {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
     _note_state(made)
 
@@ -82,7 +92,7 @@ def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(rows)
     else:
-        print_table(rows, ("name", "version", "state", "rank", "size_bytes", "created_at", "digest"))
+        print_table(rows, ("name", "version", "base", "state", "rank", "size_bytes", "created_at", "digest"))
 
 
 @adapter.command(

@@ -19,7 +19,7 @@ def kinds_of(session: ClientSession, store: Path | None = None, redis: Any = Non
         Services(
             session=session,
             internal_token=TOKEN,
-            base_model=BASE_MODEL,
+            base_names=lambda: [BASE_MODEL],
             store=open_store(str(store)) if store is not None else None,  # type: ignore[arg-type]
             uses=RecentUses(redis, 10.0),
         )

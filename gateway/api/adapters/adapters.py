@@ -11,18 +11,18 @@ from typing import Any
 
 from aiohttp import web
 
-from adapters.manifest import AdapterError, BaseShape
+from adapters.manifest import AdapterError, printable
 from adapters.store import AdapterStore
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.adapters.caller import AdapterCaller, tenants_caller
 from gateway.api.idempotency import Idempotency
 from gateway.api.requests.fields import json_response
-from gateway.api.uploads.checking import Checked, Checker, Served
+from gateway.api.uploads.checking import Candidates, Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
-from gateway.api.uploads.receiving import UploadRules, Workplace, receive, refuse_too_large
+from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large
 from gateway.api.uploads.validating import Validation
-from gateway.errors import CheckFailed, TooSlow, Unavailable, translate
+from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
@@ -53,10 +53,9 @@ class AdapterIntake:
         *,
         catalog: Catalog,
         store: AdapterStore,
-        base: BaseShape,
         rules: UploadRules,
         idempotency: Idempotency,
-        served: Callable[[], Served],
+        served: Callable[[str], Served],
         validation: Validation,
     ) -> None:
         self._catalog = catalog
@@ -65,7 +64,7 @@ class AdapterIntake:
         self._rules = rules
         self.max_bytes = rules.max_bytes
         self._idempotency = idempotency
-        self._checker = Checker(base, rules.max_bytes, served)
+        self._checker = Checker(rules.max_bytes, served)
         self.copies = Copies()
 
     async def push(
@@ -82,48 +81,66 @@ class AdapterIntake:
         refuse_too_large(request, self._rules)
         await self._catalog.check_declared(caller.tenant, request.content_length or 0)
 
-        async def read_form(place: Workplace) -> str:
-            name = await receive(request, place, self._rules, received)
-            self._catalog.check_name(name)
-            caller.check_name(name)
-            return name
+        async def read_form(place: Workplace) -> Named:
+            named = await receive(request, place, self._rules, received)
+            self._catalog.check_name(named.name)
+            caller.check_name(named.name)
+            return named
 
-        return await self.take(request, caller.tenant, caller.actor, caller.owner, read_form)
+        return await self.take(request, caller, read_form)
 
     async def take(
         self,
         request: web.Request,
-        tenant: Tenant,
-        actor: str,
-        owner: str,
-        receive: Callable[[Workplace], Awaitable[str]],
+        caller: AdapterCaller,
+        receive: Callable[[Workplace], Awaitable[Named]],
         upload_id: str | None = None,
     ) -> web.Response:
         """Add the version that `receive` writes into a workplace, and return 201 or 202.
 
-        receive: writes the archive or the files, and returns the adapter's name. owner: the tenant's id or OPERATOR;
-        the owners' checks take turns. upload_id: of the upload in parts that is completed; else the adapter's name and
-        digest identify the request for its Idempotency-Key. Raises TooSlow, Forbidden for a limit, AdapterError for an
+        receive: writes the archive or the files, and returns the names. The checks of different callers' owners take
+        turns. upload_id: of the upload in parts that is completed; else the adapter's name, base model and digest
+        identify the request for its Idempotency-Key. Raises TooSlow, Forbidden for a limit, AdapterError for an
         adapter that cannot be served, Unavailable, TooManyRefusedUploads before anything is received.
         """
-        self._checker.check_refused(owner)
+        self._checker.check_refused(caller.owner)
         with storing(self._rules.seconds):
             async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
-                name = await receive(place)
-                checked = await self._check(place, tenant, name, owner)
-                content = (upload_id or f"{name} {checked.digest}").encode()
-                add = partial(self._add, tenant, name, checked, actor, upload_id)
-                return await place.finish(self._idempotency.once(request, actor, content, add))
+                named = await receive(place)
+                checked = await self._check(place, caller, named)
+                content = (upload_id or f"{named.name} {checked.digest} {checked.base.id}").encode()
+                add = partial(self._add, caller, named.name, checked, upload_id)
+                return await place.finish(self._idempotency.once(request, caller.actor, content, add))
 
-    async def _check(self, place: Workplace, tenant: Tenant, name: str, owner: str) -> Checked:
+    def candidates(self, caller: AdapterCaller, base: str | None) -> Candidates:
+        """Return the base models that an upload may belong to. base: the name that the caller gives; None: none.
+
+        A key that may not use a base model's name sees none of the others' names. Raises BadRequest.
+        """
+        bases, principal = self._catalog.bases, caller.principal
+        shown = [each for each in bases.all if principal is None or principal.may_use(each.name)] or bases.all
+        usable = [each for each in shown if each.state == "active"]
+        if base is not None:
+            chosen = next((each for each in shown if each.name == base), None)
+            if chosen is not None and chosen.state == "active":
+                return Candidates(bases=[chosen])
+            what = "there is no base model" if chosen is None else f"no new adapters ({chosen.state}):"
+            names = ", ".join(f"'{each.name}'" for each in usable) or "none"
+            raise BadRequest(f"base: {what} '{printable(base, 64)}'; expected one of: {names}.", param="base")
+        if not usable:
+            raise BadRequest("base: no base model takes adapters at present.", param="base")
+        return Candidates(bases=usable, closed=[each.name for each in shown if each.state != "active"])
+
+    async def _check(self, place: Workplace, caller: AdapterCaller, named: Named) -> Checked:
         """Check the upload. A refused one stays on record as a rejected version."""
+        candidates = self.candidates(caller, named.base)
         try:
-            return await self._checker.check(place, owner)
+            return await self._checker.check(place, caller.owner, candidates)
         except (AdapterError, CheckFailed) as error:
             refusal = translate(error, "")
             reason = Reason(message=refusal.message, param=refusal.param, code=refusal.code)
             try:
-                await self._catalog.versions.refuse(tenant, name, [reason])
+                await self._catalog.versions.refuse(caller.tenant, named.name, [reason])
             except Unavailable as lost:
                 log.warning("a refused upload is not on record: %s", lost)
             raise
@@ -132,10 +149,9 @@ class AdapterIntake:
         """Return the kept response of a request with an Idempotency-Key. content: identifies the request."""
         return await self._idempotency.kept(request, actor, content)
 
-    async def _add(
-        self, tenant: Tenant, name: str, checked: Checked, actor: str, upload_id: str | None
-    ) -> web.Response:
+    async def _add(self, caller: AdapterCaller, name: str, checked: Checked, upload_id: str | None) -> web.Response:
         """Add the version and publish its content."""
+        tenant, base = caller.tenant, checked.base
         await self._catalog.check_declared(tenant, checked.num_bytes, upload_id)
         await asyncio.to_thread(self._store.stage, checked.folder, checked.digest)
 
@@ -148,12 +164,13 @@ class AdapterIntake:
             digest=checked.digest,
             rank=checked.rank,
             num_bytes=checked.num_bytes,
-            actor=actor,
+            actor=caller.actor,
             publish=publish,
-            state=self.validation.first_state,
+            state=self.validation.first_state(base.id),
+            base=base.id,
         )
         adapter = await self.validation.finish(tenant, adapter)
-        return json_response(describe(adapter), status=202 if adapter.state == "validating" else 201)
+        return json_response(self.describe(adapter), status=202 if adapter.state == "validating" else 201)
 
     async def collect(self, *, dry_run: bool = False) -> tuple[int, int]:
         """Remove stored content that no version has had for UNUSED_SECONDS. Returns (adapters, bytes) removed.
@@ -203,7 +220,23 @@ class AdapterIntake:
     async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
         """Return the tenant's adapters. may_see: whether the key may see a name."""
         adapters = await self._catalog.list(tenant)
-        return json_response({"object": "list", "data": [describe(each) for each in adapters if may_see(each.name)]})
+        return json_response(
+            {"object": "list", "data": [self.describe(each) for each in adapters if may_see(each.name)]}
+        )
+
+    def describe(self, adapter: Adapter) -> dict[str, Any]:
+        """Return an adapter as the API shows it."""
+        return {
+            "object": "adapter",
+            "name": adapter.name,
+            "version": adapter.version,
+            "base": self._catalog.bases.name_of(adapter.base),
+            "digest": digest_name(adapter.digest),
+            "rank": adapter.rank,
+            "size_bytes": adapter.num_bytes,
+            "created_at": adapter.created_at,
+            "state": adapter.state,
+        }
 
 
 class Adapters:
@@ -228,7 +261,7 @@ class Adapters:
         principal = request[PRINCIPAL]
         name = request.match_info["name"]
         principal.check_model(name)
-        return json_response(describe(await self._catalog.get(principal.tenant, name)))
+        return json_response(self._intake.describe(await self._catalog.get(principal.tenant, name)))
 
 
 @contextmanager
@@ -258,28 +291,14 @@ def upload_rules(settings: Settings) -> UploadRules:
     )
 
 
-def served(engines: Sequence[EngineRecord], max_rank: int | None) -> Served:
-    """Return the largest rank and adapter size that the engines serve.
+def served(engines: Sequence[EngineRecord], max_rank: int | None, base: str) -> Served:
+    """Return the largest rank and adapter size that the engines of a base model (its id) serve.
 
     max_rank: the operator's setting, which takes precedence over the engines' rank.
     """
 
-    states = [engine.state for engine in engines]
+    states = [engine.state for engine in engines if engine.base == base]
     return Served(
         max_rank=max_rank or max((state.max_lora_rank for state in states), default=0) or DEFAULT_MAX_RANK,
         max_adapter_bytes=max((state.max_adapter_bytes for state in states), default=0),
     )
-
-
-def describe(adapter: Adapter) -> dict[str, Any]:
-    """Return an adapter as the API shows it."""
-    return {
-        "object": "adapter",
-        "name": adapter.name,
-        "version": adapter.version,
-        "digest": digest_name(adapter.digest),
-        "rank": adapter.rank,
-        "size_bytes": adapter.num_bytes,
-        "created_at": adapter.created_at,
-        "state": adapter.state,
-    }

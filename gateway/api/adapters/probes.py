@@ -1,7 +1,6 @@
-"""Routes of probes: the result of a version's probe, and the base models to which versions are bound."""
+"""Routes of probes: the result of a version's probe, and another one."""
 
 import math
-from collections import defaultdict
 from typing import Any
 
 from aiohttp import web
@@ -10,12 +9,10 @@ from gateway.api.adapters.caller import find_caller, version_of
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.validating import Validation
 from gateway.errors import Forbidden
-from gateway.fleet.registry import Registry
 from gateway.quota.quota import Quota
 from gateway.records.adapters.probes import Probes
 from gateway.records.tenants.tenants import Tenants
 from wire.digests import digest_name
-from wire.model_names import version_name
 from wire.probes import AdapterProbe
 
 # Relative difference of two measurements that counts as a change: engines with other kernels round differently.
@@ -25,14 +22,11 @@ TOLERANCE = 0.05
 class ProbeRoutes:
     """Routes for tenants and, under `/admin/api`, for operators."""
 
-    def __init__(
-        self, tenants: Tenants, probes: Probes, registry: Registry, validation: Validation, quota: Quota
-    ) -> None:
+    def __init__(self, tenants: Tenants, probes: Probes, validation: Validation, quota: Quota) -> None:
         self._validation = validation
         self._quota = quota
         self._tenants = tenants
         self._probes = probes
-        self._registry = registry
 
     async def get(self, request: web.Request) -> web.Response:
         """Return the newest probe of a version, and the base model that the version is bound to."""
@@ -56,26 +50,6 @@ class ProbeRoutes:
             raise Forbidden("engine: only an operator names an engine.", param="engine")
         before, now = await self._validation.verify(caller.tenant, name, number, engine)
         return json_response(_describe(name, number, now) | {"changes": [] if before is None else changes(before, now)})
-
-    async def bases(self, _: web.Request) -> web.Response:
-        """List the base models, with the engines that serve each and the versions that were probed on it."""
-        engines, versions = defaultdict(list), defaultdict(list)
-        for engine in self._registry.up:
-            engines[engine.state.base_digest].append(engine.url)
-        for bound in await self._probes.bound():
-            name = f"{bound.tenant}/{version_name(bound.name, bound.version)}"
-            versions[bound.base_digest].append({"name": name, "state": bound.state})
-        known = sorted({*versions, *(digest for digest in engines if digest is not None)})
-        data = [
-            {
-                "object": "base",
-                "digest": _base(digest),
-                "engines": sorted(engines[digest]),
-                "versions": versions[digest],
-            }
-            for digest in known
-        ]
-        return json_response({"object": "list", "data": data})
 
 
 def changes(before: AdapterProbe, now: AdapterProbe) -> list[dict[str, Any]]:

@@ -54,14 +54,14 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             Imports.add,
             "Import an adapter from an allowed place.",
             scope="adapters",
-            query=("name", "source"),
+            query=("name", "source", "base"),
         ),
         _admin(
             "POST",
             f"{TENANT}/adapter-imports",
             Imports.add,
             "Import an adapter for a tenant.",
-            query=("name", "source"),
+            query=("name", "source", "base"),
         ),
     ),
     ProbeRoutes: (
@@ -92,7 +92,6 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "Probe a tenant's version again.",
             query=("engine",),
         ),
-        _admin("GET", "/admin/api/bases", ProbeRoutes.bases, "List base models with their engines and adapters."),
     ),
     GoldenRoutes: golden_routes("/v1/adapters", partial(Route, scope="adapters"), ())
     + golden_routes(f"{TENANT}/adapters", partial(Route, scope="admin"), ("engine",)),

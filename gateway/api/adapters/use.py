@@ -72,8 +72,8 @@ class AdapterUseRoutes:
         version = await self._catalog.versions.get(tenant, name, number)
         if not version.is_served:
             raise BadRequest(f"version: the version is {version.state}; expected a ready one.", param="version")
-        bases = await self._probes.base(tenant, name, number)
-        return (await self._warming.load(url, version.digest, bases, tenant.id)).url
+        binding = await self._probes.binding(tenant, name, number)
+        return (await self._warming.load(url, version.digest, binding, tenant.id)).url
 
 
 def _describe(use: Use) -> dict[str, Any]:

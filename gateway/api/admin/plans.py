@@ -13,6 +13,7 @@ from gateway.api.admin.prices import NewPrice
 from gateway.api.admin.tenants import ModelName, TermFields, read_terms_body
 from gateway.api.requests.fields import json_response, read_body
 from gateway.errors import BadRequest
+from gateway.records.bases.registry import Bases
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
 from gateway.records.tenants.plans import Plan, Plans
 from gateway.records.tenants.terms import FIELDS, Terms, resolve, sources
@@ -36,11 +37,11 @@ class PlanPrices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 class AdminPlans:
     """Routes for plans. A change takes effect here at once and on every other gateway within a second."""
 
-    def __init__(self, *, auth: Authenticator, plans: Plans, known: PriceList, base_model: str) -> None:
+    def __init__(self, *, auth: Authenticator, plans: Plans, known: PriceList, bases: Bases) -> None:
         self._auth = auth
         self._plans = plans
         self._known = known
-        self._base_model = base_model
+        self._bases = bases
 
     async def list(self, request: web.Request) -> web.Response:
         return json_response({"object": "list", "data": [describe_plan(plan) for plan in await self._plans.list()]})
@@ -70,11 +71,11 @@ class AdminPlans:
         return json_response(describe_plan(plan))
 
     def _prices(self, given: Mapping[str, NewPrice]) -> dict[str, Price]:
-        known = (self._base_model, ALL_ADAPTERS, EVERYTHING)
+        known = (*self._bases.names, ALL_ADAPTERS, EVERYTHING)
         for model in given:
             if model not in known:
                 raise BadRequest(
-                    f"prices: expected prices of the base model ('{self._base_model}'), of all adapters "
+                    f"prices: expected prices of a base model ({self._bases.shown}), of all adapters "
                     f"('{ALL_ADAPTERS}') or of everything ('{EVERYTHING}'), got '{model}'.",
                     param="prices",
                     code="unknown_model",

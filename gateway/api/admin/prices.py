@@ -53,7 +53,7 @@ class AdminPrices:
         price = (await read_body(request, NewPrice)).price()
         model = request.match_info["model"]
         check_text(model, "model")
-        if model not in (EVERYTHING, self._catalog.base_model):
+        if model != EVERYTHING and self._catalog.bases.named(model) is None:
             await self._check_adapter(request, model)
         entry = await self._prices.put(model, price, actor)
         await self._known.refresh()
@@ -77,7 +77,7 @@ class AdminPrices:
             if read_flag(request, "force"):
                 return
             raise BadRequest(
-                f"model: '{model}' is neither the base model ('{self._catalog.base_model}') nor '*' nor an adapter as "
+                f"model: '{model}' is neither a base model ({self._catalog.bases.shown}) nor '*' nor an adapter as "
                 f"tenant/name or tenant/*. {FORCE}.",
                 param="model",
                 code="unknown_model",

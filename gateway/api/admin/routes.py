@@ -13,7 +13,7 @@ from gateway.api.reports.usage import usage_answer
 from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.errors import RecordNotFound
-from gateway.fleet.queue import Gate
+from gateway.fleet.gates import Gates
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.money.usage_report import UsageReport
@@ -31,7 +31,7 @@ class Admin:
         uploads: ResumableUploads,
         report: UsageReport,
         registry: Registry,
-        gate: Gate,
+        gate: Gates,
         currency: str,
     ) -> None:
         self._tenants = tenants

@@ -15,6 +15,7 @@ from gateway.api.requests.fields import json_response
 from gateway.errors import Forbidden
 from gateway.records.adapters.list import AdapterList
 from gateway.records.audit import Audit
+from gateway.records.bases.registry import Bases
 from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Most characters of a `key_id`.
@@ -29,13 +30,13 @@ class TenantChats:
         *,
         tenants: Tenants,
         adapters: AdapterList,
-        base_model: str,
+        bases: Bases,
         completions: Completions,
         audit: Audit,
     ) -> None:
         self._tenants = tenants
         self._adapters = adapters
-        self._base_model = base_model
+        self._bases = bases
         self._completions = completions
         self._audit = audit
 
@@ -43,8 +44,8 @@ class TenantChats:
         """List the values of `model` in a request to a tenant's models, except mixtures that are written as a sum."""
         tenant = await self._tenants.get(request.match_info["tenant"])
         found = await self._adapters.models(tenant.id)
-        base = {"id": self._base_model, "kind": "base"}
-        return json_response({"object": "list", "data": [base, *map(msgspec.to_builtins, found)]})
+        bases = ({"id": base.name, "kind": "base"} for base in self._bases.listed)
+        return json_response({"object": "list", "data": [*bases, *map(msgspec.to_builtins, found)]})
 
     async def own_chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat of the console's playground, for the visitor's tenant."""

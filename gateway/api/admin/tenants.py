@@ -176,7 +176,7 @@ class AdminTenants:
     async def delete(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
         name = request.match_info["tenant"]
-        await self._tenants.delete(name, actor, self._catalog.base_model)
+        await self._tenants.delete(name, actor, self._catalog.bases.names)
         await self._auth.catch_up()
         return json_response({"object": "tenant", "name": name, "deleted": True})
 

@@ -36,7 +36,8 @@ def build_golden(
         probes=Probes(resources.database),
         asking=asking,
         registry=serving.registry,
-        tokenizer=resources.model.tokenizer,
+        tokenizers=serving.tokenizers,
+        bases=records.bases,
         metrics=metrics,
     )
     routes = GoldenRoutes(

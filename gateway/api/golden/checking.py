@@ -10,12 +10,14 @@ from gateway.api.golden.asking import Asking
 from gateway.errors import BadRequest, EngineDied, Unavailable, UpstreamFailed
 from gateway.fleet.engine import EngineRecord, EngineSoftware
 from gateway.fleet.registry import Registry
+from gateway.fleet.tokenizers import Tokenizers
 from gateway.metrics import Metrics
 from gateway.records.adapters.golden import Difference, Golden, GoldenCheck, GoldenSet
 from gateway.records.adapters.probes import Probes
+from gateway.records.bases.registry import Bases
 from gateway.records.tenants.tenants import Tenant
 from wire.errors import BadRequest as ProtocolError
-from wire.text.tokenizer import ChatTemplateError, Tokenizer
+from wire.text.tokenizer import ChatTemplateError
 
 log = logging.getLogger(__name__)
 
@@ -38,21 +40,23 @@ class GoldenChecks:
         probes: Probes,
         asking: Asking,
         registry: Registry,
-        tokenizer: Tokenizer,
+        tokenizers: Tokenizers,
+        bases: Bases,
         metrics: Metrics,
     ) -> None:
         self._golden = golden
         self._probes = probes
         self._asking = asking
         self._registry = registry
-        self._tokenizer = tokenizer
+        self._tokenizers = tokenizers
+        self._bases = bases
         self._metrics = metrics
         self._deaths: Counter[tuple[str, EngineSoftware]] = Counter()
 
     async def engines(self, tenant: Tenant, name: str, version: int) -> list[EngineRecord]:
         """Return the available engines that serve the version's base model, by address. Raises RecordNotFound."""
-        base = await self._probes.base(tenant, name, version)
-        found = [each for each in self._registry.engines if each.available and each.serves_bases(base)]
+        binding = await self._probes.binding(tenant, name, version)
+        found = [each for each in self._registry.engines if each.available and each.serves(binding)]
         return sorted(found, key=lambda each: each.url)
 
     async def check(
@@ -79,7 +83,7 @@ class GoldenChecks:
                 break
             else:
                 if new.text != answer.text:
-                    differences.append(self._compare(i, answer.text, new.text))
+                    differences.append(await self._compare(question.model.base, i, answer.text, new.text))
         if engine.software != software:
             raise Unavailable("The engine was replaced during the check; try again shortly.")
         check = GoldenCheck(software=software, differences=tuple(differences), checked_at=datetime.now(UTC))
@@ -91,9 +95,10 @@ class GoldenChecks:
             log.warning("golden answers of tenant %s: %d differ under %s", tenant.id, len(differences), shown)
         return found, check
 
-    def _compare(self, prompt: int, golden: str, text: str) -> Difference:
+    async def _compare(self, base_id: str, prompt: int, golden: str, text: str) -> Difference:
         """Return the difference of two texts, in tokens of the base model's tokenizer."""
-        old, new = (self._tokenizer.encode(each, add_special_tokens=False) for each in (golden, text))
+        base = self._bases.of_model(base_id)
+        old, new = [await self._tokenizers.encode(base, each) for each in (golden, text)]
         position = num_equal(old, new)
         return Difference(prompt=prompt, position=position, agreement=position / max(len(old), len(new), 1), text=text)
 

@@ -17,7 +17,7 @@ from gateway.api.golden.checking import GoldenChecks
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.engine import EngineRecord, EngineSoftware
-from gateway.fleet.queue import Gate
+from gateway.fleet.gates import Gates
 from gateway.fleet.registry import Registry
 from gateway.process.background import running
 from gateway.records.adapters.golden import Golden, Unchecked
@@ -42,7 +42,7 @@ class Upgrades:
     """Search for golden answers without a check under an available engine's software."""
 
     def __init__(
-        self, golden: Golden, checks: GoldenChecks, tenants: Tenants, registry: Registry, gate: Gate, redis: Client
+        self, golden: Golden, checks: GoldenChecks, tenants: Tenants, registry: Registry, gate: Gates, redis: Client
     ) -> None:
         self._golden = golden
         self._checks = checks
@@ -50,8 +50,8 @@ class Upgrades:
         self._registry = registry
         self._gate = gate
         self._redis = redis
-        # The last version found under each software; the next search goes on behind it.
-        self._places: dict[EngineSoftware, tuple[str, int]] = {}
+        # The last version found under each software and base model; the next search goes on behind it.
+        self._places: dict[tuple[EngineSoftware, str], tuple[str, int]] = {}
 
     async def running(self, _: object) -> AsyncIterator[None]:
         """Search beside an application."""
@@ -81,13 +81,15 @@ class Upgrades:
             await self._redis.pexpire(TURN, _milliseconds(rest))
 
     async def _check_next(self) -> None:
-        engines = {each.software: each for each in self._registry.up if has_room(each)}
-        for software, engine in engines.items():
-            found = await self._golden.unchecked(software, self._places.get(software, START))
+        engines = {
+            (each.software, each.base): each for each in self._registry.up if each.base is not None and has_room(each)
+        }
+        for (software, base), engine in engines.items():
+            found = await self._golden.unchecked(software, base, self._places.get((software, base), START))
             if found is None:
-                self._places.pop(software, None)
+                self._places.pop((software, base), None)
                 continue
-            self._places[software] = found.place
+            self._places[software, base] = found.place
             if not await self._redis.exists(_rest_key(found)):
                 # A search that took longer than its turn is dropped: another gateway may have found the same version.
                 if await self._redis.pexpire(TURN, _milliseconds(TURN_SECONDS)):

@@ -98,12 +98,12 @@ class Admission:
             request[FORM] = form
         parsed = await self._prompts.parse(raw, endpoint, share)
         request[REQUESTED_MODEL] = RequestedModel(parsed.model, parsed.user)
-        for name in names_in(parsed.model, self._catalog.base_model):
+        for name in names_in(parsed.model, self._catalog.bases):
             principal.check_model(name)
         user = parsed.user or request.headers.get(SESSION_HEADER)
         user = user and user[:MAX_USER_CHARS]
         model = await resolve_model(self._catalog, tenant, parsed.model, user)
-        asked = await self._prompts.measure(parsed, raw, share)
+        asked = await self._prompts.measure(parsed, raw, share, self._catalog.bases.of_model(model.base))
         account = await self.reserve(principal, model, asked, endpoint, request[REQUEST_ID], arrived)
         share.admitted()
         return asked, account
@@ -115,7 +115,7 @@ class Admission:
         async with self._turns.turn(tenant.id):
             parsed = await self._prompts.parse(raw, endpoint, share)
             model = await resolve_model(self._catalog, tenant, parsed.model)
-            asked = await self._prompts.measure(parsed, raw, share)
+            asked = await self._prompts.measure(parsed, raw, share, self._catalog.bases.of_model(model.base))
         share.admitted()
         return model, asked
 
@@ -130,8 +130,9 @@ class Admission:
     ) -> Account:
         """Reserve a request's amounts on the tenant's limits, and limit it to the granted tokens."""
         tenant = principal.tenant
-        self._fleet.check(tenant.id, model.adapters, asked.body)
+        self._fleet.check(tenant.id, model, asked.body)
         self._accounting.check_room()
+        base = self._catalog.bases.name_of(model.base)
         price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
         try:
             reservation = await self._quota.acquire(
@@ -143,15 +144,15 @@ class Admission:
                     asked.max_tokens,
                     choices=asked.choices * weights.completion,
                     price=weights.price(price),
-                    grows=asked.stream or self._fleet.keeps_allowances,
+                    grows=asked.stream or self._fleet.keeps_allowances(model.base),
                     currency=self._prices.currency,
                     by_default=asked.has_default_length,
                 ),
-                lease_note(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user"))),
+                lease_note(principal, endpoint.name, model, price, weights, shown_user(asked.body.get("user")), base),
             )
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
             raise
         if reservation.max_tokens < asked.max_tokens:
             asked.shorten(reservation.max_tokens)
-        return Account(principal, reservation, endpoint.name, model, price, asked, arrived)
+        return Account(principal, reservation, endpoint.name, model, price, asked, arrived, base)

@@ -36,9 +36,9 @@ async def check_names(
     any_adapter: bool = False,
     saved_mixtures: bool = False,
 ) -> None:
-    """Check that each name is the base model's or a plain name of the tenant's adapters. Raises BadRequest.
+    """Check that each name is a base model's or a plain name of the tenant's adapters. Raises BadRequest.
 
-    tenant: None for a new tenant, which has the base model only. any_adapter: accept "*". saved_mixtures: accept names
+    tenant: None for a new tenant, which has base models only. any_adapter: accept "*". saved_mixtures: accept names
     of saved mixtures, on which limits and prices have no effect.
     """
     for name in names:
@@ -47,7 +47,10 @@ async def check_names(
         if saved_mixtures and tenant is not None and await catalog.mixtures.find(tenant, name) is not None:
             continue
         if not await _exists(catalog, tenant, name):
-            known = [catalog.base_model, *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ()))]
+            known = [
+                *(base.name for base in catalog.bases.listed),
+                *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ())),
+            ]
             listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
             whose = f"tenant '{tenant.name}'" if tenant else "a new tenant"
             message = f"{param}: {whose} has no model '{name}', only: {listed}. {FORCE}."
@@ -56,5 +59,5 @@ async def check_names(
 
 async def _exists(catalog: Catalog, tenant: Tenant | None, name: str) -> bool:
     if tenant is None:
-        return name == catalog.base_model
+        return catalog.bases.named(name) is not None
     return await catalog.knows(tenant, name)

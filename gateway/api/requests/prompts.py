@@ -1,6 +1,6 @@
-"""Checks of a request's body, and its token count by the engine's own tokenizer and chat template."""
+"""Checks of a request's body, and its token count by its base model's own tokenizer and chat template."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,8 @@ from gateway.billing.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.fleet.engine import OwnFields
 from gateway.fleet.kinds.fields import check_fields
+from gateway.fleet.tokenizers import Tokenizers
+from gateway.records.bases.base import Base
 from wire.decoding import decode, is_quick
 from wire.requests import ChatCompletionRequest, CompletionRequest, prompt_too_long
 from wire.text.tokenizer import TextTooLong, Tokenizer
@@ -81,8 +83,7 @@ class PromptReader:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
-        max_model_len: int,
+        tokenizers: Tokenizers,
         default_max_tokens: int,
         *,
         max_answer_bytes: int = 2**23,
@@ -92,8 +93,7 @@ class PromptReader:
         self._max_answer_bytes = max_answer_bytes
         self._max_event_bytes = max_event_bytes
         self._own_fields = own_fields
-        self._tokenizer = tokenizer
-        self._max_model_len = max_model_len
+        self._tokenizers = tokenizers
         self._default_max_tokens = default_max_tokens
 
     async def parse(self, raw: bytes, endpoint: Endpoint, share: BodyShare) -> AnyRequest:
@@ -109,49 +109,45 @@ class PromptReader:
             raw = check_fields(raw, endpoint.kind, self._own_fields)
         return decode(endpoint.kind, raw)
 
-    async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare) -> InferenceRequest:
-        """Return a parsed body with its token counts, which are checked against the model's context."""
-        self._check_max_tokens(request)
-        work = partial(self._measure, request, raw)
+    async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> InferenceRequest:
+        """Return a parsed body with its token counts, which are checked against the base model's context.
+
+        Raises NoEngine if engines count the base's prompts and none is available.
+        """
+        limit = base.context_length
+        _check_max_tokens(request, limit)
+        tokenizer = await self._tokenizers.of(base)
+        if tokenizer is None:
+            counted = await self._tokenizers.count(base, request, raw)
+            work = partial(self._measure, request, raw, limit, lambda: counted)
+        else:
+            work = partial(self._measure, request, raw, limit, partial(_lengths, tokenizer, request, limit))
         return share.run_here(work) if is_quick(raw) else await share.run(work)
 
-    def _check_max_tokens(self, request: AnyRequest) -> None:
-        """Refuse an answer that is longer than the context before the prompt's tokens are counted, which takes 10 ms.
-
-        Raises BadRequest.
-        """
-        if (request.max_new_tokens or 0) > self._max_model_len:
-            field = request.max_new_tokens_field
-            raise BadRequest(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
-                f"{request.max_new_tokens} tokens in the completion. Please reduce {field}.",
-                param=field,
-                code="context_length_exceeded",
-            )
-
-    def _measure(self, request: AnyRequest, raw: bytes) -> InferenceRequest:
+    def _measure(self, request: AnyRequest, raw: bytes, limit: int, count: Callable[[], list[int]]) -> InferenceRequest:
+        """Return the checked body. limit: the context length. count: returns the tokens of each prompt."""
         is_chat = isinstance(request, ChatCompletionRequest)
         field = "messages" if is_chat else "prompt"
         try:
-            lengths = self._lengths(request)
+            lengths = count()
         except TextTooLong as error:
-            raise prompt_too_long(field, self._max_model_len, error.at_least) from None
+            raise prompt_too_long(field, limit, error.at_least) from None
         longest, prompt_tokens = max(lengths), sum(lengths)
         max_tokens = request.max_new_tokens
         if max_tokens is None:
             default = self._default_max_tokens if is_chat else COMPLETION_MAX_TOKENS
-            max_tokens = max(1, min(default, self._max_model_len - longest))
-        if longest + max_tokens > self._max_model_len:
+            max_tokens = max(1, min(default, limit - longest))
+        if longest + max_tokens > limit:
             raise BadRequest(
-                f"This model's maximum context length is {self._max_model_len} tokens. However, you requested "
+                f"This model's maximum context length is {limit} tokens. However, you requested "
                 f"{longest + max_tokens} tokens ({longest} in the {field}, {max_tokens} in the completion). "
                 f"Please reduce the length of the {field} or of the completion.",
                 param=field,
                 code="context_length_exceeded",
             )
         choices = len(lengths) * (request.n or 1)
-        limit = self._max_event_bytes if request.stream else self._max_answer_bytes
-        check_answer_size(request, prompt_tokens, choices * max_tokens, limit)
+        most = self._max_event_bytes if request.stream else self._max_answer_bytes
+        check_answer_size(request, prompt_tokens, choices * max_tokens, most)
         body = self._fields(request, raw)
         if request.max_new_tokens is None:
             # Sent explicitly, so that the engine stops at the reservation's limit.
@@ -178,16 +174,28 @@ class PromptReader:
         fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         return {name: msgspec.json.decode(field) if name in known else field for name, field in fields.items()}
 
-    def _lengths(self, request: AnyRequest) -> list[int]:
-        """Return the number of tokens of each prompt."""
-        if isinstance(request, ChatCompletionRequest):
-            return [len(self._tokenizer.encode_chat(*request.template_input(), limit=self._max_model_len))]
-        encode = partial(
-            self._tokenizer.encode,
-            add_special_tokens=request.add_special_tokens is not False,
-            limit=self._max_model_len,
+
+def _check_max_tokens(request: AnyRequest, limit: int) -> None:
+    """Refuse an answer that is longer than the context before the prompt's tokens are counted, which takes 10 ms.
+
+    Raises BadRequest.
+    """
+    if (request.max_new_tokens or 0) > limit:
+        field = request.max_new_tokens_field
+        raise BadRequest(
+            f"This model's maximum context length is {limit} tokens. However, you requested {request.max_new_tokens} "
+            f"tokens in the completion. Please reduce {field}.",
+            param=field,
+            code="context_length_exceeded",
         )
-        return [len(encode(p) if isinstance(p, str) else p) for p in request.prompts()]
+
+
+def _lengths(tokenizer: Tokenizer, request: AnyRequest, limit: int) -> list[int]:
+    """Return the number of tokens of each prompt."""
+    if isinstance(request, ChatCompletionRequest):
+        return [len(tokenizer.encode_chat(*request.template_input(), limit=limit))]
+    encode = partial(tokenizer.encode, add_special_tokens=request.add_special_tokens is not False, limit=limit)
+    return [len(encode(p) if isinstance(p, str) else p) for p in request.prompts()]
 
 
 def _decoded_bytes(raw: bytes) -> int:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,12 @@ import msgspec
 import adapters
 from adapters.check import PREPARED
 from adapters.check_server import BOOT
-from adapters.manifest import AdapterError, BaseShape
+from adapters.manifest import AdapterError
 from adapters.recent_use import RecentUse
 from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.receiving import Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, TooManyRefusedUploads, Unavailable
+from gateway.records.bases.base import Base
 from gateway.sharing.turns import Turns
 
 log = logging.getLogger(__name__)
@@ -49,26 +50,34 @@ KILL_SECONDS = 5.0
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True):
-    """The largest rank and the largest adapter, in bytes of host memory (0: unknown), that the engines serve."""
+    """The largest rank and the largest adapter, in bytes of host memory (0: unknown), that a base's engines serve."""
 
     max_rank: int
     max_adapter_bytes: int = 0
 
 
 class Checked(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked adapter in its canonical form. folder: its files."""
+    """A checked adapter in its canonical form. folder: its files. base: its base model."""
 
     digest: str
     rank: int
     num_bytes: int
     folder: Path
+    base: Base
+
+
+class Candidates(msgspec.Struct, frozen=True, kw_only=True):
+    """Base models that an upload may belong to, at least one. closed: names of those that take no adapters."""
+
+    bases: Sequence[Base]
+    closed: Sequence[str] = ()
 
 
 class Checker:
     """Runner of checks. Raises AdapterError, BadRequest and TooLarge for a refusal, Unavailable if the disk is full."""
 
-    def __init__(self, base: BaseShape, max_bytes: int, served: Callable[[], Served]) -> None:
-        self._base = base
+    def __init__(self, max_bytes: int, served: Callable[[str], Served]) -> None:
+        """served: returns the limits of a base model's engines, by its id."""
         self._max_bytes = max_bytes
         self._served = served
         self._turns, self._busy = Turns(TENANTS_CHECKS), Turns(BUSY_CHECKS)
@@ -81,8 +90,8 @@ class Checker:
         """End the process that forks the checks."""
         self._server.close()
 
-    async def check(self, place: Workplace, owner: str) -> Checked:
-        """Unpack and check the upload in the workplace. owner: a tenant's id, or OPERATOR.
+    async def check(self, place: Workplace, owner: str, candidates: Candidates) -> Checked:
+        """Unpack and check the upload in the workplace, and find its base model. owner: a tenant's id, or OPERATOR.
 
         Raises TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time.
         """
@@ -95,7 +104,7 @@ class Checker:
         async with turns.turn(owner):
             # Other uploads may have been refused while this one waited.
             self.check_refused(owner)
-            return await place.run(self._run(place.folder, owner))
+            return await place.run(self._run(place.folder, owner, candidates))
 
     def check_refused(self, owner: str) -> None:
         """Raise TooManyRefusedUploads if the checks of the owner's refused uploads have used up their CPU time."""
@@ -103,21 +112,15 @@ class Checker:
         if used >= REFUSED_SECONDS and owner != OPERATOR:
             raise TooManyRefusedUploads(max(1, math.ceil(HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))
 
-    async def _run(self, folder: Path, owner: str) -> Checked:
-        served = self._served()
+    async def _run(self, folder: Path, owner: str, candidates: Candidates) -> Checked:
         received = sum(entry.stat().st_size for entry in os.scandir(folder))
         cpu_seconds = CPU_SECONDS + received // CPU_BYTES_PER_SECOND
         seconds = CLOCK_FACTOR * cpu_seconds
         job = {
             "folder": str(folder),
-            "base": {
-                "num_layers": self._base.num_layers,
-                "projections": dict(self._base.projections),
-                "outside": dict(self._base.outside),
-            },
+            "bases": {base.name: self._describe(base) for base in candidates.bases},
+            "closed": candidates.closed,
             "max_bytes": self._max_bytes,
-            "max_rank": served.max_rank,
-            "max_adapter_bytes": served.max_adapter_bytes,
             "memory_bytes": MEMORY_BYTES,
             "file_bytes": self._max_bytes + (4 << 20),
             "cpu_seconds": cpu_seconds,
@@ -141,7 +144,11 @@ class Checker:
             raise failure
         if "refused" in answer:
             raise self._refusal(answer)
-        return Checked(folder=folder / PREPARED, **answer)
+        [base] = [each for each in candidates.bases if each.name == answer["base"]]
+        return Checked(folder=folder / PREPARED, **{**answer, "base": base})
+
+    def _describe(self, base: Base) -> dict[str, Any]:
+        return msgspec.to_builtins(base.shape) | msgspec.to_builtins(self._served(base.id))
 
     def _refusal(self, answer: dict[str, Any]) -> Exception:
         kind = answer["refused"]

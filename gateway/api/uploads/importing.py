@@ -24,7 +24,7 @@ from gateway.access.auth import Authenticator
 from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.caller import find_caller
 from gateway.api.uploads.copying import until_stopped
-from gateway.api.uploads.receiving import UploadRules, Workplace, too_large
+from gateway.api.uploads.receiving import Named, UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, Forbidden, Unavailable
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
@@ -72,9 +72,10 @@ class Imports:
         caller = await find_caller(request, self._tenants)
         caller.check_name(request.query.get("name", ""))
         copy, most = self._receive(request, caller.owner), self._rules.max_bytes
+        self._intake.candidates(caller, request.query.get("base"))
         async with caller.uploading(request, self._auth, self._quota, size=None, most=most) as received:
             receive = partial(copy, received)
-            return await self._intake.take(request, caller.tenant, caller.actor, caller.owner, receive)
+            return await self._intake.take(request, caller, receive)
 
     def _receive(self, request: web.Request, owner: str) -> Any:
         """Return the function that copies the adapter. Raises BadRequest, and Forbidden for any other source.
@@ -99,7 +100,7 @@ class Imports:
                 param="source",
             )
 
-        async def receive(received: ReceivedBytes, place: Workplace) -> str:
+        async def receive(received: ReceivedBytes, place: Workplace) -> Named:
             if prefix.startswith("hf://"):
                 await self._from_hub(place, prefix.removeprefix("hf://") + rest, received)
             else:
@@ -107,7 +108,7 @@ class Imports:
                 read = _objects(bucket, rest) if bucket else _folder(prefix, rest)
                 copy = partial(_copy, place.folder, read, self._rules.max_bytes, received)
                 await self._intake.copies.run(place, owner, copy)
-            return name
+            return Named(name, request.query.get("base"))
 
         return receive
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from typing import Any, BinaryIO, ClassVar, TypeVar
+from typing import Any, BinaryIO, ClassVar, NamedTuple, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -29,7 +29,8 @@ from gateway.sharing.pace import Pace
 log = logging.getLogger(__name__)
 
 FILES = (CONFIG_NAME, WEIGHTS_NAME)
-FIELDS = ("name", "file", *FILES)
+FIELDS = ("name", "base", "file", *FILES)
+TEXTS = ("name", "base")
 WRITE_BYTES = 256 << 10
 READ_BYTES = 256 << 10
 # Minimum average size of an upload's chunks, because each chunk costs a read.
@@ -59,6 +60,13 @@ class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
     read_seconds: float
     min_rate: int
     grace_seconds: float = 30.0
+
+
+class Named(NamedTuple):
+    """Names in an upload: the adapter's, and its base model's if it is given."""
+
+    name: str
+    base: str | None = None
 
 
 class Workplace:
@@ -129,8 +137,8 @@ class Workplace:
         await asyncio.gather(*cls._closing, return_exceptions=True)
 
 
-async def receive(request: web.Request, place: Workplace, rules: UploadRules, received: ReceivedBytes) -> str:
-    """Read the request's form into the workplace and return the adapter's name, unchecked.
+async def receive(request: web.Request, place: Workplace, rules: UploadRules, received: ReceivedBytes) -> Named:
+    """Read the request's form into the workplace and return the adapter's names, unchecked.
 
     received: counts the body's bytes. Raises BadRequest naming the form's field, TooLarge, TooSlow, RateLimited.
     """
@@ -208,29 +216,29 @@ class BodyReader:
         self._begun += time.monotonic() - begun
 
 
-async def _read_form(form: Form, place: Workplace, body: BodyReader) -> str:
-    """Write the form's files under fixed names and return the adapter's name."""
-    name: str | None = None
+async def _read_form(form: Form, place: Workplace, body: BodyReader) -> Named:
+    """Write the form's files under fixed names and return the names."""
+    texts: dict[str, str] = {}
     seen: set[str] = set()
     while (part := await form.next()) is not None:
         field = _target(part)
         if field in seen:
             raise BadRequest(f"'{field}' is in the form twice.", param=field)
         seen.add(field)
-        if field == "name":
-            name = await _read_name(form)
+        if field in TEXTS:
+            texts[field] = await _read_text(form, field)
         else:
             await _save(form, place, body, ARCHIVE if field == "file" else field)
-    if name is None:
+    if "name" not in texts:
         raise BadRequest("Expected the form field 'name': the adapter's name.", param="name")
     if "file" in seen:
         if seen & set(FILES):
             raise BadRequest("Expected either one archive as 'file' or the two files, not both.", param="file")
-        return name
+        return Named(**texts)
     for file in FILES:
         if file not in seen:
             raise BadRequest(f"Expected the file {file} in the upload.", param=file)
-    return name
+    return Named(**texts)
 
 
 def _target(part: Part) -> str:
@@ -243,16 +251,16 @@ def _target(part: Part) -> str:
     raise BadRequest(f"Unknown form field '{shown}'; expected: {', '.join(FIELDS)}.", param=shown)
 
 
-async def _read_name(form: Form) -> str:
+async def _read_text(form: Form, field: str) -> str:
     content = bytearray()
     while piece := await form.read():
         content += piece
         if len(content) > MAX_NAME_BYTES:
-            raise BadRequest("The adapter's name is too long.", param="name")
+            raise BadRequest(f"The field '{field}' is too long.", param=field)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise BadRequest("Expected the adapter's name as UTF-8 text.", param="name") from error
+        raise BadRequest(f"Expected the field '{field}' as UTF-8 text.", param=field) from error
 
 
 async def _save(form: Form, place: Workplace, body: BodyReader, name: str) -> None:

@@ -22,7 +22,7 @@ from gateway.api.adapters.adapters import AdapterIntake, storing
 from gateway.api.adapters.caller import AdapterCaller, find_caller
 from gateway.api.requests.fields import json_response
 from gateway.api.uploads.copying import until_stopped
-from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, UploadRules, Workplace, too_large
+from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, Named, UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
 from gateway.process.reads import large_reads
 from gateway.quota.quota import Quota
@@ -111,20 +111,23 @@ class ResumableUploads:
             raise WrongOffset(upload.received)
         parts = await self._uploads.parts(upload.id)
 
-        async def receive(place: Workplace) -> str:
+        base = request.query.get("base")
+        self._intake.candidates(caller, base)
+
+        async def receive(place: Workplace) -> Named:
             join = partial(self._assemble, place, upload.id, parts)
             # The joined bytes count too: an upload that cannot be stored now may be completed again and again.
             await received.add(upload.num_bytes)
             found = await self._intake.copies.run(place, caller.owner, join)
             if found != upload.sha256:
                 raise BadRequest("The upload's content has another SHA-256 than declared.", param="sha256")
-            return upload.name
+            return Named(upload.name, base)
 
         take, size = self._intake.take, upload.num_bytes
         async with caller.uploading(request, self._auth, self._quota, size=size, most=size) as received:
             await self._catalog.check_declared(caller.tenant, upload.num_bytes, upload.id)
             try:
-                answer = await take(request, caller.tenant, caller.actor, caller.owner, receive, upload.id)
+                answer = await take(request, caller, receive, upload.id)
             except (AdapterError, BadRequest, CheckFailed, TooLarge):
                 await self._remove(upload.id)
                 raise

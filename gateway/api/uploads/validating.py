@@ -14,8 +14,9 @@ from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
 from gateway.process.background import running
 from gateway.records.adapters.catalog import Adapter, Catalog
-from gateway.records.adapters.probes import Probes
+from gateway.records.adapters.probes import Probes, Unprobed
 from gateway.records.adapters.rows import READY, Reason, State
+from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.sharing.turns import Turns
 from wire.probes import AdapterProbe
@@ -60,12 +61,11 @@ class Validation:
         self._turns = Turns(PROBES_AT_ONCE)
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
 
-    @property
-    def first_state(self) -> State:
-        """Return the initial state of a new version: validating, or ready if probes are off, or if they are
-        optional (`auto`) and no engine can probe.
+    def first_state(self, base: str) -> State:
+        """Return the initial state of a new version of a base model (its id): validating, or ready if probes are off,
+        or if they are optional (`auto`) and no engine can probe.
         """
-        if self._mode == "off" or (self._mode == "auto" and not self._prober.can_probe):
+        if self._mode == "off" or (self._mode == "auto" and not self._prober.can_probe(base)):
             return READY
         return "validating"
 
@@ -74,10 +74,10 @@ class Validation:
 
         Raises ProbeRefused.
         """
-        if adapter.state != "validating" or not self._prober.can_probe:
+        if adapter.state != "validating" or not self._prober.can_probe(adapter.base):
             return adapter
         await self._claim(tenant.id, adapter.name, adapter.version)
-        task = self._begin(tenant, adapter.name, adapter.version, adapter.digest)
+        task = self._begin(tenant, adapter)
         await asyncio.wait({task}, timeout=WAIT_SECONDS)
         try:
             found = await self.catalog.versions.get(tenant, adapter.name, adapter.version)
@@ -99,19 +99,19 @@ class Validation:
         found = await self.catalog.versions.get(tenant, name, version)
         if not found.digest or found.state == "deleted":
             raise BadRequest("version: the version has no content.", param="version")
-        before, base = None, None
+        before, binding = None, await self._probes.binding(tenant, name, version)
         with suppress(RecordNotFound):
-            _, before, base = await self._probes.get(tenant, name, version)
+            before = (await self._probes.get(tenant, name, version)).probe
         async with self._turns.turn(tenant.id):
             try:
-                now = await self._prober.probe(tenant, found.digest, base, engine)
+                now = await self._prober.probe(tenant, found.digest, binding, engine)
             except NotProbed as error:
                 raise Unavailable("No engine can probe the adapter now; try again shortly.") from error
             except AdapterRefused as refused:
                 if refused.probe is None:
                     raise ProbeRefused(refused.reasons) from refused
                 now = refused.probe
-        if engine is not None and (now.base_digest,) != await self._probes.base(tenant, name, version):
+        if engine is not None and {now.base_digest} != (await self._probes.binding(tenant, name, version)).digests:
             return before, now
         if await self._probes.record(tenant, name, version, now):
             await self.catalog.rebound()
@@ -143,9 +143,9 @@ class Validation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _search(self) -> None:
-        if self._mode != "off" and not self._prober.can_probe:
-            return
         for found in await self._probes.missing():
+            if self._mode != "off" and not self._prober.can_probe(found.base):
+                continue
             try:
                 tenant = await self._tenants.get(found.tenant_name)
             except RecordNotFound:
@@ -156,7 +156,7 @@ class Validation:
                 continue
             is_running = (tenant.id, found.name, found.version) in self._running
             if not is_running and await self._claim(tenant.id, found.name, found.version):
-                self._begin(tenant, found.name, found.version, found.digest)
+                self._begin(tenant, found)
 
     async def _claim(self, tenant_id: str, name: str, version: int) -> bool:
         """Return whether no process has tried the version recently. Without Redis this process tries it."""
@@ -165,10 +165,10 @@ class Validation:
         except (RedisError, OSError, TimeoutError):
             return True
 
-    def _begin(self, tenant: Tenant, name: str, version: int, digest: str) -> "asyncio.Task[None]":
-        key = (tenant.id, name, version)
+    def _begin(self, tenant: Tenant, new: Adapter | Unprobed) -> "asyncio.Task[None]":
+        key = (tenant.id, new.name, new.version)
         if key not in self._running:
-            task = self._running[key] = asyncio.create_task(self._validate(tenant, name, version, digest))
+            task = self._running[key] = asyncio.create_task(self._validate(tenant, new))
             task.add_done_callback(lambda done: self._end(key, done))
         return self._running[key]
 
@@ -177,10 +177,11 @@ class Validation:
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("version %d of an adapter could not be probed", key[2], exc_info=error)
 
-    async def _validate(self, tenant: Tenant, name: str, version: int, digest: str) -> None:
+    async def _validate(self, tenant: Tenant, new: Adapter | Unprobed) -> None:
+        name, version = new.name, new.version
         async with self._turns.turn(tenant.id):
             try:
-                probe = await self._prober.probe(tenant, digest)
+                probe = await self._prober.probe(tenant, new.digest, Binding(new.base))
             except NotProbed as error:
                 log.info("an adapter of tenant %s stays validating: %s", tenant.id, error)
                 return

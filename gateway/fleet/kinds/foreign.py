@@ -3,6 +3,7 @@
 import asyncio
 import re
 from abc import abstractmethod
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -64,9 +65,9 @@ class Models(NamedTuple):
     bases: list[str]
     adapters: list[str]
 
-    def base_name(self, wanted: str) -> str:
-        """Return `wanted` if the base model has this name, else the list of its names, for messages."""
-        return wanted if wanted in self.bases else ", ".join(self.bases)
+    def base_name(self, known: Collection[str]) -> str:
+        """Return the server's name that is a base model's on record, else the list of its names, for messages."""
+        return next((name for name in self.bases if name in known), ", ".join(self.bases))
 
 
 def read_models(answer: bytes) -> Models:

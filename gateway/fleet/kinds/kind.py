@@ -5,7 +5,7 @@ engines. `table.py` lists the kinds.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PROBE_TIMEOUT = ClientTimeout(total=3.0)
 CONNECT_SECONDS = 5.0
+TOKENIZE_TIMEOUT = ClientTimeout(total=10.0)
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 OVERLOADED = "The engine is overloaded; try again shortly."
 
@@ -33,13 +34,13 @@ class Misconfigured(Exception):
 
 
 class Services(msgspec.Struct, frozen=True, kw_only=True):
-    """Objects of this process that kinds use. silence_seconds: an engine that pushes its state sends a line every
-    second and is down after this silence.
+    """Objects of this process that kinds use. base_names: returns the names of the base models. silence_seconds: an
+    engine that pushes its state sends a line every second and is down after this silence.
     """
 
     session: ClientSession
     internal_token: str
-    base_model: str
+    base_names: Callable[[], Collection[str]]
     store: AdapterStore
     uses: RecentUses
     silence_seconds: float = 5.0
@@ -81,6 +82,19 @@ class EngineKind(ABC):
         Raises ClientError, OSError, TimeoutError.
         """
         raise NotImplementedError
+
+    async def tokenize(self, engine: EngineRecord, model: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Return status and body of the answer to a text or a conversation for `/tokenize`. model: the base model's
+        name, for an engine that has not reported its own.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
+        headers = {"Content-Type": "application/json", **self.headers(engine)}
+        data = msgspec.json.encode({"model": engine.state.model or model, **body})
+        async with self._session.post(
+            f"{engine.url}/tokenize", data=data, headers=headers, timeout=TOKENIZE_TIMEOUT, allow_redirects=False
+        ) as response:
+            return response.status, await response.read()
 
     async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> tuple[int, bytes]:
         """Return status and body of an adapter's probe, for an engine whose state has `probes`.

@@ -138,7 +138,7 @@ class Sglang(ForeignKind):
         # The list is read last, so that it includes an adapter that was just loaded.
         models = read_models(await self.get(engine, "/v1/models"))
         state = {
-            "model": models.base_name(self._services.base_model),
+            "model": models.base_name(self._services.base_names()),
             "version": info.version,
             # An adapter with another name belongs to the server's operator: no request selects it, and it stays loaded.
             "adapters_resident": [

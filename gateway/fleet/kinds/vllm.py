@@ -64,7 +64,7 @@ class Vllm(ForeignKind):
         for name, count in REQUESTS.findall(metrics):
             counts[name.decode()] += int(float(count))
         state = {
-            "model": models.base_name(self._services.base_model),
+            "model": models.base_name(self._services.base_names()),
             "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
             "version": version,

@@ -34,10 +34,10 @@ class AdapterParts:
 
 def build_adapter_pages(frame: Frame, resources: Resources, records: Records, serving: Serving) -> list[Any]:
     """Return the objects of the list and of the playground."""
-    base_model, listed = resources.settings.base_model, records.adapter_list
+    listed = records.adapter_list
     return [
         AdapterListPage(frame=frame, adapters=listed, registry=serving.registry),
-        PlaygroundPages(frame=frame, tenants=records.tenants, adapters=listed, base_model=base_model),
+        PlaygroundPages(frame=frame, tenants=records.tenants, adapters=listed, bases=records.bases),
     ]
 
 

@@ -25,6 +25,7 @@ from gateway.records.adapters.probes import Probes, Recorded
 from gateway.records.adapters.rows import Version
 from gateway.records.adapters.uploads import Uploads
 from gateway.records.adapters.use import AdapterUses, Change
+from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenants
 
 QUERY = ("tab", "version", "period", "done")
@@ -158,18 +159,19 @@ class AdapterPages:
             probe = await self._reports.probes.get(caller.tenant, name, version.version)
         with suppress(RecordNotFound):
             golden = await self._reports.golden.get(caller.tenant, name, version.version)
-        base = probe.base_digest if probe is not None else None
-        engines = self._engines(version, () if base is None else (base,)) if caller.principal is None else []
+        digest = probe.base_digest if probe is not None else None
+        binding = Binding.of(version.base, digest)
+        engines = self._engines(version, binding) if caller.principal is None else []
         return {"probe": probe, "golden": golden, "engines": engines}
 
-    def _engines(self, version: Version, bases: Sequence[str]) -> list[EngineRow]:
-        able = {engine.url for engine in self._warming.engines(bases)}
+    def _engines(self, version: Version, binding: Binding) -> list[EngineRow]:
+        able = {engine.url for engine in self._warming.engines(binding)}
         rows = []
         for engine in sorted(self._warming.up, key=lambda engine: engine.url):
             tier = engine.tier_of(version.digest)
             may_load = version.is_served and engine.url in able and tier == "none"
             running = engine.requests.by_digest[version.digest] if version.digest else 0
-            rows.append(EngineRow(engine.url, tier, running, engine.serves_bases(bases), may_load))
+            rows.append(EngineRow(engine.url, tier, running, engine.serves(binding), may_load))
         return rows
 
     def _row(self, version: Version, aliases: Sequence[Alias], pushed: Mapping[int, str]) -> VersionRow:

@@ -11,6 +11,7 @@ from aiohttp import web
 from gateway.errors import RecordNotFound
 from gateway.pages.frame.frame import Frame
 from gateway.records.adapters.list import AdapterList, TenantModel
+from gateway.records.bases.registry import Bases
 from gateway.records.tenants.tenants import Tenant, Tenants
 
 QUERY = ("tenant", "a", "b")
@@ -22,11 +23,11 @@ MAX_MODEL_CHARS = 256
 class PlaygroundPages:
     """Page of the playground."""
 
-    def __init__(self, *, frame: Frame, tenants: Tenants, adapters: AdapterList, base_model: str) -> None:
+    def __init__(self, *, frame: Frame, tenants: Tenants, adapters: AdapterList, bases: Bases) -> None:
         self._frame = frame
         self._tenants = tenants
         self._adapters = adapters
-        self._base_model = base_model
+        self._bases = bases
 
     async def show(self, request: web.Request) -> web.Response:
         """Show the form for the tenant of the query, or the choice of a tenant."""
@@ -51,16 +52,14 @@ class PlaygroundPages:
             names=await self._adapters.tenants(),
             chat_url=None if tenant is None else f"/admin/playground/{tenant.name}/chat",
             requests_url="/admin/requests/",
-            **model_context(request, self._base_model, found),
+            **model_context(request, [base.name for base in self._bases.listed], found),
         )
 
 
-def model_context(
-    request: web.Request, base_model: str, found: Sequence[TenantModel], *, may_use_base: bool = True
-) -> dict[str, Any]:
+def model_context(request: web.Request, base_names: Sequence[str], found: Sequence[TenantModel]) -> dict[str, Any]:
     """Return the template's variables: the models, and the two that are chosen at first."""
-    titles, base = dict(KINDS), base_model if may_use_base else ""
-    models = [(base, "base model")] if base else []
+    titles, base = dict(KINDS), next(iter(base_names), "")
+    models = [(name, "base model") for name in base_names]
     models += [(each.id, each.means or titles[each.kind]) for each in found]
     adapters = [each.id for each in found if each.kind == "adapter"]
     return {

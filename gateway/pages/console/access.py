@@ -13,6 +13,7 @@ from gateway.errors import Forbidden
 from gateway.pages.frame.frame import Frame
 from gateway.parts import Records
 from gateway.quota.quota import Quota
+from gateway.records.bases.registry import Bases
 from gateway.sharing.turns import Turns
 
 HOME = "/console/"
@@ -25,14 +26,24 @@ Needed = Literal["inference", "adapters", "usage", "keys", "any"]
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """Objects that all pages of the console share. currency: of costs and budgets. base_model: its name."""
+    """Objects that all pages of the console share. currency: of costs and budgets. bases: the base models."""
 
     frame: Frame
     records: Records
     quota: Quota
     currency: str
-    base_model: str
+    bases: Bases
     reads: Turns = field(default_factory=lambda: Turns(READS, rest=REST))
+
+    @property
+    def base_names(self) -> list[str]:
+        """Return the names of the listed base models."""
+        return [base.name for base in self.bases.listed]
+
+    @property
+    def base_model(self) -> str:
+        """Return the base model of examples."""
+        return next(iter(self.base_names), "base-model")
 
 
 class ConsolePages:

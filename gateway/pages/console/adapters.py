@@ -17,6 +17,7 @@ from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
 from gateway.records.adapters.catalog import Adapter, Model
 from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter, Sort
+from gateway.records.bases.base import FIRST, Base
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.money.prices import Price, exact_money
 from gateway.records.tenants.tenants import Tenant
@@ -50,12 +51,11 @@ CSV_COLUMNS = (
 
 
 class ConsoleAdapters(ConsolePages):
-    """Page of the tenant's models. max_length: the context length in tokens."""
+    """Page of the tenant's models."""
 
-    def __init__(self, console: Console, prices: AdapterPrices, max_length: int) -> None:
+    def __init__(self, console: Console, prices: AdapterPrices) -> None:
         super().__init__(console)
         self._prices = prices
-        self._max_length = max_length
 
     @needs("adapters")
     async def show(self, request: web.Request) -> web.StreamResponse:
@@ -77,8 +77,6 @@ class ConsoleAdapters(ConsolePages):
         if is_csv and not errors:
             return csv_response("adapters", CSV_COLUMNS, rows)
         table.rows, table.total = rows, found.total
-        base = Model(name=self.console.base_model, digest=None)
-        tenant = principal.tenant
         return self.console.frame.render(
             request,
             "console/adapters.html",
@@ -90,14 +88,23 @@ class ConsoleAdapters(ConsolePages):
             unused=UNUSED_OPTIONS,
             tones=TONES,
             is_filtered=any(request.query.get(name) for name in QUERY[:4]),
-            base_model=base.name if principal.may_use(base.name) else None,
-            base_price=self._prices.list.price(tenant.name, base, tenant.plan),
-            max_length=self._max_length,
+            bases=[
+                (base, self._price_of(base, principal.tenant))
+                for base in self.console.bases.listed
+                if principal.may_use(base.name)
+            ],
             may_ask="inference" in principal.scopes,
         )
 
+    def _price_of(self, base: Base, tenant: Tenant) -> Price:
+        model = Model(name=base.name, digest=None, base=base.id)
+        return self._prices.list.price(tenant.name, model, tenant.plan)
+
     async def _priced(self, tenant: Tenant, found: AdapterPage) -> list[ModelRow]:
         fields = ("name", "version", "digest", "rank", "num_bytes", "created_at")
-        named = [Adapter(**{name: getattr(each, name) for name in fields}) for each in found.adapters]
+        named = [
+            Adapter(**{name: getattr(each, name) for name in fields}, base=each.base_id or FIRST)
+            for each in found.adapters
+        ]
         prices = await self._prices.of(tenant, named)
         return [ModelRow(adapter, price) for adapter, price in zip(found.adapters, prices, strict=True)]

@@ -25,13 +25,13 @@ def build_console(
 ) -> list[Any]:
     """Return the objects of the console's pages."""
     settings, database = resources.settings, resources.database
-    console = Console(frame, records, billing.quota, settings.currency, settings.base_model)
+    console = Console(frame, records, billing.quota, settings.currency, records.bases)
     prices = AdapterPrices(database, records.price_list)
     manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
     return [
         ConsoleHome(console, activity),
         ConsoleRequests(console, RequestLog(database)),
-        ConsoleAdapters(console, prices, resources.model.max_length),
+        ConsoleAdapters(console, prices),
         ConsolePlayground(console),
         ConsoleUsage(console),
         ConsoleKeys(console, manager),

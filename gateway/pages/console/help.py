@@ -43,7 +43,7 @@ class ConsoleHelp(ConsolePages):
             title="How to use your key",
             content=fill_names(self._html, origin(request), names),
             sections=self._sections,
-            models=example_models(names, principal, self.console.base_model),
+            models=example_models(names, principal, self.console.base_names),
             base_model=self.console.base_model,
             principal=principal,
         )

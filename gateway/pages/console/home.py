@@ -61,7 +61,7 @@ class ConsoleHome(ConsolePages):
                 soft = [name for name in SOFT_KINDS if getattr(tenant.soft_budgets, name)]
                 limits += [soft_row(tenant, name, context["month"], "tenant", self.console.currency) for name in soft]
             names = [each.name for each in await records.catalog.list(tenant) if each.state == READY]
-        models = example_models(names, principal, self.console.base_model)
+        models = example_models(names, principal, self.console.base_names)
         return self.console.frame.render(
             request,
             "console/home.html",

@@ -45,6 +45,6 @@ def origin(request: web.Request) -> str:
     return f"{scheme}://{request.host}"
 
 
-def example_models(names: Iterable[str], principal: TenantPrincipal, base_model: str) -> list[str]:
-    """Return the models for examples that the key may use: adapters first, then the base model."""
-    return [name for name in (*names, base_model) if principal.may_use(name)]
+def example_models(names: Iterable[str], principal: TenantPrincipal, base_names: Iterable[str]) -> list[str]:
+    """Return the models for examples that the key may use: adapters first, then base models."""
+    return [name for name in (*names, *base_names) if principal.may_use(name)]

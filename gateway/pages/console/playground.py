@@ -20,7 +20,7 @@ class ConsolePlayground(ConsolePages):
 
     @needs("inference")
     async def show(self, request: web.Request) -> web.StreamResponse:
-        principal, base_model = request[PRINCIPAL], self.console.base_model
+        principal = request[PRINCIPAL]
         async with self.console.reads.turn(principal.tenant.id):
             found = await self.console.records.adapter_list.models(principal.tenant.id)
         # A key's allowed names include their versions and aliases.
@@ -34,5 +34,5 @@ class ConsolePlayground(ConsolePages):
             names=(),
             chat_url=CHAT,
             requests_url="/console/requests/",
-            **model_context(request, base_model, usable, may_use_base=principal.may_use(base_model)),
+            **model_context(request, [name for name in self.console.base_names if principal.may_use(name)], usable),
         )

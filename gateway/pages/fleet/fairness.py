@@ -10,7 +10,7 @@ from aiohttp import web
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
 from gateway.fleet.fairness import Fairness, TenantFairness
-from gateway.fleet.queue import Gate
+from gateway.fleet.gates import Gates
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 
@@ -37,7 +37,7 @@ COLUMNS = (
 class FairnessPages:
     """Page and JSON route, both from the memory of this gateway process."""
 
-    def __init__(self, *, frame: Frame, fairness: Fairness, gate: Gate) -> None:
+    def __init__(self, *, frame: Frame, fairness: Fairness, gate: Gates) -> None:
         self._frame = frame
         self._fairness = fairness
         self._gate = gate

@@ -6,8 +6,8 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.gates import Gates
 from gateway.fleet.health import Health as EngineHealth
-from gateway.fleet.queue import Gate
 from gateway.fleet.registry import Registry
 
 Level = Literal["good", "warn", "bad"]
@@ -74,7 +74,7 @@ class Status(NamedTuple):
 class Strip:
     """Reader of the status. states: the states of `gateway/api/health.py`, by part."""
 
-    def __init__(self, states: Callable[[], Mapping[str, Any]], registry: Registry, gate: Gate) -> None:
+    def __init__(self, states: Callable[[], Mapping[str, Any]], registry: Registry, gate: Gates) -> None:
         self._states = states
         self._registry = registry
         self._gate = gate

@@ -148,9 +148,9 @@ class PlanPages:
 
     def _priced(self) -> Sequence[tuple[str, str, str]]:
         """Return (field, model, title) of the models that a plan can price."""
-        base = self._records.catalog.base_model
+        bases = enumerate(self._records.bases.names)
         return [
-            ("base", base, f"Base model {base}"),
+            *((f"base{i or ''}", name, f"Base model {name}") for i, name in bases),
             ("adapters", ALL_ADAPTERS, "All adapters"),
             ("all", EVERYTHING, "Everything else"),
         ]

@@ -58,7 +58,7 @@ class PricePages:
             title="Prices",
             status=400 if errors else 200,
             table=fill(read_table(request, "prices", PRICE_COLUMNS, "model"), prices),
-            base_model=self._records.catalog.base_model,
+            base_model=" or ".join(self._records.bases.names),
             values=form or {"model": request.query.get("model", "")},
             errors=errors,
             done=done,
@@ -82,7 +82,7 @@ class PricePages:
 
     async def _check(self, model: str) -> None:
         """Raise BadRequest for a model that is neither general nor a tenant's."""
-        if model in (EVERYTHING, self._records.catalog.base_model):
+        if model == EVERYTHING or self._records.bases.named(model) is not None:
             return
         owner, slash, adapter = model.partition("/")
         try:
@@ -91,8 +91,9 @@ class PricePages:
             tenant = None
         known = tenant is not None and (adapter == EVERYTHING or await self._records.catalog.knows(tenant, adapter))
         if not (slash and known):
-            base = self._records.catalog.base_model
-            message = f"Expected the base model ('{base}'), '*', 'tenant/*', or an adapter as tenant/name."
+            message = (
+                f"Expected a base model ({self._records.bases.shown}), '*', 'tenant/*', or an adapter as tenant/name."
+            )
             raise BadRequest(message, param="model")
 
     async def _refresh(self) -> None:

@@ -137,8 +137,7 @@ class TenantPages:
             if act == "Suspend":
                 await self._change(request, tenant, {"suspended": True})
                 raise web.HTTPSeeOther(f"{LIST}/{tenant.name}?done=suspended")
-            base_model = self._records.catalog.base_model
-            await self._records.tenants.delete(tenant.name, request[ACTOR], base_model)
+            await self._records.tenants.delete(tenant.name, request[ACTOR], self._records.bases.names)
             await self._records.auth.catch_up()
             raise web.HTTPSeeOther(f"{LIST}?done=deleted")
         return self._frame.confirm(

@@ -11,34 +11,30 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Integer, Row, Select, and_, literal, null, or_, select
+from sqlalchemy import Row, Select, and_, select
 
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.adapters.aliases import Aliases
 from gateway.records.adapters.canary import InTurn, choose_for
 from gateway.records.adapters.limits import check_bytes
-from gateway.records.adapters.removed_versions import all_versions, removed_since, settle_removed
+from gateway.records.adapters.meanings import meanings
+from gateway.records.adapters.removed_versions import removed_since, settle_removed
 from gateway.records.adapters.rows import READY, State, Version, check_possible, is_over, read_version, unknown_name
 from gateway.records.adapters.saved_mixtures import SavedMixtures
 from gateway.records.adapters.uploads import unfinished_bytes
 from gateway.records.adapters.versions import Push, Versions
+from gateway.records.bases.base import FIRST, BaseRetired, Binding
+from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
-from gateway.records.tables import (
-    UtcDateTime,
-    adapter_alias_targets,
-    adapter_probes,
-    adapter_versions,
-    adapters,
-    prices,
-)
+from gateway.records.tables import adapter_versions, adapters
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.turns import Turns
 from wire.digests import digest_name
 from wire.mixtures import Mixture
-from wire.model_names import ADAPTER_NAME, LATEST, Reference, parse_reference
+from wire.model_names import ADAPTER_NAME, Reference, parse_reference
 
 CACHE_ENTRIES = 50_000
 # A tenant may have 70,000 references: 1,000 names with 20 versions and 50 aliases each.
@@ -51,7 +47,9 @@ CURRENT_VERSION = and_(
 
 
 class Adapter(msgspec.Struct, frozen=True, kw_only=True):
-    """A name and the version of `latest`. digest: 64 hex digits, no prefix. rank: the largest of its modules."""
+    """A name and the version of `latest`. digest: 64 hex digits, no prefix. rank: the largest of its modules. base: id
+    of the base model.
+    """
 
     name: str
     version: int
@@ -60,6 +58,7 @@ class Adapter(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     created_at: datetime
     state: State = READY
+    base: str = FIRST
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +68,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     referred, to the same content. Their prices and limits apply whichever of these names a request uses.
     version: of the adapter; None for the base model and for a mixture. requested: the text of the request if it is not
     the name, such as `name:prod`.
-    base_digest: the base model that the version is bound to; None if it is unknown.
+    base: id of the base model. base_digest: the weights that the version is bound to; None if they are unknown.
     parts, mixture: set for a mixture only (gateway/records/adapters/mixtures.py); its `names` are those of its parts.
     """
 
@@ -78,6 +77,7 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
     names: tuple[str, ...] = ()
     version: int | None = None
     requested: str | None = None
+    base: str = FIRST
     base_digest: str | None = None
     parts: tuple["Model", ...] = ()
     mixture: Mixture | None = None
@@ -90,10 +90,15 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
         return () if self.digest is None else (self.digest,)
 
     @property
-    def bases(self) -> frozenset[str]:
-        """Return the digests of the base models that the adapters are bound to, as far as they are known."""
+    def suspects(self) -> tuple[str, ...]:
+        """Return the adapters' names in the quarantine, where the same content is another suspect on another base."""
+        return tuple(f"{digest}@{self.base}" if self.base else digest for digest in self.adapters)
+
+    @property
+    def binding(self) -> Binding:
+        """Return the engines on which the model's requests may run."""
         own = () if self.base_digest is None else (self.base_digest,)
-        return frozenset(own).union(*(part.bases for part in self.parts))
+        return Binding(self.base, frozenset(own).union(*(part.binding.digests for part in self.parts)))
 
     @property
     def shown(self) -> str:
@@ -145,12 +150,12 @@ class Catalog:
     def __init__(
         self,
         database: Database,
-        base_model: str,
+        bases: Bases,
         changes: Changes | None = None,
         believed_seconds: float = 0.0,
     ) -> None:
         self._database = database
-        self.base_model = base_model
+        self.bases = bases
         self._changes = changes or Changes(database)
         self._believed_seconds = believed_seconds
         # By tenant's id and reference.
@@ -159,10 +164,7 @@ class Catalog:
         self._reads = Turns(READS)
         self.versions = Versions(database, self._reads, self._changed)
         self.aliases = Aliases(database, self._reads, self._changed)
-        self.mixtures = SavedMixtures(database, base_model, self._changes, self._reads, self._changed)
-        # The base model's own name, and the name in it if it has the form of a reference.
-        base = parse_reference(base_model.lower())
-        self._reserved = {base_model.lower()} | ({base.name} if base is not None else set())
+        self.mixtures = SavedMixtures(database, bases, self._changes, self._reads, self._changed)
 
     def check_name(self, name: str) -> None:
         """Raise BadRequest unless a new adapter may have this name."""
@@ -172,17 +174,21 @@ class Catalog:
                 "starting with a letter or digit.",
                 param="name",
             )
-        if name in self._reserved:
-            raise BadRequest(f"'{name}' is the base model's name; choose another for the adapter.", param="name")
+        if self.bases.is_reserved(name):
+            raise BadRequest(f"'{name}' is a base model's name; choose another for the adapter.", param="name")
 
     async def resolve(self, tenant: Tenant, text: str, user: str | None = None) -> Model:
-        """Return the model that a tenant means by `name`, `name@3` or `name:alias`. Raises ModelNotFound.
+        """Return the model that a tenant means by `name`, `name@3` or `name:alias`.
+
+        Raises ModelNotFound, also for a retired base model's name, and BaseRetired for one of its adapters.
 
         user: the user or session who always gets the same version of a canary; None takes the versions in turn. An
         unknown name is always queried, so that a new name works at once.
         """
-        if text == self.base_model:
-            return Model(name=text, digest=None)
+        if (base := self.bases.named(text)) is not None:
+            if base.state == "retired":
+                raise ModelNotFound(text)
+            return Model(name=text, digest=None, base=base.id)
         reference = parse_reference(text)
         if reference is None:
             raise ModelNotFound(text)
@@ -197,18 +203,24 @@ class Catalog:
         if known is None or not targets:
             raise ModelNotFound(text)
         if len(targets) == 1:
-            return targets[0].model
+            return self._served(targets[0].model)
         if user is None:
-            return known.in_turn.choose(targets).model
+            return self._served(known.in_turn.choose(targets).model)
         key = f"{tenant.id}\0{reference}\0{user}"
-        return choose_for(targets, key.encode("utf-8", "surrogatepass")).model
+        return self._served(choose_for(targets, key.encode("utf-8", "surrogatepass")).model)
+
+    def _served(self, model: Model) -> Model:
+        base = self.bases.get(model.base)
+        if base is not None and base.state == "retired":
+            raise BaseRetired(model.shown, base.name)
+        return model
 
     async def _look_up(self, asked: tuple[str, str, Reference, frozenset[str]]) -> _Known | None:
         tenant_id, tenant_name, reference, limited = asked
         # Taken before the query, so that a change during the query invalidates its answer.
         mark = self._changes.mark
         async with self._database.read() as connection:
-            rows = (await connection.execute(_meanings(tenant_id, tenant_name, reference, limited))).all()
+            rows = (await connection.execute(meanings(tenant_id, tenant_name, reference, limited))).all()
         if not rows:
             return None
         by_version = defaultdict(list)
@@ -221,8 +233,8 @@ class Catalog:
         return known
 
     async def knows(self, tenant: Tenant, name: str) -> bool:
-        """Return whether the tenant may use the base model or has an adapter of this plain name."""
-        if name == self.base_model:
+        """Return whether it is a base model's name, or the tenant has an adapter of this plain name."""
+        if self.bases.named(name) is not None:
             return True
         if not ADAPTER_NAME.fullmatch(name):
             return False
@@ -252,15 +264,18 @@ class Catalog:
         actor: str,
         publish: Callable[[], Awaitable[None]] = _already_stored,
         state: State = READY,
+        base: str = FIRST,
     ) -> Adapter:
         """Add a version under `name`, to which `latest` moves. Repeating the digest of `latest` changes nothing.
 
         publish: puts the content into the store. It is called after the version is allowed and before it is committed,
         so that a refused version stores nothing and every version has content. state: `validating` for a version that
-        `versions.set_state` makes ready, and `latest` moves then. Raises Forbidden, naming the limit.
+        `versions.set_state` makes ready, and `latest` moves then. base: id of the base model.
+
+        Raises Forbidden, naming the limit.
         """
         self.check_name(name)
-        push = Push(digest=digest, rank=rank, num_bytes=num_bytes, publish=publish, state=state)
+        push = Push(digest=digest, rank=rank, num_bytes=num_bytes, publish=publish, state=state, base=base)
         return _adapter(await self.versions.add(tenant, name, push, actor))
 
     async def referenced(self, digests: Sequence[str], since: datetime) -> set[str]:
@@ -345,46 +360,10 @@ def _target(reference: Reference, rows: Sequence[Row[Any]]) -> _Target:
         names=(name, *others),
         version=row.version,
         requested=None if text == name else text,
+        base=row.base_id or FIRST,
         base_digest=row.base_digest,
     )
     return _Target(model, row.version, row.weight, min(ends, default=None))
-
-
-def _meanings(tenant_id: str, tenant_name: str, reference: Reference, limited: frozenset[str]) -> Select[Any]:
-    """Select the ready versions that a reference means, each with the names whose prices and limits apply to it.
-
-    These are the reference's own name, and every name with a price or in `limited` that means, or ever meant, the
-    content. Only the operator adds prices and limits, so a tenant's many names for the same content do not add rows.
-    """
-    own, version, target = adapters.alias(), adapter_versions.alias(), adapter_alias_targets.alias()
-    probe = adapter_probes.alias()
-    joined = own.join(version, version.c.adapter_id == own.c.id).outerjoin(
-        probe, and_(probe.c.adapter_id == own.c.id, probe.c.version == version.c.version)
-    )
-    weight: ColumnElement[int] = literal(1, Integer)
-    end: ColumnElement[Any] = null().cast(UtcDateTime)
-    if reference.version is not None:
-        is_meant = version.c.version == reference.version
-    elif reference.alias == LATEST:
-        is_meant = version.c.version == own.c.current_version
-    else:
-        is_meant, weight, end = target.c.alias == reference.alias, target.c.weight, target.c.expires_at
-        joined = joined.join(target, and_(target.c.adapter_id == own.c.id, target.c.version == version.c.version))
-    meant = (
-        select(version.c.version, version.c.digest, version.c.expires_at, weight.label("weight"))
-        .add_columns(end.label("target_expires_at"), probe.c.base_digest)
-        .select_from(joined)
-        .where(own.c.tenant_id == tenant_id, own.c.name == reference.name, version.c.state == READY, is_meant)
-        .cte("meant")
-    )
-
-    def is_ruled(named: ColumnElement[str], content: ColumnElement[str]) -> ColumnElement[bool]:
-        priced = select(prices.c.model).where(prices.c.model == literal(f"{tenant_name}/").concat(named)).exists()
-        ruled = or_(named == reference.name, named.in_(sorted(limited)), priced)
-        return and_(content.in_(select(meant.c.digest)), ruled)
-
-    ever = all_versions(tenant_id, is_ruled)
-    return select(meant, ever.c.name.label("named")).join_from(meant, ever, ever.c.digest == meant.c.digest)
 
 
 def _adapter(version: Version) -> Adapter:
@@ -397,4 +376,5 @@ def _adapter(version: Version) -> Adapter:
         num_bytes=version.num_bytes,
         created_at=version.created_at,
         state=version.state,
+        base=version.base,
     )

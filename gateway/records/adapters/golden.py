@@ -23,6 +23,7 @@ from gateway.records.adapters.rows import (
     versions_of,
 )
 from gateway.records.audit import record_change
+from gateway.records.bases.records import of_base
 from gateway.records.database import Database
 from gateway.records.tables import (
     adapter_probes,
@@ -199,10 +200,10 @@ class Golden:
             if old is not None:
                 await connection.execute(delete(table).where(this, table.c.checked_at <= old))
 
-    async def unchecked(self, software: EngineSoftware, after: tuple[str, int]) -> Unchecked | None:
+    async def unchecked(self, software: EngineSoftware, base: str, after: tuple[str, int]) -> Unchecked | None:
         """Return the first ready version behind the place `after` that has no check under the software.
 
-        Versions that are bound to another base model are left out.
+        Versions that do not belong to the base model (its id), or are bound to other weights, are left out.
         """
         answers, checks, own, probes = golden_answers, golden_checks, adapter_versions, adapter_probes
         is_checked = exists().where(
@@ -220,7 +221,9 @@ class Golden:
             .join(adapters, adapters.c.id == own.c.adapter_id)
             .join(tenants, tenants.c.id == adapters.c.tenant_id)
             .outerjoin(probes, _same_version(answers, probes))
-            .where(~is_checked, own.c.state == READY, tenants.c.suspended.is_(False), place > tuple_(*after))
+            .where(
+                ~is_checked, of_base(base), own.c.state == READY, tenants.c.suspended.is_(False), place > tuple_(*after)
+            )
             .where(or_(own.c.expires_at.is_(None), own.c.expires_at > datetime.now(UTC)))
             .order_by(answers.c.adapter_id, answers.c.version)
             .limit(1)

@@ -41,7 +41,7 @@ MOST_NAMES, MOST_TENANTS = 500, 2000
 COLUMNS: dict[str, str] = {"size": "num_bytes", "created": "created_at"}
 OF_ROW = (
     *("tenant_id", "tenant", "name", "version", "state", "digest", "rank", "num_bytes", "created_at"),
-    *("newest", "newest_state", "base"),
+    *("newest", "newest_state", "base", "base_id"),
 )
 
 
@@ -73,7 +73,8 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 
     version, state, digest, rank, num_bytes, created_at, pinned: of the version of `latest`; of the newest version if
     `latest` has none. newest: number of the newest version, and newest_state its state. versions: number of versions on
-    record. base: the base model that the version is bound to. requests: within RECENT. last_used: start of the hour or
+    record. base: digest of the weights that the version is bound to. base_id: its base
+    model; None for the first. requests: within RECENT. last_used: start of the hour or
     day of the last request within KNOWN.
     """
 
@@ -91,6 +92,7 @@ class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     newest_state: State
     versions: int
     base: str | None
+    base_id: str | None = None
     requests: int = 0
     last_used: datetime | None = None
 
@@ -245,7 +247,9 @@ def _listed(now: datetime, ids: Sequence[str] | None = None) -> Subquery:
     return (
         select(adapters.c.id, adapters.c.tenant_id, tenants.c.name.label("tenant"), adapters.c.name)
         .add_columns(version.label("version"), _state(present("state"), present("expires_at"), now).label("state"))
-        .add_columns(*(present(name).label(name) for name in ("digest", "rank", "num_bytes", "created_at", "pinned")))
+        .add_columns(
+            *(present(name).label(name) for name in ("digest", "rank", "num_bytes", "created_at", "pinned", "base_id"))
+        )
         .add_columns(newest.c.version.label("newest"))
         .add_columns(_state(newest.c.state, newest.c.expires_at, now).label("newest_state"))
         .add_columns(probe.c.base_digest.label("base"))

@@ -7,20 +7,21 @@ import msgspec
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.adapters.catalog import Catalog, Model
 from gateway.records.adapters.saved_mixtures import MAX_CHARS
+from gateway.records.bases.registry import Bases
 from gateway.records.tenants.tenants import Tenant
 from wire.mixtures import Mixture, is_mixture, parse_terms
 from wire.model_names import parse_reference
 
 
-def names_in(model: str, base_model: str) -> list[str]:
+def names_in(model: str, bases: Bases) -> list[str]:
     """Return the plain names in a request's `model`. The key needs permission for each of them.
 
     A text that is no reference is returned as it is. Raises the protocol's BadRequest.
     """
-    if model == base_model:
+    if bases.named(model) is not None:
         return [model]
     texts = [term.name for term in parse_terms(model)] if is_mixture(model) else [model]
-    references = [parse_reference(text) if text != base_model else None for text in texts]
+    references = [parse_reference(text) if bases.named(text) is None else None for text in texts]
     return [text if found is None else found.name for text, found in zip(texts, references, strict=True)]
 
 
@@ -29,7 +30,7 @@ async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str 
 
     user: see `Catalog.resolve`.
     """
-    if model == catalog.base_model:
+    if catalog.bases.named(model) is not None:
         return await catalog.resolve(tenant, model, user)
     if is_mixture(model):
         mixed = await _mix(catalog, tenant, model, user)
@@ -64,6 +65,9 @@ async def _mix(catalog: Catalog, tenant: Tenant, model: str, user: str | None) -
     for part in parts:
         if part.digest is None:
             raise BadRequest(f"Expected an adapter in each term, got the base model '{part.name}'.", param="model")
+        if part.base != parts[0].base:
+            own = [f"'{each.shown}' is of '{catalog.bases.name_of(each.base)}'" for each in (parts[0], part)]
+            raise BadRequest(f"Expected adapters of one base model: {' and '.join(own)}.", param="model")
     mixture = Mixture.of(terms, [part.digest for part in parts if part.digest is not None])
     # Usage rows have plain names.
     name = "+".join(part.name + text[text.index("*") :] for part, text in zip(parts, model.split("+"), strict=True))
@@ -71,6 +75,7 @@ async def _mix(catalog: Catalog, tenant: Tenant, model: str, user: str | None) -
         name=name,
         digest=mixture.digest,
         names=tuple(dict.fromkeys(name for part in parts for name in part.names)),
+        base=parts[0].base,
         parts=tuple(parts),
         mixture=mixture,
     )

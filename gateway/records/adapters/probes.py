@@ -9,6 +9,7 @@ from sqlalchemy import and_, delete, func, insert, select
 
 from gateway.errors import RecordNotFound
 from gateway.records.adapters.rows import check_possible, unknown_version
+from gateway.records.bases.base import FIRST, Binding
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.tables import adapter_probes, adapter_versions, adapters, tenants
@@ -28,18 +29,20 @@ class Recorded(NamedTuple):
 
 
 class Unprobed(msgspec.Struct, frozen=True):
-    """A version without a probe."""
+    """A version without a probe. base: id of its base model."""
 
     tenant_name: str
     name: str
     version: int
     digest: str
+    base: str
 
 
 class Bound(msgspec.Struct, frozen=True):
-    """A version and the base model that it is bound to. tenant: its name."""
+    """A version, its base model (an id), and the weights that it is bound to. tenant: its name."""
 
-    base_digest: str
+    base: str
+    base_digest: str | None
     tenant: str
     name: str
     version: int
@@ -98,12 +101,12 @@ class Probes:
             raise RecordNotFound("The version has not been probed.", param="version")
         return Recorded(row.probed_at, msgspec.json.decode(row.result, type=AdapterProbe), row.base_digest)
 
-    async def base(self, tenant: Tenant, name: str, version: int) -> tuple[str, ...]:
-        """Return the digest of the base model that a version is bound to; none if it is unknown."""
+    async def binding(self, tenant: Tenant, name: str, version: int) -> Binding:
+        """Return the engines on which a version's requests may run. Raises RecordNotFound."""
         check_possible(name)
         own, table = adapter_versions, adapter_probes
         query = (
-            select(table.c.base_digest)
+            select(own.c.base_id, table.c.base_digest)
             .join_from(adapters, own, own.c.adapter_id == adapters.c.id)
             .outerjoin(table, and_(table.c.adapter_id == adapters.c.id, table.c.version == own.c.version))
             .where(adapters.c.tenant_id == tenant.id, adapters.c.name == name, own.c.version == version)
@@ -112,14 +115,15 @@ class Probes:
             row = (await connection.execute(query)).one_or_none()
         if row is None:
             raise unknown_version()
-        return () if row.base_digest is None else (row.base_digest,)
+        return Binding.of(row.base_id, row.base_digest)
 
     async def missing(self) -> Sequence[Unprobed]:
         """Return the versions that are validating: each tenant's PER_TENANT oldest."""
         own = adapter_versions
         place = func.row_number().over(partition_by=adapters.c.tenant_id, order_by=(own.c.created_at, own.c.version))
         ranked: Any = (
-            select(tenants.c.name.label("tenant_name"), adapters.c.name, own.c.version, own.c.digest, place.label("n"))
+            select(tenants.c.name.label("tenant_name"), adapters.c.name, own.c.version, own.c.digest, own.c.base_id)
+            .add_columns(place.label("n"))
             .join_from(own, adapters, own.c.adapter_id == adapters.c.id)
             .join(tenants, tenants.c.id == adapters.c.tenant_id)
             .where(own.c.state == "validating")
@@ -127,18 +131,19 @@ class Probes:
         )
         async with self._database.read() as connection:
             rows = (await connection.execute(select(ranked).where(ranked.c.n <= PER_TENANT))).all()
-        return [Unprobed(row.tenant_name, row.name, row.version, row.digest) for row in rows]
+        return [Unprobed(row.tenant_name, row.name, row.version, row.digest, row.base_id or FIRST) for row in rows]
 
     async def bound(self) -> Sequence[Bound]:
-        """Return the versions with a known base model that are not rejected, by base, tenant, name and number."""
+        """Return the versions that are not rejected, by tenant, name and number."""
         own, table = adapter_versions, adapter_probes
         query = (
-            select(table.c.base_digest, tenants.c.name.label("tenant"), adapters.c.name, own.c.version, own.c.state)
-            .join_from(table, own, and_(own.c.adapter_id == table.c.adapter_id, own.c.version == table.c.version))
-            .join(adapters, adapters.c.id == own.c.adapter_id)
+            select(func.coalesce(own.c.base_id, FIRST), table.c.base_digest)
+            .add_columns(tenants.c.name, adapters.c.name, own.c.version, own.c.state)
+            .join_from(own, adapters, adapters.c.id == own.c.adapter_id)
             .join(tenants, tenants.c.id == adapters.c.tenant_id)
-            .where(table.c.base_digest.is_not(None), own.c.state != "rejected")
-            .order_by(table.c.base_digest, tenants.c.name, adapters.c.name, own.c.version)
+            .outerjoin(table, and_(own.c.adapter_id == table.c.adapter_id, own.c.version == table.c.version))
+            .where(own.c.state != "rejected")
+            .order_by(tenants.c.name, adapters.c.name, own.c.version)
         )
         async with self._database.read() as connection:
             return [Bound(*row) for row in (await connection.execute(query)).all()]

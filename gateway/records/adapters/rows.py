@@ -8,6 +8,7 @@ from sqlalchemy import Row, Select, and_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import RecordNotFound
+from gateway.records.bases.base import FIRST
 from gateway.records.tables import adapter_versions, adapters, tenants
 from wire.model_names import ADAPTER_NAME
 
@@ -27,7 +28,7 @@ class Reason(msgspec.Struct, frozen=True, kw_only=True):
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """A version of an adapter. digest: 64 hex digits; empty for a refused upload, which has no content.
 
-    expires_at: end of its service; None means never. It is `retired` from then on.
+    expires_at: end of its service; None means never. It is `retired` from then on. base: id of its base model.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: datetime | None = None
     pinned: bool = False
     reasons: tuple[Reason, ...] = ()
+    base: str = FIRST
 
     @property
     def is_served(self) -> bool:
@@ -107,6 +109,7 @@ def read_version(row: Row[Any]) -> Version:
         expires_at=row.expires_at,
         pinned=row.pinned,
         reasons=() if row.reasons is None else msgspec.json.decode(row.reasons, type=tuple[Reason, ...]),
+        base=row.base_id or FIRST,
     )
 
 

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
 from gateway.records.adapters.rows import lock_name, lock_tenant, versions_of
 from gateway.records.audit import record_change
+from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes, count_change
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
@@ -62,7 +63,7 @@ class _Known(msgspec.Struct, frozen=True):
 class SavedMixtures:
     """Changes, listings and look-ups of saved mixtures.
 
-    base_model: its name. reads: turns of the tenants' listings. changed: called after each change, with whether the
+    reads: turns of the tenants' listings. changed: called after each change, with whether the
     name had a meaning before. if_match: see `check_match`.
 
     Raises RecordNotFound, BadRequest, PreconditionFailed, PreconditionRequired.
@@ -71,13 +72,13 @@ class SavedMixtures:
     def __init__(
         self,
         database: Database,
-        base_model: str,
+        bases: Bases,
         changes: Changes,
         reads: Turns,
         changed: Callable[[bool], Awaitable[None]],
     ) -> None:
         self._database = database
-        self._base_model = base_model
+        self._bases = bases
         self._changes = changes
         self._reads = reads
         self._changed = changed
@@ -109,11 +110,10 @@ class SavedMixtures:
             raise BadRequest(
                 f"model: expected a mixture such as a*0.7+b*0.3 of at most {MAX_CHARS} characters.", param="model"
             )
-        # The base model's name may have the form of a reference.
-        if any(term.name == self._base_model for term in parse_terms(model)):
-            raise BadRequest(
-                f"model: expected an adapter in each term, got the base model '{self._base_model}'.", param="model"
-            )
+        # A base model's name may have the form of a reference.
+        base = next((term.name for term in parse_terms(model) if self._bases.named(term.name) is not None), None)
+        if base is not None:
+            raise BadRequest(f"model: expected an adapter in each term, got the base model '{base}'.", param="model")
         return _references(model)
 
     async def list(self, tenant: Tenant) -> list[SavedMixture]:

@@ -39,6 +39,7 @@ from gateway.records.adapters.rows import (
 )
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
+from gateway.records.bases.base import FIRST
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.events.events import record_event
@@ -64,7 +65,8 @@ Changed = Callable[[bool], Awaitable[None]]
 class Push(msgspec.Struct, frozen=True, kw_only=True):
     """A new version. publish: puts the content into the store; see `Catalog.add_version`.
 
-    state: ready or validating; a version that is validating becomes ready or rejected by `Versions.set_state`.
+    state: ready or validating; a version that is validating becomes ready or rejected by `Versions.set_state`. base: id
+    of the base model.
     """
 
     digest: str
@@ -72,6 +74,7 @@ class Push(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
     publish: Callable[[], Awaitable[None]]
     state: State = READY
+    base: str = FIRST
 
 
 class Versions:
@@ -107,7 +110,7 @@ class Versions:
             own = await lock_name(connection, tenant.id, name)
             present = await versions_of(connection, tenant.id, name)
             current = None if own is None else present.get(own.current_version)
-            if current is not None and current.is_served and current.digest == push.digest:
+            if current is not None and current.is_served and (current.digest, current.base) == (push.digest, push.base):
                 await push.publish()
                 return current, None
             is_new = not any(each.digest for each in present.values())
@@ -117,6 +120,7 @@ class Versions:
             own = own or await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, present)
             row = {"adapter_id": own.id, "version": number, "created_at": now, "state": push.state, **content}
+            row["base_id"] = push.base or None
             await connection.execute(insert(adapter_versions).values(**row))
             if push.state == READY:
                 await move_latest(connection, own, number)
@@ -125,7 +129,7 @@ class Versions:
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
             await push.publish()
             await count_change(connection, tenant.id)
-        version = Version(name=name, version=number, state=push.state, created_at=now, **content)
+        version = Version(name=name, version=number, state=push.state, created_at=now, base=push.base, **content)
         return version, own.current_version > 0
 
     async def refuse(self, tenant: Tenant, name: str, reasons: Sequence[Reason]) -> None:

@@ -31,7 +31,12 @@ class AdapterPrices:
         return [
             self.list.price(
                 tenant.name,
-                Model(name=each.name, digest=each.digest, names=(each.name, *sorted(names[each.digest]))),
+                Model(
+                    name=each.name,
+                    digest=each.digest,
+                    names=(each.name, *sorted(names[each.digest])),
+                    base=each.base,
+                ),
                 tenant.plan,
             )
             for each in adapters

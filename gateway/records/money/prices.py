@@ -17,6 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.records.adapters.catalog import Model
 from gateway.records.audit import record_change
+from gateway.records.bases.registry import Bases
 from gateway.records.changes import PRICES, Changes, count_change
 from gateway.records.database import Database
 from gateway.records.tables import plans, prices, tenants
@@ -148,15 +149,15 @@ class PriceList:
     """All prices in memory.
 
     An adapter has the highest price of the tenant's names for its content, so that a further name never makes it
-    cheaper. Without such a price, the first existing price of "tenant/*", the tenant's plan, the base model and "*"
-    applies. A plan has prices of "*/*" (all adapters), the base model and "*". Without any price a model is free. A
+    cheaper. Without such a price, the first existing price of "tenant/*", the tenant's plan, its base model and "*"
+    applies. A plan has prices of "*/*" (all adapters), base models and "*". Without any price a model is free. A
     mixture has the highest price of its parts. currency: of all prices, an ISO 4217 code.
     """
 
-    def __init__(self, prices: Prices, base_model: str, currency: str = "USD") -> None:
+    def __init__(self, prices: Prices, bases: Bases, currency: str = "USD") -> None:
         self.currency = currency
         self._prices = prices
-        self._base_model = base_model
+        self._bases = bases
         self._known: dict[str, Price] = {}
         self._of_plans: dict[str, dict[str, Price]] = {}
 
@@ -170,7 +171,8 @@ class PriceList:
             return own[0] if len(own) == 1 else _dearest(own)
         of_plan = self._of_plans.get(plan or "", {})
         adapters = (known.get(f"{tenant_name}/{EVERYTHING}"), of_plan.get(ALL_ADAPTERS))
-        every = (prices.get(name) for prices in (of_plan, known) for name in (self._base_model, EVERYTHING))
+        base = self._bases.name_of(model.base) or EVERYTHING
+        every = (prices.get(name) for prices in (of_plan, known) for name in (base, EVERYTHING))
         rules = (*(adapters if model.digest is not None else ()), *every)
         return next((price for price in rules if price is not None), FREE)
 

@@ -2,7 +2,7 @@
 
 import re
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
@@ -149,10 +149,10 @@ class Tenants:
         except IntegrityError as error:
             raise _taken(error, name) from error
 
-    async def delete(self, name: str, actor: str, base_model: str) -> None:
+    async def delete(self, name: str, actor: str, base_models: Collection[str]) -> None:
         """Delete a tenant with its keys, adapter names and their prices. Usage and audit rows stay.
 
-        base_model: its price stays, even if its name begins with the tenant's name and a slash.
+        base_models: their prices stay, even if a name begins with the tenant's name and a slash.
         """
         check_possible(name)
         async with self._database.write() as connection:
@@ -166,7 +166,7 @@ class Tenants:
                 raise unknown_tenant(name)
             # The prices must not apply to another tenant that gets the name later.
             of_tenant = func.substr(prices.c.model, 1, len(name) + 1) == f"{name}/"
-            await connection.execute(delete(prices).where(of_tenant, prices.c.model != base_model))
+            await connection.execute(delete(prices).where(of_tenant, prices.c.model.not_in(base_models)))
             await record_change(connection, actor, "tenant.delete", name, tenant=name)
             await count_change(connection, tenant_id, PRICES)
 

@@ -122,7 +122,7 @@ async def test_a_tenant_has_few_webhooks_and_loses_them_with_its_name(database: 
     with pytest.raises(Exception, match="cannot change its tenant"):
         await add(database, "w0")
     await record(database, "of acme", acme)
-    await tenants.delete("acme", "a", "base")
+    await tenants.delete("acme", "a", ["base"])
     assert await Webhooks(database).all() == []
     assert await states(database) == []
 

@@ -14,6 +14,7 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenants
 from loraplex.cli import main
+from testing.gateway.bases import only
 from testing.gateway.rows import row
 from testing.gateway.running import Gateway, until
 
@@ -81,7 +82,7 @@ async def test_a_report_is_bounded_and_followed(gateway: Gateway, tmp_path: Path
 async def test_a_narrow_key_sees_its_models_only(gateway: Gateway, tmp_path: Path):
     acme = await gateway.tenant("acme")
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
-    tenant, catalog = await Tenants(database).get("acme"), Catalog(database, "base")
+    tenant, catalog = await Tenants(database).get("acme"), Catalog(database, only())
     for number, name in enumerate(("open", "secret")):
         await catalog.add_version(tenant, name, digest=f"{number:064x}", rank=4, num_bytes=10, actor="a")
     rows = [row(f"r{i}", tenant_id=tenant.id, model=model) for i, model in enumerate(("open", "secret", "base"))]

@@ -21,6 +21,7 @@ from gateway.records.database import Database
 from gateway.records.money.prices import Price, PriceList, Prices
 from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect
+from testing.gateway.bases import only
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON, row
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
@@ -33,14 +34,14 @@ async def acme(database: Database) -> Tenant:
 
 @pytest.fixture
 def catalog(database: Database) -> Catalog:
-    return Catalog(database, "base")
+    return Catalog(database, only())
 
 
 @pytest.fixture
 async def records_of(gateway: Gateway, tmp_path: Path) -> AsyncIterator[Catalog]:
     """Return the names of the running gateway's tenants, as another gateway of the same database changes them."""
     database = Database(f"sqlite:///{tmp_path}/gateway.db")
-    yield Catalog(database, BASE_MODEL)
+    yield Catalog(database, only(BASE_MODEL))
     await database.close()
 
 
@@ -55,7 +56,7 @@ async def price(prices: PriceList, catalog: Catalog, tenant: Tenant, name: str) 
 
 async def test_a_further_name_makes_nothing_cheaper(database: Database, catalog: Catalog, acme: Tenant):
     stored = Prices(database)
-    known = PriceList(stored, "base")
+    known = PriceList(stored, only())
     other = await Tenants(database).create("other", {}, "op")
     for model, output in (("*", 1), ("base", 2), ("acme/pirate", 50), ("acme/cheap", 3)):
         await stored.put(model, Price(output=output), "op")
@@ -78,7 +79,7 @@ async def test_the_dearest_of_several_prices_is_dearest_in_each_part(
     database: Database, catalog: Catalog, acme: Tenant
 ):
     stored = Prices(database)
-    known = PriceList(stored, "base")
+    known = PriceList(stored, only())
     await stored.put("acme/one", Price(input=5, cached=1, output=1), "op")
     await stored.put("acme/two", Price(input=1, cached=2, output=7), "op")
     for name in ("one", "two", "three"):
@@ -122,7 +123,7 @@ async def test_prices_and_limits_stay_with_the_content(
 ):
     """A ruled name may lose its content in any way: no other name gets that content at the base model's price."""
     stored = Prices(database)
-    known = PriceList(stored, "base")
+    known = PriceList(stored, only())
     await stored.put("base", Price(output=1), "op")
     await stored.put("acme/premium", Price(output=50), "op")
     rule = {"model_limits": {"premium": Limits(requests_per_minute=1), "*": Limits(requests_per_minute=5)}}
@@ -147,7 +148,7 @@ async def test_prices_and_limits_stay_with_the_content(
     # The ledger's sum after a loss of Redis counts the same names against the limit.
     await UsageWriter(database).write([row("r", tenant_id=acme.id, model=name, cost=7)])
     day = timedelta(days=2)
-    past = UsagePast(database, "base")
+    past = UsagePast(database, only())
     assert await past.cost(acme.id, NOON - day, NOON + day, Part(models=("premium",))) == 7
     assert await past.cost(acme.id, NOON - day, NOON + day, Part(besides=("premium", "*"))) == 0
     await push(catalog, acme, "fresh", "f")
@@ -180,7 +181,7 @@ async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: 
     rows = [row(f"r{i}", tenant_id=acme.id, model=model, cost=10**i) for i, model in enumerate(models)]
     other = row("other", tenant_id="other", model="pirate", cost=10**6)
     await UsageWriter(database).write([*rows, other])
-    past, since = UsagePast(database, "base"), NOON - timedelta(days=2)
+    past, since = UsagePast(database, only()), NOON - timedelta(days=2)
 
     async def cost(**part: Any) -> int:
         return await past.cost(acme.id, since, NOON + timedelta(days=2), Part(**part))
@@ -272,7 +273,7 @@ async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gate
     who = principal(key={"budget_per_month": 1000}, tenant_id=tenant.id, key_family=made["id"])
     with ValkeyServer() as server:
         redis = connect(server.connection_url, timeout=10.0)
-        quota = Quota(redis, 10.0, 30, past=UsagePast(database, BASE_MODEL))
+        quota = Quota(redis, 10.0, 30, past=UsagePast(database, only(BASE_MODEL)))
         dear = Price(output=1_000_000)
         with pytest.raises(RateLimited, match=r", 0\.0002 is left\."):
             await quota.acquire(who, "base", "r", Need(0, 201, price=dear))

@@ -33,6 +33,7 @@ from gateway.records.database import Database
 from gateway.records.money.prices import Price
 from gateway.records.money.usage_report import UsageReport
 from gateway.redis.client import connect
+from testing.gateway.bases import only
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON, row
 from testing.gateway.running import BASE_MODEL, running, settings, until
@@ -60,7 +61,7 @@ async def records(tmp_path: Path, migrated: Path) -> AsyncIterator[Database]:
 @asynccontextmanager
 async def quota_of(server: ValkeyServer, database: Database, *fallback: str) -> AsyncIterator[Quota]:
     redis = connect(server.connection_url, timeout=10.0)
-    quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=UsagePast(database, BASE_MODEL))
+    quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=UsagePast(database, only(BASE_MODEL)))
     try:
         yield quota
     finally:
@@ -92,10 +93,10 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
         for i in range(200)
     ]
     await UsageWriter(database).write(rows)
-    past = UsagePast(database, "m0")
+    past = UsagePast(database, only("m0"))
     for first, last in ((0, 199), (3, 150), (77, 78), (100, 100)):
         since, until = rows[first].created_at, rows[last].created_at
-        for part, only in (
+        for part, chosen in (
             (ALL, {}),
             (Part(family="k1"), {"key_id": "k1"}),
             (Part(models=("m1",)), {"model": "m1"}),
@@ -106,7 +107,7 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
                 for each in rows
                 if since <= each.created_at < until
                 and each.tenant_id == "tFalse"
-                and all(getattr(each, name) == value for name, value in only.items())
+                and all(getattr(each, name) == value for name, value in chosen.items())
             ]
             assert await past.cost("tFalse", since, until, part) == sum(each.cost for each in there)
         hour = since.replace(minute=0, second=0, microsecond=0)

@@ -5,11 +5,12 @@ import pytest
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
+from testing.gateway.bases import only
 
 
 @pytest.fixture
 def catalog(database: Database) -> Catalog:
-    return Catalog(database, "base")
+    return Catalog(database, only())
 
 
 @pytest.fixture

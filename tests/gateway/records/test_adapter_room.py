@@ -12,6 +12,7 @@ from gateway.records.adapters.limits import KEPT_VERSIONS, AdapterLimits
 from gateway.records.database import Database
 from gateway.records.tables import tenants as table
 from gateway.records.tenants.tenants import Tenant, Tenants
+from testing.gateway.bases import only
 
 
 async def add(catalog: Catalog, tenant: Tenant, name: str, number: int) -> Adapter:
@@ -19,7 +20,7 @@ async def add(catalog: Catalog, tenant: Tenant, name: str, number: int) -> Adapt
 
 
 async def test_uploads_at_once_cannot_pass_a_limit_together(database: Database):
-    tenants, catalog = Tenants(database), Catalog(database, "base")
+    tenants, catalog = Tenants(database), Catalog(database, only())
     for field, value in (("max_adapters", 3), ("max_adapter_bytes", 300)):
         tenant = await tenants.create(f"t-{field}".replace("_", "-"), {field: value}, "test")
         adding = (add(catalog, tenant, f"a{number}", number) for number in range(8))
@@ -31,7 +32,7 @@ async def test_uploads_at_once_cannot_pass_a_limit_together(database: Database):
 
 
 async def test_a_name_keeps_its_newest_versions(database: Database):
-    tenants, catalog = Tenants(database), Catalog(database, "base")
+    tenants, catalog = Tenants(database), Catalog(database, only())
     tenant = await tenants.create("acme", {"max_adapter_bytes": KEPT_VERSIONS * 100 + 100}, "test")
     for number in range(KEPT_VERSIONS + 10):
         await add(catalog, tenant, "a", number)
@@ -41,7 +42,7 @@ async def test_a_name_keeps_its_newest_versions(database: Database):
 
 async def test_removed_bytes_count_until_they_are_collected(database: Database):
     """Removed bytes count until collection: the store holds up to twice the limit, so a tenant can replace all."""
-    tenants, catalog = Tenants(database), Catalog(database, "base")
+    tenants, catalog = Tenants(database), Catalog(database, only())
     tenant = await tenants.create("acme", {"max_adapter_bytes": 300}, "test")
     other = await tenants.create("other", {"max_adapter_bytes": 300}, "test")
     for number in range(6):

@@ -16,6 +16,7 @@ from gateway.records.database import Database
 from gateway.records.keys.keys import ApiKey, Keys
 from gateway.records.money.prices import Price, PriceList, Prices
 from gateway.records.tenants.tenants import Tenant, Tenants
+from testing.gateway.bases import only
 from testing.gateway.running import ADMIN_KEY, PEPPER, until
 
 
@@ -69,7 +70,7 @@ async def test_a_tenant_that_pushes_all_the_time_costs_others_no_lookup(database
     keys, tenants = CountingKeys(database), Tenants(database)
     changes = Changes(database)
     auth = Authenticator(keys, PEPPER, ADMIN_KEY, changes)
-    catalog = Catalog(database, "base", changes)
+    catalog = Catalog(database, only(), changes)
     noisy, quiet = await tenants.create("noisy", {}, "op"), await tenants.create("quiet", {}, "op")
     _, bearer = await add_key(keys, auth, quiet)
     await catalog.add_version(quiet, "mine", digest="a" * 64, rank=8, num_bytes=1, actor="a")
@@ -210,7 +211,7 @@ async def test_prices_are_loaded_when_they_have_changed(database: Database):
             return await super().list()
 
     stored, changes = CountingPrices(database), Changes(database)
-    known = PriceList(stored, "base")
+    known = PriceList(stored, only())
     await changes.read()
     watch = asyncio.create_task(known.watch(changes))
     await asyncio.sleep(0.7)
@@ -220,7 +221,7 @@ async def test_prices_are_loaded_when_they_have_changed(database: Database):
     await changes.read()
     await asyncio.sleep(0.5)
     assert loads == before
-    catalog = Catalog(database, "base", changes)
+    catalog = Catalog(database, only(), changes)
     for name in ("pirate", "alias"):
         await catalog.add_version(acme, name, digest="a" * 64, rank=8, num_bytes=1, actor="a")
     assert (await catalog.resolve(acme, "alias")).names == ("alias",)

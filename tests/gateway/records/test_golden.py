@@ -17,6 +17,7 @@ from gateway.records.adapters.rows import lock_known_name
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, golden_answers, golden_checks
 from gateway.records.tenants.tenants import Tenants
+from testing.gateway.bases import only
 from wire.probes import AdapterProbe
 
 DIGEST = "a" * 64
@@ -38,7 +39,7 @@ def check(of: EngineSoftware, seconds: int = 0, *differences: Difference) -> Gol
 
 
 async def test_golden_answers_live_as_long_as_their_version(database: Database, monkeypatch: pytest.MonkeyPatch):
-    own, catalog, tenants = Golden(database), Catalog(database, "base"), Tenants(database)
+    own, catalog, tenants = Golden(database), Catalog(database, only()), Tenants(database)
     acme = await tenants.create("acme", {}, "op")
     globex = await tenants.create("globex", {}, "op")
     content: dict[str, Any] = {"rank": 8, "num_bytes": 1, "actor": "key"}
@@ -81,14 +82,14 @@ async def test_golden_answers_live_as_long_as_their_version(database: Database, 
     await own.put(acme, "pirate", 3, PROMPTS, answers(software()), "key")
 
     await catalog.versions.delete(acme, "pirate", 1, "key", force=True)
-    await tenants.delete("acme", "op", "base")
+    await tenants.delete("acme", "op", ["base"])
     async with database.read() as connection:
         for table in (golden_answers, golden_checks):
             assert (await connection.execute(select(func.count()).select_from(table))).scalar_one() == 0
 
 
 async def test_a_check_of_a_set_that_is_replaced_meanwhile_is_not_recorded(database: Database):
-    own, catalog = Golden(database), Catalog(database, "base")
+    own, catalog = Golden(database), Catalog(database, only())
     acme = await Tenants(database).create("acme", {}, "op")
     await catalog.add_version(acme, "pirate", digest=DIGEST, rank=8, num_bytes=1, actor="key")
     made = await own.put(acme, "pirate", 1, PROMPTS, answers(software()), "key")
@@ -103,7 +104,7 @@ async def test_a_check_of_a_set_that_is_replaced_meanwhile_is_not_recorded(datab
 
 
 async def test_versions_without_a_check_under_a_software(database: Database):
-    own, catalog, tenants = Golden(database), Catalog(database, "base"), Tenants(database)
+    own, catalog, tenants = Golden(database), Catalog(database, only()), Tenants(database)
     acme = await tenants.create("acme", {}, "op")
     globex = await tenants.create("globex", {}, "op")
     for tenant, name in ((acme, "pirate"), (acme, "poet"), (globex, "clerk")):
@@ -112,7 +113,7 @@ async def test_versions_without_a_check_under_a_software(database: Database):
 
     async def found(of: EngineSoftware) -> set[tuple[str, str]]:
         names, place = set(), START
-        while (each := await own.unchecked(of, place)) is not None:
+        while (each := await own.unchecked(of, "", place)) is not None:
             names.add((each.tenant_name, each.name))
             assert each.place > place
             place = each.place

@@ -19,6 +19,7 @@ from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS, Terms, resolve, sources
+from testing.gateway.bases import only
 from testing.gateway.running import Gateway, until
 
 
@@ -129,7 +130,7 @@ async def test_a_plan_with_tenants_stays(database: Database, plans: Plans):
     await tenants.update("acme", {"plan": None}, "op")
     with pytest.raises(Conflict, match="1 tenant has it"):
         await plans.delete("pro", "op")
-    await tenants.delete("globex", "op", "base")
+    await tenants.delete("globex", "op", ["base"])
     await plans.delete("pro", "op")
     for gone in (plans.get("pro"), plans.delete("pro", "op"), plans.put_prices("pro", {}, "op"), plans.get("N\0")):
         with pytest.raises(RecordNotFound):
@@ -142,7 +143,7 @@ async def test_a_plan_with_tenants_stays(database: Database, plans: Plans):
 
 async def test_the_plans_price_comes_between_the_tenants_and_everybodys(database: Database, plans: Plans):
     prices = Prices(database)
-    known = PriceList(prices, "base")
+    known = PriceList(prices, only())
     base, adapter = Model(name="base", digest=None), Model(name="pirate", digest="a" * 64, names=("pirate",))
 
     async def found(plan: str | None = "pro") -> list[int]:

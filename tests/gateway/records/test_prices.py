@@ -10,6 +10,7 @@ from gateway.records.adapters.catalog import Model
 from gateway.records.database import Database
 from gateway.records.money.prices import FREE, Price, PriceList, Prices, format_money
 from gateway.records.tenants.tenants import Tenants
+from testing.gateway.bases import only
 from testing.gateway.running import BASE_MODEL, HI_TOKENS, Gateway, until
 
 amounts = st.integers(0, 10**9)
@@ -45,7 +46,7 @@ def adapter(name: str) -> Model:
 
 async def test_the_nearest_price_holds(database: Database):
     prices = Prices(database)
-    known = PriceList(prices, "base")
+    known = PriceList(prices, only())
     everything, base, own = Price(output=1), Price(output=2), Price(output=3)
     await known.refresh()
     pirate, json, base_model = adapter("pirate"), adapter("json"), Model(name="base", digest=None)
@@ -68,7 +69,7 @@ async def test_a_tenants_prices_end_with_it(database: Database):
     kept = ["*", "A_B/pirate", "a_b", "a_b/base", "a_bc/pirate", "axb/pirate"]
     for model in [*kept, "a_b/pirate", "a_b/json"]:
         await prices.put(model, FREE, "test")
-    await tenants.delete("a_b", "test", base_model="a_b/base")
+    await tenants.delete("a_b", "test", base_models=["a_b/base"])
     assert {each.model for each in await prices.list()} == set(kept)
 
 

@@ -8,9 +8,11 @@ from gateway.errors import RecordNotFound
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.pins import pinned_bases
 from gateway.records.adapters.probes import PER_TENANT, Probes, Unprobed
+from gateway.records.bases.base import Binding
 from gateway.records.database import Database
 from gateway.records.tables import adapter_probes
 from gateway.records.tenants.tenants import Tenants
+from testing.gateway.bases import only
 from wire.probes import AdapterProbe, ProbeReason
 
 DIGEST = "a" * 64
@@ -22,7 +24,7 @@ def probe(base: str = "b" * 64, rank: int = 8) -> AdapterProbe:
 
 
 async def test_probes_live_as_long_as_their_version(database: Database):
-    probes, catalog, tenants = Probes(database), Catalog(database, "base"), Tenants(database)
+    probes, catalog, tenants = Probes(database), Catalog(database, only()), Tenants(database)
     acme = await tenants.create("acme", {}, "op")
     globex = await tenants.create("globex", {}, "op")
     content = {"digest": DIGEST, "rank": 8, "num_bytes": 1, "actor": "key", "state": "validating"}
@@ -31,7 +33,7 @@ async def test_probes_live_as_long_as_their_version(database: Database):
     await catalog.add_version(globex, "poet", **content)
     missing = await probes.missing()
     assert len([each for each in missing if each.tenant_name == "acme"]) == PER_TENANT
-    assert Unprobed("globex", "poet", 1, DIGEST) in missing, "no tenant is behind another's many versions"
+    assert Unprobed("globex", "poet", 1, DIGEST, "") in missing, "no tenant is behind another's many versions"
 
     with pytest.raises(RecordNotFound, match="has not been probed"):
         await probes.get(acme, "pirate", 1)
@@ -43,7 +45,8 @@ async def test_probes_live_as_long_as_their_version(database: Database):
         probe(base="e" * 64), reasons=(ProbeReason(code="adapter_not_finite", message="m"),)
     )
     assert not await probes.record(acme, "pirate", 1, faulty)
-    assert [each.base_digest for each in await probes.bound()] == ["d" * 64], "faults do not bind"
+    weights = {each.base_digest for each in await probes.bound()}
+    assert weights == {"d" * 64, None}, "faults do not bind, and versions without a probe are listed"
     found = await probes.get(acme, "pirate", 1)
     assert (found.probe.base_digest, found.base_digest) == ("e" * 64, "d" * 64)
     assert await probes.record(acme, "pirate", 1, probe())
@@ -54,20 +57,21 @@ async def test_probes_live_as_long_as_their_version(database: Database):
 
     await catalog.versions.set_state(acme, "pirate", 1, "ready", "probe")
     await probes.record(acme, "pirate", 2, probe(base="c" * 64))
-    bound = [(each.base_digest[0], each.tenant, each.name, each.version, each.state) for each in await probes.bound()]
+    found = [each for each in await probes.bound() if each.base_digest is not None]
+    bound = [(each.base_digest[0], each.tenant, each.name, each.version, each.state) for each in found]
     assert bound == [("b", "acme", "pirate", 1, "ready"), ("c", "acme", "pirate", 2, "validating")]
     await catalog.versions.set_state(acme, "pirate", 2, "rejected", "probe")
-    assert [each.version for each in await probes.bound()] == [1]
+    assert [each.version for each in await probes.bound() if each.base_digest is not None] == [1]
 
     await catalog.versions.delete(acme, "pirate", None, "key", force=True)
-    await tenants.delete("globex", "op", "base")
+    await tenants.delete("globex", "op", ["base"])
     async with database.read() as connection:
         assert (await connection.execute(select(func.count()).select_from(adapter_probes))).scalar_one() == 0
     assert await probes.missing() == []
 
 
 async def test_pinned_versions_with_their_bases(database: Database):
-    probes, catalog, tenants = Probes(database), Catalog(database, "base"), Tenants(database)
+    probes, catalog, tenants = Probes(database), Catalog(database, only()), Tenants(database)
     for name, base in (("acme", "b" * 64), ("globex", "d" * 64), ("hooli", None)):
         tenant = await tenants.create(name, {}, "op")
         for digest in (DIGEST, "e" * 64):
@@ -75,5 +79,7 @@ async def test_pinned_versions_with_their_bases(database: Database):
         await catalog.versions.change(tenant, "pirate", 1, {"pinned": True}, "op")
         if base is not None:
             await probes.record(tenant, "pirate", 1, probe(base))
-    bases = await pinned_bases(database)
-    assert {digest: set(each) for digest, each in bases.items()} == {DIGEST: {"b" * 64, "d" * 64, None}}
+    found = await pinned_bases(database)
+    assert {digest: set(each) for digest, each in found.items()} == {
+        DIGEST: {Binding.of(None, base) for base in ("b" * 64, "d" * 64, None)}
+    }

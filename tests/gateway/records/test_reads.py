@@ -11,13 +11,14 @@ from gateway.errors import RecordNotFound
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenants
+from testing.gateway.bases import only
 from testing.gateway.running import Gateway
 
 
 async def test_a_tenants_reads_take_one_connection_at_a_time(database: Database, monkeypatch: pytest.MonkeyPatch):
     tenants = Tenants(database)
     noisy, quiet = await tenants.create("noisy", {}, "op"), await tenants.create("quiet", {}, "op")
-    catalog = Catalog(database, "base")
+    catalog = Catalog(database, only())
     read, at_once, most, hold = database.read, 0, 0, asyncio.Event()
 
     @asynccontextmanager

@@ -19,6 +19,7 @@ from gateway.records.database import Database, migrate
 from gateway.records.tables import audit, metadata
 from gateway.records.tenants.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
 from gateway.settings import SettingsError
+from testing.gateway.bases import only
 from testing.gateway.running import running, settings
 from testing.gateway.upstream import Upstream
 
@@ -81,7 +82,7 @@ def test_a_database_that_cannot_be_reached_is_a_setting(url: str):
 
 async def test_what_a_name_means_changes_at_once_where_it_was_changed(database: Database, tenants: Tenants):
     """A change of a name is effective at once in its own process, although nothing watches for changes there."""
-    catalog = Catalog(database, "base", Changes(database))
+    catalog = Catalog(database, only(), Changes(database))
     acme = await tenants.create("acme", {}, actor="op")
     await add(catalog, acme, "tuned", "1")
     assert (await catalog.resolve(acme, "tuned")).digest == "1" * 64
@@ -107,10 +108,10 @@ async def test_a_tenant_from_birth_to_death(tenants: Tenants, catalog: Catalog, 
     assert (await tenants.get("acme")).ttft_target == 0.5
     assert (await tenants.get("acme")).model_limits == of_pirate
     await add(catalog, made, "pirate", "a")
-    await tenants.delete("acme", "op", "base")
+    await tenants.delete("acme", "op", ["base"])
     for gone in (
         tenants.get("acme"),
-        tenants.delete("acme", "op", "base"),
+        tenants.delete("acme", "op", ["base"]),
         tenants.update("acme", {"weight": 1.0}, "op"),
     ):
         with pytest.raises(RecordNotFound):

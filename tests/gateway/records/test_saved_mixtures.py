@@ -98,7 +98,7 @@ async def test_names_and_parts_that_are_refused(
     await catalog.mixtures.save(acme, "second", "a*1", "key")
     with pytest.raises(BadRequest, match="at most 2"):
         await catalog.mixtures.save(acme, "third", "a*1", "key")
-    await Tenants(database).delete("acme", "op", "base")
+    await Tenants(database).delete("acme", "op", ["base"])
     async with database.read() as connection:
         assert not (await connection.execute(saved_mixtures.saved_mixtures.select())).all()
 

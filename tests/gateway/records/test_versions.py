@@ -35,6 +35,7 @@ from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.tables import audit
 from gateway.records.tenants.tenants import Tenant, Tenants
+from testing.gateway.bases import only
 from testing.gateway.rows import NOON, row
 from testing.gateway.versions import add, digest
 
@@ -60,7 +61,7 @@ async def test_changes_of_one_tenant_at_once_never_wait_for_each_other(
             add(catalog, acme, f"new-{number}", 1),
             catalog.versions.refuse(acme, f"new-{number}", [Reason(message="expected tensors")]),
             add(catalog, doomed, "old", 2),
-            tenants.delete(doomed.name, "op", "base"),
+            tenants.delete(doomed.name, "op", ["base"]),
             return_exceptions=True,
         )
         assert (made, refused, deleted) == (None, None, None)
@@ -96,9 +97,9 @@ async def test_references_mean_versions_and_aliases(catalog: Catalog, acme: Tena
     assert mixed.adapters == (digest(1), digest(2))
     assert (mixed.names, mixed.version, mixed.versions) == (("pirate",), None, (("pirate", 1), ("pirate", 2)))
     # A key's permission for the plain name covers its versions and aliases.
-    assert names_in("pirate:prod", "base") == names_in("pirate@7", "base") == ["pirate"]
-    assert names_in("pirate@1*0.7+base*1", "base") == ["pirate", "base"]
-    assert names_in("Pirate@1", "base") == ["Pirate@1"]
+    assert names_in("pirate:prod", only()) == names_in("pirate@7", only()) == ["pirate"]
+    assert names_in("pirate@1*0.7+base*1", only()) == ["pirate", "base"]
+    assert names_in("Pirate@1", only()) == ["Pirate@1"]
     # Only plain names may have limits and prices.
     assert [await catalog.knows(acme, text) for text in ("pirate", "base", "pirate@1", "pirate:prod", "x")] == [
         True,
@@ -110,7 +111,7 @@ async def test_references_mean_versions_and_aliases(catalog: Catalog, acme: Tena
 
 
 async def test_an_alias_moves_by_compare_and_swap(catalog: Catalog, acme: Tenant, database: Database):
-    elsewhere = Catalog(database, "base", Changes(database))
+    elsewhere = Catalog(database, only(), Changes(database))
     await add(catalog, acme, "pirate", 1, 2, 3)
     with pytest.raises(PreconditionFailed):
         await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key", "*")
@@ -171,7 +172,7 @@ async def test_a_rollback_skips_versions_that_are_gone(catalog: Catalog, acme: T
 
 async def test_a_canary_has_its_share_and_a_user_one_version(catalog: Catalog, acme: Tenant, database: Database):
     changes = Changes(database)
-    elsewhere = Catalog(database, "base", changes)
+    elsewhere = Catalog(database, only(), changes)
     await add(catalog, acme, "pirate", 1, 2)
     await catalog.aliases.move(acme, "pirate", "prod", [Target(1, 95), Target(2, 5)], "key")
     in_turn = Counter([await meaning(catalog, acme, "pirate:prod") for _ in range(1000)])
@@ -330,7 +331,7 @@ async def test_recalled_usage_counts_names_with_any_version_of_the_content(
     used = {"tenant_id": acme.id, "created_at": NOON}
     rows = [row(name, model=name, cost=cost, **used) for name, cost in (("pirate", 1), ("other", 10), ("json", 100))]
     await UsageWriter(database).write(rows)
-    past, period = UsagePast(database, "base"), (NOON - timedelta(hours=1), NOON + timedelta(hours=1))
+    past, period = UsagePast(database, only()), (NOON - timedelta(hours=1), NOON + timedelta(hours=1))
     assert await past.cost(acme.id, *period, Part(models=("pirate",))) == 11
     assert await past.cost(acme.id, *period, Part(besides=("pirate",))) == 100
 
@@ -357,7 +358,7 @@ async def test_an_adapter_of_the_release_before_keeps_its_version(database_url: 
         ):
             await connection.execute(sqlalchemy.text(statement))
     await database.upgrade()
-    catalog, acme = Catalog(database, "base"), await Tenants(database).get("acme")
+    catalog, acme = Catalog(database, only()), await Tenants(database).get("acme")
     assert [await meaning(catalog, acme, each) for each in ("pirate", "pirate@1", "pirate:latest")] == [1, 1, 1]
     assert (await catalog.get(acme, "pirate")).state == "ready"
     latest = await catalog.aliases.get(acme, "pirate", "latest")

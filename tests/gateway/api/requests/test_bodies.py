@@ -16,6 +16,7 @@ from gateway.api.requests import memory as body_memory
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.pieces import FREE_CHUNKS
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
+from testing.gateway.bases import one_base, with_tokenizer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from testing.tiny import save_byte_level_tokenizer
@@ -226,12 +227,13 @@ def digits(count: int, max_tokens: int = 1) -> bytes:
 async def test_only_work_below_a_millisecond_is_done_on_the_event_loop(tmp_path: Any):
     """Bodies of more than a millisecond's work wait for their tenant's thread, which is busy here."""
     save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    reader = PromptReader(Tokenizer.from_dir(tmp_path), max_model_len=100_000, default_max_tokens=16)
+    reader = PromptReader(with_tokenizer(Tokenizer.from_dir(tmp_path)), default_max_tokens=16)
     memory, gone = BodyMemory(2**26), threading.Event()
     share = BodyShare(memory, "acme")
 
     async def measure(raw: bytes, endpoint: Endpoint = COMPLETIONS) -> InferenceRequest:
-        return await reader.measure(await reader.parse(raw, endpoint, share), raw, share)
+        base = one_base(context_length=100_000)
+        return await reader.measure(await reader.parse(raw, endpoint, share), raw, share, base)
 
     def chat(**fields: Any) -> bytes:
         return json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}).encode()

@@ -10,6 +10,7 @@ from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, PromptReader
 from gateway.errors import BadRequest as Refused
 from gateway.fleet.kinds.vllm import VllmFields
+from testing.gateway.bases import one_base, with_tokenizer
 from testing.tiny import save_byte_level_tokenizer
 from tests.engine.answering.tools import HISTORY, TEMPLATES, TOOLS
 from wire.errors import BadRequest
@@ -18,9 +19,9 @@ from wire.text.tokenizer import ChatTemplateError, Tokenizer
 
 async def count(tokenizer: Tokenizer, **fields: object) -> int:
     raw = json.dumps({"model": "m", "messages": HISTORY, "max_tokens": 1} | fields).encode()
-    reader = PromptReader(tokenizer, max_model_len=4096, default_max_tokens=16)
+    reader = PromptReader(with_tokenizer(tokenizer), default_max_tokens=16)
     with BodyMemory(2**26).share("acme") as share:
-        return (await reader.measure(await reader.parse(raw, CHAT, share), raw, share)).prompt_tokens
+        return (await reader.measure(await reader.parse(raw, CHAT, share), raw, share, one_base())).prompt_tokens
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -61,12 +62,14 @@ async def test_a_template_of_its_own_for_tools(tmp_path):
 @pytest.mark.parametrize("other_engines", [True, False])
 async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
     save_byte_level_tokenizer(tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
-    reader = PromptReader(Tokenizer.from_dir(tmp_path), 4096, 16, own_fields=[VllmFields] if other_engines else None)
+    reader = PromptReader(
+        with_tokenizer(Tokenizer.from_dir(tmp_path)), 16, own_fields=[VllmFields] if other_engines else None
+    )
     share = BodyShare(BodyMemory(2**26), "acme")
     asked = {"thinking_token_budget": 3}
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()
     if other_engines:
-        body = (await reader.measure(await reader.parse(raw, CHAT, share), raw, share)).body
+        body = (await reader.measure(await reader.parse(raw, CHAT, share), raw, share, one_base())).body
         assert {name: body[name] for name in asked} == asked
     else:
         with pytest.raises(BadRequest) as refused:

@@ -19,6 +19,7 @@ from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.vllm import Vllm, check_version
 from gateway.fleet.probe import Probe
+from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
@@ -166,7 +167,7 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         address = parse_address(kind + elsewhere.url)
         engine = EngineRecord(address)
         kinds = kinds_of(session, tmp_path)
-        probe = Probe(session, kinds, BASE_MODEL)
+        probe = Probe(session, kinds, only(BASE_MODEL))
         await probe(engine)
         assert not engine.is_up
         # Only its other routes redirect.
@@ -203,7 +204,7 @@ class Worker:
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
         self.engine = EngineRecord(Address(url, Vllm.traits, adapters=room, key=API_KEY))
         kinds = kinds_of(session, store, redis)
-        self.probe = Probe(session, kinds, BASE_MODEL)
+        self.probe = Probe(session, kinds, only(BASE_MODEL))
         vllm = kinds["vllm"]
         assert isinstance(vllm, Vllm)
         self.adapters = vllm.adapters

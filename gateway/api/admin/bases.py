@@ -1,0 +1,217 @@
+"""`/admin/api/bases`: the base models, with their engines and their adapters' versions."""
+
+import asyncio
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from aiohttp import web
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+from adapters.manifest import BaseShape
+from gateway.access.auth import Authenticator
+from gateway.access.scopes import ACTOR
+from gateway.api.admin.prices import NewPrice
+from gateway.api.requests.fields import check_text, json_response, read_body, read_flag
+from gateway.errors import BadRequest
+from gateway.fleet.registry import Registry
+from gateway.records.adapters.probes import Probes
+from gateway.records.bases.base import Base, BaseState, Shape
+from gateway.records.bases.records import BaseRecords
+from gateway.records.bases.registry import Bases
+from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, MODEL, PriceList, Prices
+from wire.digests import digest_name
+from wire.errors import ConfigError
+from wire.model_config import context_length
+from wire.model_names import version_name
+from wire.text.tokenizer import Tokenizer, TokenizerError
+
+_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+Folder = Annotated[str, Meta(min_length=1, max_length=1024)]
+Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+
+
+class NewBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for a base model.
+
+    digest: of its weights, as engines report it; null: engines are known by the base's name. tokenizer: folder on the
+    gateways' machines with the model's tokenizer and config.json; null: engines count prompts. config: the content of
+    the model's config.json, if the folder is not on this machine. context_length: by default the config's.
+    """
+
+    name: str
+    digest: str | None = None
+    tokenizer: Folder | None = None
+    config: dict[str, Any] | None = None
+    context_length: Tokens | None = None
+    price: NewPrice | None = None
+
+
+class BaseChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body for changes of a base model. An absent field stays as it is. digest: of new weights, which replace the
+    present ones; their engines and adapters are served on.
+    """
+
+    state: BaseState | UnsetType = UNSET
+    digest: str | UnsetType = UNSET
+    tokenizer: Folder | UnsetType | None = UNSET
+    config: dict[str, Any] | UnsetType = UNSET
+    context_length: Tokens | UnsetType = UNSET
+
+
+class AdminBases:
+    """Operator's routes for base models. The response to a change waits until every gateway knows it."""
+
+    def __init__(
+        self,
+        *,
+        bases: Bases,
+        records: BaseRecords,
+        registry: Registry,
+        probes: Probes,
+        prices: Prices,
+        known: PriceList,
+        auth: Authenticator,
+    ) -> None:
+        self._bases = bases
+        self._records = records
+        self._registry = registry
+        self._probes = probes
+        self._prices = prices
+        self._known = known
+        self._auth = auth
+
+    async def list(self, _: web.Request) -> web.Response:
+        """List the base models, a row for each of their weights, with the engines that serve these weights now and the
+        versions that are bound to them. Engines of no base model have rows without a name.
+        """
+        engines: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
+        versions: dict[tuple[str | None, str | None], list[dict[str, str]]] = defaultdict(list)
+        for engine in self._registry.engines:
+            if engine.is_up or engine.base is None:
+                engines[engine.base, engine.state.base_digest].append(engine.url)
+        for bound in await self._probes.bound():
+            name = f"{bound.tenant}/{version_name(bound.name, bound.version)}"
+            versions[bound.base, bound.base_digest].append({"name": name, "state": bound.state})
+        data = []
+        for base in self._bases.all:
+            found = {digest for base_id, digest in (*engines, *versions) if base_id == base.id} | base.digests
+            for digest in sorted(found or {None}, key=lambda each: (each != base.digest, each or "")):
+                row = {"engines": sorted(engines[base.id, digest]), "versions": versions[base.id, digest]}
+                data.append(describe_base(base, digest) | row)
+        lost = [(digest, urls) for (base_id, digest), urls in engines.items() if base_id is None]
+        for digest, urls in sorted(lost, key=lambda each: each[0] or ""):
+            row = {"object": "base", "name": None, "digest": _named(digest), "engines": sorted(urls), "versions": []}
+            data.append(row)
+        return json_response({"object": "list", "data": data})
+
+    async def add(self, request: web.Request) -> web.Response:
+        """Add a base model and return 201."""
+        given = await read_body(request, NewBase)
+        name = given.name
+        check_text(name, "name")
+        if not MODEL.fullmatch(name) or name in (EVERYTHING, ALL_ADAPTERS):
+            raise BadRequest("name: expected 1 to 256 characters, not '*' or '*/*'.", param="name")
+        folder = await asyncio.to_thread(_read_folder, given.tokenizer)
+        config = folder if given.config is None else given.config
+        if config is None:
+            raise BadRequest(
+                "config: expected the content of the model's config.json, or its folder on this machine as tokenizer.",
+                param="config",
+            )
+        base = Base(
+            name=name,
+            digest=None if given.digest is None else _bare(given.digest),
+            tokenizer=given.tokenizer,
+            shape=_shape(config),
+            context_length=given.context_length or _context(config),
+        )
+        base = await self._records.add(base, request[ACTOR])
+        if given.price is not None:
+            await self._prices.put(name, given.price.price(), request[ACTOR])
+            await self._known.refresh()
+        return await self._changed(base, 201)
+
+    async def change(self, request: web.Request) -> web.Response:
+        """Drain, resume, retire or replace a base model, or change its tokenizer."""
+        given = await read_body(request, BaseChanges)
+        changes = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not UNSET}
+        if "digest" in changes:
+            changes["digest"] = _bare(changes["digest"])
+        config = changes.pop("config", None)
+        if changes.get("tokenizer") is not None:
+            folder = await asyncio.to_thread(_read_folder, changes["tokenizer"])
+            config = folder if config is None else config
+        if config is not None:
+            changes["shape"] = _shape(config)
+            changes.setdefault("context_length", _context(config))
+        if not changes:
+            raise BadRequest("Expected a field to change: state, digest, tokenizer, config or context_length.")
+        name, force = request.match_info["name"], read_flag(request, "force")
+        return await self._changed(await self._records.change(name, changes, request[ACTOR], force=force))
+
+    async def _changed(self, base: Base, status: int = 200) -> web.Response:
+        await self._auth.catch_up()
+        await self._bases.catch_up()
+        return json_response(describe_base(base, base.digest), status=status)
+
+
+def describe_base(base: Base, digest: str | None) -> dict[str, Any]:
+    """Return a base model with some weights as the API shows it."""
+    return {
+        "object": "base",
+        "name": base.name,
+        "digest": _named(digest),
+        "is_former": digest is not None and base.digest is not None and digest != base.digest,
+        "state": base.state,
+        "tokenizer": base.tokenizer,
+        "context_length": base.context_length,
+        "created_at": base.created_at,
+        "updated_at": base.updated_at,
+    }
+
+
+def _named(digest: str | None) -> str | None:
+    return None if digest is None else digest_name(digest)
+
+
+def _bare(digest: str) -> str:
+    match = _DIGEST.fullmatch(digest)
+    if match is None:
+        raise BadRequest("digest: expected 64 hexadecimal digits, as an engine's /state has them.", param="digest")
+    return match[1]
+
+
+def _read_folder(folder: str | None) -> dict[str, Any] | None:
+    """Return the config.json of a tokenizer's folder; None if it is not on this machine. Raises BadRequest."""
+    path = None if folder is None else Path(folder).expanduser()
+    if path is None or not path.is_dir():
+        return None
+    try:
+        Tokenizer.from_dir(path)
+        config = json.loads((path / "config.json").read_text("utf-8"))
+    except (TokenizerError, OSError, ValueError) as error:
+        raise BadRequest(f"tokenizer: {error}.", param="tokenizer") from error
+    return config if isinstance(config, dict) else None
+
+
+def _shape(config: Mapping[str, Any]) -> Shape:
+    try:
+        return Shape.of(BaseShape.from_config(config))
+    except ValueError as error:
+        raise BadRequest(f"config: {error}.", param="config") from error
+
+
+def _context(config: Mapping[str, Any]) -> int:
+    if not isinstance(config.get("max_position_embeddings"), int):
+        raise BadRequest(
+            "context_length: is required, because the config has no max_position_embeddings.", param="context_length"
+        )
+    try:
+        return context_length(dict(config))
+    except ConfigError as error:
+        raise BadRequest(f"config: {error}.", param="config") from error

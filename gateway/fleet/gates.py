@@ -1,0 +1,91 @@
+"""Queues of the base models: a request waits only for engines that can serve it.
+
+All queues share the tenants' counters, so a tenant has one share over all bases.
+"""
+
+from collections.abc import Callable
+
+from gateway.fleet.queue import Capacity, Gate, Place, TenantPlaces
+from gateway.fleet.service_counters import ServiceCounters
+
+
+class Gates:
+    """A queue (`Gate`) for each base model, made when its first request comes.
+
+    capacity: returns the present capacity of a base model's engines, by its id.
+    """
+
+    def __init__(
+        self,
+        capacity: Callable[[str], Capacity | None],
+        counters: ServiceCounters,
+        max_waiting: int,
+        max_seconds: float,
+    ) -> None:
+        self._capacity = capacity
+        self._counters = counters
+        self._limits = max_waiting, max_seconds
+        self._gates: dict[str, Gate] = {}
+        # As in `Gate`.
+        self.observe_wait: Callable[[float], None] = lambda _: None
+        self.observe_admission: Callable[[Place, float], None] = lambda *_: None
+
+    def of(self, base: str) -> Gate:
+        """Return the queue of a base model, by its id."""
+        gate = self._gates.get(base)
+        if gate is None:
+            gate = self._gates[base] = Gate(lambda: self._capacity(base), self._counters, *self._limits)
+            gate.observe_wait = self._observe_wait
+            gate.observe_admission = self._observe_admission
+        return gate
+
+    def _observe_wait(self, seconds: float) -> None:
+        self.observe_wait(seconds)
+
+    def _observe_admission(self, place: Place, seconds: float) -> None:
+        self.observe_admission(place, seconds)
+
+    @property
+    def inside(self) -> int:
+        return sum(gate.inside for gate in self._gates.values())
+
+    @property
+    def waiting(self) -> int:
+        return sum(gate.waiting for gate in self._gates.values())
+
+    @property
+    def longest_wait(self) -> float:
+        """Return the longest wait of the waiting requests, in seconds."""
+        return max((gate.longest_wait for gate in self._gates.values()), default=0.0)
+
+    def charge(self) -> None:
+        """Charge the tenants for the tokens that their requests have generated since the last call."""
+        for gate in self._gates.values():
+            gate.charge()
+
+    def admit(self) -> None:
+        """Admit as many waiting requests as there is room for."""
+        for gate in self._gates.values():
+            gate.admit()
+
+    def by_tenant(self) -> list[TenantPlaces]:
+        """Return the tenants with requests at a gate, the least served first."""
+        return sorted(self.tenants().values(), key=lambda row: row.service)
+
+    def tenants(self) -> dict[str, TenantPlaces]:
+        """Return the tenants with requests at a gate, by id, with their sums over the base models."""
+        found: dict[str, TenantPlaces] = {}
+        for gate in self._gates.values():
+            for tenant_id, row in gate.tenants().items():
+                other = found.get(tenant_id)
+                found[tenant_id] = row if other is None else _sum(row, other)
+        return found
+
+
+def _sum(row: TenantPlaces, other: TenantPlaces) -> TenantPlaces:
+    return row._replace(
+        share=row.share + other.share,
+        inside=row.inside + other.inside,
+        waiting=row.waiting + other.waiting,
+        waited=max(row.waited, other.waited),
+    )

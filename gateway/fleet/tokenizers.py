@@ -1,0 +1,90 @@
+"""Tokenizers of the base models: from a folder on this machine, else an engine's."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from gateway.records.bases.base import Base
+from wire.requests import ChatCompletionRequest, CompletionRequest
+from wire.text.tokenizer import Tokenizer, TokenizerError
+
+log = logging.getLogger(__name__)
+
+# A folder that cannot be read is tried again after this time.
+RETRY_SECONDS = 30.0
+# Fields of a chat that its prompt depends on.
+PROMPT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+# Returns the token ids of a body of `/tokenize`, by an engine of the base.
+Ask = Callable[[Base, dict[str, Any]], Awaitable[list[int]]]
+
+
+class Tokenizers:
+    """Tokenizers by base model. own: name and tokenizer of the base of LORAPLEX_BASE_MODEL, which is in memory."""
+
+    def __init__(self, ask: Ask, own: tuple[str, Tokenizer] | None = None) -> None:
+        self._ask = ask
+        self._own = own
+        # By folder and the base's last change, with the time of a failure.
+        self._known: dict[tuple[str, Any], Tokenizer | float] = {}
+        self._reading = asyncio.Lock()
+
+    async def of(self, base: Base) -> Tokenizer | None:
+        """Return the tokenizer in the base's folder, or None if this machine has none."""
+        if self._own is not None and self._own[0] == base.name:
+            return self._own[1]
+        if base.tokenizer is None:
+            return None
+        key = base.tokenizer, base.updated_at
+        known = self._known.get(key)
+        if isinstance(known, Tokenizer):
+            return known
+        async with self._reading:
+            return await self._read(*key)
+
+    async def _read(self, folder: str, changed_at: Any) -> Tokenizer | None:
+        key = folder, changed_at
+        known = self._known.get(key)
+        if isinstance(known, Tokenizer):
+            return known
+        if known is not None and time.monotonic() - known < RETRY_SECONDS:
+            return None
+        try:
+            found: Tokenizer | float = await asyncio.to_thread(_load, folder)
+        except (TokenizerError, OSError) as error:
+            log.warning("a base model's tokenizer cannot be read, so engines count its prompts: %s", error)
+            found = time.monotonic()
+        self._known = {each: value for each, value in self._known.items() if each[0] != folder} | {key: found}
+        return found if isinstance(found, Tokenizer) else None
+
+    async def count(self, base: Base, request: ChatCompletionRequest | CompletionRequest, raw: bytes) -> list[int]:
+        """Return the number of tokens of each prompt, by an engine. raw: the request's body.
+
+        Raises BadRequest, NoEngine.
+        """
+        if isinstance(request, ChatCompletionRequest):
+            fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+            names = PROMPT_FIELDS if request.tool_choice == "none" else (*PROMPT_FIELDS, "tools")
+            return [len(await self._ask(base, {name: fields[name] for name in names if name in fields}))]
+        special = {"add_special_tokens": request.add_special_tokens is not False}
+        return [
+            len(prompt if not isinstance(prompt, str) else await self._ask(base, {"prompt": prompt, **special}))
+            for prompt in request.prompts()
+        ]
+
+    async def encode(self, base: Base, text: str) -> list[int]:
+        """Return the tokens of a text, without special tokens. Raises NoEngine."""
+        tokenizer = await self.of(base)
+        if tokenizer is not None:
+            return tokenizer.encode(text, add_special_tokens=False)
+        return await self._ask(base, {"prompt": text, "add_special_tokens": False})
+
+
+def _load(folder: str) -> Tokenizer:
+    """Read a folder. Raises TokenizerError, OSError."""
+    return Tokenizer.from_dir(Path(folder).expanduser())

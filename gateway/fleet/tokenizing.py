@@ -1,0 +1,59 @@
+"""Tokens of texts and conversations by an engine, for base models whose tokenizer is not on the gateway's machine."""
+
+import logging
+from typing import Any
+
+import msgspec
+from aiohttp import ClientError
+
+from gateway.errors import BadRequest, NoEngine
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.kinds.kind import read_detail
+from gateway.fleet.kinds.table import Kinds
+from gateway.fleet.registry import Registry
+from gateway.records.bases.base import Base, Binding
+
+log = logging.getLogger(__name__)
+
+
+class _Tokens(msgspec.Struct):
+    tokens: list[int]
+
+
+class EngineTokenizer:
+    """Client of the engines' `/tokenize`."""
+
+    def __init__(self, registry: Registry, kinds: Kinds) -> None:
+        self._registry = registry
+        self._kinds = kinds
+
+    async def tokens(self, base: Base, body: dict[str, Any]) -> list[int]:
+        """Return the token ids of a body of `/tokenize`, without its model, by an engine of the base.
+
+        Raises BadRequest for a conversation that the template refuses, NoEngine if no engine answers.
+        """
+        for engine in self._engines(base):
+            try:
+                status, answer = await self._kinds[engine.address.traits.name].tokenize(engine, base.name, body)
+            except (ClientError, OSError, TimeoutError) as error:
+                log.warning("engine %s did not tokenize a prompt: %s", engine.url, type(error).__name__)
+                continue
+            if status in (400, 422):
+                detail = read_detail(answer)
+                raise BadRequest(detail.message or "The prompt was refused.", param=detail.param, code=detail.code)
+            try:
+                if status == 200:
+                    return msgspec.json.decode(answer, type=_Tokens).tokens
+            except msgspec.MsgspecError:
+                status = 0
+            log.warning("engine %s did not tokenize a prompt: it answered %d", engine.url, status)
+        raise NoEngine(
+            f"No engine of '{base.name}' is available to count the prompt's tokens, and its tokenizer is not on this "
+            "gateway; try again shortly."
+        )
+
+    def _engines(self, base: Base) -> list[EngineRecord]:
+        """Return the engines to ask in turn: of the present weights first, with the least load."""
+        found = [each for each in self._registry.up if each.base == base.id]
+        present = Binding.of(base.id, base.digest)
+        return sorted(found, key=lambda each: (not each.serves(present), each.load))

@@ -1,0 +1,175 @@
+"""The base models in SQL. Every gateway keeps all of them in memory (registry.py)."""
+
+import secrets
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import msgspec
+from sqlalchemy import ColumnElement, Row, func, insert, or_, select, update
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.errors import Conflict, NameTaken, RecordNotFound
+from gateway.records.adapters.rows import READY
+from gateway.records.audit import record_change
+from gateway.records.bases.base import FIRST, Base, BaseState, Shape
+from gateway.records.bases.table import bases
+from gateway.records.changes import BASES, count_change
+from gateway.records.database import Database
+from gateway.records.tables import adapter_versions, adapters, saved_mixtures, tenants
+from wire.model_names import version_name
+
+# Versions that an error names.
+SHOWN_VERSIONS = 5
+
+
+class BaseRecords:
+    """Queries and changes of the table. Raises RecordNotFound, NameTaken, Conflict, Unavailable."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def list(self) -> Sequence[Base]:
+        """Return all bases, the oldest first."""
+        async with self._database.read() as connection:
+            return await _all(connection)
+
+    async def ensure(self, own: Base) -> None:
+        """Store the base of LORAPLEX_BASE_MODEL. The only base on record gets its name, as in a deployment of one base.
+
+        Raises Conflict if there are several bases, none of which has the name.
+        """
+        try:
+            await self._ensure(own)
+        except IntegrityError:
+            # Another process has stored it in between (PostgreSQL).
+            await self._ensure(own)
+
+    async def _ensure(self, own: Base) -> None:
+        async with self._database.write() as connection:
+            known = await _all(connection)
+            before = next((each for each in known if each.name == own.name), known[0] if len(known) == 1 else None)
+            if before is None and known:
+                names = ", ".join(each.name for each in known)
+                raise Conflict(f"expected the name of a base on record ({names}); `loraplex base add` adds another")
+            now = datetime.now(UTC)
+            values = {name: getattr(own, name) for name in ("name", "context_length")}
+            values |= {"tokenizer": own.tokenizer, "shape": _json(own.shape)}
+            if before is None:
+                row = {"id": FIRST, "digest": None, "former": "[]", "state": "active", "created_at": now}
+                await connection.execute(insert(bases).values(**row, **values, updated_at=now))
+            elif {**values, "shape": own.shape} != {name: getattr(before, name) for name in values}:
+                this = bases.c.id == before.id
+                await connection.execute(update(bases).where(this).values(**values, updated_at=now))
+            else:
+                return
+            await count_change(connection, BASES)
+
+    async def add(self, base: Base, actor: str) -> Base:
+        """Add a base; its id is chosen here. Raises NameTaken, Conflict for the name of an adapter."""
+        async with self._database.write() as connection:
+            known = await _all(connection)
+            if any(each.name == base.name for each in known):
+                raise NameTaken(f"name: there is a base model '{base.name}' already.", param="name")
+            if base.digest is not None:
+                _check_digest(known, base.digest, None)
+            await _check_no_adapter(connection, base.name)
+            now = datetime.now(UTC)
+            chosen = secrets.token_hex(8) if known else FIRST
+            base = msgspec.structs.replace(base, id=chosen, created_at=now, updated_at=now)
+            row = msgspec.structs.asdict(base) | {"former": _json(base.former), "shape": _json(base.shape)}
+            await connection.execute(insert(bases).values(**row))
+            await record_change(connection, actor, "base.add", base.name, {"digest": base.digest})
+            await count_change(connection, BASES)
+        return base
+
+    async def change(self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False) -> Base:
+        """Change a base's `state`, `tokenizer`, `context_length`, `shape` or `digest`, whose previous value becomes a
+        former one. Raises Conflict for a retirement of a base that versions belong to, or that was not drained, unless
+        forced.
+        """
+        async with self._database.write() as connection:
+            query = select(bases).where(bases.c.name == name).with_for_update()
+            row = (await connection.execute(query)).one_or_none()
+            if row is None:
+                raise RecordNotFound(f"There is no base model '{name[:256]}'.", param="name")
+            before = _read(row)
+            state: BaseState = changes.get("state", before.state)
+            if state == "retired" and before.state != "retired" and not force:
+                await _check_unused(connection, before)
+            digest = changes.get("digest", before.digest)
+            former = before.former
+            if digest != before.digest:
+                _check_digest(await _all(connection), digest, before)
+                replaced = () if before.digest is None else (before.digest,)
+                former = tuple(each for each in (*replaced, *former) if each != digest)
+            after = msgspec.structs.replace(before, **changes, former=former, updated_at=datetime.now(UTC))
+            values = {each: getattr(after, each) for each in ("state", "digest", "tokenizer", "context_length")}
+            values |= {"former": _json(former), "shape": _json(after.shape), "updated_at": after.updated_at}
+            await connection.execute(update(bases).where(bases.c.id == before.id).values(**values))
+            shown = {key: value for key, value in changes.items() if key != "shape"}
+            earlier, forced = {key: getattr(before, key) for key in shown}, {"forced": True} if force else {}
+            await record_change(connection, actor, "base.change", name, shown | forced, before=earlier)
+            await count_change(connection, BASES)
+        return after
+
+
+def of_base(base_id: str) -> ColumnElement[bool]:
+    """Return the condition that a row of `adapter_versions` belongs to a base."""
+    own = adapter_versions.c.base_id
+    return own.is_(None) if base_id == FIRST else own == base_id
+
+
+async def _all(connection: AsyncConnection) -> list[Base]:
+    rows = (await connection.execute(select(bases).order_by(bases.c.created_at, bases.c.id))).all()
+    return [_read(row) for row in rows]
+
+
+async def _check_unused(connection: AsyncConnection, base: Base) -> None:
+    """Raise Conflict if the base was not drained, or if versions that may be served belong to it."""
+    if base.state == "active":
+        raise Conflict(f"state: '{base.name}' is active; drain it first.", param="state")
+    own = adapter_versions
+    used = (own.c.state.in_((READY, "validating")), of_base(base.id))
+    query = (
+        select(tenants.c.name.label("tenant"), adapters.c.name, own.c.version, func.count().over().label("number"))
+        .join_from(own, adapters, adapters.c.id == own.c.adapter_id)
+        .join(tenants, tenants.c.id == adapters.c.tenant_id)
+        .where(*used, or_(own.c.expires_at.is_(None), own.c.expires_at > datetime.now(UTC)))
+        .order_by(tenants.c.name, adapters.c.name, own.c.version)
+        .limit(SHOWN_VERSIONS)
+    )
+    found = (await connection.execute(query)).all()
+    if found:
+        names = ", ".join(f"{row.tenant}/{version_name(row.name, row.version)}" for row in found)
+        more = ", ..." if found[0].number > len(found) else ""
+        message = f"state: {found[0].number} versions of adapters belong to '{base.name}': {names}{more}. Retire or "
+        raise Conflict(f"{message}delete them first, or use --force or ?force=true.", param="state")
+
+
+async def _check_no_adapter(connection: AsyncConnection, name: str) -> None:
+    """Raise Conflict if an adapter or a saved mixture has the name of a new base."""
+    for table, kind in ((adapters, "an adapter"), (saved_mixtures, "a saved mixture")):
+        query = select(tenants.c.name).join_from(table, tenants, tenants.c.id == table.c.tenant_id)
+        owner = (await connection.execute(query.where(table.c.name == name.lower()).limit(1))).scalar_one_or_none()
+        if owner is not None:
+            raise Conflict(f"name: '{name}' is {kind} of tenant '{owner}'; choose another name.", param="name")
+
+
+def _check_digest(known: Sequence[Base], digest: str | None, own: Base | None) -> None:
+    for other in known:
+        if digest in other.digests and (own is None or other.id != own.id):
+            kind = "the" if digest == other.digest else "a former"
+            raise NameTaken(f"digest: it is {kind} digest of the base model '{other.name}'.", param="digest")
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _read(row: Row[Any]) -> Base:
+    fields = {name: getattr(row, name) for name in Base.__struct_fields__}
+    fields["former"] = msgspec.json.decode(row.former, type=tuple[str, ...])
+    fields["shape"] = msgspec.json.decode(row.shape, type=Shape)
+    return Base(**fields)

@@ -1,0 +1,177 @@
+"""The base models in memory: the only place that knows which there are, for names, engines, prices and uploads.
+
+Every gateway reloads them after a change, so that no request waits for SQL.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Collection, Sequence
+
+import msgspec
+
+from gateway.errors import Unavailable
+from gateway.records.bases.base import Base
+from gateway.records.bases.records import BaseRecords
+from gateway.records.changes import BASES, TRUST_SECONDS, Changes
+from wire.digests import digest_name
+from wire.model_names import parse_reference
+
+# A change is read within this time; without one, all bases are read every RELOAD_SECONDS.
+LOOK_SECONDS = 0.2
+RELOAD_SECONDS = 60.0
+# Time after which every gateway that reaches the database knows a change.
+KNOWN_SECONDS = TRUST_SECONDS + LOOK_SECONDS
+# Characters of a digest in messages.
+SHOWN_DIGEST = 12
+
+
+class NoBase(Exception):
+    """An engine serves no base model of this deployment. The message gives the operator the reason and the remedy."""
+
+
+class Bases:
+    """Base models of the deployment.
+
+    own: the base of LORAPLEX_BASE_MODEL, whose tokenizer, shape and context length this process reads from its own
+    settings; None without the setting.
+    """
+
+    def __init__(self, records: BaseRecords | None = None, own: Base | None = None) -> None:
+        self._records = records
+        self._own = own
+        # Called after each change that this process reads.
+        self.changed: Callable[[], None] = lambda: None
+        self._set([] if own is None else [own])
+
+    @property
+    def all(self) -> Sequence[Base]:
+        """Return all bases, the oldest first."""
+        return self._all
+
+    @property
+    def listed(self) -> Sequence[Base]:
+        """Return the bases that are listed and take adapters."""
+        return [base for base in self._all if base.state == "active"]
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Return the names of all bases, also of retired ones."""
+        return [base.name for base in self._all]
+
+    @property
+    def shown(self) -> str:
+        """Return the names of the listed bases, for messages."""
+        return ", ".join(f"'{base.name}'" for base in self.listed) or "none"
+
+    @property
+    def first(self) -> Base | None:
+        """Return the base that stands first in lists and examples: the oldest listed one."""
+        return next(iter(self.listed), None)
+
+    def named(self, name: str) -> Base | None:
+        """Return the base of a name, whatever its state; None if there is none."""
+        return self._by_name.get(name)
+
+    def get(self, base_id: str) -> Base | None:
+        """Return the base of an id; None if there is none."""
+        return self._by_id.get(base_id)
+
+    def of_model(self, base_id: str) -> Base:
+        """Return the base of an id. Raises Unavailable if this process does not know it yet."""
+        base = self._by_id.get(base_id)
+        if base is None:
+            raise Unavailable("The model's base model is not known here yet; try again shortly.")
+        return base
+
+    def name_of(self, base_id: str) -> str | None:
+        """Return the name of the base of an id; None if there is none."""
+        base = self._by_id.get(base_id)
+        return None if base is None else base.name
+
+    def is_reserved(self, name: str) -> bool:
+        """Return whether an adapter may not have the name, because it is a base's or the name in a base's name."""
+        return name in self._reserved
+
+    def served_by(self, model: str | None, digest: str | None) -> Base:
+        """Return the base that an engine serves. Raises NoBase.
+
+        digest: of its weights; None if it reports none. Its base is then the one of the name `model`. The same is true
+        for a base without a digest. An engine that reports neither serves the only base.
+        """
+        if digest is not None:
+            for base in self._all:
+                if digest in base.digests:
+                    return base
+        named = self._by_name.get(model) if model is not None else None
+        if model is None and len(self._all) == 1:
+            named = self._all[0]
+        if named is not None and (digest is None or named.digest is None):
+            return named
+        raise NoBase(self._misfit(model, digest, named))
+
+    def _misfit(self, model: str | None, digest: str | None, named: Base | None) -> str:
+        what = f"engine serves {model or 'a model without a name'}"
+        if named is not None:
+            assert digest is not None
+            assert named.digest is not None
+            return (
+                f"{what} with the weights {digest_name(digest[:SHOWN_DIGEST])}..., not "
+                f"{digest_name(named.digest[:SHOWN_DIGEST])}...; start it with the right model, or `loraplex base "
+                f"replace {named.name} --digest {digest}`"
+            )
+        names = " or ".join(self.names) or "any base model on record"
+        remedy = f"start it with --served-model-name {self.names[0]}" if len(self._all) == 1 else "add its base model"
+        return f"{what}, not {names}; {remedy}, or `loraplex base add`"
+
+    async def refresh(self) -> None:
+        """Read all bases. Raises Unavailable; the previous ones then stay in force."""
+        if self._records is not None:
+            self._set([self._localised(base) for base in await self._records.list()])
+
+    async def catch_up(self) -> None:
+        """Read a change that this process has just made, and wait until every other process knows it too."""
+        await self.refresh()
+        self.changed()
+        await asyncio.sleep(KNOWN_SECONDS)
+
+    async def start(self) -> None:
+        """Store the base of LORAPLEX_BASE_MODEL, and read all bases. Raises Conflict, Unavailable."""
+        if self._records is not None and self._own is not None:
+            await self._records.ensure(self._own)
+        await self.refresh()
+
+    async def watch(self, changes: Changes) -> None:
+        """Read the bases after each change, until cancelled. Run it as a task."""
+        mark, read_at = -1, 0.0
+        while True:
+            if not changes.is_unchanged(mark, BASES) or time.monotonic() - read_at > RELOAD_SECONDS:
+                before = changes.mark
+                try:
+                    await self.refresh()
+                except Unavailable:
+                    # `Database` logs the outage.
+                    pass
+                else:
+                    self.changed()
+                    mark, read_at = before, time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    def _localised(self, base: Base) -> Base:
+        own = self._own
+        if own is None or own.name != base.name:
+            return base
+        local = {"tokenizer": own.tokenizer, "shape": own.shape, "context_length": own.context_length}
+        return msgspec.structs.replace(base, **local)
+
+    def _set(self, found: Sequence[Base]) -> None:
+        self._all = tuple(found)
+        self._by_name = {base.name: base for base in found}
+        self._by_id = {base.id: base for base in found}
+        self._reserved = _reserved(self.names)
+
+
+def _reserved(names: Collection[str]) -> frozenset[str]:
+    """Return the names that no adapter may have: of the bases, and the names in those that look like a reference."""
+    lowered = {name.lower() for name in names}
+    references = (parse_reference(name) for name in lowered)
+    return frozenset(lowered | {each.name for each in references if each is not None})

@@ -1,0 +1,29 @@
+"""Base models and tokenizers for parts of a gateway that run without one."""
+
+from typing import Any
+
+from gateway.fleet.tokenizers import Tokenizers
+from gateway.records.bases.base import Base, Shape
+from gateway.records.bases.registry import Bases
+from wire.text.tokenizer import Tokenizer
+
+NO_SHAPE = Shape(num_layers=1, projections={}, outside={})
+
+
+def one_base(name: str = "base", context_length: int = 4096) -> Base:
+    """Return the first base model of a deployment."""
+    return Base(name=name, shape=NO_SHAPE, context_length=context_length)
+
+
+def only(name: str = "base") -> Bases:
+    """Return the base models of a deployment with one, which stays as it is."""
+    return Bases(own=one_base(name))
+
+
+def with_tokenizer(tokenizer: Tokenizer) -> Tokenizers:
+    """Return the tokenizers of a deployment with the base model of `one_base`."""
+
+    async def ask(_base: Base, _body: dict[str, Any]) -> list[int]:
+        raise AssertionError("the tokenizer is in memory")
+
+    return Tokenizers(ask, ("base", tokenizer))
