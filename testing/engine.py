@@ -42,9 +42,9 @@ class RunningServer:
 
         self.config = EngineConfig(
             model=str(model),
-            served_model_name="tiny",
             **{
-                "dtype": "float32", "device": "cpu", "max_num_seqs": 8, "max_num_batched_tokens": 64,
+                "served_model_name": "tiny", "dtype": "float32", "device": "cpu",
+                "max_num_seqs": 8, "max_num_batched_tokens": 64,
                 "kv_cache_memory": 8 << 20, "adapter_memory": 4 << 20, "max_lora_rank": 16,
             } | (config or {}),
         )  # fmt: skip

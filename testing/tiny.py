@@ -81,7 +81,12 @@ def _save(tokenizer: Tokenizer, folder: Path, template: str | None) -> None:
 
 
 def save_model(
-    folder: Path, max_model_len: int = 4096, save_tokenizer: Callable[[Path], None] = save_byte_level_tokenizer
+    folder: Path,
+    max_model_len: int = 4096,
+    save_tokenizer: Callable[[Path], None] = save_byte_level_tokenizer,
+    *,
+    hidden: int = 64,
+    seed: int = 0,
 ) -> None:
     """Save weights in fp32, tokenizer and configs as a folder that the engine loads.
 
@@ -93,24 +98,24 @@ def save_model(
 
     save_tokenizer(folder)
     vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    sizes = {"q": (64, 64), "k": (64, 32), "v": (64, 32), "o": (64, 64)}
+    sizes = {"q": (hidden, 64), "k": (hidden, 32), "v": (hidden, 32), "o": (64, hidden)}
     sizes = {f"self_attn.{name}": size for name, size in sizes.items()}
-    sizes |= {"mlp.gate": (64, 128), "mlp.up": (64, 128), "mlp.down": (128, 64)}
+    sizes |= {"mlp.gate": (hidden, 128), "mlp.up": (hidden, 128), "mlp.down": (128, hidden)}
     # The order of the draws is that of transformers, which discards those of the layers' constructors.
-    torch.manual_seed(0)
-    drawn = {"model.embed_tokens": nn.Embedding(vocab_size, 64)}
+    torch.manual_seed(seed)
+    drawn = {"model.embed_tokens": nn.Embedding(vocab_size, hidden)}
     for layer in range(2):
         drawn |= {f"model.layers.{layer}.{name}_proj": nn.Linear(*size, bias=False) for name, size in sizes.items()}
     for module in drawn.values():
         module.weight.data.normal_(0, 0.2)
-    drawn["lm_head"] = nn.Linear(64, vocab_size, bias=False)
+    drawn["lm_head"] = nn.Linear(hidden, vocab_size, bias=False)
     drawn["lm_head"].weight.data.normal_(0, 0.2)
     tensors = {f"{name}.weight": module.weight.data for name, module in drawn.items()}
     norms = [f"layers.{layer}.{name}_layernorm" for layer in range(2) for name in ("input", "post_attention")]
-    tensors |= {f"model.{name}.weight": torch.ones(64) for name in (*norms, "norm")}
+    tensors |= {f"model.{name}.weight": torch.ones(hidden) for name in (*norms, "norm")}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ids = {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "5.23.0", "use_cache": True}
-    shape = {"vocab_size": vocab_size, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    shape = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 128, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2}
     shape |= {"max_position_embeddings": max_model_len, "rms_norm_eps": 1e-06, "hidden_act": "silu"}
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
@@ -126,8 +131,8 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64) -> None:
-    """Save a LoRA on every layer's q_proj, strong enough to change the generated text."""
+def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64, outputs: int | None = None) -> None:
+    """Save a LoRA on every layer's q_proj, strong enough to change the generated text. outputs: its features out."""
     import torch
     from safetensors.torch import save_file
 
@@ -137,7 +142,7 @@ def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64) -
     for layer in range(2):
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
-        tensors[f"{name}.lora_B.weight"] = torch.randn(hidden, rank, generator=generator)
+        tensors[f"{name}.lora_B.weight"] = torch.randn(outputs or hidden, rank, generator=generator)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
     (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))

@@ -301,6 +301,8 @@ class EngineStateResponse(Struct):
 # Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)
 # answer whose progress is sent while it runs.
 ALLOWANCE_HEADER = "x-loraplex-allowance"
+# Header with the digest of the base model that the gateway knows of this engine; another engine may have its address.
+BASE_HEADER = "x-loraplex-base"
 # Header with the target of the time to first token, in seconds.
 TTFT_HEADER = "x-loraplex-ttft-target"
 REPORT_TYPE = "application/x-loraplex-report"

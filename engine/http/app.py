@@ -275,6 +275,8 @@ class Server:
                 raise EngineUnavailable("the model is loading")
             try:
                 caller = read_caller(request.headers, internal=request[IS_INTERNAL])
+                if caller.base_digest not in (None, self._states.base_digest):
+                    raise EngineUnavailable("this engine serves another base model")
                 return await handler(self._generation, request, caller)
             finally:
                 # An aborted request leaves without a step, so no step reports the change.

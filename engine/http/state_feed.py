@@ -42,7 +42,7 @@ class StateFeed:
         self._core = core
         self._models = models
         self._finished = finished
-        self._base_digest = base_digest
+        self.base_digest = base_digest
         self._instance = uuid.uuid4().hex
         self._revision = 0
         self._residency_version = 0
@@ -152,7 +152,7 @@ class StateFeed:
             draining=self._draining,
             revision=self._revision,
             model=self._models.base_name,
-            base_digest=self._base_digest,
+            base_digest=self.base_digest,
             version=version("loraplex"),
             max_model_len=facts.max_model_len,
             max_num_seqs=facts.max_num_seqs,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.answering.usage_log import MAX_ID_BYTES
 from engine.http.errors import ApiError
-from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
+from wire.responses import ALLOWANCE_HEADER, BASE_HEADER, TTFT_HEADER
 
 # Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
@@ -20,6 +20,7 @@ class Caller:
     ttft_target: time to first token that the tenant wants, in seconds; None: no target.
     request_id: key of its token counts, None if they are not kept.
     allowance: completion tokens granted until the gateway raises them; None: no limit.
+    base_digest: digest of the base model that must serve the request; None: any.
     """
 
     internal: bool = False
@@ -29,6 +30,7 @@ class Caller:
     ttft_target: float | None = None
     request_id: str | None = None
     allowance: int | None = None
+    base_digest: str | None = None
 
 
 def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
@@ -48,6 +50,7 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
         ttft_target=_ttft_target(headers),
         request_id=_request_id(headers),
         allowance=_allowance(headers),
+        base_digest=headers.get(BASE_HEADER),
     )
 
 

@@ -112,12 +112,12 @@ class Registry:
     def _abandon_silent(self, engine: EngineRecord) -> None:
         """End the wait for a silent engine's first byte.
 
-        The wait ends at once if another engine is available, else after `silence_patience`, because the engine may
-        come back.
+        The wait ends at once if another engine of the base is available, else after `silence_patience`, because the
+        engine may come back.
         """
         if engine.condition.health is not Health.SILENT:
             return
-        has_other = any(other.available for other in self._engines.values())
+        has_other = any(other.available and other.base == engine.base for other in self._engines.values())
         if has_other or time.monotonic() - engine.condition.since > self._silence_patience:
             engine.requests.abandon_unanswered()
 

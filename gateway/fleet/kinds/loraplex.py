@@ -26,7 +26,7 @@ from wire.digests import digest_name
 from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest
-from wire.responses import ALLOWANCE_HEADER, TTFT_HEADER
+from wire.responses import ALLOWANCE_HEADER, BASE_HEADER, TTFT_HEADER
 from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
@@ -85,13 +85,18 @@ class Loraplex(EngineKind):
             "x-loraplex-weight": repr(call.tenant.weight),
             "x-loraplex-priority": str(call.tenant.priority),
         }
+        if engine.state.base_digest is not None:
+            # Another engine may have taken its address since its last report.
+            headers[BASE_HEADER] = engine.state.base_digest
         if call.tenant.ttft_target is not None:
             headers[TTFT_HEADER] = repr(call.tenant.ttft_target)
         if call.hold is not None and engine.keeps_allowances:
             call.hold.raise_allowance = partial(self._raise_allowance, engine, call.request_id)
             if call.hold.allowance is not None:
                 headers[ALLOWANCE_HEADER] = str(call.hold.allowance)
-        return await self.post(engine, call, {**call.body, "model": call.model.engine_name}, headers)
+        # Engines of one base model may serve it under different names.
+        name = call.model.engine_name if call.model.digest is not None else engine.state.model or call.model.name
+        return await self.post(engine, call, {**call.body, "model": name}, headers)
 
     def refusal(self, answer: Incoming, body: bytes, model: "Model") -> EngineRefused:
         detail = read_detail(body)

@@ -75,7 +75,7 @@ class Vllm(ForeignKind):
     def request_body(self, engine: EngineRecord, call: Call) -> dict[str, Any]:
         digest = call.model.digest
         body = request_body(call.body, call.path, call.tenant.id, digest)
-        return {**body, "model": digest_name(digest) if digest else call.model.name}
+        return {**body, "model": digest_name(digest) if digest else engine.state.model or call.model.name}
 
     async def lacks_adapter(self, response: ClientResponse, call: Call) -> bool:
         return response.status == 404

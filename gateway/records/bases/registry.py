@@ -120,8 +120,8 @@ class Bases:
                 f"replace {named.name} --digest {digest}`"
             )
         names = " or ".join(self.names) or "any base model on record"
-        remedy = f"start it with --served-model-name {self.names[0]}" if len(self._all) == 1 else "add its base model"
-        return f"{what}, not {names}; {remedy}, or `loraplex base add`"
+        own = f"start it with --served-model-name {self.names[0]}, or " if len(self._all) == 1 else ""
+        return f"{what}, not {names}; {own}add its base model: `loraplex base add`"
 
     async def refresh(self) -> None:
         """Read all bases. Raises Unavailable; the previous ones then stay in force."""

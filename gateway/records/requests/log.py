@@ -61,8 +61,8 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A request. Times are in ms from its arrival, except `queue_ms`, the wait for an engine after the admission.
 
     at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: of
-    STATUSES. http_status, param, limit, address: of a refused request only. code: the error's. The other fields are
-    those of UsageRow.
+    STATUSES. http_status, param, limit, address: of a refused request only. code: the error's. base: None for a refused
+    request. The other fields are those of UsageRow.
     """
 
     request_id: str
@@ -95,6 +95,7 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     ttft_ms: int | None = None
     latency_ms: int
     address: str | None = None
+    base: str | None = None
 
     @property
     def is_admitted(self) -> bool:

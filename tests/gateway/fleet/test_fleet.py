@@ -53,7 +53,10 @@ async def up(gateway: Gateway, engines: int) -> bool:
 async def test_an_engine_of_another_model_gets_no_requests(
     tmp_path: Path, model_dir: Path, redis_url: str, caplog: pytest.LogCaptureFixture
 ):
-    problem = "engine serves other, not base; start it with --served-model-name base"
+    problem = (
+        "engine serves other, not base; start it with --served-model-name base, or add its base model: "
+        "`loraplex base add`"
+    )
     async with Upstream().serving() as wrong, Upstream().serving() as right:
         wrong.model = "other"
         async with running(

@@ -1,0 +1,397 @@
+"""Several base models behind one gateway, with real engines of tiny models of different shapes and tokenizers."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from engine.probing.base_digest import base_digest
+from testing.engine import RunningServer
+from testing.gateway.running import Answer, Client, Gateway, running, settings, until
+from testing.gateway.upstream import TOKEN
+from testing.ports import free_port
+from testing.tiny import save_adapter, save_byte_fallback_tokenizer, save_model
+from tests.gateway.api.test_adapters import push
+
+pytestmark = pytest.mark.usefixtures("takes_a_core", "starts_servers")
+
+MESSAGES = [{"role": "user", "content": "The quick brown fox in Köln"}]
+ASK = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+BASES = "/admin/api/bases"
+
+
+class Bench(NamedTuple):
+    """A gateway of the base model `alpha`, with engines of `alpha` and `beta` and a free address, and its store."""
+
+    gateway: Gateway
+    folder: Path
+    start: Callable[..., Awaitable[RunningServer]]
+    alpha: RunningServer
+    beta: RunningServer
+    free: int
+
+    def model(self, name: str) -> Path:
+        return self.folder / name
+
+    async def add(self, name: str, **fields: Any) -> Answer:
+        """Add a base model, by default with its folder and digest."""
+        body = {"digest": base_digest(self.model(name)), "tokenizer": str(self.model(name))} | fields
+        return await self.gateway.admin.post(BASES, {"name": name, **body})
+
+    async def change(self, name: str, *, force: bool = False, **changes: Any) -> Answer:
+        params = {"force": "true"} if force else {}
+        return await self.gateway.admin.call("PATCH", f"{BASES}/{name}", json=changes, params=params)
+
+    async def are_up(self, *names: str) -> None:
+        """Wait until an engine of each of the base models, and of no other, is up."""
+
+        async def ready() -> bool:
+            rows = (await self.gateway.admin.get(BASES)).json["data"]
+            return {row["name"] for row in rows if row["engines"] and row["name"]} == set(names)
+
+        await until(ready)
+
+    async def upload(self, client: Client, name: str, of: str, seed: int, **fields: str) -> Answer:
+        """Upload an adapter for a base model's shape."""
+        folder = self.folder / f"{name}-{seed}"
+        save_adapter(folder, seed=seed, **({"hidden": 48, "outputs": 64} if of == "beta" else {}))
+        parts = {file.name: file.read_bytes() for file in folder.iterdir()}
+        return await push(client, name, parts | {field: text.encode() for field, text in fields.items()})
+
+    async def direct(self, server: RunningServer, model: str) -> Any:
+        """Return an engine's own answer to ASK."""
+        headers = {"x-loraplex-internal-token": TOKEN}
+        url = f"{server.url}/v1/chat/completions"
+        async with self.gateway.session.post(url, json=ASK | {"model": model}, headers=headers) as response:
+            assert response.status == 200, await response.text()
+            return await response.json()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with `alpha`, `beta` of another shape and tokenizer, and `gamma` of alpha's shape."""
+    folder = tmp_path_factory.mktemp("models")
+    save_model(folder / "alpha", 512)
+    save_model(folder / "beta", 384, save_byte_fallback_tokenizer, hidden=48)
+    save_model(folder / "gamma", 512, seed=7)
+    return folder
+
+
+@pytest.fixture
+def engines() -> Iterator[ExitStack]:
+    with ExitStack() as engines:
+        yield engines
+
+
+@pytest.fixture
+async def bench(tmp_path: Path, models: Path, engines: ExitStack, redis_url: str) -> AsyncIterator[Bench]:
+    async with _bench(tmp_path, models, engines, redis_url) as bench:
+        yield bench
+
+
+@asynccontextmanager
+async def _bench(tmp_path: Path, models: Path, engines: ExitStack, redis_url: str) -> AsyncIterator[Bench]:
+    store, free = str(tmp_path / "store"), free_port()
+
+    def open_engine(name: str, port: int, served: str) -> RunningServer:
+        config = {"served_model_name": served}
+        server = RunningServer(models / name, Path(store), config, port=port, internal_token=TOKEN)
+        return engines.enter_context(closing(server))
+
+    async def start(name: str, port: int = 0, served: str | None = None) -> RunningServer:
+        return await asyncio.to_thread(open_engine, name, port, served or name)
+
+    alpha, beta = await start("alpha"), await start("beta")
+    urls = [alpha.url, beta.url, f"http://127.0.0.1:{free}"]
+    of = settings(
+        tmp_path, models / "alpha", urls, redis_url, adapter_store=store, base_model="alpha", database_wait=5.0
+    )
+    async with running(of) as gateway:
+        for name in ("alpha", "beta", "gamma"):
+            (tmp_path / name).symlink_to(models / name)
+        yield Bench(gateway, tmp_path, start, alpha, beta, free)
+
+
+class Load:
+    """Requests to some models, one after another for each, until `stop`. Every answer must equal the expected one."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.served: dict[str, int] = {}
+        self.wrong: list[Any] = []
+
+    def start(self, model: str, expected: str) -> None:
+        self.served[model] = 0
+        self._tasks[model] = asyncio.create_task(self._run(model, expected))
+
+    async def stop(self, *models: str) -> None:
+        for model in models or tuple(self._tasks):
+            self._tasks.pop(model).cancel()
+        await asyncio.sleep(0)
+
+    async def _run(self, model: str, expected: str) -> None:
+        while True:
+            answer = await self._client.chat(**ASK, model=model)
+            if answer.status == 200 and text_of(answer.json) == expected:
+                self.served[model] += 1
+            else:
+                self.wrong.append((model, answer.status, answer.body))
+
+    async def rounds(self, number: int = 2) -> None:
+        """Wait until each model has been served some more times."""
+        goal = {model: self.served[model] + number for model in self._tasks}
+
+        async def reached() -> bool:
+            return bool(self.wrong) or all(self.served[model] >= least for model, least in goal.items())
+
+        await until(reached)
+        assert self.wrong == []
+
+
+def tokens_of(answer: Any) -> tuple[int, int]:
+    return answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
+
+
+def text_of(answer: Any) -> str:
+    return answer["choices"][0]["message"]["content"]
+
+
+async def test_two_bases_then_a_third_then_one_less(bench: Bench):
+    gateway = bench.gateway
+    [fault] = [fault for fault in await gateway.engine_faults() if fault.startswith(bench.beta.url)]
+    assert "engine serves beta, not alpha" in fault
+    assert "loraplex base add" in fault
+    assert (await bench.add("beta", price={"input": 3_000_000, "output": 5_000_000})).status == 201
+    await bench.are_up("alpha", "beta")
+
+    acme = await gateway.tenant("acme")
+    first, second = await bench.upload(acme, "first", "alpha", 1), await bench.upload(acme, "second", "beta", 2)
+    assert [(each.status, each.json["base"]) for each in (first, second)] == [(201, "alpha"), (201, "beta")]
+    wanted = {
+        "alpha": await bench.direct(bench.alpha, "alpha"),
+        "beta": await bench.direct(bench.beta, "beta"),
+        "first": await bench.direct(bench.alpha, first.json["digest"]),
+        "second": await bench.direct(bench.beta, second.json["digest"]),
+    }
+    assert len({text_of(answer) for answer in wanted.values()}) == 4, "the models differ"
+    for model, answer in wanted.items():
+        got = await acme.chat(**ASK, model=model)
+        assert (text_of(got.json), tokens_of(got.json)) == (text_of(answer), tokens_of(answer))
+        # The gateway's own count, which reservations use.
+        refused = await acme.chat(**ASK | {"max_tokens": 384}, model=model)
+        if model in ("beta", "second"):
+            assert f"({answer['usage']['prompt_tokens']} in the messages" in refused.error["message"]
+        else:
+            assert refused.status == 200
+    assert wanted["alpha"]["usage"]["prompt_tokens"] != wanted["beta"]["usage"]["prompt_tokens"]
+
+    listed = {model["id"]: model for model in (await acme.get("/v1/models")).json["data"]}
+    assert {name: model.get("parent") for name, model in listed.items()} == {
+        **{"alpha": None, "beta": None},
+        **{"first": "alpha", "second": "beta"},
+    }
+    assert [listed[name]["max_model_len"] for name in ("first", "second")] == [512, 384]
+    assert [listed[name].get("price", {}).get("input") for name in ("first", "second")] == [None, "3.00"]
+    mixed = await acme.chat(**ASK, model="first*0.5+second*0.5")
+    assert (mixed.status, mixed.error["param"]) == (400, "model")
+    assert "'first' is of 'alpha' and 'second' is of 'beta'" in mixed.error["message"]
+
+    load = Load(acme)
+    for model, answer in wanted.items():
+        load.start(model, text_of(answer))
+    await load.rounds()
+    gamma = await bench.start("gamma", bench.free)
+    assert (await bench.add("gamma")).status == 201
+    await bench.are_up("alpha", "beta", "gamma")
+    load.start("gamma", text_of(await bench.direct(gamma, "gamma")))
+    unclear = await bench.upload(acme, "third", "alpha", 3)
+    assert (unclear.status, unclear.error["param"]) == (400, "base")
+    assert "several base models: 'alpha', 'gamma'" in unclear.error["message"]
+    third = await bench.upload(acme, "third", "alpha", 4, base="gamma")
+    assert (third.status, third.json["base"]) == (201, "gamma")
+    load.start("third", text_of(await bench.direct(gamma, third.json["digest"])))
+    await load.rounds()
+
+    assert (await bench.change("beta", state="draining")).json["state"] == "draining"
+    assert "beta" not in {model["id"] for model in (await acme.get("/v1/models")).json["data"]}
+    closed = await bench.upload(acme, "late", "beta", 5, base="beta")
+    assert "no new adapters (draining): 'beta'" in closed.error["message"]
+    await load.rounds()
+    kept = await bench.change("beta", state="retired")
+    assert (kept.status, kept.error["code"]) == (409, "conflict")
+    assert "1 versions of adapters belong to 'beta': acme/second@1" in kept.error["message"]
+
+    await load.stop("beta", "second")
+    body = ASK | {"model": "second", "max_tokens": 200, "stream": True, "ignore_eos": True}
+    async with gateway.session.post(f"{acme.url}/v1/chat/completions", json=body, headers=acme.headers) as stream:
+        await stream.content.readline()
+        assert (await bench.change("beta", state="retired", force=True)).status == 200
+        rest = (await stream.read()).decode()
+    assert '"finish_reason":"length"' in rest, "a running stream ends as usual"
+    assert rest.rstrip().endswith("data: [DONE]")
+    gone = await acme.chat(**ASK, model="beta")
+    assert (gone.status, gone.error["code"]) == (404, "model_not_found")
+    gone = await acme.chat(**ASK, model="second")
+    assert (gone.status, gone.error["code"]) == (404, "base_retired")
+    await load.rounds()
+    await load.stop()
+    assert load.wrong == []
+
+    def bases_of_usage() -> dict[str, set[str]]:
+        with closing(sqlite3.connect(bench.folder / "gateway.db")) as connection:
+            rows = connection.execute("SELECT model, base FROM usage").fetchall()
+        return {model: {base for name, base in rows if name == model} for model, _ in rows}
+
+    async def all_are_written() -> bool:
+        found = await asyncio.to_thread(bases_of_usage)
+        own = {"alpha": {"alpha"}, "beta": {"beta"}, "gamma": {"gamma"}}
+        return found == own | {"first": {"alpha"}, "second": {"beta"}, "third": {"gamma"}}
+
+    await until(all_are_written)
+
+
+async def test_an_engine_of_another_base_at_the_same_address(bench: Bench):
+    """Requests for the old base are refused, never served by the new engine, even under the old base's name."""
+    gateway, acme = bench.gateway, await bench.gateway.tenant("acme")
+    gamma = await bench.start("gamma", bench.free)
+    assert (await bench.add("gamma")).status == 201
+    assert (await bench.change("alpha", digest=base_digest(bench.model("alpha")))).status == 200
+    await bench.are_up("alpha", "gamma")
+    adapter = await bench.upload(acme, "third", "alpha", 4, base="gamma")
+    right = {
+        "gamma": text_of(await bench.direct(gamma, "gamma")),
+        "third": text_of(await bench.direct(gamma, adapter.json["digest"])),
+    }
+    statuses: list[tuple[int, str | None]] = []
+
+    async def ask(model: str) -> None:
+        while True:
+            answer = await acme.chat(**ASK, model=model)
+            assert answer.status != 200 or text_of(answer.json) == right[model]
+            statuses.append((answer.status, None if answer.status == 200 else answer.error["code"]))
+
+    asking = [asyncio.create_task(ask(model)) for model in right for _ in range(2)]
+    await until(lambda: _has(statuses, (200, None)))
+    await asyncio.to_thread(gamma.close)
+    other = await bench.start("alpha", bench.free, "gamma")
+    statuses.clear()
+
+    async def is_of_alpha() -> bool:
+        rows = (await gateway.admin.get(BASES)).json["data"]
+        return any(other.url in row["engines"] and row["name"] == "alpha" for row in rows)
+
+    await until(is_of_alpha)
+    await until(lambda: _has(statuses, (503, "no_engine")))
+    for task in asking:
+        task.cancel()
+    failed = [
+        each for each in await asyncio.gather(*asking, return_exceptions=True) if isinstance(each, AssertionError)
+    ]
+    assert failed == []
+    assert {status for status, _ in statuses} == {503}
+    # The other engine serves the base that its weights are, under whatever name it was started.
+    await asyncio.to_thread(bench.alpha.close)
+    wanted = text_of(await bench.direct(other, "gamma"))
+
+    async def is_served() -> bool:
+        answer = await acme.chat(**ASK, model="alpha")
+        return answer.status == 200 and text_of(answer.json) == wanted and answer.json["model"] == "alpha"
+
+    await until(is_served)
+
+
+async def _has(statuses: list[Any], wanted: Any) -> bool:
+    return wanted in statuses
+
+
+async def test_a_key_of_one_base_sees_no_other(bench: Bench):
+    gateway = bench.gateway
+    assert (await bench.add("beta")).status == 201
+    await bench.are_up("alpha", "beta")
+    acme = await gateway.tenant("acme")
+    await bench.upload(acme, "first", "alpha", 1)
+    await bench.upload(acme, "second", "beta", 2)
+    made = await gateway.admin.post("/admin/api/tenants/acme/keys", {"allowed_models": ["alpha", "first", "new"]},
+                                    params={"force": "true"})  # fmt: skip
+    limited = gateway.client(made.json["key"])
+    seen = (await limited.get("/v1/models")).body.decode()
+    assert [name in seen for name in ("alpha", "first", "beta", "second")] == [True, True, False, False]
+    for name in ("beta", "second"):
+        for answer in (await limited.chat(**ASK, model=name), await limited.get(f"/v1/models/{name}")):
+            assert (answer.status, answer.error["code"]) == (403, "model_not_allowed")
+            unknown = await limited.chat(**ASK, model="unknown")
+            assert answer.error["message"].replace(name, "unknown") == unknown.error["message"]
+    assert (await limited.chat(**ASK, model="first")).status == 200
+    for refused in (
+        await bench.upload(limited, "new", "beta", 3),
+        await bench.upload(limited, "new", "beta", 4, base="beta"),
+    ):
+        assert refused.status == 400
+        assert "beta" not in refused.error["message"].replace("'beta'; expected one of", "")
+
+
+async def test_engines_count_the_prompts_of_a_base_without_a_folder_here(bench: Bench):
+    config = json.loads((bench.model("beta") / "config.json").read_text())
+    refused = await bench.add("beta", tokenizer="/nowhere")
+    assert (refused.status, refused.error["param"]) == (400, "config")
+    assert (await bench.add("beta", tokenizer="/nowhere", config=config)).status == 201
+    acme = await bench.gateway.tenant("acme")
+    await bench.are_up("alpha", "beta")
+    direct = tokens_of(await bench.direct(bench.beta, "beta"))
+    assert tokens_of((await acme.chat(**ASK, model="beta")).json) == direct
+    refused = await acme.chat(**ASK | {"max_tokens": 384}, model="beta")
+    assert f"({direct[0]} in the messages" in refused.error["message"]
+    for prompt in ("one two", [1, 2, 3], ["a", "b c"]):
+        body = {"model": "beta", "prompt": prompt, "max_tokens": 2, "temperature": 0}
+        assert (await acme.post("/v1/completions", body)).status == 200
+    refused = await acme.chat(
+        **ASK | {"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, model="beta"
+    )
+    assert (refused.status, "no tools here" in refused.error["message"]) == (400, True)
+    await asyncio.to_thread(bench.beta.close)
+
+    async def is_refused() -> bool:
+        return (await acme.chat(**ASK, model="beta")).error["code"] == "no_engine"
+
+    await until(is_refused)
+    assert (await acme.chat(**ASK, model="alpha")).status == 200
+
+
+async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench):
+    """The former weights' engine serves the base until one of the new weights is up, and its bound adapters after."""
+    acme = await bench.gateway.tenant("acme")
+    assert (await bench.change("alpha", digest=base_digest(bench.model("alpha")))).status == 200
+    await bench.are_up("alpha")
+    first = await bench.upload(acme, "first", "alpha", 1)
+    old, adapter = [text_of(await bench.direct(bench.alpha, each)) for each in ("alpha", first.json["digest"])]
+    load = Load(acme)
+    load.start("alpha", old)
+    load.start("first", adapter)
+    await load.rounds()
+    assert (await bench.change("alpha", digest=base_digest(bench.model("gamma")))).status == 200
+    await load.rounds()
+    await load.stop("alpha")
+    gamma = await bench.start("gamma", bench.free, "alpha")
+    new = text_of(await bench.direct(gamma, "alpha"))
+
+    async def is_new() -> bool:
+        answer = await acme.chat(**ASK, model="alpha")
+        assert answer.status == 200
+        return text_of(answer.json) == new
+
+    await until(is_new)
+    load.start("alpha", new)
+    await load.rounds()
+    await load.stop()
+    assert load.wrong == []
+    rows = (await bench.gateway.admin.get(BASES)).json["data"]
+    assert [(row["is_former"], len(row["versions"])) for row in rows if row["name"] == "alpha"] == [
+        (False, 0),
+        (True, 1),
+    ]
