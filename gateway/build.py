@@ -65,7 +65,6 @@ from gateway.process.disks import Disks
 from gateway.process.drain import Drain
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
-from gateway.records.bases.records import BaseRecords
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.retention import Retention
@@ -126,7 +125,7 @@ async def build(settings: Settings) -> Gateway:
         _build_imports(resources, records, billing, intake),
         AdminWebhooks(manager=manager, events=alerts.events),
         ProbeRoutes(records.tenants, probes, validation, billing.quota),
-        _build_bases(resources, records, serving, probes),
+        AdminBases(records.bases, serving.registry, probes, records.prices, records.price_list, records.auth),
         *_adapter_handlers(pages.frame, resources, records, billing, serving, intake, golden),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),
@@ -281,18 +280,6 @@ def _build_webhook_manager(settings: Settings, records: Records, alerts: Alerts)
         pepper=settings.key_pepper,
         http_hosts=settings.webhook_http_hosts,
         has_mail=settings.smtp_url is not None,
-    )
-
-
-def _build_bases(resources: Resources, records: Records, serving: Serving, probes: Probes) -> AdminBases:
-    return AdminBases(
-        bases=records.bases,
-        records=BaseRecords(resources.database),
-        registry=serving.registry,
-        probes=probes,
-        prices=records.prices,
-        known=records.price_list,
-        auth=records.auth,
     )
 
 

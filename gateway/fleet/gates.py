@@ -26,7 +26,7 @@ class Gates:
         self._counters = counters
         self._limits = max_waiting, max_seconds
         self._gates: dict[str, Gate] = {}
-        # As in `Gate`.
+        # Both are called as those of `Gate`.
         self.observe_wait: Callable[[float], None] = lambda _: None
         self.observe_admission: Callable[[Place, float], None] = lambda *_: None
 

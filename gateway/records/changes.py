@@ -10,9 +10,11 @@ has this stamp or a newer one. A row that is read twice is recognised by its cou
 whose stamps are a plain counter.
 """
 
+import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from sqlalchemy import Row, TextClause, text
@@ -29,6 +31,10 @@ OPERATORS, PRICES, BASES = "operators", "prices", "bases"
 # half a second, and the response to an adapter's deletion waits as long. A few readings may fail without any effect.
 TRUST_SECONDS = 0.5
 ASK_SECONDS = 0.1
+# A change of a list in memory is read within LOOK_SECONDS. Without a change the list is read every RELOAD_SECONDS, in
+# case a gateway of the previous release, or plain SQL, has changed it.
+LOOK_SECONDS = 0.2
+RELOAD_SECONDS = 60.0
 
 _STAMPS = {
     "postgresql": "CAST(CAST(pg_current_xact_id() AS text) AS bigint)",
@@ -135,6 +141,21 @@ class Changes:
     async def read(self) -> None:
         """Read all changes up to now. Raises Unavailable."""
         await self._readings.get(None)
+
+    async def follow(self, scope: str, refresh: Callable[[], Awaitable[None]]) -> None:
+        """Call `refresh` after each change of a scope, and every RELOAD_SECONDS, until cancelled.
+
+        refresh: reads a list; a call that raises Unavailable is repeated.
+        """
+        mark, read_at = -1, 0.0
+        while True:
+            if not self.is_unchanged(mark, scope) or time.monotonic() - read_at > RELOAD_SECONDS:
+                before = self.mark
+                # `Database` logs an outage; the previous list stays in force.
+                with suppress(Unavailable):
+                    await refresh()
+                    mark, read_at = before, time.monotonic()
+            await asyncio.sleep(LOOK_SECONDS)
 
     async def close(self) -> None:
         """Wait for a running reading."""

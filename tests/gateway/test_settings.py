@@ -45,12 +45,21 @@ def test_secrets_are_not_shown(environ: dict[str, str]):
         assert secret not in shown
 
 
-@pytest.mark.parametrize("missing", ["DATABASE_URL", "ENGINES", "KEY_PEPPER", "MODEL_DIR"])
+@pytest.mark.parametrize("missing", ["DATABASE_URL", "ENGINES", "KEY_PEPPER"])
 def test_what_is_missing_is_named(missing: str, environ: dict[str, str]):
     del environ[f"LORAPLEX_{missing}"]
     with pytest.raises(SettingsError) as refused:
         Settings.load(environ)
     assert refused.value.field == f"LORAPLEX_{missing}"
+
+
+def test_the_short_form_for_one_base_model_is_both_settings_or_none(environ: dict[str, str]):
+    del environ["LORAPLEX_MODEL_DIR"]
+    with pytest.raises(SettingsError, match="expected together with LORAPLEX_MODEL_DIR") as refused:
+        Settings.load(environ)
+    assert refused.value.field == "LORAPLEX_BASE_MODEL"
+    del environ["LORAPLEX_BASE_MODEL"]
+    assert Settings.load(environ).base_model is None
 
 
 @pytest.mark.parametrize(

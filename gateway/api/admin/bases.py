@@ -21,7 +21,6 @@ from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState, Shape
-from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, MODEL, PriceList, Prices
 from wire.digests import digest_name
@@ -68,9 +67,7 @@ class AdminBases:
 
     def __init__(
         self,
-        *,
         bases: Bases,
-        records: BaseRecords,
         registry: Registry,
         probes: Probes,
         prices: Prices,
@@ -78,7 +75,6 @@ class AdminBases:
         auth: Authenticator,
     ) -> None:
         self._bases = bases
-        self._records = records
         self._registry = registry
         self._probes = probes
         self._prices = prices
@@ -130,11 +126,12 @@ class AdminBases:
             shape=_shape(config),
             context_length=given.context_length or _context(config),
         )
-        base = await self._records.add(base, request[ACTOR])
+        base = await self._bases.add(base, request[ACTOR])
         if given.price is not None:
             await self._prices.put(name, given.price.price(), request[ACTOR])
             await self._known.refresh()
-        return await self._changed(base, 201)
+        await self._auth.catch_up()
+        return json_response(describe_base(base, base.digest), status=201)
 
     async def change(self, request: web.Request) -> web.Response:
         """Drain, resume, retire or replace a base model, or change its tokenizer."""
@@ -152,12 +149,8 @@ class AdminBases:
         if not changes:
             raise BadRequest("Expected a field to change: state, digest, tokenizer, config or context_length.")
         name, force = request.match_info["name"], read_flag(request, "force")
-        return await self._changed(await self._records.change(name, changes, request[ACTOR], force=force))
-
-    async def _changed(self, base: Base, status: int = 200) -> web.Response:
-        await self._auth.catch_up()
-        await self._bases.catch_up()
-        return json_response(describe_base(base, base.digest), status=status)
+        base = await self._bases.change(name, changes, request[ACTOR], force=force)
+        return json_response(describe_base(base, base.digest))
 
 
 def describe_base(base: Base, digest: str | None) -> dict[str, Any]:

@@ -6,7 +6,7 @@ of a name's meaning waits until no gateway that reaches the database still trust
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -137,10 +137,6 @@ class _Known(msgspec.Struct, frozen=True):
     in_turn: InTurn
 
 
-async def _already_stored() -> None:
-    """Do nothing, because the content is already in the store."""
-
-
 class Catalog:
     """Names and versions of adapters. Raises ModelNotFound, RecordNotFound and BadRequest (param "name").
 
@@ -253,30 +249,13 @@ class Catalog:
                 unfinished = await unfinished_bytes(connection, tenant.id, upload_id)
                 await check_bytes(connection, tenant.id, num_bytes, limit, unfinished=unfinished)
 
-    async def add_version(
-        self,
-        tenant: Tenant,
-        name: str,
-        *,
-        digest: str,
-        rank: int,
-        num_bytes: int,
-        actor: str,
-        publish: Callable[[], Awaitable[None]] = _already_stored,
-        state: State = READY,
-        base: str = FIRST,
-    ) -> Adapter:
-        """Add a version under `name`, to which `latest` moves. Repeating the digest of `latest` changes nothing.
+    async def add_version(self, tenant: Tenant, name: str, *, actor: str, **push: Any) -> Adapter:
+        """Add a version under `name`, to which `latest` moves. Repeating the content of `latest` changes nothing.
 
-        publish: puts the content into the store. It is called after the version is allowed and before it is committed,
-        so that a refused version stores nothing and every version has content. state: `validating` for a version that
-        `versions.set_state` makes ready, and `latest` moves then. base: id of the base model.
-
-        Raises Forbidden, naming the limit.
+        push: the fields of `Push`. Raises Forbidden, naming the limit.
         """
         self.check_name(name)
-        push = Push(digest=digest, rank=rank, num_bytes=num_bytes, publish=publish, state=state, base=base)
-        return _adapter(await self.versions.add(tenant, name, push, actor))
+        return _adapter(await self.versions.add(tenant, name, Push(**push), actor))
 
     async def referenced(self, digests: Sequence[str], since: datetime) -> set[str]:
         """Return those of the digests that a version of any tenant has, or had after `since`.

@@ -62,17 +62,22 @@ _MAY_FOLLOW: dict[State, tuple[State, ...]] = {
 Changed = Callable[[bool], Awaitable[None]]
 
 
-class Push(msgspec.Struct, frozen=True, kw_only=True):
-    """A new version. publish: puts the content into the store; see `Catalog.add_version`.
+async def _already_stored() -> None:
+    """Do nothing, because the content is already in the store."""
 
-    state: ready or validating; a version that is validating becomes ready or rejected by `Versions.set_state`. base: id
-    of the base model.
+
+class Push(msgspec.Struct, frozen=True, kw_only=True):
+    """A new version. base: id of its base model.
+
+    publish: puts the content into the store. It is called after the version is allowed and before it is committed, so
+    that a refused version stores nothing and every version has content. state: ready or validating; a version that is
+    validating becomes ready or rejected by `Versions.set_state`, and `latest` moves then.
     """
 
     digest: str
     rank: int
     num_bytes: int
-    publish: Callable[[], Awaitable[None]]
+    publish: Callable[[], Awaitable[None]] = _already_stored
     state: State = READY
     base: str = FIRST
 

@@ -4,21 +4,18 @@ Every gateway reloads them after a change, so that no request waits for SQL.
 """
 
 import asyncio
-import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import msgspec
 
 from gateway.errors import Unavailable
 from gateway.records.bases.base import Base
 from gateway.records.bases.records import BaseRecords
-from gateway.records.changes import BASES, TRUST_SECONDS, Changes
+from gateway.records.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
 from wire.digests import digest_name
 from wire.model_names import parse_reference
 
-# A change is read within this time; without one, all bases are read every RELOAD_SECONDS.
-LOOK_SECONDS = 0.2
-RELOAD_SECONDS = 60.0
 # Time after which every gateway that reaches the database knows a change.
 KNOWN_SECONDS = TRUST_SECONDS + LOOK_SECONDS
 # Characters of a digest in messages.
@@ -128,10 +125,27 @@ class Bases:
         if self._records is not None:
             self._set([self._localised(base) for base in await self._records.list()])
 
-    async def catch_up(self) -> None:
+    async def add(self, base: Base, actor: str) -> Base:
+        """Add a base; see `BaseRecords.add`. Every process knows it when this returns."""
+        base = await self._table.add(base, actor)
+        await self._make_known()
+        return base
+
+    async def change(self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False) -> Base:
+        """Change a base; see `BaseRecords.change`. Every process knows the change when this returns."""
+        base = await self._table.change(name, changes, actor, force=force)
+        await self._make_known()
+        return base
+
+    @property
+    def _table(self) -> BaseRecords:
+        if self._records is None:
+            raise RuntimeError("these base models are not on record")
+        return self._records
+
+    async def _make_known(self) -> None:
         """Read a change that this process has just made, and wait until every other process knows it too."""
-        await self.refresh()
-        self.changed()
+        await self._read_again()
         await asyncio.sleep(KNOWN_SECONDS)
 
     async def start(self) -> None:
@@ -142,19 +156,11 @@ class Bases:
 
     async def watch(self, changes: Changes) -> None:
         """Read the bases after each change, until cancelled. Run it as a task."""
-        mark, read_at = -1, 0.0
-        while True:
-            if not changes.is_unchanged(mark, BASES) or time.monotonic() - read_at > RELOAD_SECONDS:
-                before = changes.mark
-                try:
-                    await self.refresh()
-                except Unavailable:
-                    # `Database` logs the outage.
-                    pass
-                else:
-                    self.changed()
-                    mark, read_at = before, time.monotonic()
-            await asyncio.sleep(LOOK_SECONDS)
+        await changes.follow(BASES, self._read_again)
+
+    async def _read_again(self) -> None:
+        await self.refresh()
+        self.changed()
 
     def _localised(self, base: Base) -> Base:
         own = self._own

@@ -3,9 +3,7 @@
 Every gateway keeps all prices in memory and reloads them after a change, so that no request waits for SQL.
 """
 
-import asyncio
 import re
-import time
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
@@ -14,7 +12,7 @@ import msgspec
 from sqlalchemy import Row, Select, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.errors import BadRequest, RecordNotFound, Unavailable
+from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.adapters.catalog import Model
 from gateway.records.audit import record_change
 from gateway.records.bases.registry import Bases
@@ -27,10 +25,6 @@ MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
 # All adapters of every tenant, in the prices of a plan.
 ALL_ADAPTERS = "*/*"
-# A changed price is loaded within this time. Without a change all prices are loaded every RELOAD_SECONDS, in case a
-# gateway of the previous release, or plain SQL, has set one.
-LOOK_SECONDS = 0.2
-RELOAD_SECONDS = 60.0
 MICRO_UNITS = 1_000_000
 
 
@@ -189,18 +183,7 @@ class PriceList:
 
     async def watch(self, changes: Changes) -> None:
         """Reload prices after each change, until cancelled. Run it as a task."""
-        mark, loaded_at = -1, 0.0
-        while True:
-            if not changes.is_unchanged(mark, PRICES) or time.monotonic() - loaded_at > RELOAD_SECONDS:
-                before = changes.mark
-                try:
-                    await self.refresh()
-                except Unavailable:
-                    # `Database` logs the outage; changed prices apply when it is back.
-                    pass
-                else:
-                    mark, loaded_at = before, time.monotonic()
-            await asyncio.sleep(LOOK_SECONDS)
+        await changes.follow(PRICES, self.refresh)
 
 
 def _dearest(found: Sequence[Price]) -> Price:
