@@ -9,7 +9,6 @@ from loraplex.commands.common import Gateway, admin_options, confirm, examples, 
 from loraplex.commands.golden import golden
 from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.output import json_option, print_json, print_table
-from loraplex.commands.values import given
 from loraplex.commands.verify import verify
 from loraplex.commands.versions import COMMANDS as VERSION_COMMANDS
 from wire.model_names import Reference, parse_reference
@@ -46,7 +45,7 @@ def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: G
     The content of the version that NAME refers to adds no version. A large upload is sent in parts. If it breaks, the
     same command goes on where it was.
     """
-    made = gateway.run(lambda client: _push(client, tenant, name, path, given({"base": base})))
+    made = gateway.run(lambda client: _push(client, tenant, name, path, _named(base)))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
     _note_state(made)
 
@@ -60,6 +59,10 @@ async def _push(
     if sum(file.stat().st_size for file in upload_files(path).values()) < LEAST_BYTES:
         return await client.push_adapter(tenant, name, path, **base)
     return await push_in_parts(client, uploads_path(tenant), name, path, _show, **base)
+
+
+def _named(base: str | None) -> dict[str, str]:
+    return {} if base is None else {"base": base}
 
 
 def _note_state(made: dict[str, Any]) -> None:
@@ -78,7 +81,7 @@ def _show(received: int, size: int) -> None:
 @tenant_options()
 def import_(name: str, source: str, base: str | None, tenant: str | None, gateway: Gateway) -> None:
     """Import an adapter as NAME from SOURCE, below a prefix that the gateway allows (LORAPLEX_IMPORT_SOURCES)."""
-    made = gateway.run(lambda client: client.import_adapter(tenant, name, source, **given({"base": base})))
+    made = gateway.run(lambda client: client.import_adapter(tenant, name, source, **_named(base)))
     click.echo(f"imported {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
     _note_state(made)
 

@@ -10,7 +10,6 @@ import click
 from loraplex.commands.common import Gateway, admin_options, examples, one_line
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.prices import PRICE
-from loraplex.commands.values import given
 
 BASES = "/admin/api/bases"
 MODEL = click.option(
@@ -60,10 +59,14 @@ def add(
     **fields: Any,
 ) -> None:
     """Add the base model NAME. Its engines are used as soon as they report its digest; without a digest, its name."""
-    prices = given({each: fields[f"{each}_price"] for each in ("input", "output", "cached")})
+    prices = _present({each: fields[f"{each}_price"] for each in ("input", "output", "cached")})
     if prices and not {"input", "output"} <= prices.keys():
         raise click.UsageError("--input and --output: expected both, or neither")
-    body = {"name": name, **_weights(model, digest, tokenizer), **given({"context_length": fields["context_length"]})}
+    body = {
+        "name": name,
+        **_weights(model, digest, tokenizer),
+        **_present({"context_length": fields["context_length"]}),
+    }
     if prices:
         body["price"] = prices
     made = gateway.run(lambda client: client.call("POST", BASES, json=body))
@@ -177,7 +180,7 @@ def _list_left(digest: str, as_json: bool, gateway: Gateway) -> None:
 
 def _weights(model: Path | None, digest: str | None, tokenizer: str | None) -> dict[str, Any]:
     """Return the fields of the request that follow from a model's folder on this machine and from the options."""
-    fields = given({"digest": digest, "tokenizer": tokenizer})
+    fields = _present({"digest": digest, "tokenizer": tokenizer})
     if model is None:
         return fields
     from engine.probing.base_digest import base_digest
@@ -190,6 +193,10 @@ def _weights(model: Path | None, digest: str | None, tokenizer: str | None) -> d
     if (model / "tokenizer.json").is_file():
         fields.setdefault("tokenizer", str(model))
     return fields
+
+
+def _present(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 def _change(gateway: Gateway, name: str, body: dict[str, Any], *, force: bool = False) -> dict[str, Any]:

@@ -268,7 +268,7 @@ async def test_usage_of_one_tenant_of_all_and_by_a_tenant_itself(run: Run, gatew
         (("key", "create", "nobody"), "There is no tenant 'nobody'."),
         (("key", "create", "--admin", "--models", "m"), "allowed_models: there is no such field."),
         (("key", "rotate", "0" * 16), "There is no key with the id '0000000000000000'."),
-        (("price", "set", "m", "--input", "0", "--output", "1"), "'m' is neither the base model ('base') nor '*'"),
+        (("price", "set", "m", "--input", "0", "--output", "1"), "'m' is neither a base model ('base') nor '*'"),
         (("price", "delete", "m"), "m"),
         (("usage", "--tenant", "nobody"), "There is no tenant 'nobody'."),
     ],

@@ -171,7 +171,7 @@ def test_all_wrong_settings_are_reported_at_once_with_2():
     named = [re.fullmatch(r"Error: LORAPLEX_(\w+): (.*)", line) for line in done.stderr.splitlines()]
     errors = {line[1]: line[2] for line in named if line}
     assert len(errors) == len(named)
-    required = {"REDIS_URL", "ENGINES", "INTERNAL_TOKEN", "ADAPTER_STORE", "MODEL_DIR", "BASE_MODEL", "KEY_PEPPER"}
+    required = {"REDIS_URL", "ENGINES", "INTERNAL_TOKEN", "ADAPTER_STORE", "KEY_PEPPER"}
     assert errors.keys() == required | env.keys() - {"WORKERS"} | {"METRICS_PORT"}
     for name in required:
         assert errors[name].startswith("is required; expected "), errors[name]

@@ -112,6 +112,7 @@ class AdminBases:
         check_text(name, "name")
         if not MODEL.fullmatch(name) or name in (EVERYTHING, ALL_ADAPTERS):
             raise BadRequest("name: expected 1 to 256 characters, not '*' or '*/*'.", param="name")
+        digest = None if given.digest is None else _bare(given.digest)
         folder = await asyncio.to_thread(_read_folder, given.tokenizer)
         config = folder if given.config is None else given.config
         if config is None:
@@ -121,7 +122,7 @@ class AdminBases:
             )
         base = Base(
             name=name,
-            digest=None if given.digest is None else _bare(given.digest),
+            digest=digest,
             tokenizer=given.tokenizer,
             shape=_shape(config),
             context_length=given.context_length or _context(config),

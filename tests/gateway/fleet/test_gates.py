@@ -1,0 +1,60 @@
+"""Queues of several base models: a full one holds up no other, and tenants have one share over all."""
+
+import asyncio
+from contextlib import AsyncExitStack
+
+import pytest
+
+from gateway.errors import Overloaded
+from gateway.fleet.gates import Gates
+from gateway.fleet.queue import Capacity, Place
+from gateway.fleet.service_counters import ServiceCounters
+
+
+def place(tenant: str, tokens: int = 0) -> Place:
+    return Place(tenant, 1.0, 5, tokens, tenant_name=tenant)
+
+
+async def test_a_full_base_holds_up_no_other():
+    rooms = {"": 1, "qwen": 2}
+    gates = Gates(lambda base: Capacity(rooms[base], 0), ServiceCounters(), max_waiting=1, max_seconds=100.0)
+    waits: list[float] = []
+    gates.observe_wait = waits.append
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(gates.of("").enter(place("acme")))
+        waiting = asyncio.create_task(held.enter_async_context(gates.of("").enter(place("acme"))))
+        await asyncio.sleep(0)
+        assert (gates.inside, gates.waiting) == (1, 1)
+        for tenant in ("acme", "globex"):
+            async with asyncio.timeout(1.0):
+                await held.enter_async_context(gates.of("qwen").enter(place(tenant)))
+        with pytest.raises(Overloaded):
+            async with gates.of("").enter(place("globex", tokens=10**6)):
+                pass
+        acme = gates.tenants()["acme"]
+        assert (acme.inside, acme.waiting, len(waits)) == (2, 1, 3)
+        assert gates.longest_wait > 0.0
+        rooms[""] = 2
+        gates.admit()
+        async with asyncio.timeout(1.0):
+            await waiting
+        assert (gates.inside, gates.waiting, gates.longest_wait) == (4, 0, 0.0)
+
+
+async def test_service_of_one_base_counts_at_the_other():
+    rooms = {"": 1, "qwen": 1}
+    gates = Gates(lambda base: Capacity(rooms[base], 0), ServiceCounters(), max_waiting=9, max_seconds=100.0)
+    order: list[str] = []
+
+    async def visit(tenant: str) -> None:
+        async with gates.of("qwen").enter(place(tenant, tokens=1)):
+            order.append(tenant)
+
+    async with AsyncExitStack() as held:
+        async with AsyncExitStack() as last:
+            await last.enter_async_context(gates.of("qwen").enter(place("other")))
+            await held.enter_async_context(gates.of("").enter(place("busy", tokens=1000)))
+            visits = [asyncio.create_task(visit(tenant)) for tenant in ("busy", "other")]
+            await asyncio.sleep(0)
+        await asyncio.gather(*visits)
+    assert order == ["other", "busy"], "the tenant with less service goes first, although it came later"

@@ -1,0 +1,177 @@
+"""Base models on record: their changes, the engines that serve them, and an upgrade from the release before."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sqlalchemy
+from alembic import command
+from alembic.config import Config
+from msgspec.structs import replace
+
+import migrations
+from gateway.errors import Conflict, ModelNotFound, NameTaken, RecordNotFound
+from gateway.records.adapters.catalog import Catalog
+from gateway.records.bases.base import FIRST, BaseRetired
+from gateway.records.bases.records import BaseRecords
+from gateway.records.bases.registry import Bases, NoBase
+from gateway.records.changes import Changes
+from gateway.records.database import Database
+from gateway.records.tenants.tenants import Tenants
+from testing.gateway.bases import one_base
+
+OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
+
+
+@pytest.fixture
+def records(database: Database) -> BaseRecords:
+    return BaseRecords(database)
+
+
+async def test_the_setting_makes_one_row_and_renames_the_only_one(database: Database, records: BaseRecords):
+    for name, length in (("llama", 4096), ("llama", 4096), ("llama", 8192), ("renamed", 8192)):
+        bases = Bases(records, one_base(name, length))
+        await bases.start()
+        [base] = await records.list()
+        assert (base.id, base.name, base.context_length, base.digest) == (FIRST, name, length, None)
+        assert bases.named(name) == base
+    await records.add(one_base("qwen"), "op")
+    await Bases(records, one_base("qwen", 16)).start()
+    with pytest.raises(Conflict, match=r"base on record \(renamed, qwen\)"):
+        await Bases(records, one_base("neither")).start()
+    with pytest.raises(Conflict):
+        # The setting's own values are this process's only.
+        await records.ensure(one_base("neither"))
+    assert [base.name for base in await records.list()] == ["renamed", "qwen"]
+
+
+async def test_what_two_bases_may_not_share(database: Database, records: BaseRecords):
+    first = await records.add(replace(one_base("llama"), digest=OLD), "op")
+    assert first.id == FIRST
+    second = await records.add(replace(one_base("qwen"), digest=OTHER), "op")
+    assert second.id != FIRST
+    with pytest.raises(NameTaken, match="name"):
+        await records.add(one_base("llama"), "op")
+    await records.change("llama", {"digest": NEW}, "op")
+    for digest, kind in ((OLD, "a former"), (NEW, "the")):
+        with pytest.raises(NameTaken, match=f"{kind} digest of the base model 'llama'"):
+            await records.add(replace(one_base("third"), digest=digest), "op")
+        with pytest.raises(NameTaken):
+            await records.change("qwen", {"digest": digest}, "op")
+    assert (await records.change("llama", {"digest": OLD}, "op")).former == (NEW,)
+    with pytest.raises(RecordNotFound):
+        await records.change("none", {"state": "draining"}, "op")
+    catalog, acme = Catalog(database, Bases(records)), await Tenants(database).create("acme", {}, "op")
+    await catalog.add_version(acme, "third", digest=OLD, rank=1, num_bytes=1, actor="key")
+    with pytest.raises(Conflict, match="'Third' is an adapter of tenant 'acme'"):
+        await records.add(one_base("Third"), "op")
+
+
+async def test_a_retirement_waits_for_the_drain_and_the_adapters(database: Database, records: BaseRecords):
+    bases, tenants = Bases(records), Tenants(database)
+    await records.add(one_base("llama"), "op")
+    qwen = await records.add(one_base("qwen"), "op")
+    await bases.refresh()
+    catalog, acme = Catalog(database, bases, Changes(database)), await tenants.create("acme", {}, "op")
+    content = {"digest": OLD, "rank": 1, "num_bytes": 1, "actor": "key"}
+    for name, base in (("pirate", qwen.id), ("poet", FIRST)):
+        assert (await catalog.add_version(acme, name, **content, base=base)).base == base
+    with pytest.raises(Conflict, match="'qwen' is active; drain it first"):
+        await records.change("qwen", {"state": "retired"}, "op")
+    await records.change("qwen", {"state": "draining"}, "op")
+    with pytest.raises(Conflict, match="1 versions of adapters belong to 'qwen': acme/pirate@1"):
+        await records.change("qwen", {"state": "retired"}, "op")
+    assert (await catalog.resolve(acme, "pirate")).base == qwen.id
+    await records.change("qwen", {"state": "retired"}, "op", force=True)
+    await bases.refresh()
+    with pytest.raises(BaseRetired, match="its base model 'qwen' was retired"):
+        await catalog.resolve(acme, "pirate")
+    with pytest.raises(ModelNotFound):
+        await catalog.resolve(acme, "qwen")
+    assert (await catalog.resolve(acme, "poet")).base == FIRST
+    assert [base.name for base in bases.listed] == ["llama"]
+    await records.change("qwen", {"state": "active"}, "op")
+    await bases.refresh()
+    assert (await catalog.resolve(acme, "pirate")).base == qwen.id
+
+
+async def test_an_adapter_goes_on_under_a_new_base(database: Database, records: BaseRecords):
+    """Equal content for another base is another version."""
+    await records.add(one_base("llama"), "op")
+    qwen = await records.add(one_base("qwen"), "op")
+    catalog, acme = Catalog(database, Bases(records)), await Tenants(database).create("acme", {}, "op")
+    content = {"digest": OLD, "rank": 1, "num_bytes": 1, "actor": "key"}
+    versions = [await catalog.add_version(acme, "pirate", **content, base=base) for base in (FIRST, FIRST, qwen.id)]
+    assert [each.version for each in versions] == [1, 1, 2]
+
+
+async def test_the_base_of_an_engine(records: BaseRecords):
+    bases = Bases(records)
+    with pytest.raises(NoBase, match=r"any base model on record; .*base add"):
+        bases.served_by("llama", OLD)
+    await records.add(one_base("llama"), "op")
+    await bases.refresh()
+    for model, digest in (("llama", OLD), ("llama", None), (None, None)):
+        assert bases.served_by(model, digest).name == "llama"
+    await records.add(replace(one_base("qwen"), digest=OLD), "op")
+    await records.change("qwen", {"digest": NEW}, "op")
+    await bases.refresh()
+    served = {
+        ("llama", OTHER): "llama",
+        ("llama", NEW): "qwen",  # the digest decides, not the name
+        ("llama", OLD): "qwen",
+        ("qwen", NEW): "qwen",
+        ("qwen", None): "qwen",
+    }
+    assert {each: bases.served_by(*each).name for each in served} == served
+    refused = {
+        ("qwen", OTHER): "start it with the right model, or `loraplex base replace qwen --digest",
+        ("mistral", OTHER): "engine serves mistral, not llama or qwen; add its base model",
+        ("mistral", None): "engine serves mistral, not llama or qwen",
+        (None, None): "engine serves a model without a name",
+    }
+    for (model, digest), message in refused.items():
+        with pytest.raises(NoBase) as none:
+            bases.served_by(model, digest)
+        assert message in str(none.value)
+
+
+@dataclasses.dataclass
+class Upgrade:
+    revision: str
+
+    def __call__(self, connection: Any) -> None:
+        config = Config()
+        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
+        config.attributes["connection"] = connection
+        command.upgrade(config, self.revision)
+
+
+async def test_adapters_of_the_release_before_belong_to_the_first_base(database_url: str):
+    """Before the upgrade, and beside this release: rows without a base belong to the one of LORAPLEX_BASE_MODEL."""
+    database, old = Database(database_url), "'2026-01-01 00:00:00'"
+    tenant_columns = "id, name, weight, priority, on_token_limit, suspended, model_limits, created_at"
+    version_columns = "adapter_id, version, digest, rank, num_bytes, created_at"
+    async with database.write() as connection:
+        await connection.run_sync(Upgrade("0019"))
+        for statement in (
+            f"INSERT INTO tenants ({tenant_columns}) VALUES ('t', 'acme', 1, 0, 'reject', FALSE, '{{}}', {old})",
+            f"INSERT INTO adapters (id, tenant_id, name, current_version, created_at) VALUES ('a', 't', 'p', 1, {old})",
+            f"INSERT INTO adapter_versions ({version_columns}) VALUES ('a', 1, '{OLD}', 8, 10, {old})",
+        ):
+            await connection.execute(sqlalchemy.text(statement))
+    await database.upgrade()
+    bases = Bases(BaseRecords(database), one_base("llama"))
+    await bases.start()
+    qwen = await BaseRecords(database).add(one_base("qwen"), "op")
+    await bases.refresh()
+    catalog, acme = Catalog(database, bases), await Tenants(database).get("acme")
+    async with database.write() as connection:
+        # As a gateway of the previous release does.
+        insert = f"INSERT INTO adapter_versions ({version_columns}) VALUES ('a', 2, '{NEW}', 8, 10, {old})"
+        await connection.execute(sqlalchemy.text(insert))
+    await catalog.add_version(acme, "p", digest=OTHER, rank=1, num_bytes=1, actor="key", base=qwen.id)
+    found = [await catalog.resolve(acme, f"p@{version}") for version in (1, 2, 3)]
+    assert [bases.name_of(model.base) for model in found] == ["llama", "llama", "qwen"]
+    await database.close()
