@@ -181,7 +181,9 @@ class Validation:
         name, version = new.name, new.version
         async with self._turns.turn(tenant.id):
             try:
-                probe = await self._prober.probe(tenant, new.digest, Binding(new.base))
+                base = self.catalog.bases.get(new.base)
+                binding = Binding.of(new.base, None if base is None else base.digest)
+                probe = await self._prober.probe(tenant, new.digest, binding)
             except NotProbed as error:
                 log.info("an adapter of tenant %s stays validating: %s", tenant.id, error)
                 return

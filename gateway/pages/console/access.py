@@ -40,10 +40,9 @@ class Console:
         """Return the names of the listed base models."""
         return [base.name for base in self.bases.listed]
 
-    @property
-    def base_model(self) -> str:
-        """Return the base model of examples."""
-        return next(iter(self.base_names), "base-model")
+    def base_model(self, principal: TenantPrincipal) -> str:
+        """Return the base model of examples, which the key may use."""
+        return next((name for name in self.base_names if principal.may_use(name)), "base-model")
 
 
 class ConsolePages:

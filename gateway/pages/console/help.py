@@ -44,7 +44,7 @@ class ConsoleHelp(ConsolePages):
             content=fill_names(self._html, origin(request), names),
             sections=self._sections,
             models=example_models(names, principal, self.console.base_names),
-            base_model=self.console.base_model,
+            base_model=self.console.base_model(principal),
             principal=principal,
         )
 

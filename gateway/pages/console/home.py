@@ -72,7 +72,7 @@ class ConsoleHome(ConsolePages):
             is_away=is_away,
             origin=origin(request),
             models=models,
-            snippets=snippets(origin(request), models[0] if models else self.console.base_model),
+            snippets=snippets(origin(request), models[0] if models else self.console.base_model(principal)),
             **context,
         )
 

@@ -390,6 +390,11 @@ async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench)
     await load.rounds()
     await load.stop()
     assert load.wrong == []
+    later = await bench.upload(acme, "later", "alpha", 2)
+    assert later.status == 201
+    assert text_of((await acme.chat(**ASK, model="later")).json) == text_of(
+        await bench.direct(gamma, later.json["digest"])
+    )
     rows = (await bench.gateway.admin.get(BASES)).json["data"]
     assert [(row["is_former"], len(row["versions"])) for row in rows if row["name"] == "alpha"] == [
         (False, 0),
