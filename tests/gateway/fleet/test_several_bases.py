@@ -4,7 +4,7 @@ import asyncio
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -90,12 +90,6 @@ def engines() -> Iterator[ExitStack]:
 
 @pytest.fixture
 async def bench(tmp_path: Path, models: Path, engines: ExitStack, redis_url: str) -> AsyncIterator[Bench]:
-    async with _bench(tmp_path, models, engines, redis_url) as bench:
-        yield bench
-
-
-@asynccontextmanager
-async def _bench(tmp_path: Path, models: Path, engines: ExitStack, redis_url: str) -> AsyncIterator[Bench]:
     store, free = str(tmp_path / "store"), free_port()
 
     def open_engine(name: str, port: int, served: str) -> RunningServer:

@@ -168,7 +168,7 @@ async def test_adapters_of_the_release_before_belong_to_the_first_base(database_
     await bases.refresh()
     catalog, acme = Catalog(database, bases), await Tenants(database).get("acme")
     async with database.write() as connection:
-        # As a gateway of the previous release does.
+        # A gateway of the previous release adds such rows.
         insert = f"INSERT INTO adapter_versions ({version_columns}) VALUES ('a', 2, '{NEW}', 8, 10, {old})"
         await connection.execute(sqlalchemy.text(insert))
     await catalog.add_version(acme, "p", digest=OTHER, rank=1, num_bytes=1, actor="key", base=qwen.id)
