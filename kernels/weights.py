@@ -5,7 +5,7 @@ A quantised scheme divides each output's inputs into groups. A group's weights a
 the checkpoint's dtype, so that the weights in memory have exactly the checkpoint's values.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -16,6 +16,8 @@ Kind = Literal["dense", "int8", "int4"]
 # Group sizes that backends pack. A checkpoint's larger groups are cut into these, all with the same scale.
 GROUP = 32
 GROUPS = (16, GROUP)
+# Weights that are rounded at a time.
+PIECE = 1 << 18
 # The middle of the values 0 to 15, which means 0 in int4 without offsets.
 MIDDLE = 8
 Offsets = Literal["", "mins", "zeros"]
@@ -160,10 +162,12 @@ def round_to_int8(weight: Tensor) -> LinearWeights:
 
     Inputs are filled up with zeros to whole groups.
     """
-    x = _grouped(weight)
+    return _round_in_pieces("int8", weight, _round_to_int8)
+
+
+def _round_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scales = (x.abs().amax(-1) / 127).to(torch.float16)
-    values = (x / _divisors(scales)[..., None]).round().clamp(-127, 127).to(torch.int8)
-    return _from_groups("int8", values.flatten(1)[:, : weight.shape[1]].contiguous(), scales, weight)
+    return (x / _divisors(scales)[..., None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
 # Largest magnitudes of int4 tried for each group, as multiples of the largest weight: a little clipping costs less than
@@ -179,34 +183,45 @@ def round_to_int4(weight: Tensor) -> LinearWeights:
     """
     if weight.shape[1] % 2:
         raise ValueError(f"int4 needs an even number of inputs, got {weight.shape[1]}")
-    x = _grouped(weight)
+    found = _round_in_pieces("int4", weight, _round_to_int4)
+    tensors = {**found.tensors, "values": pack_halves(found.tensors["values"])}
+    return LinearWeights(found.scheme, tensors, found.in_features, found.out_features)
+
+
+def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
     largest = x.gather(-1, x.abs().argmax(-1, keepdim=True))[..., 0]
     best = torch.full_like(largest, torch.inf)
     scales = torch.zeros_like(largest, dtype=torch.float16)
     values = torch.zeros_like(x, dtype=torch.uint8)
     for share in _CLIPPING:
         tried = (largest * (share / -MIDDLE)).to(torch.float16)
-        rounded = (x / _divisors(tried)[..., None]).round().clamp(-MIDDLE, MIDDLE - 1)
-        error = (rounded * tried[..., None].float() - x).square().sum(-1)
+        rounded = (x / _divisors(tried)[..., None]).round_().clamp_(-MIDDLE, MIDDLE - 1)
+        error = (rounded * tried[..., None].float()).sub_(x).square_().sum(-1)
         better = error < best
         best = torch.where(better, error, best)
         scales = torch.where(better, tried, scales)
         values = torch.where(better[..., None], (rounded + MIDDLE).to(torch.uint8), values)
-    return _from_groups("int4", pack_halves(values.flatten(1)[:, : weight.shape[1]]), scales, weight)
+    return values, scales
 
 
-def _grouped(weight: Tensor) -> Tensor:
-    """Return `[out, groups, GROUP]` in fp32."""
-    missing = -weight.shape[1] % GROUP
-    return torch.nn.functional.pad(weight.float(), (0, missing)).unflatten(1, (-1, GROUP))
+def _round_in_pieces(
+    kind: Kind, weight: Tensor, round_groups: Callable[[Tensor], tuple[Tensor, Tensor]]
+) -> LinearWeights:
+    """Round `[out, in]` some outputs at a time, because temporary tensors larger than the caches take 5 times as long.
+
+    round_groups: returns the values and scales of `[out, groups, GROUP]` fp32.
+    """
+    rows, columns = weight.shape
+    missing, found = -columns % GROUP, []
+    for part in weight.split(max(1, PIECE // columns)):
+        x = torch.nn.functional.pad(part.float(), (0, missing)).unflatten(1, (-1, GROUP))
+        values, scales = round_groups(x)
+        found.append((values.flatten(1)[:, :columns], scales))
+    values, scales = (torch.cat(parts) for parts in zip(*found, strict=True))
+    return LinearWeights(Scheme(kind, GROUP, scales.dtype), {"values": values, "scales": scales}, columns, rows)
 
 
 def _divisors(scales: Tensor) -> Tensor:
     """Return the scales in fp32, 1 for those of groups of zeros."""
     scales = scales.float()
     return torch.where(scales == 0, 1.0, scales)
-
-
-def _from_groups(kind: Kind, values: Tensor, scales: Tensor, weight: Tensor) -> LinearWeights:
-    scheme = Scheme(kind, GROUP, scales.dtype)
-    return LinearWeights(scheme, {"values": values, "scales": scales}, weight.shape[1], weight.shape[0])

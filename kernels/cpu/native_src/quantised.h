@@ -169,6 +169,9 @@ inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int6
     const int64_t stride = x.stride(), groups = w.count(x.inputs), block = w.block_bytes(), kind = w.scale_kind;
     const bool has_offsets = w.offset_kind;
     for (int64_t g = 0; g < groups; g++, panel += block) {
+        // A few rows wait for memory: the arithmetic between two loads is too long for the processor's own prefetching.
+        if (ROWS <= 2)
+            for (int64_t ahead = block; ahead < 2 * block; ahead += 64) __builtin_prefetch(panel + ahead, 0, 2);
         Int16 dots[ROWS][2];
         for (int i = 0; i < ROWS; i++)
             for (int v = 0; v < 2; v++) dots[i][v] = Int16{} + firsts[i * stride / 4 + g];

@@ -1,0 +1,276 @@
+"""Weights in 8 and 4 bits beside bf16, in one run: memory, decode steps, prompts, and the quality of the answers.
+
+    python -m benchmarks.quantised [--shape demo|1b] [--rounds 5] [--out docs/perf/FILE.md]
+
+`demo` is SmolLM2-135M-Instruct, with perplexity and top-1 agreement against fp32 on a fixed text
+(quantised_text.txt). `1b` has the shape of Llama-3.2-1B and random weights, which fit no cache. All engines are in this
+process, and each round measures all of them, so that the machine's changes meet all alike; figures are medians of the
+rounds. Run nothing else on the machine at the same time.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from benchmarks.sweep import make_adapters
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import NewRequest, SamplingParams
+from kernels.weights import LinearWeights
+from loraplex.models import ensure_demo_model
+from testing.engine import outputs_until_idle
+from wire.text.tokenizer import Tokenizer
+
+SCHEMES = {"bf16": "none", "int8": "int8", "int4": "int4"}
+TEXT = Path(__file__).with_name("quantised_text.txt")
+CHUNK = 512  # tokens of the text that are predicted from one another
+NUM_ADAPTERS, RANK, PROMPT = 16, 16, 512
+LLAMA_1B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
+    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "head_dim": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "dtype": "bfloat16", "eos_token_id": 2,
+}  # fmt: skip
+# Aims against bf16, by scheme: memory at most, the others at least. Decode steps at c=1 are aims of the 1B shape.
+AIMS = {"int8": (0.55, 1.7, 1.0, 0.9), "int4": (0.32, 2.2, 1.0, 0.9)}
+
+
+def save_random_model(folder: Path) -> Path:
+    """Write a model of Llama-3.2-1B's shape. Every tensor is a piece of one block of random numbers."""
+    c = LLAMA_1B
+    hidden, inner, kv = c["hidden_size"], c["intermediate_size"], c["num_key_value_heads"] * c["head_dim"]
+    shapes = {"model.embed_tokens": (c["vocab_size"], hidden)}
+    sizes = {"self_attn.q": (hidden, hidden), "self_attn.k": (kv, hidden), "self_attn.v": (kv, hidden)}
+    sizes |= {"self_attn.o": (hidden, hidden), "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden)}
+    sizes["mlp.down"] = (hidden, inner)
+    for layer in range(c["num_hidden_layers"]):
+        shapes |= {f"model.layers.{layer}.{name}_proj": size for name, size in sizes.items()}
+    block = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    tensors = {}
+    for i, (name, shape) in enumerate(shapes.items()):
+        count = math.prod(shape)
+        tensors[name + ".weight"] = block.roll(7919 * i).repeat(-(-count // len(block)))[:count].view(shape)
+    names = ["input_layernorm", "post_attention_layernorm"]
+    norms = [f"layers.{layer}.{name}" for layer in range(c["num_hidden_layers"]) for name in names]
+    tensors |= {f"model.{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in [*norms, "norm"]}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(c))
+    return folder
+
+
+@dataclass
+class Measured:
+    """An engine and its figures. decode, with_adapters, prefill: milliseconds by round."""
+
+    engine: Engine
+    host: HostCache
+    digests: list[str]
+    load_s: float
+    decode: list[float] = field(default_factory=list)
+    with_adapters: list[float] = field(default_factory=list)
+    prefill: list[float] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, model: Path, adapters: list[Path], quantization: str, dtype: str = "bfloat16") -> "Measured":
+        host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, getattr(torch, dtype))
+        began = time.perf_counter()
+        config = EngineConfig(
+            model=str(model), dtype=dtype, quantization=quantization, device="cpu", max_lora_rank=RANK,  # type: ignore[arg-type]
+            kv_cache_memory=512 << 20, adapter_memory=640 << 20, enable_prefix_caching=False,
+        )  # fmt: skip
+        engine = Engine(config, host)
+        return cls(engine, host, [host.add_path(path) for path in adapters], time.perf_counter() - began)
+
+    def weight_bytes(self) -> int:
+        """Return the bytes of the weights in memory, each tensor once."""
+        w = self.engine.runner.decoder.weights
+        layers = [getattr(layer, name) for layer in w.layers for name in ("qkv", "o", "gate_up", "down")]
+        linears: list[LinearWeights] = [w.embedding, w.lm_head, *layers]
+        tensors = {t.data_ptr(): t for linear in linears for t in linear.tensors.values()}
+        return sum(t.numel() * t.itemsize for t in tensors.values())
+
+    def run_round(self, vocab_size: int) -> None:
+        self.decode.append(self._decode_ms(1, [], vocab_size))
+        self.with_adapters.append(self._decode_ms(16, self.digests, vocab_size))
+        request = NewRequest("p", _tokens(5, PROMPT, vocab_size), SamplingParams(max_tokens=1, ignore_eos=True))
+        self.engine.add_request(request)
+        began = time.perf_counter()
+        list(outputs_until_idle(self.engine))
+        self.prefill.append(1e3 * (time.perf_counter() - began))
+
+    def _decode_ms(self, streams: int, digests: list[str], vocab_size: int, steps: int = 14) -> float:
+        """Return the median time of a step in which each stream decodes a token."""
+        params = SamplingParams(max_tokens=steps + 6, temperature=0, ignore_eos=True)
+        for i in range(streams):
+            digest = digests[i % len(digests)] if digests else None
+            self.engine.add_request(NewRequest(str(i), _tokens(i, 32, vocab_size), params, adapter_digest=digest))
+        while not all(request.is_decoding for request in self.engine.scheduler.requests.values()):
+            self.engine.step()
+            if self.engine.is_waiting_for_adapters:
+                time.sleep(0.001)
+        times = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            self.engine.step()
+            times.append(1e3 * (time.perf_counter() - began))
+        list(outputs_until_idle(self.engine))
+        return statistics.median(times)
+
+    def logits(self, token_ids: list[int]) -> Tensor:
+        """Return the logits at each position of the text, in chunks that do not see one another."""
+        seen: list[Tensor] = []
+        forward = self.engine.runner.decoder.forward
+
+        def keep(*args: Any) -> Tensor:
+            seen.append(forward(*args).clone())
+            return seen[-1]
+
+        self.engine.runner.decoder.forward = keep  # type: ignore[method-assign]
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        for first in range(0, len(token_ids), CHUNK):
+            self.engine.add_request(NewRequest("x", token_ids[first : first + CHUNK], params))
+            list(outputs_until_idle(self.engine))
+        self.engine.runner.decoder.forward = forward  # type: ignore[method-assign]
+        return torch.cat(seen)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.host.close()
+
+
+def _tokens(seed: int, count: int, vocab_size: int) -> list[int]:
+    return [(31 * seed + 7919 * j) % (vocab_size - 100) + 50 for j in range(count)]
+
+
+def perplexity(logits: Tensor, token_ids: list[int]) -> float:
+    """Return the perplexity of the tokens after each chunk's first."""
+    losses = []
+    for first in range(0, len(token_ids), CHUNK):
+        following = torch.tensor(token_ids[first + 1 : first + CHUNK])
+        found = logits[first : first + len(following)].log_softmax(-1)
+        losses.append(-found.gather(1, following[:, None])[:, 0])
+    return float(torch.cat(losses).mean().exp())
+
+
+def quality_table(model: Path) -> list[str]:
+    """Return a table of each scheme's perplexity, and its agreement with fp32 weights, inputs and sums."""
+    ids = Tokenizer.from_dir(model).encode(TEXT.read_text())
+    ids = ids[: len(ids) // CHUNK * CHUNK]
+    lines = ["| weights | dtype | perplexity | most likely token as in fp32 | KL divergence from fp32 |"]
+    lines.append("|---|---|---|---|---|")
+    expected: Tensor | None = None
+    for name, quantization in SCHEMES.items():
+        for dtype in ("float32", "bfloat16"):
+            measured = Measured.start(model, [], quantization, dtype)
+            logits = measured.logits(ids)
+            measured.close()
+            expected = logits if expected is None else expected
+            same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
+            target = expected.log_softmax(-1)
+            divergence = (target.exp() * (target - logits.log_softmax(-1))).sum(-1).mean()
+            shown = "unquantised" if quantization == "none" else name
+            lines.append(f"| {shown} | {dtype} | {perplexity(logits, ids):.2f} | {same:.1%} | {divergence:.4f} |")
+            print(lines[-1], flush=True)
+    return [*lines, "", f"{len(ids)} tokens in chunks of {CHUNK}.", ""]
+
+
+def speed_table(model: Path, scratch: Path, rounds: int, is_1b: bool) -> list[str]:
+    base = BaseShape.from_config_dir(model)
+    adapters = make_adapters(base, scratch, NUM_ADAPTERS, RANK)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    engines = {}
+    for name, quantization in SCHEMES.items():
+        engines[name] = Measured.start(model, adapters, quantization)
+        gc.collect()
+        print(f"{name}: loaded in {engines[name].load_s:.1f} s", flush=True)
+    for number in range(rounds + 1):
+        for measured in engines.values():
+            measured.run_round(vocab_size)
+            if number == 0:  # the first round touches memory for the first time
+                for times in (measured.decode, measured.with_adapters, measured.prefill):
+                    times.clear()
+    lines = [
+        "| weights | MiB | of bf16 | c=1, tokens/s | of bf16 | c=16, 16 adapters, tokens/s | of bf16 "
+        "| prompt of 512, tokens/s | of bf16 | load, s |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    dense = engines["bf16"]
+    for name, m in engines.items():
+        memory = m.weight_bytes() / dense.weight_bytes()
+        gains = [_gain(dense.decode, m.decode), _gain(dense.with_adapters, m.with_adapters)]
+        gains.append(_gain(dense.prefill, m.prefill))
+        rates = [f / statistics.median(t) for f, t in ((1e3, m.decode), (16e3, m.with_adapters), (512e3, m.prefill))]
+        cells = [f"{m.weight_bytes() / 2**20:.0f}", f"{memory:.2f}"]
+        cells += [cell for rate, gain in zip(rates, gains, strict=True) for cell in (f"{rate:.0f}", f"{gain:.2f}")]
+        lines.append(f"| {name} | {' | '.join(cells)} | {m.load_s:.1f} |")
+        print(lines[-1], flush=True)
+        if name in AIMS:
+            missed = _missed(name, memory, gains, is_1b)
+            print(f"{name}: {'every aim reached' if not missed else 'missed: ' + ', '.join(missed)}", flush=True)
+        m.close()
+    return lines
+
+
+def _gain(dense: list[float], quantised: list[float]) -> float:
+    """Return how many times as fast: the median over rounds, each of which compares within itself."""
+    return statistics.median(d / q for d, q in zip(dense, quantised, strict=True))
+
+
+def _missed(name: str, memory: float, gains: list[float], is_1b: bool) -> list[str]:
+    most, *least = AIMS[name]
+    missed = [f"memory {memory:.2f} (aim {most})"] if memory > most else []
+    for what, gain, aim in zip(("c=1", "c=16", "prompt"), gains, least, strict=True):
+        if gain < aim and (is_1b or what != "c=1"):
+            missed.append(f"{what} {gain:.2f} (aim {aim})")
+    return missed
+
+
+@contextmanager
+def chosen_model(shape: str, data_dir: Path, scratch: Path) -> Iterator[Path]:
+    if shape == "demo":
+        yield ensure_demo_model(data_dir)
+        return
+    folder = scratch / "model"
+    folder.mkdir()
+    yield save_random_model(folder)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=("demo", "1b"), default="demo")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--data-dir", type=Path, default=Path(".loraplex/models"))
+    parser.add_argument("--out", type=Path, help="also append the tables here, as Markdown")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, chosen_model(args.shape, args.data_dir, Path(scratch)) as model:
+        title = "SmolLM2-135M-Instruct" if args.shape == "demo" else "Llama-3.2-1B's shape, random weights"
+        lines = [f"## {title}, {date.today()}, {os.cpu_count()} cores", ""]
+        lines += speed_table(model, Path(scratch), args.rounds, args.shape == "1b")
+        lines += ["", *quality_table(model)] if args.shape == "demo" else [""]
+    print("\n".join(lines))
+    if args.out:
+        with args.out.open("a") as file:
+            file.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
