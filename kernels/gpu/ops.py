@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.batch import Batch
-from kernels.gpu import fused, logit_edits
+from kernels.gpu import fused, logit_edits, quantised
 from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
@@ -13,7 +13,7 @@ from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
 from kernels.gpu.segments import DECODE, PREFILL, Segments, build_segments
 from kernels.ops import DecoderWeights, KvCache, LoraTables, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
-from kernels.weights import LinearWeights, Scheme
+from kernels.weights import DENSE, GROUPS, LinearWeights, Scheme
 
 # Tokens from which a step with prompts uses LoRA's large tiles, because most of its tokens are a prompt's.
 MANY_ROWS = 256
@@ -68,7 +68,7 @@ class TritonOps:
         self._side: torch.cuda.Stream | None = None
 
     def serves(self, scheme: Scheme) -> bool:
-        return True
+        return scheme == DENSE or scheme.group in GROUPS
 
     def pack(self, weights: LinearWeights) -> LinearWeights:
         return weights
@@ -90,19 +90,19 @@ class TritonOps:
 
     def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
         if group is None or plan.routing is None:
-            return reference.linear(x, weights)
+            return _product(x, weights)
         segments = plan.segments(plan.routing, group.a_pages.shape[2])
         if self._side is None and x.is_cuda:
             self._side = torch.cuda.Stream(x.device)  # created in the warm-up run: a capture cannot create streams
         if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
-            y = reference.linear(x, weights)
+            y = _product(x, weights)
             segmented_lora(y, x, group, segments)
             return y
         # The side stream's memory is reused only behind a fork, which comes after the expand that read it.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             planes = shrink(x, group, segments)
-        y = reference.linear(x, weights)
+        y = _product(x, weights)
         torch.cuda.current_stream().wait_stream(self._side)
         expand(y, planes, group, segments)
         return y
@@ -139,3 +139,8 @@ class TritonOps:
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return fused.gelu_and_mul(gate_up)
+
+
+def _product(x: Tensor, weights: LinearWeights) -> Tensor:
+    """Return the base model's part of `TritonOps.linear`."""
+    return reference.linear(x, weights) if weights.scheme == DENSE else quantised.linear(x, weights)

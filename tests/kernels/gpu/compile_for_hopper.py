@@ -18,8 +18,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from kernels.gpu import attention_work, fused, logit_edits, paged_attention, sampling, segmented_lora, segments
+from kernels.gpu import (
+    attention_work,
+    fused,
+    logit_edits,
+    paged_attention,
+    quantised,
+    sampling,
+    segmented_lora,
+    segments,
+)
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
+from kernels.weights import LinearWeights, Scheme
 
 # Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
 OTHER_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 50)
@@ -138,6 +148,23 @@ def elementwise(num_tokens: int) -> None:
         gate(torch.empty(num_tokens, 2 * 14336, dtype=torch.bfloat16))
 
 
+def multiply(num_tokens: int) -> None:
+    """Launch products with weights in groups, for few rows and for `num_tokens`."""
+    scales = torch.zeros(6144, 128, dtype=torch.float16)
+    four = {"values": torch.zeros(6144, 2048, dtype=torch.uint8), "scales": scales}
+    eight = {"values": torch.zeros(6144, 4096, dtype=torch.int8), "scales": scales}
+    zeros = torch.zeros(6144, 128, dtype=torch.uint8)
+    layers = [
+        LinearWeights(Scheme("int8", 32, torch.float16), eight, 4096, 6144),
+        LinearWeights(Scheme("int4", 32, torch.float16), four, 4096, 6144),
+        LinearWeights(Scheme("int4", 32, torch.float16, "zeros"), four | {"zeros": zeros}, 4096, 6144),
+    ]
+    for rows in (8, num_tokens + quantised.FEW_ROWS):
+        x = anywhere(torch.empty(rows, 4096, dtype=torch.bfloat16))
+        for weights in layers:
+            quantised.linear(x, weights)
+
+
 def draw(num_rows: int) -> None:
     """Launch sampling with Llama-3.1-8B's vocabulary."""
     zeros, logits = anywhere(torch.zeros(num_rows)), torch.zeros(num_rows, 128256)
@@ -180,6 +207,7 @@ def run(decodes: int, prompt: int) -> None:
     attend_as_gemma([1] * decodes, 700 + decodes)
     attend_as_gemma([prompt, 1, 5], 800 + prompt)
     elementwise(decodes)
+    multiply(decodes)
     draw(decodes)
 
 

@@ -17,6 +17,7 @@ KERNELS = {
     "_expand",
     "_list_work",
     "_merge",
+    "_multiply",
     "_penalise",
     "_forbid",
     "_keep",

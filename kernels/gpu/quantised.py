@@ -1,0 +1,90 @@
+"""Products with weights of 8 and 4 bits: each tile of weights is widened in registers and multiplied on tensor cores.
+
+Weights stay in memory as a reader returns them (`kernels.weights.LinearWeights`), so that few rows read a half or a
+quarter of the bytes. Semantics: `kernels.reference.linear` without rounding inputs. A widened weight is rounded to x's
+dtype before it is multiplied.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.weights import OFFSETS, LinearWeights
+
+BLOCK_N, BLOCK_K = 64, 64
+# Rows of x in a tile: for decoding, and for prompts.
+FEW_ROWS, MANY_ROWS = 16, 64
+
+
+def linear(x: Tensor, weights: LinearWeights) -> Tensor:
+    """Return `x W^T + bias`, `[T, out]` in x's dtype. x `[T, in]`, contiguous rows; weights int8 or int4, not dense.
+
+    Raises ValueError for unsuitable shapes.
+    """
+    if x.dim() != 2 or x.shape[1] != weights.in_features or x.stride(1) != 1:
+        raise ValueError(f"x: expected [T, {weights.in_features}] with contiguous rows, got {tuple(x.shape)}")
+    scheme, tensors, bias = weights.scheme, weights.tensors, weights.bias
+    scales = tensors["scales"]
+    y = torch.empty(len(x), weights.out_features, dtype=x.dtype, device=x.device)
+    rows = FEW_ROWS if len(x) <= FEW_ROWS else MANY_ROWS
+    grid = (triton.cdiv(weights.out_features, BLOCK_N), triton.cdiv(len(x), rows))
+    if len(x):
+        _multiply[grid](
+            x, tensors["values"], scales, tensors[scheme.offsets] if scheme.offsets else scales,
+            scales if bias is None else bias, y, len(x), x.stride(0), N=weights.out_features, K=weights.in_features,
+            GROUPS=scales.shape[1], GROUP=scheme.group, IS_INT4=scheme.kind == "int4",
+            OFFSETS=OFFSETS.index(scheme.offsets), HAS_BIAS=bias is not None, BLOCK_M=rows, BLOCK_N=BLOCK_N,
+            BLOCK_K=BLOCK_K, num_warps=4 if rows == FEW_ROWS else 8,
+        )  # fmt: skip
+    return y
+
+
+# The number of rows must not create new variants.
+@triton.jit(do_not_specialize=("num_rows",), do_not_specialize_on_alignment=("x", "y"))
+def _multiply(  # type: ignore[no-untyped-def]
+    x, values, scales, offsets, bias, y, num_rows, x_stride, N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
+    GROUP: tl.constexpr, IS_INT4: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """Compute one tile. OFFSETS: 1 for minimums, 2 for zero points. With int4, a step multiplies the even inputs of its
+    bytes, then the odd ones.
+    """
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    in_m, in_n = m < num_rows, n < N
+    rows = x + m.to(tl.int64) * x_stride
+    outputs = n.to(tl.int64)
+    sums = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    PARTS: tl.constexpr = 2 if IS_INT4 else 1
+    for first in range(0, K, BLOCK_K * PARTS):
+        j = tl.arange(0, BLOCK_K)
+        at = first // PARTS + j
+        stored = tl.load(
+            values + outputs[None, :] * (K // PARTS) + at[:, None],
+            mask=in_n[None, :] & (at < K // PARTS)[:, None],
+            other=0,
+        )
+        for part in tl.static_range(PARTS):
+            k = first + j * PARTS + part
+            seen = in_n[None, :] & (k < K)[:, None]
+            group = outputs[None, :] * GROUPS + (k // GROUP)[:, None]
+            scale = tl.load(scales + group, mask=seen, other=0.0).to(tl.float32)
+            if IS_INT4:
+                number = ((stored >> (4 * part)) & 15).to(tl.float32)
+            else:
+                number = stored.to(tl.float32)
+            if OFFSETS == 2:
+                weight = scale * (number - tl.load(offsets + group, mask=seen, other=0).to(tl.float32))
+            elif OFFSETS == 1:
+                weight = scale * number + tl.load(offsets + group, mask=seen, other=0.0).to(tl.float32)
+            elif IS_INT4:
+                weight = scale * (number - 8.0)
+            else:
+                weight = scale * number
+            inputs = tl.load(rows[:, None] + k[None, :], mask=in_m[:, None] & (k < K)[None, :], other=0.0)
+            sums += tl.dot(inputs, weight.to(inputs.dtype), input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + n, mask=in_n, other=0.0).to(tl.float32)[None, :]
+    to = y + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(to, sums.to(y.dtype.element_ty), mask=in_m[:, None] & in_n[None, :])
