@@ -262,6 +262,11 @@ async def test_an_engine_of_another_base_at_the_same_address(bench: Bench):
         "gamma": text_of(await bench.direct(gamma, "gamma")),
         "third": text_of(await bench.direct(gamma, adapter.json["digest"])),
     }
+    # A gateway whose record is older than the engine at an address names the digest that it expects.
+    headers = {"x-loraplex-internal-token": TOKEN, "x-loraplex-base": base_digest(bench.model("alpha"))}
+    asked = gateway.session.post(f"{gamma.url}/v1/chat/completions", json=ASK | {"model": "gamma"}, headers=headers)
+    async with asked as stale:
+        assert (stale.status, (await stale.json())["error"]["code"]) == (503, "engine_unavailable")
     statuses: list[tuple[int, str | None]] = []
 
     async def ask(model: str) -> None:
