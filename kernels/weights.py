@@ -171,7 +171,7 @@ def _round_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # Largest magnitudes of int4 tried for each group, as multiples of the largest weight: a little clipping costs less than
-# coarse steps. Mean squared error of normal weights 0.84 of that without the search.
+# coarse steps. Mean squared error of normal weights 0.93 of that without the search.
 _CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
@@ -207,7 +207,8 @@ def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
 def _round_in_pieces(
     kind: Kind, weight: Tensor, round_groups: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> LinearWeights:
-    """Round `[out, in]` some outputs at a time, because temporary tensors larger than the caches take 5 times as long.
+    """Round `[out, in]` some outputs at a time, because large temporary tensors are new
+    pages each time.
 
     round_groups: returns the values and scales of `[out, groups, GROUP]` fp32.
     """

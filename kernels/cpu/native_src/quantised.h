@@ -12,7 +12,7 @@
 
 constexpr int64_t kQuantisedColumns = 32;
 constexpr int64_t kRowGroup = 32;      // inputs of a row of x that share a scale
-// Rows of x per pass over a panel: as many as the registers hold. 8 rows are a fifth slower.
+// Rows of x per pass over a panel: as many as the registers hold. 8 rows are a tenth slower.
 constexpr int kQuantisedRows = 6;
 constexpr int64_t kRowsAlone = 4;      // most rows that each thread rounds for itself, which saves a barrier
 
