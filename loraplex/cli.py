@@ -13,6 +13,7 @@ from loraplex.commands import (
     adapters,
     alerts,
     audit,
+    backups,
     bases,
     bench,
     engines,
@@ -58,7 +59,7 @@ def main() -> None:
 
 programs.engine.subcommands = engines.engines
 for command in (
-    *(up.up, programs.gateway, programs.engine, programs.migrate),
+    *(up.up, programs.gateway, programs.engine, programs.migrate, backups.backup, backups.restore),
     *(
         tenants.tenant,
         plans.plan,

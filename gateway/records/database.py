@@ -121,6 +121,18 @@ class Database:
                 await self.reconnect("it is read-only")
             raise
 
+    @asynccontextmanager
+    async def snapshot(self) -> AsyncIterator[AsyncConnection]:
+        """Open a read-only transaction whose statements all see the data of one moment. Raises SQLAlchemy's errors.
+
+        Unlike `read` it does not translate errors, because its caller's own files may raise OSError meanwhile.
+        """
+        async with self._engine.connect() as connection:
+            if self.dialect == "postgresql":
+                await connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
+            async with connection.begin():
+                yield connection
+
     async def reconnect(self, reason: str) -> None:
         """Replace all connections, at most once in RECONNECT_SECONDS. The URL may lead to another server now."""
         now = time.monotonic()
@@ -156,16 +168,22 @@ class Database:
 
         Raises NotUsableNow if the database cannot be reached.
         """
+        async with self.changing_schema() as connection:
+            await connection.run_sync(upgrade_schema)
+
+    @asynccontextmanager
+    async def changing_schema(self) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that no other migration overlaps. A missing SQLite file is created.
+
+        Raises NotUsableNow if the database cannot be reached or refuses a statement.
+        """
         with _reachable():
             if self.dialect == "sqlite" and self._url.database:
                 await asyncio.to_thread(_make_sqlite, Path(self._url.database))
-            await self._upgrade()
-
-    async def _upgrade(self) -> None:
-        async with self.write() as connection:
-            if self.dialect == "postgresql":
-                await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
-            await connection.run_sync(_upgrade)
+            async with self.write() as connection:
+                if self.dialect == "postgresql":
+                    await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
+                yield connection
 
     async def check_schema(self) -> None:
         """Raise NotUsableNow if the schema is not of this program's version, or if the database cannot be reached."""
@@ -343,11 +361,12 @@ def _alembic_config() -> Config:
     return config
 
 
-def _upgrade(connection: Connection) -> None:
+def upgrade_schema(connection: Connection, revision: str = "head") -> None:
+    """Migrate the schema to a version, in the connection's transaction."""
     config = _alembic_config()
     config.attributes["connection"] = connection
     before = MigrationContext.configure(connection).get_current_revision()
-    command.upgrade(config, "head")
+    command.upgrade(config, revision)
     after = MigrationContext.configure(connection).get_current_revision()
     if before != after:
         log.info("the schema of the database was migrated from %s to %s", before or "nothing", after)

@@ -1,0 +1,139 @@
+"""The `loraplex backup | restore` commands: an installation in one file. They use the database, not a gateway."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from loraplex.commands.common import examples, one_line, settings_errors
+
+if TYPE_CHECKING:
+    from adapters.store import AdapterStore
+
+# Names of adapters in an error line at most.
+NAMED = 3
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    store = click.option(
+        "--adapter-store",
+        envvar="LORAPLEX_ADAPTER_STORE",
+        required=True,
+        help="Folder or s3:// URL of the adapters. [env: LORAPLEX_ADAPTER_STORE]",
+    )
+    return click.argument("file", type=click.Path(path_type=Path))(store(command))
+
+
+@click.command(epilog=examples("loraplex backup /backups/2026-11-23.loraplex --with-adapters"))
+@click.option("--with-adapters", is_flag=True, help="Also store the adapters' files, not only their digests.")
+@_options
+def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
+    """Write the database at LORAPLEX_DATABASE_URL to a new FILE that only you can read; gateways may run.
+
+    Store LORAPLEX_KEY_PEPPER elsewhere: without it, no API key of the backup works.
+    """
+    from gateway.records.backup import write_backup
+    from gateway.records.database import Database
+
+    if "://" not in adapter_store and not Path(adapter_store).is_dir():
+        raise click.ClickException(f"--adapter-store: no such folder: {adapter_store}")
+
+    async def run() -> Any:
+        database = Database(_database_url())
+        try:
+            with _opened(adapter_store) as store:
+                return await write_backup(file, database, store, _peppers(), with_adapters=with_adapters)
+        finally:
+            await database.close()
+
+    with _errors():
+        done = asyncio.run(run())
+    content = "adapters with their files" if with_adapters else "digests of adapters"
+    click.echo(f"{file}: {done.rows} rows, {done.adapters} {content}, {file.stat().st_size} bytes")
+    click.echo("Keep LORAPLEX_KEY_PEPPER apart from it: without the pepper, no API key works.")
+    if done.missing:
+        raise click.ClickException(f"the adapter store lacks {_named(done.missing)}; the rest was backed up")
+
+
+@click.command(epilog=examples("loraplex restore /backups/2026-11-23.loraplex"))
+@_options
+def restore(file: Path, adapter_store: str) -> None:
+    """Restore FILE into the empty database at LORAPLEX_DATABASE_URL, and migrate it to the newest schema."""
+    from gateway.records.backup_file import BackupFile
+    from gateway.records.backup_restore import check_peppers, restore_backup
+    from gateway.records.database import Database
+
+    async def run(backup: BackupFile) -> Any:
+        database = Database(_database_url())
+        try:
+            with _opened(adapter_store) as store:
+                return await restore_backup(backup, database, store)
+        finally:
+            await database.close()
+
+    with _errors(), BackupFile(file) as backup:
+        check_peppers(backup, _peppers())
+        done = asyncio.run(run(backup))
+        needed = ", ".join(backup.header.peppers) or "unknown"
+    click.echo(f"restored {done.rows} rows and the files of {done.adapters} adapters")
+    if not _peppers():
+        click.echo(f"Start the gateways with the backup's LORAPLEX_KEY_PEPPER (fingerprint: {needed}).")
+    if done.missing:
+        click.echo(f"The adapter store lacks {_named(done.missing)}: copy the old store's files into it.", err=True)
+
+
+def _database_url() -> str:
+    url = os.environ.get("LORAPLEX_DATABASE_URL")
+    if not url:
+        raise click.UsageError("LORAPLEX_DATABASE_URL: is required; expected the URL of the database")
+    return url
+
+
+def _peppers() -> tuple[str, ...]:
+    """Return the fingerprints of the peppers in the environment."""
+    from gateway.access.peppers import fingerprint
+
+    return tuple(fingerprint(pepper) for pepper in os.environ.get("LORAPLEX_KEY_PEPPER", "").split(",") if pepper)
+
+
+@contextmanager
+def _opened(url: str) -> "Iterator[AdapterStore]":
+    """Open the adapter store; local copies of a bucket's adapters are made in a temporary folder."""
+    from adapters.open_store import open_store
+
+    with tempfile.TemporaryDirectory(prefix="loraplex-") as folder:
+        # Each copy is discarded after its use, so the limit is never reached.
+        try:
+            store = open_store(url, Path(folder), cache_bytes=1 << 62)
+        except ValueError as error:
+            raise click.UsageError(f"--adapter-store: {str(error).removeprefix('adapter store: ')}") from error
+        try:
+            yield store
+        finally:
+            store.close()
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Report every failure of the file, the database, the store and the settings in one line."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from gateway.errors import Unavailable
+    from gateway.records.backup_file import BackupError
+
+    try:
+        with settings_errors(), one_line(BackupError, OSError, Unavailable):
+            yield
+    except SQLAlchemyError as error:
+        raise click.ClickException(f"LORAPLEX_DATABASE_URL: {str(error).splitlines()[0]}") from error
+
+
+def _named(digests: list[str]) -> str:
+    """Return the number of adapters and the first of their digests."""
+    more = ", ..." if len(digests) > NAMED else ""
+    return f"{len(digests)} adapters ({', '.join(digests[:NAMED])}{more})"
