@@ -147,7 +147,12 @@ def _generalised(weights: LinearWeights, group: int) -> LinearWeights:
 
 
 def pack_halves(values: Tensor) -> Tensor:
-    """Return values from 0 to 15, `[out, in]`, as uint8 `[out, in / 2]` with even inputs in the low halves."""
+    """Return values from 0 to 15, `[out, in]`, as uint8 `[out, in / 2]` with even inputs in the low halves.
+
+    Raises ValueError for an odd number of inputs.
+    """
+    if values.shape[1] % 2:
+        raise ValueError(f"int4 needs an even number of inputs, got {values.shape[1]}")
     values = values.to(torch.uint8)
     return values[:, ::2] | values[:, 1::2] << 4
 

@@ -27,10 +27,11 @@ class Awq:
         m = Module(tensors, module, "awq int4")
         if not m.has("qweight"):
             return None
-        groups = len(m.raw("scales"))
+        groups = m.groups("scales")
         values = _by_output(m.take("qweight", (torch.int32,), columns, rows // 8))
         zeros = _by_output(m.take("qzeros", (torch.int32,), groups, rows // 8)) if m.has("qzeros") else None
-        return m.in_groups(4, Groups(values, m.scales("scales", groups, rows).T.contiguous(), zeros))
+        scales = m.scales("scales", groups, rows).T.contiguous()
+        return m.in_groups(4, Groups(values, scales, zeros), rows, columns)
 
 
 def _by_output(words: Tensor) -> Tensor:

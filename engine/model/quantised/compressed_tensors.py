@@ -30,7 +30,7 @@ class CompressedTensors:
         choose(config, "format", FORMATS, "dense")
         for field in ("transform_config", "sparsity_config"):
             given = config.get(field) or {}
-            if given and given.get("format") != "dense":
+            if given and not (isinstance(given, dict) and given.get("format") == "dense"):
                 raise ConfigError(FIELD, f"{field} is not served; use a checkpoint without it")
 
     def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
@@ -46,9 +46,10 @@ class CompressedTensors:
         zeros = None
         if m.has("weight_zero_point"):
             zeros = m.take("weight_zero_point", (torch.int8,), *m.raw("weight_scale").shape)
+            zeros = zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
             zeros = zeros.to(torch.int16).expand(rows, -1) + 128
         values = (weight.to(torch.int16) + 128).to(torch.uint8)
-        return m.in_groups(8, Groups(values, scales, zeros, self._order(m, columns)))
+        return m.in_groups(8, Groups(values, scales, zeros, self._order(m, columns)), rows, columns)
 
     def _packed(self, m: Module, rows: int, columns: int) -> LinearWeights:
         words = m.raw("weight_packed")
@@ -61,7 +62,7 @@ class CompressedTensors:
             shape = -(-rows * bits // 32), scales.shape[1]
             packed = m.take("weight_zero_point", (torch.int32,), *shape)
             zeros = unpack_words(packed.T.contiguous(), bits).flatten(1)[:, :rows].T.contiguous()
-        return m.in_groups(bits, Groups(values, scales, zeros, self._order(m, columns)))
+        return m.in_groups(bits, Groups(values, scales, zeros, self._order(m, columns)), rows, columns)
 
     def _scales(self, m: Module, rows: int) -> Tensor:
         """Return the scales `[rows, groups]`."""

@@ -49,5 +49,6 @@ def dequantised(m: Module, weight: Tensor, scales: str, block: tuple[int, int] |
     expected = None if block is None else (-(-rows // block[0]), -(-columns // block[1]))
     if block is None or shape != expected:
         raise m.error(scales, f"is {list(shape)}; expected one, [{rows}, 1], or one for each block")
+    block = min(block[0], rows), min(block[1], columns)
     by_weight = factors.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return dense(weight.float() * by_weight)

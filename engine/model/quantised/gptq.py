@@ -25,7 +25,7 @@ class Gptq:
         bits, m = self._bits, Module(tensors, module, f"gptq int{self._bits}")
         if not m.has("qweight"):
             return None
-        in_word, groups = 32 // bits, len(m.raw("scales"))
+        in_word, groups = 32 // bits, m.groups("scales")
         words = m.take("qweight", (torch.int32,), columns // in_word, rows)
         values = unpack_words(words.T.contiguous(), bits).flatten(1)
         zeros = unpack_words(m.take("qzeros", (torch.int32,), groups, rows // in_word), bits).flatten(1)
@@ -33,4 +33,4 @@ class Gptq:
             zeros = (zeros + 1) & (1 << bits) - 1
         order = m.take("g_idx", (torch.int32,), columns) if m.has("g_idx") else None
         scales = m.scales("scales", groups, rows).T.contiguous()
-        return m.in_groups(bits, Groups(values, scales, zeros.T.contiguous(), order))
+        return m.in_groups(bits, Groups(values, scales, zeros.T.contiguous(), order), rows, columns)

@@ -82,15 +82,36 @@ class Module:
             raise self.error(part, "holds NaN or infinite values; is it damaged?")
         return found
 
+    def groups(self, part: str) -> int:
+        """Return the number of groups of scales `[groups, out]`. Raises ConfigError for another form."""
+        found = self.raw(part)
+        if found.dim() != 2:
+            shown = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
+            raise self.error(part, f"is {shown}; expected two dimensions")
+        return len(found)
+
     def error(self, part: str, problem: str) -> ConfigError:
         return ConfigError("model", f"tensor {self.name}.{part} ({self.scheme}) {problem}")
 
-    def in_groups(self, bits: int, found: Groups) -> LinearWeights:
-        """Return weights of 4 or 8 bits in a scheme of ours. Raises ConfigError for groups that cannot be cut.
+    def _check_sizes(self, found: Groups, rows: int, columns: int) -> None:
+        """Check all sizes and indices, because native code reads the tensors without checks. Raises ConfigError."""
+        groups = found.scales.shape[1]
+        if not 1 <= groups <= columns:
+            raise self.error("weight", f"{groups} groups of {columns} inputs: expected groups of 16 or more")
+        grouped = [found.scales] if found.zeros is None else [found.scales, found.zeros]
+        if found.values.shape != (rows, columns) or any(part.shape != (rows, groups) for part in grouped):
+            raise self.error("weight", f"is {rows} by {columns}, which does not fill whole words of packed values")
+        if found.order is not None and not 0 <= int(found.order.min()) <= int(found.order.max()) < groups:
+            raise self.error("g_idx", f"names a group outside 0 to {groups - 1}")
+
+    def in_groups(self, bits: int, found: Groups, rows: int, columns: int) -> LinearWeights:
+        """Return weights `[rows, columns]` of 4 or 8 bits in a scheme of ours. Raises ConfigError for groups that
+        cannot be cut, and for sizes that do not fill whole words.
 
         Inputs in another order than their groups are dequantised, because no packed scheme holds them.
         """
-        middle, in_features = 1 << (bits - 1), found.values.shape[1]
+        self._check_sizes(found, rows, columns)
+        middle, in_features = 1 << (bits - 1), columns
         scales, zeros, size = found.scales, found.zeros, in_features // found.scales.shape[1]
         if zeros is not None and bool((zeros == middle).all()):
             zeros = None
@@ -125,4 +146,4 @@ def choose(config: Mapping[str, Any], field: str, expected: Sequence[Any], defau
     if value not in expected:
         shown = ", ".join(str(each) for each in expected)
         raise ConfigError(FIELD, f"{field} {str(value)[:40]!r} is not served; expected one of {shown}")
-    return value
+    return expected[expected.index(value)]  # not `value`, which may be 4.0

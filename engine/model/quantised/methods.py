@@ -27,7 +27,7 @@ def read_method(raw: Mapping[str, Any]) -> Method | None:
     if not config:
         return None
     name = config.get("quant_method") if isinstance(config, dict) else None
-    if name not in METHODS:
+    if not isinstance(name, str) or name not in METHODS:
         served = ", ".join(METHODS)
         raise ConfigError(FIELD, f"quant_method {str(name)[:40]!r} is not served; expected one of {served}")
     return METHODS[name](config)

@@ -83,6 +83,13 @@ def test_weights_are_exactly_the_checkpoint_s(case: str, model: Path, tmp_path: 
         qkv(source)
 
 
+class Tensors(dict[str, Tensor]):
+    """A checkpoint in memory."""
+
+    def raw(self, name: str) -> Tensor:
+        return self[name]
+
+
 Q = "model.layers.1.self_attn.q_proj"
 BREAKS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "missing zeros": ("gptq 4", lambda t: t.pop(f"{Q}.qzeros"), r"q_proj.qzeros \(gptq int4\) is missing"),
@@ -109,6 +116,32 @@ BREAKS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "other blocks": (
         "fp8 block", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)}),
         r"q_proj.weight_scale_inv \(fp8\) is \[3, 3\]; expected one, \[64, 1\], or one for each block",
+    ),
+    "scalar of scales, gptq": (
+        "gptq 4", lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}),
+        r"q_proj.scales \(gptq int4\) is float32 \[\]; expected two dimensions",
+    ),
+    "scalar of scales, awq": (
+        "awq", lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}), r"q_proj.scales \(awq int4\) is float32 \[\]",
+    ),
+    "no groups": (
+        "packed 4 symmetric", lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 0)}),
+        r"q_proj.weight \(compressed-tensors\) 0 groups of 64 inputs",
+    ),
+    "more groups than inputs": (
+        "gptq 4 shuffled",
+        lambda t: t.update(
+            {f"{Q}.scales": torch.ones(128, 64), f"{Q}.qzeros": torch.zeros(128, 8, dtype=torch.int32)}
+        ),
+        r"q_proj.weight \(gptq int4\) 128 groups of 64 inputs",
+    ),
+    "group beyond the last": (
+        "gptq 4 shuffled", lambda t: t[f"{Q}.g_idx"].__setitem__(5, 2),
+        r"q_proj.g_idx \(gptq int4\) names a group outside 0 to 1",
+    ),
+    "group before the first": (
+        "gptq 4 shuffled", lambda t: t[f"{Q}.g_idx"].__setitem__(5, -1),
+        r"q_proj.g_idx \(gptq int4\) names a group outside 0 to 1",
     ),
 }  # fmt: skip
 
@@ -138,6 +171,8 @@ def test_a_broken_tensor_is_refused_by_name_and_scheme(name: str, model: Path, t
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
         (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config is not served"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected two sizes"),
+        (PACKED | {"sparsity_config": "dense"}, "sparsity_config is not served"),
+        ({"quant_method": ["gptq"]}, "is not served; expected one of"),
         ("awq", "quant_method 'None' is not served"),
     ],
 )
@@ -145,3 +180,39 @@ def test_a_foreign_quantisation_is_refused_before_any_weight(config: Any, refusa
     raw = json.loads((model / "config.json").read_text()) | {"quantization_config": config}
     with pytest.raises(ConfigError, match=f"quantization_config: .*{refusal}"):
         parse_model_config(raw)
+
+
+@pytest.mark.parametrize(("module", "rows", "columns"), [("gptq", 36, 64), ("gptq", 64, 36), ("awq", 36, 64)])
+def test_sizes_that_no_word_holds_are_refused(module: str, rows: int, columns: int) -> None:
+    """Otherwise the packed zero points or values would be shorter than the sizes by which native code reads them."""
+    words = partial(torch.zeros, dtype=torch.int32)
+    shapes = {"gptq": (columns // 8, rows), "awq": (columns, rows // 8)}
+    groups = 1
+    tensors = {
+        "q.qweight": words(shapes[module]), "q.qzeros": words(groups, rows // 8), "q.scales": torch.ones(groups, rows)
+    }  # fmt: skip
+    with pytest.raises(ConfigError, match=rf"tensor q\.\w+ \({module} int4\) .*{rows} by {columns}"):
+        METHODS[module]({"quant_method": module, "bits": 4}).read(Tensors(tensors), "q", rows, columns)
+
+
+def test_a_single_scale_and_zero_point_apply_to_the_whole_tensor() -> None:
+    values = torch.arange(-32, 32, dtype=torch.int8).repeat(16, 1)
+    tensors = {"q.weight": values, "q.weight_scale": torch.tensor(0.5), "q.weight_zero_point": torch.tensor(-3).char()}
+    found = METHODS["compressed-tensors"](PACKED).read(Tensors(tensors), "q", 16, 64)
+    assert found is not None
+    assert torch.equal(reference.dequantize(found), 0.5 * (values.float() + 3))
+
+
+def test_blocks_larger_than_the_tensor_take_no_memory() -> None:
+    weight = torch.ones(16, 64).to(torch.float8_e4m3fn)
+    method = METHODS["fp8"]({"quant_method": "fp8", "weight_block_size": [1 << 70, 1 << 45]})
+    found = method.read(Tensors({"q.weight": weight, "q.weight_scale_inv": torch.full((1, 1), 2.0)}), "q", 16, 64)
+    assert found is not None
+    assert torch.equal(found.tensors["weight"], torch.full((16, 64), 2.0))
+
+
+def test_whole_bits_may_be_written_as_a_fraction() -> None:
+    words, scales = torch.zeros(8, 16, dtype=torch.int32), torch.ones(2, 16)
+    tensors = {"q.qweight": words, "q.qzeros": torch.zeros(2, 2, dtype=torch.int32), "q.scales": scales}
+    found = METHODS["gptq"](GPTQ4 | {"bits": 4.0}).read(Tensors(tensors), "q", 16, 64)
+    assert str(found.scheme if found else None) == "int4 in groups of 32 with zero points"
