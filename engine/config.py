@@ -13,6 +13,7 @@ Quantization = Literal["auto", "none", "int8", "int4"]
 KvCacheDType = Literal["auto", "fp8_e4m3", "int8"]
 LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 PolicyName = Literal["fair", "fcfs"]
+CoreForm = Literal["process", "thread"]
 ToolCallParser = Literal["hermes", "llama3_json"]
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -114,6 +115,10 @@ class EngineConfig:
     )
     preempt_after: float = option(
         0.25, least=0, help="Seconds after which streams of a tenant that is ahead give way to a waiting request."
+    )
+    core: CoreForm | None = option(
+        None,
+        help="Run scheduler and model in a process of their own, or in a thread of the server; default: by device.",
     )
     async_scheduling: bool | None = option(
         None, help="Plan the next step while the current one runs; default: on a GPU."

@@ -9,25 +9,23 @@ Knows no HTTP, no text, and no threads except the adapter loaders'. All methods 
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 
 from adapters.tiers.host_cache import HostCache
-from adapters.tiers.tier_state import TierState
 from engine.build import build, kv_bytes_per_token, resolve_dtypes
 from engine.config import EngineConfig
 from engine.execution.runner import StepTokens
 from engine.memory import most_prompt_logits
 from engine.progress import Progress
-from engine.scheduling.kv_cache import KVCache, prefix_keys
+from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
-from engine.scheduling.policies.tenants import TenantState
-from engine.scheduling.preemption_counts import PreemptionCount
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler, StepLimits
-from engine.step_log import SecondSums, StepLog, StepWork
+from engine.state import EngineFacts, EngineState
+from engine.step_log import StepLog, StepWork
 from kernels.platform import platform_of
 from kernels.roofline import measure_roofline
 from wire.errors import BadRequest
@@ -50,69 +48,6 @@ class StepInFlight:
     num_prompt_tokens: int
     is_short: bool
     context: int
-
-
-@dataclass(frozen=True, slots=True)
-class EngineFacts:
-    """Constants of a loaded engine. page_bytes: device memory of a page of an adapter."""
-
-    config: EngineConfig
-    max_model_len: int
-    max_num_seqs: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    page_bytes: int
-
-    def prefix_keys(
-        self,
-        prompt_token_ids: Sequence[int],
-        *,
-        adapter_digest: str | None,
-        tenant_id: str,
-        cache_salt: str,
-        adapter_start: int = 0,
-    ) -> list[bytes]:
-        """Return the prompt's keys in the prefix cache; empty if it is disabled. May be called from any thread."""
-        if not self.config.enable_prefix_caching:
-            return []
-        return prefix_keys(
-            prompt_token_ids,
-            self.config.block_size,
-            adapter_digest=adapter_digest,
-            tenant_id=tenant_id,
-            cache_salt=cache_salt,
-            adapter_start=adapter_start,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class EngineState:
-    """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
-    adapters. num_in_target, num_over_target: first tokens within their request's target, and beyond it.
-    """
-
-    residency_version: int
-    num_running: int
-    num_waiting: int
-    num_blocks: int
-    num_free_blocks: int
-    resident_adapters: tuple[str, ...]
-    num_adapter_pages: int
-    num_free_adapter_pages: int
-    num_adapter_loads: int
-    num_adapter_evictions: int
-    num_preemptions: int
-    num_steps: int
-    num_prompt_tokens: int
-    num_generated_tokens: int
-    prefix_hit_tokens: int
-    prefix_query_tokens: int
-    num_in_target: int
-    num_over_target: int
-    tenants: tuple[TenantState, ...]
-    preempted: tuple[PreemptionCount, ...]
-    tiers: TierState
-    recent_steps: tuple[SecondSums, ...] = ()
 
 
 class Engine:

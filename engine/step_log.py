@@ -2,10 +2,10 @@
 
 import time
 from collections import deque
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from engine.model.config import ModelConfig
+from engine.state import SecondSums
 from kernels.roofline import Roofline
 
 # Number of past seconds that a report contains. A gateway reads a report every second, so a late one misses none.
@@ -38,19 +38,6 @@ class StepWork(NamedTuple):
         """Return the least time of a step. context: tokens of its requests, whose keys and values it reads."""
         flops = 2 * (self.layer_elements * rows + self.head_elements * decodes)
         return roofline.seconds(self.weight_bytes + context * self.kv_bytes, flops)
-
-
-@dataclass(slots=True)
-class SecondSums:
-    """Sums of one second: the fields of `wire.responses.StepSecond`, without the need of msgspec."""
-
-    at: int
-    roofline: float | None = None
-    decodes: int = 0
-    prompt_tokens: int = 0
-    longest: float = 0.0
-    seconds: float = 0.0
-    steps: int = 0
 
 
 class StepLog:

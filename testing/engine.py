@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 
 from engine.config import EngineConfig, ServerConfig
+from engine.core.process import InThread
 from wire.telemetry.spans import Tracing
 
 if TYPE_CHECKING:
+    from engine.core.service import CoreService
     from engine.engine import Engine
     from engine.scheduling.request import RequestOutput
 
@@ -48,6 +50,7 @@ class RunningServer:
                 "kv_cache_memory": 8 << 20, "adapter_memory": 4 << 20, "max_lora_rank": 16,
             } | (config or {}),
         )  # fmt: skip
+        self.store = store
         given = {"adapter_store": None if store is None else str(store), "drain_seconds": 0.2} | server
         self.server = Server(self.config, ServerConfig(**given), tracing=tracing)
         self._ready = threading.Event()
@@ -76,6 +79,13 @@ class RunningServer:
             self._failure = exc
         finally:
             self._ready.set()
+
+    @property
+    def core(self) -> "CoreService":
+        """Return the core, which must run in a thread of this process."""
+        link = self.server._core and self.server._core._link
+        assert isinstance(link, InThread)
+        return link.service
 
     def close(self) -> None:
         """Stop the server; no effect on one that has stopped."""

@@ -12,7 +12,6 @@ from aiohttp import web
 
 from engine.answering.activation import adapter_start
 from engine.answering.answers import ChatAnswer, CompletionAnswer
-from engine.answering.grammars import Grammars
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.report import Report
@@ -22,11 +21,11 @@ from engine.answering.ticket import Ticket
 from engine.answering.token_rules import token_rules
 from engine.answering.tool_calls import ToolCallParser, ToolFormat
 from engine.answering.usage_log import UsageLog
-from engine.engine import EngineFacts
 from engine.http.metrics import Metrics
 from engine.http.trusted_headers import Caller
 from engine.sampling_defaults import SamplingDefaults
 from engine.scheduling.request import NewRequest
+from engine.state import EngineFacts
 from wire.decoding import decode, is_quick
 from wire.errors import BadRequest
 from wire.http_body import read_body
@@ -53,7 +52,6 @@ class GenerationRoutes:
     facts: EngineFacts
     in_flight: InFlight
     models: ModelRegistry
-    grammars: Grammars
     metrics: Metrics
     tool_format: ToolFormat | None
     finished: UsageLog
@@ -132,14 +130,13 @@ class GenerationRoutes:
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.in_flight.place(sequences, caller.tenant_id):
             async with self.models.using(body.model, caller.tenant_id) as adapter:
-                ticket = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter))
+                rules = await token_rules(body, asked.spec, self.tokenizer)
+                ticket = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter), rules)
                 return await self._run(request, caller, asked, ticket)
 
     async def _sequences(self, caller: Caller, asked: Asked, limits: list[int], adapter: Served) -> list[NewRequest]:
         """Return the sequences for the engine: each prompt `n` times. limits: `max_tokens` of each prompt."""
         body = asked.body
-        grammar = None if asked.spec is None else await self.grammars.get(asked.spec, caller.tenant_id)
-        allowed, bad_words = await token_rules(body, self.tokenizer)
         salt = body.cache_salt or ""
 
         def hash_prompts() -> list[tuple[int, list[bytes]]]:
@@ -156,7 +153,7 @@ class GenerationRoutes:
                 prompt,
                 # A request with `max_tokens` 0 generates one token, because the prompt's log-probabilities arrive with
                 # it.
-                sampling_params(body, max(limit, 1), i, grammar, self.defaults, allowed, bad_words),
+                sampling_params(body, max(limit, 1), i, self.defaults),
                 adapter_digest=adapter.digest,
                 tenant_id=caller.tenant_id,
                 weight=caller.weight,

@@ -1,6 +1,6 @@
 """The sequences in flight, on the event loop: their places, their tickets, and their end when the core fails or stops.
 
-Knows the core only as `engine.answering.core.Core`.
+Knows the core only as `engine.core.client.Core`.
 """
 
 import asyncio
@@ -10,15 +10,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from engine.answering.core import Core
-from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull, Ticket
+from engine.answering.ticket import Ticket
+from engine.core.client import Core
+from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.messages import NO_RULES, TokenRules
 from engine.scheduling.request import NewRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
 
 
 class InFlight:
-    """The sequences in a core, which is started by the constructor. Call every method on the event loop."""
+    """The sequences in a core, whose events the constructor takes. Call every method on the event loop."""
 
     def __init__(
         self,
@@ -75,8 +77,8 @@ class InFlight:
             if not self._placed[tenant_id]:
                 del self._placed[tenant_id]
 
-    def submit(self, sequences: list[NewRequest]) -> Ticket:
-        """Queue the sequences of one HTTP request. Their places must be reserved.
+    def submit(self, sequences: list[NewRequest], rules: TokenRules = NO_RULES) -> Ticket:
+        """Queue the sequences of one HTTP request. Their places must be reserved. rules: for all of them.
 
         Raises EngineUnavailable after a failure or while closing.
         """
@@ -84,7 +86,7 @@ class InFlight:
         ticket = Ticket(self, [new.request_id for new in sequences])
         for i, new in enumerate(sequences):
             self._tickets[new.request_id] = (ticket, i)
-            self._core.add(new)
+        self._core.add(sequences, rules)
         self._drained.clear()
         return ticket
 

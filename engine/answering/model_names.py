@@ -6,20 +6,17 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound
-from adapters.tiers.adapter_reader import HostAdapter
-from adapters.tiers.host_cache import HostCache
-from adapters.tiers.pages import PAGE_RANK
-from engine.answering.core import Core
 from engine.answering.in_flight import InFlight
 from engine.answering.rest import Rest
-from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.client import Core
+from engine.core.errors import EngineUnavailable, QueueFull
+from engine.core.messages import AdapterFacts, Inspection
 from engine.http.errors import ApiError, ModelNotFound
 from wire.digests import digest_name, named_digest
 from wire.errors import BadRequest
@@ -52,14 +49,12 @@ class ModelRegistry:
         base_name: str,
         core: Core,
         in_flight: InFlight,
-        host_cache: HostCache,
         refused: Callable[[], object],
     ) -> None:
-        """refused: called for each load that fails outside the host cache, which counts its own failures."""
+        """refused: called for each load that fails outside the host tier, which counts its own failures."""
         self._refused = refused
         self.base_name = base_name
         self._core = core
-        self._host_cache = host_cache
         self._names: dict[str, str] = {}
         # Time in seconds since 1970 at which each name was loaded.
         self._named_at: dict[str, int] = {}
@@ -118,7 +113,7 @@ class ModelRegistry:
             if isinstance(found, Mixture):
                 for part, _ in found.parts:
                     await stack.enter_async_context(self._kept(part))
-                self._host_cache.add_mixture(found)
+                self._core.add_mixture(found)
                 self._mixtures.add(found.digest)
             digest = found.digest if isinstance(found, Mixture) else found
             await stack.enter_async_context(self._kept(digest))
@@ -127,68 +122,31 @@ class ModelRegistry:
 
     async def _load_to_host(self, digest: str, model: str, tenant_id: str) -> None:
         """Load the adapter unless it is in host or device memory, and store its invocation tokens."""
-        held = self._host_cache.get(digest)
-        if held is not None:
-            self._note_invocation(held)
-            return
-        if digest in self._invocations and await self._core.is_on_device(digest):
+        started, is_known = time.monotonic(), digest in self._invocations
+        with _named(model):
+            adapter = await self._core.load_adapter(digest, tenant_id, may_be_on_device=is_known)
+        if adapter is None:
             self._invocations.move_to_end(digest)
             return
-        started = time.monotonic()
-        adapter = await self._fetch_named(digest, model, tenant_id)
-        self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
         self._note_invocation(adapter)
-        _log_load(model, adapter, started)
+        if adapter.is_new:
+            self.load_seconds += LOAD_SHARE * (time.monotonic() - started - self.load_seconds)
+            _log_load(model, adapter, started)
 
-    async def host_adapter(self, digest: str, tenant_id: str) -> HostAdapter:
-        """Return the adapter's tensors. Raises what `using` raises."""
-        return await self._fetch_named(digest, digest_name(digest), tenant_id)
-
-    async def _fetch_named(self, digest: str, model: str, tenant_id: str) -> HostAdapter:
-        """Load an adapter. Errors name it as the client did."""
-        try:
-            return await self._fetch(digest, tenant_id)
-        except AdapterNotFound:
-            raise ModelNotFound(model) from None
-        except AdapterError as exc:
-            _log_failure(model, exc)
-            raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
-        except OSError as exc:
-            # The store failed, not the adapter: another engine may be able to read it.
-            _log_failure(model, exc)
-            raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
-
-    @property
-    def host_version(self) -> int:
-        """Return a number that changes with the set of adapters in host memory."""
-        return self._host_cache.version
-
-    def host_adapters(self, limit: int) -> list[str]:
-        """Return the digests in host memory, at most the `limit` most recently used ones."""
-        return self._host_cache.held(limit)
+    async def inspect(self, digest: str, tenant_id: str) -> Inspection:
+        """Load an adapter and inspect its weights. Raises what `using` raises."""
+        with _named(digest_name(digest)):
+            return await self._core.inspect_adapter(digest, tenant_id)
 
     def is_activated(self, digest: str) -> bool:
         """Return whether a recently used adapter is an activated LoRA."""
         return bool(self._invocations.get(digest))
 
-    def _note_invocation(self, adapter: HostAdapter) -> None:
+    def _note_invocation(self, adapter: AdapterFacts) -> None:
         self._invocations[adapter.digest] = adapter.invocation
         self._invocations.move_to_end(adapter.digest)
         if len(self._invocations) > MAX_INVOCATIONS:
             self._invocations.popitem(last=False)
-
-    async def _fetch(self, digest: str, tenant_id: str) -> HostAdapter:
-        """Wait for a load. A load that has not begun is dropped when the last request that waits for it ends."""
-        try:
-            load = self._host_cache.fetch(digest, tenant_id)
-        except TooManyPending as exc:
-            kind = TenantQueueFull if exc.is_tenants else QueueFull
-            raise kind(f"adapters to load: {exc}", retry_after=exc.retry_after) from None
-        try:
-            # Shielded, because other requests may wait for the same load.
-            return await asyncio.shield(asyncio.wrap_future(load))
-        finally:
-            self._host_cache.stop_waiting(digest, load)
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Register an adapter folder under a name, load it and return its digest. Repeating the call changes nothing.
@@ -208,7 +166,8 @@ class ModelRegistry:
                     digest = await self._add_path(path)
                     await stack.enter_async_context(self._kept(digest))
                 self._unloaded.add(digest)  # freed at the exit, unless it gets the name
-                adapter = await self._fetch(digest, "")
+                adapter = await self._core.load_adapter(digest, "")
+                assert adapter is not None
                 before = self._names.get(name, digest)
                 if before != digest and not replace:
                     raise ApiError(
@@ -261,7 +220,7 @@ class ModelRegistry:
                 del self._users[digest]
                 if digest in self._mixtures:
                     self._mixtures.discard(digest)
-                    self._host_cache.remove_mixture(digest)
+                    self._core.remove_mixture(digest)
                 elif digest in self._unloaded:
                     await self._forget(digest)
 
@@ -274,10 +233,9 @@ class ModelRegistry:
             if digest in self._users:
                 self._unloaded.add(digest)
                 return
-            self._host_cache.drop(digest)
-        # A failed engine has nothing to free.
-        with suppress(EngineUnavailable):
-            await self._core.unload_adapter(digest)
+            # A failed engine has nothing to free.
+            with suppress(EngineUnavailable):
+                await self._core.forget_adapter(digest)
 
     def list(self, max_model_len: int) -> list[Model]:
         base = Model(self.base_name, self._created, max_model_len, root=self.base_name)
@@ -296,19 +254,35 @@ class ModelRegistry:
 
     async def _add_path(self, path: str) -> str:
         try:
-            return await asyncio.wrap_future(self._host_cache.register(path))
+            return await self._core.register_folder(path)
         except (AdapterError, OSError):
             self._refused()
             raise
 
 
-def _log_load(name: str, adapter: HostAdapter, started: float) -> None:
-    pages = -(-adapter.rank_in_layers // PAGE_RANK)
+@contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Translate the errors of a load; they name the adapter as the client did."""
+    try:
+        yield
+    except AdapterNotFound:
+        raise ModelNotFound(model) from None
+    except AdapterError as exc:
+        _log_failure(model, exc)
+        raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
+    except OSError as exc:
+        # The store failed, not the adapter: another engine may be able to read it.
+        _log_failure(model, exc)
+        raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
+
+
+def _log_load(name: str, adapter: AdapterFacts, started: float) -> None:
     milliseconds = (time.monotonic() - started) * 1000
     digest = digest_name(adapter.digest)
     # Requests of a gateway name an adapter by its digest.
     shown = "" if name == digest else f"{digest}, "
-    logger.info("adapter %s loaded: %srank %d, %d pages, %.0f ms", name, shown, adapter.rank, pages, milliseconds)
+    text = "adapter %s loaded: %srank %d, %d pages, %.0f ms"
+    logger.info(text, name, shown, adapter.rank, adapter.num_pages, milliseconds)
 
 
 def _log_failure(name: str, error: Exception) -> None:

@@ -1,9 +1,7 @@
 """Sampling parameters of a request, with the model's defaults for the fields that it leaves out."""
 
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.sampling_defaults import OPENAIS, SamplingDefaults
 from engine.scheduling.request import SamplingParams
-from engine.structured.compiler import Grammar
 from wire.requests import SamplingRequest
 
 # Below these bounds sampling always draws the likeliest token, and its numbers would overflow fp32.
@@ -15,13 +13,10 @@ def sampling_params(
     request: SamplingRequest,
     max_tokens: int,
     index: int,
-    grammar: Grammar | None = None,
     defaults: SamplingDefaults = OPENAIS,
-    allowed: AllowedTokens | None = None,
-    bad_words: BannedWords | None = None,
 ) -> SamplingParams:
     """Return the parameters of the choice `index`. Each choice of a seeded request has its own seed. Only the first
-    choice computes the prompt's log-probabilities.
+    choice computes the prompt's log-probabilities. The core adds the rules (`engine.core.messages.TokenRules`).
     """
     temperature = _or(request.temperature, defaults.temperature)
     return SamplingParams(
@@ -40,9 +35,6 @@ def sampling_params(
         ignore_eos=bool(request.ignore_eos),
         logprobs=request.num_logprobs,
         prompt_logprobs=request.num_prompt_logprobs if index == 0 else None,
-        grammar=grammar,
-        allowed=allowed,
-        bad_words=bad_words,
     )
 
 

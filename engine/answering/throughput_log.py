@@ -4,9 +4,9 @@ import asyncio
 import logging
 import time
 
-from engine.answering.core import Core
-from engine.answering.ticket import EngineUnavailable
-from engine.engine import EngineState
+from engine.core.client import Core
+from engine.core.errors import EngineUnavailable
+from engine.state import EngineState
 
 logger = logging.getLogger(__name__)
 
@@ -16,10 +16,10 @@ EVERY_S = 10.0
 async def log_throughput(core: Core) -> None:
     """Log a line every `EVERY_S` seconds, until the engine has failed or is shut down."""
     try:
-        before, read_at = await core.state(), time.monotonic()
+        before, read_at = (await core.state()).state, time.monotonic()
         while True:
             await asyncio.sleep(EVERY_S)
-            state, now = await core.state(), time.monotonic()
+            state, now = (await core.state()).state, time.monotonic()
             if (line := throughput_line(before, state, now - read_at)) is not None:
                 logger.info("%s", line)
             before, read_at = state, now

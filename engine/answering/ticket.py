@@ -2,36 +2,9 @@
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
 from engine.scheduling.request import RequestOutput
-
-
-class EngineUnavailable(RuntimeError):
-    """Error of an engine that takes no requests: it is loading, failed or shutting down. retry_after: seconds.
-
-    The gateway sends no request of any tenant to an engine that answers with this error.
-    """
-
-    def __init__(self, message: str, retry_after: int | None = None) -> None:
-        super().__init__(message)
-        self.retry_after = retry_after
-
-
-class QueueFull(EngineUnavailable):
-    """Error of an engine that cannot serve this request now, but serves others."""
-
-
-class TenantQueueFull(QueueFull):
-    """The tenant uses all of its own share of the engine, which still serves other tenants.
-
-    param: the field of the structured output form that is not compiled, None if the request needs another share.
-    """
-
-    def __init__(self, message: str, retry_after: int | None = None, param: str | None = None) -> None:
-        super().__init__(message, retry_after)
-        self.param = param
 
 
 class Releases(Protocol):
@@ -139,7 +112,7 @@ class Ticket:
             index = self._ids.index(request_id)
             self.ended_by_allowance.add(index)
             last = self._last[index] or RequestOutput(request_id, [], None, 0, 0, 0)
-            end = replace(last, token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
+            end = last._replace(token_ids=[], finish_reason="length", logprobs=None, prompt_logprobs=None)
             self._news.append((index, end))
             self._owner.abort(request_id)
         self._live.clear()

@@ -1,10 +1,11 @@
-"""A request's `allowed_token_ids` and `bad_words`, in the sampler's form."""
+"""A request's `allowed_token_ids` and `bad_words` as token ids."""
 
 import asyncio
 
-from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.core.messages import TokenRules
 from wire.errors import BadRequest
 from wire.requests import SamplingRequest
+from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
 # Limit of a word's tokens. Each step makes one lookup per distinct word length: with 256 lengths they take 40 ms of a
@@ -12,18 +13,15 @@ from wire.text.tokenizer import Tokenizer
 MAX_BAD_WORD_TOKENS = 32
 
 
-async def token_rules(body: SamplingRequest, tokenizer: Tokenizer) -> tuple[AllowedTokens | None, BannedWords | None]:
-    """Return the rules of a request, None for each that it does not have. Encodes on a thread: a thousand words take
-    some 30 ms.
-    """
-    if not (body.allowed_token_ids or body.bad_words):
-        return None, None
-    return await asyncio.to_thread(_read, body.allowed_token_ids or [], body.bad_words or [], tokenizer)
+async def token_rules(body: SamplingRequest, grammar: GrammarSpec | None, tokenizer: Tokenizer) -> TokenRules:
+    """Return the rules of a request. Encodes on a thread: a thousand words take some 30 ms. Raises BadRequest."""
+    banned: list[list[int]] = []
+    if body.bad_words:
+        banned = await asyncio.to_thread(_encode, body.bad_words, tokenizer)
+    return TokenRules(grammar, body.allowed_token_ids or [], banned)
 
 
-def _read(
-    allowed: list[int], bad_words: list[str], tokenizer: Tokenizer
-) -> tuple[AllowedTokens | None, BannedWords | None]:
+def _encode(bad_words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     words = set(bad_words)
     for word in bad_words:
         if bare := word.lstrip():
@@ -34,4 +32,4 @@ def _read(
         raise BadRequest(
             "bad_words", f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {longest}"
         )
-    return AllowedTokens(allowed) if allowed else None, BannedWords(tokens) if tokens else None
+    return tokens

@@ -15,24 +15,18 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from adapters.manifest import BaseShape
 from adapters.open_store import open_store
-from adapters.store import AdapterStore
-from adapters.tiers.host_cache import HostCache
 from engine.answering.completions import GenerationRoutes
-from engine.answering.core import Core
-from engine.answering.core_thread import CoreThread
-from engine.answering.grammars import Grammars
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry
-from engine.answering.prefetching import PinnedAdapters, Prefetching
 from engine.answering.throughput_log import log_throughput
-from engine.answering.ticket import EngineUnavailable
 from engine.answering.tool_calls import FORMATS, format_of
 from engine.answering.usage_log import UsageLog
-from engine.build import resolve_dtype
 from engine.config import EngineConfig, ServerConfig
-from engine.engine import Engine
+from engine.core.client import Core
+from engine.core.errors import EngineUnavailable
+from engine.core.messages import Load
+from engine.core.process import open_link
 from engine.http.access import IS_INTERNAL, Access, request_lines, say_request_id
 from engine.http.description import engine_description
 from engine.http.errors import ApiError, error_boundary
@@ -40,15 +34,11 @@ from engine.http.metrics import Metrics
 from engine.http.routes import EngineRoutes, json_response
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import Caller, read_caller
-from engine.model.config import read_config
-from engine.model.families import parse_model_config
-from engine.model.weights import base_tensor
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import Prober
 from engine.progress import Progress, describe
 from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
-from engine.structured.compiler import GrammarCompiler
 from wire.errors import ConfigError
 from wire.http_requests import guard_requests
 from wire.responses import Health, Version
@@ -75,16 +65,13 @@ class Server:
         """Create a server without loading the model. Raises ConfigError."""
         self._config = config
         self._server_config = server = server or ServerConfig()
-        self._store = _open_store(server)
+        _check_store(server)
         self.access = Access(server.internal_token, server.api_keys)
         self._drain_seconds = server.drain_seconds
         self._metrics = Metrics()
         self._throughput_log: asyncio.Task[None] | None = None
-        self._engine: Engine | None = None
-        self._host_cache: HostCache | None = None
         self._core: Core | None = None
         self._in_flight: InFlight | None = None
-        self._grammars: Grammars | None = None
         self._routes: EngineRoutes | None = None
         self._generation: GenerationRoutes | None = None
         self._finished: UsageLog | None = None
@@ -141,30 +128,25 @@ class Server:
             raise ConfigError("finished_file", str(error)) from error
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
-        tokenizer, engine = await asyncio.to_thread(self._load, partial(self._note_progress, progress))
-        self._core = core = CoreThread(engine)
+        tokenizer = await asyncio.to_thread(load_tokenizer, self._config)
+        core = await self._load_core(tokenizer, progress)
         self._in_flight = InFlight(
             core, max_requests=core.facts.max_num_seqs + self._server_config.max_waiting, on_step=self._stepped
         )
-        assert self._host_cache is not None
         name = self._config.served_model_name or Path(self._config.model).name.removesuffix(".gguf")
-        models = ModelRegistry(name, core, self._in_flight, self._host_cache, self._metrics.adapter_load_failures.inc)
+        models = ModelRegistry(name, core, self._in_flight, self._metrics.adapter_load_failures.inc)
         for lora_name, path in self._server_config.lora_modules:
             try:
                 await models.load(lora_name, str(path))
             except ApiError as exc:
                 raise ConfigError("lora_modules", f"{lora_name}: {exc}") from exc
         facts = core.facts
-        compiler = GrammarCompiler(tokenizer.to_json, facts.vocab_size, facts.eos_token_ids)
-        await asyncio.to_thread(compiler.prepare)
-        self._grammars = Grammars(compiler)
         parser = self._server_config.tool_call_parser
         self._generation = GenerationRoutes(
             tokenizer,
             facts,
             self._in_flight,
             models,
-            self._grammars,
             self._metrics,
             format_of(tokenizer.tool_template) if parser is None else FORMATS[parser],
             self._finished,
@@ -182,9 +164,23 @@ class Server:
             self._finished,
             self._states,
             prober,
-            Prefetching(self._host_cache),
-            PinnedAdapters(self._host_cache),
         )
+
+    async def _load_core(self, tokenizer: Tokenizer, progress: Progress | None) -> Core:
+        """Start the core and load the model. Raises ConfigError or OSError."""
+        server = self._server_config
+        self._core = core = Core(
+            load_ended=self._metrics.host_load_ended, progress=partial(self._note_progress, progress)
+        )
+        load = Load(
+            self._config,
+            await asyncio.to_thread(tokenizer.to_json),
+            server.adapter_store,
+            str(server.adapter_cache),
+            server.adapter_cache_bytes,
+        )
+        await core.load(await open_link(core, self._config), load)
+        return core
 
     def _note_progress(self, progress: Progress | None, phase: str, done: int, total: int) -> None:
         self._phase = describe(phase, done, total)
@@ -203,17 +199,13 @@ class Server:
             self._states.drain()
         if self._in_flight is not None:
             await self._in_flight.close(self._drain_seconds)
-        elif self._engine is not None:
-            await asyncio.to_thread(self._engine.close)
+        elif self._core is not None:
+            await self._core.close()
         if self._throughput_log is not None:
             self._throughput_log.cancel()
             await asyncio.wait([self._throughput_log])
         if self._states is not None:
             await self._states.close()
-        if self._grammars is not None:
-            self._grammars.close()
-        if self._host_cache is not None:
-            await asyncio.to_thread(self._host_cache.close)
         if self._finished is not None:
             self._finished.close()
 
@@ -226,32 +218,6 @@ class Server:
         self._drain_seconds = 0.0
         if self._draining and self._in_flight is not None:
             self._in_flight.stop_waiting()
-
-    def _load(self, progress: Progress) -> tuple[Tokenizer, Engine]:
-        path = Path(self._config.model)
-        raw_config = read_config(path)
-        model_config = parse_model_config(raw_config)
-        dtype = resolve_dtype(self._config, model_config)
-        if self._config.tokenizer is not None or path.is_dir():
-            tokenizer = Tokenizer.from_dir(self._config.tokenizer or path)
-        else:
-            from engine.model.gguf.tokenizer import read_tokenizer  # a heavy import that a folder does not need
-
-            tokenizer = read_tokenizer(path)
-        try:
-            shape = BaseShape.from_config(raw_config)
-        except ValueError as error:
-            raise ConfigError("model", str(error)) from error
-        self._host_cache = HostCache(
-            self._store,
-            shape,
-            self._config.host_adapter_memory,
-            dtype,
-            base_tensor=partial(base_tensor, path, model_config, dtype),
-            ended=self._metrics.host_load_ended,
-        )
-        self._engine = Engine(self._config, self._host_cache, progress)
-        return tokenizer, self._engine
 
     def _stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
         """Record a step."""
@@ -342,10 +308,21 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
         await runner.cleanup()
 
 
-def _open_store(server: ServerConfig) -> AdapterStore | None:
-    """Open the adapter store, if there is one. Raises ConfigError for a URL of an unknown scheme."""
+def load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Load the configured tokenizer, or the model's own. Raises TokenizerError, ConfigError."""
+    path = Path(config.model)
+    if config.tokenizer is not None or path.is_dir():
+        return Tokenizer.from_dir(config.tokenizer or path)
+    from engine.model.gguf.tokenizer import read_tokenizer  # a heavy import that a folder does not need
+
+    return read_tokenizer(path)
+
+
+def _check_store(server: ServerConfig) -> None:
+    """Check the adapter store's URL; the core opens it. Raises ConfigError for a URL of an unknown scheme."""
     url = server.adapter_store
     try:
-        return None if url is None else open_store(url, server.adapter_cache, server.adapter_cache_bytes)
+        if url is not None:
+            open_store(url, server.adapter_cache, server.adapter_cache_bytes)
     except ValueError as error:
         raise ConfigError("adapter_store", str(error).removeprefix("adapter store: ")) from error

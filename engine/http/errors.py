@@ -7,7 +7,7 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from wire.errors import BadRequest
 from wire.http_requests import BadHead, check_head
 from wire.responses import ErrorDetail, ErrorResponse

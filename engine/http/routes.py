@@ -11,12 +11,10 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.completions import offload
-from engine.answering.core import Core
 from engine.answering.model_names import ModelRegistry
-from engine.answering.prefetching import PinnedAdapters, Prefetching
-from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
-from engine.engine import EngineState
+from engine.core.client import Core
+from engine.core.errors import EngineUnavailable
 from engine.http.access import IS_INTERNAL
 from engine.http.metrics import Metrics
 from engine.http.state_feed import StateFeed
@@ -63,8 +61,6 @@ class EngineRoutes:
     finished: UsageLog
     states: StateFeed
     prober: Prober
-    prefetching: Prefetching
-    pinned: PinnedAdapters
 
     async def list_models(self, _: web.Request) -> web.Response:
         return json_response(ModelList(self.models.list(self.core.facts.max_model_len)))
@@ -164,17 +160,17 @@ class EngineRoutes:
     async def prefetch(self, request: web.Request) -> web.Response:
         """Load an adapter into host memory for a gateway's waiting request. Answers after the load."""
         body = decode(PrefetchRequest, await read_body(request))
-        return json_response(Prefetched(await self.prefetching.load(body.digest, body.tenant)))
+        return json_response(Prefetched(await self.core.prefetch(body.digest, body.tenant)))
 
     async def keep(self, request: web.Request) -> web.Response:
         """Keep the operator's pinned adapters in host memory for a time. Answers after their loads."""
         body = decode(KeepRequest, await read_body(request))
-        return json_response(Kept(await self.pinned.keep(body.digests)))
+        return json_response(Kept(await self.core.keep_adapters(body.digests)))
 
     async def update_gauges(self) -> None:
         try:
             async with asyncio.timeout(SCRAPE_WAIT_S):
-                state: EngineState = await self.core.state()
+                state = (await self.core.state()).state
         except (TimeoutError, EngineUnavailable):
             return
         self.metrics.running.set(state.num_running)

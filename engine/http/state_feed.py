@@ -14,19 +14,17 @@ from importlib.metadata import version
 
 import msgspec
 
-from engine.answering.core import Core
 from engine.answering.model_names import ModelRegistry
-from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
-from engine.engine import EngineState
+from engine.core.client import Core
+from engine.core.errors import EngineUnavailable
+from engine.state import EngineState
 from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
 # it takes longer than a heartbeat, the last reading is sent again.
 SPACING_S = 0.05
 HEARTBEAT_S = 1.0
-# Maximum number of adapters in host memory that are reported.
-REPORTED_ON_HOST = 512
 
 
 class StateFeed:
@@ -62,8 +60,10 @@ class StateFeed:
 
     async def read(self) -> EngineStateResponse:
         """Return the state between two steps. Raises EngineUnavailable."""
-        state = await self._core.state()
-        return self._take(self._response(state))
+        reading = await self._core.state(self._host_version)
+        if reading.host is not None:
+            self._host_version, self._host = reading.host_version, reading.host
+        return self._take(self._response(reading.state))
 
     async def follow(self) -> AsyncGenerator[bytes, None]:
         """Yield lines of JSON, each an EngineStateResponse, until the engine stops. A slow follower skips lines that
@@ -144,9 +144,6 @@ class StateFeed:
     def _response(self, state: EngineState) -> EngineStateResponse:
         facts = self._core.facts
         self._residency_version = state.residency_version
-        if self._host_version != self._models.host_version:
-            self._host_version = self._models.host_version
-            self._host = self._models.host_adapters(REPORTED_ON_HOST)
         return EngineStateResponse(
             instance=self._instance,
             draining=self._draining,

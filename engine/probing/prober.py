@@ -14,19 +14,16 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 
-import torch
-from torch import Tensor
+import numpy as np
 
-from adapters.manifest import OUTSIDE
-from adapters.tiers.adapter_reader import HostAdapter, LoraModule
-from adapters.tiers.device_size import device_size
 from engine.answering.activation import adapter_start
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.rest import Rest
-from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
-from engine.engine import EngineFacts
+from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.messages import Inspection
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
+from engine.state import EngineFacts
 from wire.deadlines import MOST_PRIORITY
 from wire.digests import digest_name
 from wire.probes import AdapterProbe, ProbeReason
@@ -94,22 +91,22 @@ class Prober:
 
     async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
         async with self._models.using(digest_name(digest), tenant_id) as served:
-            adapter = await self._models.host_adapter(digest, tenant_id)
-            if not await asyncio.to_thread(has_effect, adapter):
+            inspected = await self._models.inspect(digest, tenant_id)
+            if not inspected.has_effect:
                 text = (
                     "its weights change nothing: in every module lora_A, lora_B or the scale is zero, as in an adapter "
                     "that has not been trained"
                 )
-                return self._result(adapter, [ProbeReason(text, code="adapter_without_effect")], [])
-            prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *_trained_tokens(adapter))]
+                return self._result(inspected, [ProbeReason(text, code="adapter_without_effect")], [])
+            prompts = [[*prompt, *served.invocation] for prompt in (*self._prompts, *inspected.trained_tokens)]
             with self._in_flight.place(2, tenant_id):
                 # Loads the adapter onto the device, so that the two rows of each later pair share one step.
                 [first] = await self._logits(prompts[:1], [served], tenant_id)
                 found: list[Difference] = []
-                reasons = [] if bool(torch.isfinite(first).all()) else [_not_finite(0, len(prompts))]
+                reasons = [] if np.isfinite(first).all() else [_not_finite(0, len(prompts))]
                 for number, prompt in enumerate(prompts if not reasons else ()):
                     plain, changed = await self._logits([prompt] * 2, [Served(None), served], tenant_id)
-                    if not bool(torch.isfinite(plain).all()):
+                    if not np.isfinite(plain).all():
                         raise EngineUnavailable("the base model's scores are not finite")
                     found.append(await asyncio.to_thread(compare, plain, changed))
                     if found[-1].largest is None:
@@ -117,10 +114,10 @@ class Prober:
         if found and all(each.largest == 0 for each in found):
             text = "with it the model computes the same scores as without it, to the last bit"
             reasons.append(ProbeReason(text, code="adapter_without_effect"))
-        return self._result(adapter, reasons, found)
+        return self._result(inspected, reasons, found)
 
-    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], tenant_id: str) -> list[Tensor]:
-        """Return the next token's logits `[vocab]` of each prompt with its model."""
+    async def _logits(self, prompts: Sequence[list[int]], models: Sequence[Served], tenant_id: str) -> list[np.ndarray]:
+        """Return the next token's logits `[vocab]` fp32 of each prompt with its model."""
         run_id = uuid.uuid4().hex
         params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, keep_logits=True)
         sequences = [
@@ -145,20 +142,20 @@ class Prober:
         for index, row in enumerate(rows):
             if row is None:
                 raise QueueFull(found[index].error or "the engine dropped the probe", retry_after=1)
-        return [row for row in rows if row is not None]
+        return [np.frombuffer(row, np.float32) for row in rows if row is not None]
 
-    def _result(self, adapter: HostAdapter, reasons: list[ProbeReason], found: list[Difference]) -> AdapterProbe:
-        size = device_size(adapter)
+    def _result(self, inspected: Inspection, reasons: list[ProbeReason], found: list[Difference]) -> AdapterProbe:
+        adapter = inspected.adapter
         largest = [each.largest for each in found if each.largest is not None]
         divergence = [each.divergence for each in found if each.divergence is not None]
         return AdapterProbe(
             digest=digest_name(adapter.digest),
             reasons=tuple(reasons),
             rank=adapter.rank,
-            num_modules=len(adapter.modules),
+            num_modules=inspected.num_modules,
             host_bytes=adapter.num_bytes,
-            device_bytes=size.pages * self._facts.page_bytes + size.outside_bytes,
-            device_pages=size.pages,
+            device_bytes=adapter.num_pages * self._facts.page_bytes + inspected.outside_bytes,
+            device_pages=adapter.num_pages,
             largest_difference=max(largest) if largest and len(largest) == len(found) else None,
             divergence=max(divergence) if divergence and len(divergence) == len(found) else None,
             base_digest=self._base_digest,
@@ -172,35 +169,19 @@ def fixed_prompts(vocab_size: int) -> list[list[int]]:
     return [ids[start : start + PROMPT_TOKENS] for start in range(0, len(ids), PROMPT_TOKENS)]
 
 
-def has_effect(adapter: HostAdapter) -> bool:
-    """Return whether any module's product of B, A and scale can differ from zero."""
-    return any(_changes(module) for module in adapter.modules.values())
-
-
-def compare(plain: Tensor, changed: Tensor) -> Difference:
+def compare(plain: np.ndarray, changed: np.ndarray) -> Difference:
     """Compare two rows of logits `[vocab]`. plain: finite."""
-    if not bool(torch.isfinite(changed).all()):
+    if not np.isfinite(changed).all():
         return Difference(None, None)
-    before, after = plain.double().log_softmax(-1), changed.double().log_softmax(-1)
-    divergence = float((before.exp() * (before - after)).sum())
-    return Difference(float((plain - changed).abs().max()), max(0.0, divergence))
+    plain, changed = plain.astype(np.float64), changed.astype(np.float64)
+    before, after = _log_softmax(plain), _log_softmax(changed)
+    divergence = float((np.exp(before) * (before - after)).sum())
+    return Difference(float(np.abs(plain - changed).max()), max(0.0, divergence))
 
 
-def _changes(module: LoraModule) -> bool:
-    # NaN counts as a value, so that the forward pass refuses it.
-    used = (module.a != 0).any(dim=1) & (module.b != 0).any(dim=0)
-    return module.scale != 0 and bool(used.any())
-
-
-def _trained_tokens(adapter: HostAdapter) -> list[list[int]]:
-    """Return a prompt of the token whose embedding the adapter changes most; none without LoRA on embed_tokens.
-
-    Such an adapter may change only the tokens that its training data contained.
-    """
-    module = adapter.modules.get((OUTSIDE, "embed_tokens"))
-    if module is None:
-        return []
-    return [[int(module.a.float().norm(dim=0).argmax())]]
+def _log_softmax(row: np.ndarray) -> np.ndarray:
+    shifted = row - row.max()
+    return shifted - np.log(np.exp(shifted).sum())
 
 
 def _not_finite(number: int, total: int) -> ProbeReason:

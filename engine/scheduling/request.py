@@ -5,8 +5,9 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from engine.execution.token_rules import AllowedTokens, BannedWords
 from wire.deadlines import deadline
 from wire.errors import BadRequest
 
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from engine.execution.logit_edits import LogitEdits
-    from engine.execution.token_rules import AllowedTokens, BannedWords
-    from engine.structured.compiler import Grammar, Matcher
+    from engine.structured.compiler import Matcher
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -31,6 +31,14 @@ NEVER = sys.maxsize
 
 NOT_FINITE = -1
 """Value in place of a sampled token for a row with NaN or infinity."""
+
+
+class Grammar(Protocol):
+    """A compiled grammar: `engine.structured.compiler.Grammar`."""
+
+    def matcher(self) -> "Matcher":
+        """Return the state of a new sequence."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +64,9 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    grammar: "Grammar | None" = None
-    allowed: "AllowedTokens | None" = None
-    bad_words: "BannedWords | None" = None
+    grammar: Grammar | None = None
+    allowed: AllowedTokens | None = None
+    bad_words: BannedWords | None = None
     keep_logits: bool = False
 
     @property
@@ -70,8 +78,7 @@ class SamplingParams:
         return bool(self.logit_bias or self.min_tokens or self.bad_words)
 
 
-@dataclass(slots=True)
-class TokenLogprobs:
+class TokenLogprobs(NamedTuple):
     """The chosen token's log-probability and rank (1 = likeliest), and the ids and log-probabilities of the likeliest
     tokens.
     """
@@ -83,12 +90,11 @@ class TokenLogprobs:
     top_logprobs: list[float]
 
 
-@dataclass(slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
     error_param: the request's parameter that caused `error`, None if none did. started_at: time at which work on the
-    prompt began (time.time()). served_digest: see `Request`. logits: `[vocab]` on the host, if kept.
+    prompt began (time.time()). served_digest: see `Request`. logits: `[vocab]` in fp32, if kept.
     """
 
     request_id: str
@@ -103,7 +109,7 @@ class RequestOutput:
     error_param: str | None = None
     started_at: float | None = None
     served_digest: str | None = None
-    logits: "Tensor | None" = None
+    logits: bytes | None = None
 
 
 class Status(Enum):
@@ -373,7 +379,7 @@ class Request:
             self.error_param,
             self.started_at,
             self.served_digest,
-            self.logits,
+            None if self.logits is None else self.logits.float().numpy().tobytes(),
         )
         if self.logprobs or self.prompt_logprobs:
             self.logprobs, self.prompt_logprobs = [], []

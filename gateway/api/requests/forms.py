@@ -23,7 +23,7 @@ from gateway.errors import EngineShareUsed
 # The form of a body that has one.
 FORM = web.RequestKey("form", bytes)
 
-# An engine keeps 16 compiled forms of a tenant (engine/answering/grammars.py).
+# An engine keeps 16 compiled forms of a tenant (engine/core/grammars.py).
 MAX_KNOWN = 16
 MAX_TENANTS = 1000
 # Interval at which a new form passes during a refusal, and the time allowed for its answer before the next one passes.

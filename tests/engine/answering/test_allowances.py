@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from engine.answering import report
-from engine.answering.core_thread import CoreThread
 from engine.answering.running import Run
 from engine.answering.ticket import Ticket
+from engine.core.step_thread import StepThread
 from engine.scheduling.request import RequestOutput
 from testing.engine import Client, RunningServer
 from wire.responses import ASK_TOKENS
@@ -73,12 +73,12 @@ def _reads_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(10):
             await asyncio.sleep(0)
 
-    def step(loop: CoreThread) -> None:
+    def step(loop: StepThread) -> None:
         plain(loop)
-        asyncio.run_coroutine_threadsafe(turns(), loop._event_loop).result(30)
+        asyncio.run_coroutine_threadsafe(turns(), loop._send.__self__._event_loop).result(30)
 
-    plain = CoreThread._step
-    monkeypatch.setattr(CoreThread, "_step", step)
+    plain = StepThread._step
+    monkeypatch.setattr(StepThread, "_step", step)
 
 
 @pytest.mark.usefixtures("_reads_each_step")

@@ -94,7 +94,7 @@ async def test_mixtures_equal_peft_beside_their_parts(
     assert len(set(receipts)) == len(models), "a mixture's receipt is its own digest"
     by_digest = "+".join(f"{loaded[name]}*{weight}" for name, weight in (("y", ".3"), ("x", "0.70")))
     assert (await ask(client, by_digest, PROMPT))["receipt"] == receipts[0], "the same parts and weights"
-    held = server.server._host_cache._mixtures
+    held = server.core.host_cache._mixtures
     assert (held._used, held._held) == ({}, {}), "host memory is free once no request uses a mixture"
 
 

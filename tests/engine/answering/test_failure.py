@@ -14,9 +14,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from engine.answering.core_thread import FAILED as FAILED_TEXT
-from engine.answering.ticket import EngineUnavailable
 from engine.answering.usage_log import UsageLog
+from engine.core.errors import FAILED as FAILED_TEXT
+from engine.core.errors import EngineUnavailable
 from engine.execution.token_rules import BannedWords
 from engine.program import FAILED
 from engine.scheduling.request import NewRequest
@@ -116,8 +116,7 @@ async def test_nothing_is_accepted_once_the_engine_has_failed(
         def fail(*_: object) -> None:
             raise Panic
 
-        assert server.server._engine is not None
-        monkeypatch.setattr(server.server._engine.runner, "forward", fail)
+        monkeypatch.setattr(server.core.engine.runner, "forward", fail)
         assert (await client.post("/v1/completions", LONG))[0] == 503
         for path in ("/health", "/livez"):
             status, health = await client.get(path)
@@ -168,7 +167,7 @@ async def test_a_panic_in_ones_grammar_ends_that_request_only(
 async def test_a_request_that_cannot_be_added_is_a_500_of_its_own(
     client: Client, server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ):
-    engine = server.server._engine
+    engine = server.core.engine
     assert engine is not None
     add = engine.add_request
 
@@ -193,8 +192,7 @@ async def test_a_fault_in_ones_sampling_ends_that_request_only(client: Client, m
         return after(self, token_ids, num_output_tokens)
 
     monkeypatch.setattr(BannedWords, "after", fail)
-    monkeypatch.setattr("engine.answering.token_rules._read", lambda allowed, words, tokenizer: (None, rules[words[0]]))
-    rules = {"bad": BannedWords([[7]]), "good": BannedWords([[8]])}
+    monkeypatch.setattr("engine.answering.token_rules._encode", lambda words, _: [[{"bad": 7, "good": 8}[words[0]]]])
     asked = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "frequency_penalty": 0.5, "seed": 3}
     alone = await client.complete(**asked, bad_words=["good"])
     neighbour = asyncio.create_task(client.complete(**asked, bad_words=["good"]))

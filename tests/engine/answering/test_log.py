@@ -10,7 +10,7 @@ import pytest
 from adapters.tiers.tier_state import HostCacheStats, TierState
 from engine.answering import throughput_log
 from engine.answering.throughput_log import throughput_line
-from engine.engine import EngineState
+from engine.state import EngineState
 from testing.engine import Client, RunningServer
 
 IDLE = EngineState(

@@ -24,7 +24,7 @@ def server(model, tmp_path_factory):
 
 @pytest.fixture
 def digests(server, model, tmp_path) -> list[str]:
-    store, found = DirectoryStore(server.server._store.root), []
+    store, found = DirectoryStore(server.store), []
     for seed in (1, 2):
         save_adapter(tmp_path / str(seed), seed=seed)
         found.append(f"sha256:{store.put(tmp_path / str(seed), BaseShape.from_config_dir(model)).digest}")
@@ -66,7 +66,7 @@ async def test_pages_of_another_adapter_show_in_the_receipt(client: Client, serv
     one, other = (digest.removeprefix("sha256:") for digest in digests)
     for digest in digests:
         await ask(client, "/v1/completions", {"model": digest, "prompt": "hi", "max_tokens": 1})
-    pool = server.server._engine.adapters
+    pool = server.core.engine.adapters
     pin = pool.pin
 
     def pin_wrongly(digest: str, tenant_id: str) -> int:

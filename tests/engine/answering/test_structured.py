@@ -13,9 +13,9 @@ import pytest
 from aiohttp.test_utils import make_mocked_request
 
 from benchmarks.hostile.engine_work import dear_schema
-from engine.answering import grammars
-from engine.answering.grammars import Grammars
-from engine.answering.ticket import QueueFull, TenantQueueFull
+from engine.core import grammars
+from engine.core.errors import QueueFull, TenantQueueFull
+from engine.core.grammars import Grammars
 from engine.http.errors import as_api_error
 from engine.structured.compiler import Grammar, GrammarCompiler, Matcher
 from testing.engine import Client

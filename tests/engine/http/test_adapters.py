@@ -122,7 +122,7 @@ async def test_names_that_change_under_load_harm_no_request_and_leave_nothing_be
         state = await client.wait_for(lambda state: not state["running"] and not state["adapters_resident"])
         assert state["kv_blocks_free"] == state["kv_blocks_total"]
         assert state["adapter_pages_free"] == state["adapter_pages_total"]
-        assert running.server._host_cache.stats().num_bytes == 0
+        assert running.core.host_cache.stats().num_bytes == 0
     finally:
         running.close()
 
@@ -139,7 +139,7 @@ async def test_one_model_by_its_name(client, adapter):
 
 async def test_the_store_serves_any_digest_by_itself(client, server, model, tmp_path):
     save_adapter(tmp_path / "a", rank=8, seed=3)
-    store = DirectoryStore(server.server._store.root)
+    store = DirectoryStore(server.store)
     digest = store.put(tmp_path / "a", BaseShape.from_config_dir(model)).digest
     assert await said(client, f"sha256:{digest}") != await said(client, "tiny")
     assert digest in (await client.state())["adapters_resident"]
@@ -148,7 +148,7 @@ async def test_the_store_serves_any_digest_by_itself(client, server, model, tmp_
 
 async def test_a_damaged_adapter_in_the_store_is_refused_with_the_reason(client, server, model, tmp_path):
     save_adapter(tmp_path / "a", seed=4)
-    store = DirectoryStore(server.server._store.root)
+    store = DirectoryStore(server.store)
     checkpoint = store.put(tmp_path / "a", BaseShape.from_config_dir(model))
     weights = checkpoint.folder / "adapter_model.safetensors"
     weights.chmod(0o644)
@@ -223,7 +223,7 @@ async def test_modules_named_at_the_start_are_served(session, model, adapter):
 
 async def test_an_adapter_that_no_page_holds_is_refused_each_time(client, server, model, tmp_path):
     save_adapter(tmp_path / "wide", rank=32, seed=5)
-    store = DirectoryStore(server.server._store.root)
+    store = DirectoryStore(server.store)
     digest = store.put(tmp_path / "wide", BaseShape.from_config_dir(model)).digest
     for stream in (False, True, False):
         body = FIELDS | {"model": f"sha256:{digest}", "stream": stream}
@@ -244,16 +244,16 @@ async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, 
         async with session.post(running.url + "/v1/completions", json=long) as stream:
             await stream.content.readany()
             # The device is asked for the adapter before a request is placed, also when `max_num_seqs` is reached.
-            running.server._engine.adapters.ensure = lambda *_: Residency.LOADING
+            running.core.engine.adapters.ensure = lambda *_: Residency.LOADING
             waiting = asyncio.create_task(
                 client.post("/v1/completions", FIELDS | {"model": f"sha256:{checkpoint.digest}"})
             )
             await client.wait_for(lambda state: state["waiting"] == 1)
-            running.server._host_cache.drop(checkpoint.digest)
+            running.core.host_cache.drop(checkpoint.digest)
             weights = checkpoint.folder / "adapter_model.safetensors"
             weights.chmod(0o644)
             weights.write_bytes(weights.read_bytes()[:-5])
-            del running.server._engine.adapters.ensure
+            del running.core.engine.adapters.ensure
             status, answer = await waiting
             assert (status, answer["error"]["code"]) == (400, "adapter_refused"), answer
             assert answer["error"]["param"] == "model"

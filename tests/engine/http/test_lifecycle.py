@@ -16,7 +16,8 @@ import pytest
 
 from adapters.tiers.tier_state import EVICTION_REASONS
 from engine.config import EngineConfig, ServerConfig
-from engine.http.app import Server
+from engine.core.messages import Loading
+from engine.core.service import CoreService
 from engine.program import run
 from testing.engine import Client, RunningServer
 from testing.gateway.running import until
@@ -90,7 +91,7 @@ async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model,
         def fail(*_: object) -> None:
             raise RuntimeError("the device is gone")
 
-        monkeypatch.setattr(server.server._engine.runner, "forward", fail)
+        monkeypatch.setattr(server.core.engine.runner, "forward", fail)
         status, answer = await whole
         assert (status, answer["error"]["type"]) == (503, "server_error")
         events = (await stream.text()).split("\n\n")
@@ -129,14 +130,14 @@ async def is_answered(client: Client, path: str, expected: tuple[int, dict[str, 
 
 async def test_the_health_says_loading_until_the_model_is_there(session, model, monkeypatch):
     loading = threading.Event()
-    load = Server._load
+    make = CoreService._make_engine
 
-    def slow(self, progress):
-        progress("warming up", 12, 40)
+    def slow(self, load):
+        self.send(Loading("warming up", 12, 40))
         loading.wait()
-        return load(self, progress)
+        return make(self, load)
 
-    monkeypatch.setattr(Server, "_load", slow)
+    monkeypatch.setattr(CoreService, "_make_engine", slow)
     started: list[RunningServer] = []
     port = free_port()
     thread = threading.Thread(target=lambda: started.append(RunningServer(model, port=port)))

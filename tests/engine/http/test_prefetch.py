@@ -101,7 +101,7 @@ async def test_pinned_adapters_stay_while_others_come_and_go_within_their_room(
     # A quarter of the room is for about 4 of 12.
     kept = (await client.ok("/pins", {"adapters": digests}, **INTERNAL))["num_kept"]
     assert 2 <= kept <= 5
-    cache = server.server._host_cache
+    cache = server.core.host_cache
     assert cache is not None
     # Adapters without room are not loaded again.
     for digest in digests[kept:]:

@@ -132,8 +132,7 @@ async def test_an_engine_that_failed_lets_its_followers_go(
             def fail(*_: object) -> None:
                 raise RuntimeError("the device is gone")
 
-            assert server.server._engine is not None
-            monkeypatch.setattr(server.server._engine.runner, "forward", fail)
+            monkeypatch.setattr(server.core.engine.runner, "forward", fail)
             assert (await client.post("/v1/completions", LONG))[0] == 503
             assert await follower.ended()
         assert (await client.get("/state", params={"watch": "true"}))[0] == 503

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from adapters.manifest import BaseShape
@@ -43,7 +43,7 @@ def put(server: RunningServer, model: Path, tmp_path: Path):
         save_file(tensors, weights)
         file = folder / "adapter_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | config))
-        store = DirectoryStore(server.server._store.root)
+        store = DirectoryStore(server.store)
         return "sha256:" + store.put(folder, BaseShape.from_config_dir(model)).digest
 
     return put
@@ -153,11 +153,11 @@ def test_prompts_are_valid_for_any_vocabulary():
 
 
 def test_differences_of_logits():
-    row = torch.tensor([1.0, 2.0, 3.0])
+    row = np.array([1.0, 2.0, 3.0])
     assert compare(row, row).largest == 0
     assert compare(row, row + 5).divergence == pytest.approx(0, abs=1e-12)
     assert compare(row, row * 2).divergence > 0.01
-    assert compare(row, torch.tensor([1.0, float("inf"), 0])).largest is None
+    assert compare(row, np.array([1.0, float("inf"), 0])).largest is None
 
 
 def test_a_base_is_known_by_its_weights_and_not_by_its_folder(model: Path, tmp_path: Path):

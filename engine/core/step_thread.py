@@ -1,7 +1,7 @@
-"""The engine's core in a thread of the server's process.
+"""The thread that steps an engine.
 
-Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step are delivered in
-one call to the event loop. Only this thread touches the engine. It sleeps when there is no work.
+Commands enter through one queue and run between two steps, for a bounded time. The outputs of a step are one event.
+Only this thread touches the engine. It sleeps when there is no work.
 """
 
 import asyncio
@@ -14,16 +14,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from engine.answering.core import CoreEvents
-from engine.answering.ticket import EngineUnavailable
-from engine.engine import EngineFacts, EngineState
+from engine.core.errors import CLOSED, FAILED, EngineUnavailable, Fault
+from engine.core.messages import Event, Failed, Refused, Released, Stepped
 from engine.scheduling.request import NewRequest, RequestOutput
-from wire.errors import BadRequest
+from engine.state import EngineFacts, EngineState
 
 logger = logging.getLogger(__name__)
 
-FAILED = "the engine failed; send the request again"
-CLOSED = "the engine is shut down"
 T = TypeVar("T")
 
 # Poll interval while every request waits for its adapter to load.
@@ -52,12 +49,11 @@ class StepEngine(Protocol):
     def close(self) -> None: ...
 
 
-class CoreThread:
-    """`engine.answering.core.Core` of an engine in this process."""
+class StepThread:
+    """The thread of one engine. `send` is called with its events, in their order, on this thread."""
 
-    def __init__(self, engine: StepEngine) -> None:
-        self._engine = engine
-        self._event_loop = asyncio.get_running_loop()
+    def __init__(self, engine: StepEngine, send: Callable[[Event], None]) -> None:
+        self._engine, self._send = engine, send
         self._commands: deque[Callable[[], None]] = deque()
         self._work = threading.Condition()
         self._stopping = False
@@ -66,49 +62,25 @@ class CoreThread:
         self.failure: str | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
-    @property
-    def facts(self) -> EngineFacts:
-        return self._engine.facts
-
-    def start(self, events: CoreEvents) -> None:
-        self._events = events
+    def start(self) -> None:
+        """Begin to step."""
         self._thread.start()
 
     def add(self, new: NewRequest) -> None:
+        """Queue a sequence. `Refused` follows if it cannot be added."""
         self._push(partial(self._add, new))
 
     def abort(self, request_id: str) -> None:
+        """End a sequence before the next step; `Released` follows."""
+
         def abort() -> None:
             self._engine.abort(request_id)
-            self._to_event_loop(self._events.released, request_id)
+            self._send(Released(request_id))
 
         self._push(abort)
 
-    async def state(self) -> EngineState:
-        return await self._call(self._engine.state)
-
-    async def is_on_device(self, digest: str) -> bool:
-        return await self._call(partial(self._engine.adapter_ready, digest))
-
-    async def unload_adapter(self, digest: str) -> bool:
-        return await self._call(partial(self._engine.unload_adapter, digest))
-
-    async def charge_elsewhere(self, tenants: Mapping[str, float]) -> int:
-        return await self._call(partial(self._engine.add_service_elsewhere, tenants))
-
-    async def measure_roofline(self) -> None:
-        await self._call(self._engine.measure_roofline)
-
-    async def close(self) -> None:
-        with self._work:
-            self._stopping = True
-            self._work.notify()
-        await asyncio.to_thread(self._thread.join)
-        self._fail_calls(CLOSED)
-        await asyncio.to_thread(self._engine.close)
-
-    async def _call(self, function: Callable[[], T]) -> T:
-        """Run a function on the engine's thread between two steps, and return its result."""
+    async def call(self, function: Callable[[], T]) -> T:
+        """Run a function on this thread between two steps, and return its result. Raises EngineUnavailable."""
         future: Future[T] = Future()
 
         def run() -> None:
@@ -128,19 +100,24 @@ class CoreThread:
         finally:
             self._calls.discard(future)
 
-    def _fail_calls(self, reason: str) -> None:
-        for future in self._calls:
-            if not future.done():
+    def fail_calls(self, reason: str) -> None:
+        """End the calls that wait, with EngineUnavailable. Call it once no step follows."""
+        for future in list(self._calls):
+            if future.set_running_or_notify_cancel():
                 future.set_exception(EngineUnavailable(reason))
+
+    async def close(self) -> None:
+        """End the thread after its step and the queued commands."""
+        with self._work:
+            self._stopping = True
+            self._work.notify()
+        await asyncio.to_thread(self._thread.join)
+        self.fail_calls(CLOSED)
 
     def _push(self, command: Callable[[], None]) -> None:
         with self._work:
             self._commands.append(command)
             self._work.notify()
-
-    def _failed(self) -> None:
-        self._events.failed(self.failure or "")
-        self._fail_calls(self.failure or "")
 
     # The methods below run in the engine's thread.
 
@@ -157,7 +134,7 @@ class CoreThread:
             # them.
             self.failure = FAILED
             logger.exception("the engine failed and refuses all requests until it is restarted")
-            self._to_event_loop(self._failed)
+            self._send(Failed(FAILED))
 
     def _wait_for_work(self) -> bool:
         """Sleep until there is work. Return False if the thread should end."""
@@ -175,21 +152,14 @@ class CoreThread:
     def _add(self, new: NewRequest) -> None:
         try:
             self._engine.add_request(new)
-        except BadRequest as exc:
-            self._to_event_loop(self._events.refused, new.request_id, exc)
-        except BaseException as exc:
-            logger.exception("a request could not be added")
-            error = exc if isinstance(exc, Exception) else RuntimeError(repr(exc))
-            self._to_event_loop(self._events.refused, new.request_id, error)
+        except BaseException as exc:  # noqa: BLE001 - a panic ends this request only
+            self._send(Refused(new.request_id, Fault.of(exc)))
 
     def _step(self) -> None:
         start = time.perf_counter()
         outputs = self._engine.step()
-        self._to_event_loop(self._events.stepped, time.perf_counter() - start, outputs)
+        self._send(Stepped(time.perf_counter() - start, outputs))
         if self._engine.is_waiting_for_adapters:
             with self._work:
                 if not self._commands and not self._stopping:
                     self._work.wait(ADAPTER_POLL_S)
-
-    def _to_event_loop(self, callback: Callable[..., object], *args: Any) -> None:
-        self._event_loop.call_soon_threadsafe(callback, *args)

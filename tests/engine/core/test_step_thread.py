@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import time
 
-from engine.answering.core_thread import CoreThread
-from engine.answering.in_flight import InFlight
+from engine.core.messages import Event
+from engine.core.step_thread import StepThread
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import Client, RunningServer
 
@@ -64,14 +64,16 @@ class SlowToAdd:
 
 async def test_many_requests_at_once_are_added_between_several_steps():
     engine = SlowToAdd()
-    core = CoreThread(engine)
-    in_flight = InFlight(core, max_requests=100)
+    events: list[Event] = []
+    steps = StepThread(engine, events.append)
+    steps.start()
     try:
-        params = SamplingParams()
-        in_flight.submit([NewRequest(f"a-{i}", [1], params) for i in range(100)])
-        await core.state()  # behind the others
+        for i in range(100):
+            steps.add(NewRequest(f"a-{i}", [1], SamplingParams()))
+        await steps.call(engine.state)  # behind the others
         assert engine.added == [f"a-{i}" for i in range(100)]
         counts = [0, *engine.between_steps, 100]
         assert max(b - a for a, b in itertools.pairwise(counts)) < 20
     finally:
-        await in_flight.close(0)
+        await steps.close()
+    assert len(events) == len(engine.between_steps)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from adapters.fair_threads import FairThreads, TooManyPending, Yielding
-from engine.answering.ticket import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
 from wire.errors import BadRequest
 from wire.structured import GrammarSpec

@@ -1,0 +1,237 @@
+"""The front's side of the messages: a loaded engine's core as the server sees it.
+
+Commands of one turn of the event loop leave in one frame. A link carries frames to the core, which may run in a thread
+of this process or in a process of its own; everything else is the same.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from adapters.tiers.tier_state import LoadResult
+from engine.core import messages
+from engine.core.errors import FAILED, EngineUnavailable
+from engine.core.messages import AdapterFacts, Inspection, Question, StateReading, TokenRules
+from engine.progress import Progress
+from engine.scheduling.request import NewRequest, RequestOutput
+from engine.state import EngineFacts
+from wire.mixtures import Mixture
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class CoreEvents(Protocol):
+    """Receiver of a core's events. Every method is called on the event loop, in the order of the events."""
+
+    def stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
+        """Take the outputs of a step that took `seconds`."""
+        ...
+
+    def refused(self, request_id: str, error: Exception) -> None:
+        """Take the error of a sequence that could not be added. The core does not know it."""
+        ...
+
+    def released(self, request_id: str) -> None:
+        """Take the end of an aborted sequence; no output of it follows."""
+        ...
+
+    def failed(self, reason: str) -> None:
+        """Take the core's failure. No event follows, and every sequence in it is lost."""
+        ...
+
+
+class Link(Protocol):
+    """Carrier of frames to a core. It passes the core's to `Core.receive`, and calls `Core.lost` if it breaks."""
+
+    def send(self, frame: bytes) -> None:
+        """Send a frame of commands. Never blocks."""
+        ...
+
+    async def close(self) -> None:
+        """End the core, which has closed its engine."""
+        ...
+
+
+class Core:
+    """A core behind a link. Call every method on the event loop.
+
+    facts: constants of the engine, set by `load`. failure: the text for clients once the core has failed; set before
+    `CoreEvents.failed` is called.
+    """
+
+    facts: EngineFacts
+
+    def __init__(
+        self,
+        *,
+        load_ended: Callable[[LoadResult, float], object] = lambda *_: None,
+        progress: Progress = lambda *_: None,
+    ) -> None:
+        """load_ended: called with each load into host memory: its result and seconds."""
+        self._load_ended, self._progress = load_ended, progress
+        self._event_loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._events: CoreEvents | None = None
+        self._commands: list[msgspec.Raw] = []
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._num_calls = 0
+        self.failure: str | None = None
+
+    async def load(self, link: Link, load: messages.Load) -> None:
+        """Load the model. Raises ConfigError, OSError."""
+        self._link = link
+        try:
+            self.facts = await self._ask(load, EngineFacts)
+        except EngineUnavailable as error:
+            raise OSError("the engine's core ended while it loaded the model") from error
+
+    def start(self, events: CoreEvents) -> None:
+        """Take events from now on. Add no sequence before."""
+        self._events = events
+        if self.failure is not None:
+            events.failed(self.failure)
+
+    def add(self, news: Sequence[NewRequest], rules: TokenRules = messages.NO_RULES) -> None:
+        """Queue the sequences of one request. Their outputs or refusals follow as events."""
+        self._send(messages.Add.of(news, rules))
+
+    def abort(self, request_id: str) -> None:
+        """End a sequence before the next step; `released` follows. Outputs of the step in flight may come before."""
+        self._send(messages.Abort(request_id))
+
+    async def state(self, host_version: int = -1) -> StateReading:
+        """Return the state between two steps. Raises EngineUnavailable, like the methods below.
+
+        host_version: of the list of adapters that the caller has.
+        """
+        return await self._ask(messages.ReadState(host_version), StateReading)
+
+    async def load_adapter(self, digest: str, tenant_id: str, *, may_be_on_device: bool = False) -> AdapterFacts | None:
+        """Load an adapter into host memory, in the tenant's turn. Return None without a load if `may_be_on_device` and
+        it is there.
+
+        Raises AdapterError, OSError, QueueFull, TenantQueueFull.
+        """
+        question = messages.LoadAdapter(digest, tenant_id, may_be_on_device)
+        return await self._ask(question, AdapterFacts | None)  # type: ignore[arg-type]
+
+    async def inspect_adapter(self, digest: str, tenant_id: str) -> Inspection:
+        """Load an adapter and inspect its weights. Raises what `load_adapter` raises."""
+        return await self._ask(messages.InspectAdapter(digest, tenant_id), Inspection)
+
+    async def register_folder(self, path: str) -> str:
+        """Register an adapter's folder and return its digest. Raises AdapterError, OSError."""
+        return await self._ask(messages.RegisterFolder(path), str)
+
+    async def forget_adapter(self, digest: str) -> None:
+        """Free an adapter in both tiers; see `Engine.unload_adapter`."""
+        await self._ask(messages.ForgetAdapter(digest), bool)
+
+    def add_mixture(self, mixture: Mixture) -> None:
+        """Make a mixture loadable by its digest until `remove_mixture`."""
+        self._send(messages.AddMixture(mixture.parts))
+
+    def remove_mixture(self, digest: str) -> None:
+        """Free a mixture's host memory."""
+        self._send(messages.RemoveMixture(digest))
+
+    async def prefetch(self, digest: str, tenant_id: str) -> bool:
+        """Load an adapter ahead of its request. Return whether it is in host memory."""
+        return await self._ask(messages.Prefetch(digest, tenant_id), bool)
+
+    async def keep_adapters(self, digests: Sequence[str]) -> int:
+        """Keep the operator's adapters in host memory for a time. Return the number of those kept."""
+        return await self._ask(messages.KeepAdapters(list(digests)), int)
+
+    async def charge_elsewhere(self, tenants: Mapping[str, float]) -> int:
+        """Charge tenants for service at other engines, in cost units. Return the number of those with requests here."""
+        return await self._ask(messages.ChargeElsewhere(dict(tenants)), int)
+
+    async def measure_roofline(self) -> None:
+        """Measure the device's limits; see `Engine.measure_roofline`."""
+        await self._ask(messages.MeasureRoofline(), type(None))
+
+    async def close(self) -> None:
+        """End the steps and free the engine. Sequences must be aborted before."""
+        if self._link is None:
+            return
+        # A core that is lost has nothing to free.
+        with suppress(EngineUnavailable):
+            await self._ask(messages.Close(), type(None), of_failed=True)
+        await self._link.close()
+
+    async def _ask(self, question: Question, answer: type[T], *, of_failed: bool = False) -> T:
+        """Return the core's answer. of_failed: also ask a core whose engine has failed."""
+        if self.failure is not None and not (of_failed and self._link is not None):
+            raise EngineUnavailable(self.failure)
+        self._num_calls += 1
+        call = self._num_calls
+        self._send(messages.Ask(call, question))
+        future = self._calls[call] = self._event_loop.create_future()
+        try:
+            return msgspec.msgpack.decode(await future, type=answer)
+        except asyncio.CancelledError:
+            self._send(messages.Cancel(call))
+            raise
+        finally:
+            self._calls.pop(call, None)
+
+    def _send(self, command: messages.Command) -> None:
+        """Queue a command for this turn's frame. Encoded here, so that an error is the caller's own."""
+        encoded = msgspec.Raw(messages.encode(command))
+        if not self._commands:
+            self._event_loop.call_soon(self._flush)
+        self._commands.append(encoded)
+
+    def _flush(self) -> None:
+        frame, self._commands = messages.encode(self._commands), []
+        if self._link is not None:
+            self._link.send(frame)
+
+    # The methods below are called by the link.
+
+    def receive(self, frame: bytes | memoryview) -> None:
+        """Take a frame of the core."""
+        event = messages.decode_event(frame)
+        events = self._events
+        match event:
+            case messages.Stepped(seconds, outputs):
+                if events is not None:
+                    events.stepped(seconds, outputs)
+            case messages.Answer(call, value, fault):
+                future = self._calls.get(call)
+                if future is not None and not future.done():
+                    # The value is copied, because the frame's memory is reused.
+                    future.set_result(value.copy()) if fault is None else future.set_exception(fault.error())
+            case messages.Released(request_id):
+                if events is not None:
+                    events.released(request_id)
+            case messages.Refused(request_id, fault):
+                if events is not None:
+                    events.refused(request_id, fault.error())
+            case messages.AdapterLoaded(result, seconds):
+                self._load_ended(result, seconds)
+            case messages.Loading(phase, done, total):
+                self._progress(phase, done, total)
+            case messages.Failed(reason):
+                self._fail(reason)
+
+    def lost(self) -> None:
+        """Take the end of the core's process: it answers nothing any more."""
+        self._link = None
+        self._fail(FAILED)
+
+    def _fail(self, reason: str) -> None:
+        if self.failure is None:
+            self.failure = reason
+            if self._events is not None:
+                self._events.failed(reason)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(EngineUnavailable(reason))

@@ -1,0 +1,114 @@
+"""Links to a core: in a process of its own, or in a thread of this process."""
+
+import asyncio
+import logging
+import socket
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from engine.config import SIMULATED, EngineConfig
+from engine.core.client import Core, Link
+from engine.core.frames import Frames, head
+
+if TYPE_CHECKING:
+    from engine.core.service import CoreService
+
+logger = logging.getLogger(__name__)
+
+CHILD = "engine.core.child"
+# Time for the process to end after its engine has closed; its memory may be large.
+EXIT_SECONDS = 10.0
+
+
+async def open_link(core: Core, config: EngineConfig) -> Link:
+    """Start a core in the configured form, by default that of the device. Raises OSError."""
+    form = config.core or ("process" if config.device.startswith((SIMULATED, "cuda")) else "thread")
+    return await InProcess.open(core) if form == "process" else InThread(core)
+
+
+class InThread:
+    """A core whose engine steps in a thread of this process."""
+
+    service: "CoreService"
+
+    def __init__(self, core: Core) -> None:
+        from engine.core.service import CoreService  # loads torch
+
+        event_loop = asyncio.get_running_loop()
+
+        def to_front(frame: bytes) -> None:
+            event_loop.call_soon_threadsafe(core.receive, frame)
+
+        self.service = CoreService(to_front)
+
+    def send(self, frame: bytes) -> None:
+        self.service.receive(frame)
+
+    async def close(self) -> None:
+        pass
+
+
+class InProcess(asyncio.Protocol):
+    """A core in a child process. Create it by `open`. pid: of the child."""
+
+    def __init__(self, core: Core, child: subprocess.Popen[bytes]) -> None:
+        self._core, self._child = core, child
+        self._frames = Frames()
+        self._closing = False
+        self._ended: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def open(cls, core: Core) -> "InProcess":
+        """Start the process. Raises OSError."""
+        child, connection = _spawn()
+        event_loop = asyncio.get_running_loop()
+        _, link = await event_loop.create_unix_connection(lambda: cls(core, child), sock=connection)
+        return link
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def send(self, frame: bytes) -> None:
+        self._transport.write(head(frame) + frame)
+
+    async def close(self) -> None:
+        self._closing = True
+        # The child ends when its socket does.
+        self._transport.close()
+        try:
+            await asyncio.to_thread(self._child.wait, EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            logger.warning("the core did not end within %g s and is killed", EXIT_SECONDS)
+            self._child.kill()
+            await asyncio.to_thread(self._child.wait)
+
+    # Events of the socket.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        for frame in self._frames.feed(data):
+            self._core.receive(frame)
+
+    def connection_lost(self, _: Exception | None) -> None:
+        if not self._closing:
+            self._core.lost()
+            self._ended = asyncio.get_running_loop().create_task(self._report_end())
+
+    async def _report_end(self) -> None:
+        """Log how the process ended, which its own log cannot tell after SIGKILL."""
+        status = await asyncio.to_thread(self._child.wait)
+        reason = f"by signal {-status}" if status < 0 else f"with status {status}"
+        logger.error("the engine failed: its core's process %d ended %s", self._child.pid, reason)
+
+
+def _spawn() -> tuple[subprocess.Popen[bytes], socket.socket]:
+    """Start the process. Return it and this side of the socket, whose other side only the process has."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", CHILD, str(theirs.fileno())]
+        return subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL), ours
