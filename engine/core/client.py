@@ -91,6 +91,10 @@ class Core:
         except EngineUnavailable as error:
             raise OSError("the engine's core ended while it loaded the model") from error
 
+    async def prepare_grammars(self, tokenizer: str) -> None:
+        """Read the vocabulary of grammars, before the first request. tokenizer: text of a tokenizer.json."""
+        await self._ask(messages.PrepareGrammars(tokenizer), type(None))
+
     def start(self, events: CoreEvents) -> None:
         """Take events from now on. Add no sequence before."""
         self._events = events

@@ -111,15 +111,18 @@ class Cancel(Message):
 
 
 class Load(Message):
-    """Load the model -> EngineFacts. tokenizer: text of a tokenizer.json, for grammars. adapter_store: as in
-    `ServerConfig`.
-    """
+    """Load the model -> EngineFacts. adapter_store: as in `ServerConfig`."""
 
     config: EngineConfig
-    tokenizer: str
     adapter_store: str | None
     adapter_cache: str
     adapter_cache_bytes: int
+
+
+class PrepareGrammars(Message):
+    """Read the vocabulary of grammars -> None. tokenizer: text of a tokenizer.json."""
+
+    tokenizer: str
 
 
 class ReadState(Message):
@@ -187,6 +190,7 @@ class Close(Message):
 
 Question = (
     Load
+    | PrepareGrammars
     | ReadState
     | MeasureRoofline
     | LoadAdapter

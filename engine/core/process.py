@@ -5,7 +5,7 @@ import logging
 import socket
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from engine.config import SIMULATED, EngineConfig
 from engine.core.client import Core, Link
@@ -87,8 +87,7 @@ class InProcess(asyncio.Protocol):
     # Events of the socket.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         for frame in self._frames.feed(data):

@@ -52,7 +52,7 @@ class CoreService:
     """An engine's core. Call `receive` on the event loop of the constructor.
 
     send: called with each frame for the front, on any thread, one at a time and in the order of the events. loaded:
-    called once the model is loaded.
+    called once the model is loaded and grammars can be compiled.
     """
 
     engine: Engine
@@ -161,6 +161,8 @@ class CoreService:
         match question:
             case messages.Load():
                 return self._load(question)
+            case messages.PrepareGrammars(tokenizer):
+                return self._prepare_grammars(tokenizer)
             case messages.ReadState(host_version):
                 return self._read_state(host_version)
             case messages.MeasureRoofline():
@@ -191,14 +193,16 @@ class CoreService:
         self._steps = StepThread(self.engine, self._sent_by_steps)
         self._steps.start()
         self._open.push_async_callback(self._steps.close)
+        self._prefetching, self._pinned = Prefetching(self.host_cache), PinnedAdapters(self.host_cache)
+        return self.engine.facts
+
+    async def _prepare_grammars(self, tokenizer: str) -> None:
         facts = self.engine.facts
-        compiler = GrammarCompiler(lambda: load.tokenizer, facts.vocab_size, facts.eos_token_ids)
+        compiler = GrammarCompiler(lambda: tokenizer, facts.vocab_size, facts.eos_token_ids)
         await asyncio.to_thread(compiler.prepare)
         self._grammars = Grammars(compiler)
         self._open.callback(self._grammars.close)
-        self._prefetching, self._pinned = Prefetching(self.host_cache), PinnedAdapters(self.host_cache)
         self._loaded()
-        return facts
 
     def _make_engine(self, load: messages.Load) -> Engine:
         return Engine(load.config, self.host_cache, lambda *progress: self.send(messages.Loading(*progress)))

@@ -128,8 +128,9 @@ class Server:
             raise ConfigError("finished_file", str(error)) from error
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
+        core = await self._load_core(progress)
         tokenizer = await asyncio.to_thread(load_tokenizer, self._config)
-        core = await self._load_core(tokenizer, progress)
+        await core.prepare_grammars(tokenizer.to_json())
         self._in_flight = InFlight(
             core, max_requests=core.facts.max_num_seqs + self._server_config.max_waiting, on_step=self._stepped
         )
@@ -166,19 +167,13 @@ class Server:
             prober,
         )
 
-    async def _load_core(self, tokenizer: Tokenizer, progress: Progress | None) -> Core:
+    async def _load_core(self, progress: Progress | None) -> Core:
         """Start the core and load the model. Raises ConfigError or OSError."""
         server = self._server_config
         self._core = core = Core(
             load_ended=self._metrics.host_load_ended, progress=partial(self._note_progress, progress)
         )
-        load = Load(
-            self._config,
-            await asyncio.to_thread(tokenizer.to_json),
-            server.adapter_store,
-            str(server.adapter_cache),
-            server.adapter_cache_bytes,
-        )
+        load = Load(self._config, server.adapter_store, str(server.adapter_cache), server.adapter_cache_bytes)
         await core.load(await open_link(core, self._config), load)
         return core
 

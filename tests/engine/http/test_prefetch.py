@@ -10,7 +10,7 @@ import pytest
 
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
-from engine.answering import prefetching
+from engine.core import prefetching
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter
 

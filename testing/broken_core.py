@@ -1,0 +1,25 @@
+"""A core's process whose steps fail for a request with the cache salt `die`: `python -m testing.broken_core FD`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from engine.core.child import main
+from engine.execution.runner import Runner
+from engine.scheduling.request import Request
+
+plain_forward = Runner.forward
+
+
+class Panic(BaseException):
+    """A BaseException, like pyo3's PanicException."""
+
+
+def forward(self: Runner, plan: Mapping[Request, int]) -> Any:
+    if any(request.cache_salt == "die" for request in plan):
+        raise Panic("private words")
+    return plain_forward(self, plan)
+
+
+if __name__ == "__main__":
+    Runner.forward = forward  # type: ignore[method-assign]
+    main()
