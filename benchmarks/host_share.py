@@ -1,11 +1,13 @@
 """The host's share of a step, on a simulated device (`--device simulated:STEP_MS,MS_PER_TOKEN`).
 
-    python -m benchmarks.host_share [--seconds 8] [--only TEXT] [--json FILE] [--profile] [-- ENGINE FLAGS]
+    python -m benchmarks.host_share [--seconds 8] [--core process,thread] [--only TEXT] [--json FILE] [--profile]
+                                    [-- ENGINE FLAGS]
 
-Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine`, streams from
-it over HTTP, and measures the CPU time of the HTTP front per streamed token, the share of the device's rate that 64
-streams reach, and the time to the first token of a long prompt beside 8 streams. Figures are
-CPU times where possible. Run nothing else on the machine at the same time.
+Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine` in each form
+of its core, streams from it over HTTP, and measures the CPU time of the HTTP front per streamed token, the share of the
+device's rate that 64 streams reach, and the time to the first token of a long prompt beside 8 streams; and on the CPU
+itself, the rate of 1 and 16 streams. Figures are CPU times where possible. Run nothing else on the machine at the same
+time.
 """
 
 import argparse
@@ -110,7 +112,7 @@ class ServedEngine:
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the engine runs
         command = [sys.executable, "-m", "loraplex.cli", "engine", "--model", str(model), "--served-model-name", "base"]
         command += ["--port", str(self.port), "--device", device, "--max-num-seqs", "256"]
-        command += ["--kv-cache-memory", str(MEMORY["kv_cache_memory"]), *flags]
+        command += flags
         for i, path in enumerate(adapters):
             command += ["--lora-modules", f"adapter-{i}={path}"]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
@@ -132,10 +134,11 @@ class ServedEngine:
         return json.load(urllib.request.urlopen(f"{self.url}/state", timeout=10))
 
     def cpu(self) -> tuple[float, float, float]:
-        """Return seconds of CPU: the front's, the system calls' part of it, and all else."""
+        """Return seconds of CPU: the front's, the system calls' part of it, and all else, also of a core's process."""
         threads = {t.id: t for t in self._root.threads()}
         front = threads.pop(self._root.pid)
-        rest = sum(t.user_time + t.system_time for t in threads.values())
+        others = [*threads.values(), *(child.cpu_times() for child in self._root.children())]
+        rest = sum(t.user_time + t.system_time if hasattr(t, "user_time") else t.user + t.system for t in others)
         return front.user_time + front.system_time, front.system_time, rest
 
     def close(self) -> None:
@@ -221,31 +224,41 @@ async def first_tokens(engine: ServedEngine, repeats: int) -> Figures:
 
 
 def served(
-    model: Path, adapters: list[Path], flags: list[str], seconds: float, only: str
+    model: Path, adapters: list[Path], flags: list[str], forms: list[str], seconds: float, only: str
 ) -> Iterator[tuple[str, Figures]]:
+    """Yield each measure's name and figures, in each form of the core."""
+
+    def streams_of(number: int) -> Callable[[ServedEngine], Any]:
+        return lambda engine: rate(engine, number, seconds)
+
     measures: list[tuple[str, str, Callable[[ServedEngine], Any]]] = [
-        ("64 streams, a step every 25 ms", f"simulated:{CALM_MS},0", lambda e: rate(e, 64, seconds)),
-        ("64 streams, a step every 4.5 ms", f"simulated:{DECODE_MS},0", lambda e: rate(e, 64, seconds)),
-        ("256 streams, a step every 25 ms", f"simulated:{CALM_MS},0", lambda e: rate(e, 256, seconds)),
+        ("64 streams, a step every 25 ms", f"simulated:{CALM_MS},0", streams_of(64)),
+        ("64 streams, a step every 4.5 ms", f"simulated:{DECODE_MS},0", streams_of(64)),
+        ("256 streams, a step every 25 ms", f"simulated:{CALM_MS},0", streams_of(256)),
         (
             "first token of 4,000 beside 8 streams",
             f"simulated:{DECODE_MS},{TOKEN_MS},{EAGER_MS}",
             lambda e: first_tokens(e, 7),
         ),
+        ("CPU, 16 streams", "cpu", streams_of(16)),
+        ("CPU, 1 stream", "cpu", streams_of(1)),
     ]
     for name, device, measure in measures:
-        if only not in name:
-            continue
-        with ExitStack() as stack:
-            engine = ServedEngine(model, adapters, device, flags)
-            stack.callback(engine.close)
-            yield name, asyncio.run(measure(engine))
+        for form in forms if only in name else ():
+            memory = 1 << 30 if device == "cpu" else MEMORY["kv_cache_memory"]
+            with ExitStack() as stack:
+                engine = ServedEngine(
+                    model, adapters, device, ["--core", form, "--kv-cache-memory", str(memory), *flags]
+                )
+                stack.callback(engine.close)
+                yield f"{name}, {form}", asyncio.run(measure(engine))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path)
     parser.add_argument("--seconds", type=float, default=8)
+    parser.add_argument("--core", default="process,thread", help="forms of the core, in turn")
     parser.add_argument("--only", default="", help="measure only what has this text in its name")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--profile", action="store_true", help="show where the core's time goes, and stop")
@@ -266,7 +279,7 @@ def main() -> None:
             steps = 300 if flags.profile else 1500
             show(f"core, {number} streams", core_steps(model, adapters, number, steps, flags.profile))
         if not flags.profile:
-            for name, figures in served(model, adapters, flags.flags, flags.seconds, flags.only):
+            for name, figures in served(model, adapters, flags.flags, flags.core.split(","), flags.seconds, flags.only):
                 show(name, figures)
     if flags.json is not None:
         flags.json.write_text(json.dumps(found, indent=2) + "\n")

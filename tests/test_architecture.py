@@ -104,7 +104,9 @@ def test_traces_are_loaded_only_where_they_are_asked_for():
 
 
 def test_the_engine_needs_neither_redis_nor_a_database():
-    loaded = modules_after("import engine.program")
+    front = modules_after("import engine.program")
+    assert "torch" not in front, "beside a core in a process, the front needs neither its time nor its memory"
+    loaded = front | modules_after("import engine.core.child")
     assert "torch" in loaded
     assert not loaded & {"redis", "sqlalchemy", "alembic"}
 

@@ -47,7 +47,13 @@ class CoreEvents(Protocol):
 
 
 class Link(Protocol):
-    """Carrier of frames to a core. It passes the core's to `Core.receive`, and calls `Core.lost` if it breaks."""
+    """Carrier of frames to a core. It passes the core's to `Core.receive`, and calls `Core.lost` if it breaks.
+
+    pid: the core's process, None if it is this one.
+    """
+
+    @property
+    def pid(self) -> int | None: ...
 
     def send(self, frame: bytes) -> None:
         """Send a frame of commands. Never blocks."""

@@ -31,6 +31,7 @@ class InThread:
     """A core whose engine steps in a thread of this process."""
 
     service: "CoreService"
+    pid = None
 
     def __init__(self, core: Core) -> None:
         from engine.core.service import CoreService  # loads torch

@@ -174,7 +174,10 @@ class Server:
             load_ended=self._metrics.host_load_ended, progress=partial(self._note_progress, progress)
         )
         load = Load(self._config, server.adapter_store, str(server.adapter_cache), server.adapter_cache_bytes)
-        await core.load(await open_link(core, self._config), load)
+        link = await open_link(core, self._config)
+        if link.pid is not None:
+            self._metrics.watch_core(link.pid)
+        await core.load(link, load)
         return core
 
     def _note_progress(self, progress: Progress | None, phase: str, done: int, total: int) -> None:

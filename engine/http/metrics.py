@@ -74,6 +74,10 @@ class Metrics:
             registry=registry,
         )
 
+    def watch_core(self, pid: int) -> None:
+        """Export the CPU time, memory and open files of a core's process."""
+        ProcessCollector(f"{PREFIX}_core", lambda: pid, registry=self._registry)
+
     def observe_step(self, seconds: float, outputs: Iterable[RequestOutput]) -> None:
         """Record a step."""
         self.step_seconds.observe(seconds)
