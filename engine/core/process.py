@@ -7,9 +7,10 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, cast
 
-from engine.config import SIMULATED, EngineConfig
+from engine.config import CoreForm, EngineConfig
 from engine.core.client import Core, Link
 from engine.core.frames import Frames, head
+from kernels.presence import may_have_gpu
 
 if TYPE_CHECKING:
     from engine.core.service import CoreService
@@ -21,10 +22,21 @@ CHILD = "engine.core.child"
 EXIT_SECONDS = 10.0
 
 
+def form_of(config: EngineConfig) -> CoreForm:
+    """Return the configured form of the core, or the device's default.
+
+    On a GPU the host's work beside a step decides its rate, so front and core each need an interpreter lock. The CPU is
+    as fast in both forms (docs/perf/2026-11-23-host-share.md), and one process needs less memory.
+    """
+    if config.core is not None:
+        return config.core
+    is_cpu = config.device == "cpu" or (config.device == "auto" and not may_have_gpu())
+    return "thread" if is_cpu else "process"
+
+
 async def open_link(core: Core, config: EngineConfig) -> Link:
-    """Start a core in the configured form, by default that of the device. Raises OSError."""
-    form = config.core or ("process" if config.device.startswith((SIMULATED, "cuda")) else "thread")
-    return await InProcess.open(core) if form == "process" else InThread(core)
+    """Start a core in its form. Raises OSError."""
+    return await InProcess.open(core) if form_of(config) == "process" else InThread(core)
 
 
 class InThread:

@@ -230,7 +230,7 @@ def test_the_models_own_defaults_stand_where_a_request_says_nothing(tmp_path):
     defaults = read_sampling_defaults(tmp_path)
     params = sampling_params(completion(top_k=0), 16, 0, defaults)
     assert (params.temperature, params.top_p, params.top_k, params.min_p) == (0.6, 0.9, 0, 0.0)
-    assert sampling_params(chat(temperature=1, top_p=1), 16, 0, None, defaults).temperature == 1
+    assert sampling_params(chat(temperature=1, top_p=1), 16, 0, defaults).temperature == 1
     for content in ("[]", "{", '{"temperature": 3}', '{"top_k": "many"}'):
         file.write_text(content)
         with pytest.raises(ConfigError, match="generation_config"):

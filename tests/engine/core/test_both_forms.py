@@ -9,6 +9,9 @@ import pytest
 
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
+from engine.config import EngineConfig
+from engine.core import process
+from engine.core.process import form_of
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter
 
@@ -108,3 +111,17 @@ async def test_an_unknown_store_and_a_wrong_model_are_one_error(form: str, model
         RunningServer(model, config={"core": form, "kv_cache_memory": 1})
     with pytest.raises(ValueError, match=r"^model: no such folder: .*nowhere"):
         RunningServer(tmp_path / "nowhere", config={"core": form})
+
+
+def test_the_form_follows_the_device(monkeypatch: pytest.MonkeyPatch):
+    def form(**fields: Any) -> str:
+        return form_of(EngineConfig(model="m", **fields))
+
+    for has_gpu in (True, False):
+        monkeypatch.setattr(process, "may_have_gpu", lambda has_gpu=has_gpu: has_gpu)
+        forms = {device: form(device=device) for device in ("auto", "cpu", "cuda", "simulated:1,0")}
+        assert forms == {
+            "auto": "process" if has_gpu else "thread", "cpu": "thread", "cuda": "process", "simulated:1,0": "process"
+        }  # fmt: skip
+        assert form(device="cpu", core="process") == "process"
+        assert form(device="cuda", core="thread") == "thread"

@@ -3,6 +3,7 @@
 import errno
 import random
 
+import msgspec
 import pytest
 
 from adapters.manifest import AdapterError, AdapterNotFound
@@ -62,16 +63,9 @@ def test_choices_share_their_prompt_on_the_wire_and_have_it_after():
     ids=lambda error: type(error).__name__,
 )
 def test_errors_cross_with_their_fields(error: Exception):
-    [fault] = decode([Fault.of(error)])
-    found = fault.error()
+    found = msgspec.msgpack.decode(msgspec.msgpack.encode(Fault.of(error)), type=Fault).error()
     assert type(found) is type(error)
     assert (str(found), found.__dict__) == (str(error), error.__dict__)
-
-
-def decode(faults: list[Fault]) -> list[Fault]:
-    import msgspec
-
-    return msgspec.msgpack.decode(msgspec.msgpack.encode(faults), type=list[Fault])
 
 
 def test_an_unforeseen_error_crosses_without_its_text(caplog: pytest.LogCaptureFixture):
