@@ -76,7 +76,7 @@ class Metrics:
 
     def watch_core(self, pid: int) -> None:
         """Export the CPU time, memory and open files of a core's process."""
-        ProcessCollector(f"{PREFIX}_core", lambda: pid, registry=self._registry)
+        ProcessCollector("core", lambda: pid, registry=self._registry)
 
     def observe_step(self, seconds: float, outputs: Iterable[RequestOutput]) -> None:
         """Record a step."""

@@ -12,7 +12,7 @@ import pytest
 from adapters import checkpoint
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
-from engine.http import app
+from engine.core import service
 from testing.engine import Client, RunningServer
 from testing.many_adapters import make_scaled
 from testing.tiny import save_adapter, save_model
@@ -54,7 +54,7 @@ def server(
     starts_servers: None, tmp_path: Path, store: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[RunningServer]:
     save_model(tmp_path / "model")
-    monkeypatch.setattr(app, "open_store", lambda *_: store)
+    monkeypatch.setattr(service, "open_store", lambda *_: store)
     # Room for 24 of the adapters in host memory, which take 4 KiB each: less than are loaded.
     options = {"max_num_seqs": SEATS, "host_adapter_memory": 24 * 4096}
     running = RunningServer(
@@ -106,8 +106,7 @@ async def test_500_adapters_of_one_tenant_in_a_slow_store(
         assert [await ask(client, "neighbour", mine) for _ in range(5)] == [(200, "")] * 5
         assert await ask(client, "other", others) == (200, "")
     assert store.most_reading == 2, "a thread of three is left to other tenants"
-    host = server.server._host_cache
-    assert host is not None
+    host = server.core.host_cache
     store.opened.set()
     most = 0
     async with asyncio.timeout(60):

@@ -43,6 +43,15 @@ def lasting(answer: Any) -> Any:
     return {key: value for key, value in answer.items() if key not in ("id", "created")}
 
 
+def joined(events: list[Any]) -> dict[int, list[str]]:
+    """Return each choice's text and reason. Tokens that arrive together share an event, so the events differ by run."""
+    choices: dict[int, list[str]] = {0: ["", ""], 1: ["", ""]}
+    for choice in (choice for event in events for choice in event["choices"]):
+        choices[choice["index"]][0] += choice["delta"].get("content") or ""
+        choices[choice["index"]][1] += choice["finish_reason"] or ""
+    return choices
+
+
 async def tell(url: str, session: aiohttp.ClientSession, digest: str) -> list[Any]:
     """Send every request and return the answers."""
     client, found = Client(session, url), []
@@ -51,7 +60,7 @@ async def tell(url: str, session: aiohttp.ClientSession, digest: str) -> list[An
         status, answer = await client.post("/v1/completions", body, headers=INTERNAL)
         found.append((status, lasting(answer)))
     chat = {"model": "one", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 20, "seed": 1, "n": 2}
-    found += [lasting(event) for event in await client.events("/v1/chat/completions", chat, headers=INTERNAL)]
+    found.append(joined(await client.events("/v1/chat/completions", chat, headers=INTERNAL)))
     found.append(await client.ok("/probe", {"model": digest}, headers=INTERNAL))
     found.append(await client.ok("/prefetch", {"adapter": digest, "tenant": "acme"}, headers=INTERNAL))
     found.append(await client.ok("/pins", {"adapters": [digest]}, headers=INTERNAL))
@@ -95,6 +104,7 @@ async def test_both_forms_answer_alike(session: aiohttp.ClientSession, model: Pa
             metrics = await (await session.get(server.url + "/metrics", headers=INTERNAL)).text()
             # Three named adapters, the mixture, the prober's; a fourth load failed.
             assert 'loraplex_engine_adapter_host_loads_total{result="missing"}' in metrics
+            assert ("core_process_cpu_seconds_total" in metrics) == (form == "process")
             assert 'loraplex_engine_requests_finished_total{finish_reason="abort"} 1.0' in metrics
         finally:
             server.close()
