@@ -6,6 +6,7 @@ from datetime import timedelta
 
 from gateway.access.auth import Authenticator
 from gateway.access.credentials import StrongSecrets
+from gateway.access.peppers import split_peppers
 from gateway.access.sessions import Sessions
 from gateway.access.throttle import FailedLogins
 from gateway.billing.account import Accounting
@@ -217,7 +218,7 @@ def build_serving(resources: Resources, bases: Bases) -> Serving:
     gate = Gates(registry.capacity_of, counters, settings.queue_length, settings.queue_seconds)
     quarantine = Quarantine(
         settings.quarantine_seconds,
-        settings.key_pepper.encode(),
+        split_peppers(settings.key_pepper)[0].encode(),
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
     )

@@ -13,6 +13,7 @@ from msgspec import Meta
 
 from gateway.access.credentials import MIN_BITS, guess_bits
 from gateway.access.oidc import parse_grant
+from gateway.access.peppers import split_peppers
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import parse_fallback
@@ -36,6 +37,11 @@ def _check_secret(secret: str) -> None:
     """Raise ValueError for a secret that can be guessed."""
     if len(secret) < MIN_SECRET_CHARS or guess_bits(secret) < MIN_BITS:
         raise ValueError
+
+
+def _check_peppers(text: str) -> None:
+    for pepper in split_peppers(text):
+        _check_secret(pepper)
 
 
 def _check_admin_key(secret: str) -> None:
@@ -150,6 +156,7 @@ SECRET = (
     "prints, not a word, name or pattern"
 )
 Secret = Annotated[str, _expects(SECRET, _check_secret)]
+Peppers = Annotated[str, _expects(f"{SECRET}, or the new and the old one, separated by a comma", _check_peppers)]
 AdminKey = Annotated[str, _expects(f"{SECRET}; or {OFF}", _check_admin_key)]
 ModelFolder = Annotated[Path, _expects("a model folder with a config.json", _check_model_folder)]
 ModelName = Annotated[str, _expects("the name of the base model in the API", min_length=1)]

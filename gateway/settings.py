@@ -31,7 +31,8 @@ class Settings:
     engines: types.Engines
     internal_token: types.Secret = field(repr=False)
     adapter_store: types.StorePath
-    key_pepper: types.Secret = field(repr=False)
+    # A pepper, or two during a rotation: the new one, a comma, the old one.
+    key_pepper: types.Peppers = field(repr=False)
     # Short form for a deployment's first base model: its folder, and its name in the API. None: all are on record.
     model_dir: types.ModelFolder | None = None
     base_model: types.ModelName | None = None

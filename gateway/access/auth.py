@@ -4,6 +4,9 @@ A key is `lpx_<id>_<secret>`: a secret of 160 random bits and a check of 32 bits
 so that a key that was never issued is refused without a database query. The database holds the id and HMAC-SHA256 of
 the secret under the deployment's pepper, so a stolen table does not reveal a usable key.
 
+While the pepper is rotated there are two. A key that only the old one verifies is hashed again under the new one; its
+check digits, which its owner keeps, are then recorded, because only the old pepper can compute them.
+
 `Authenticator` caches keys in memory and reads the database's change counters to keep them valid.
 """
 
@@ -22,6 +25,7 @@ from typing import Any
 import msgspec
 
 from gateway.access.caller import note_key
+from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, Changes
@@ -38,7 +42,6 @@ BOOTSTRAP_KEY_ID = "bootstrap"
 
 KEY_ID_BYTES = 8
 SECRET_BYTES = 20
-CHECK_HEX = 8
 
 CACHE_ENTRIES = 10_000
 # Scope of cached answers for keys that do not exist. They are dropped only when the database is replaced.
@@ -113,18 +116,23 @@ class Authenticator:
     def __init__(
         self, keys: Keys, pepper: str, admin_key: str | None, changes: Changes, *, admin_key_anywhere: bool = True
     ) -> None:
-        """admin_key: the bootstrap key, None if it is disabled. admin_key_anywhere: whether tenants' routes recognise
-        it too, for a helpful error; if not, only the admin routes compare a client's key with it.
+        """pepper: one, or two during a rotation. admin_key: the bootstrap key, None if it is disabled.
+        admin_key_anywhere: whether tenants' routes recognise it too, for a helpful error; if not, only the admin routes
+        compare a client's key with it.
         """
         self._keys = keys
         self._changes = changes
-        self._pepper = pepper.encode()
+        self._peppers = Peppers(pepper)
         self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
         self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, least recently looked up first
         self._lookups = Lookups(self._look_up)
         self._admin_key_anywhere = admin_key_anywhere
         self._running: dict[asyncio.Timeout, str] = {}
         self._used: dict[str, datetime] = {}
+        # Keys that were hashed again, by their former hash, and not written yet.
+        self._rehashed: dict[str, ApiKey] = {}
+        # Check digits under former peppers, by key id; None: not read yet.
+        self._former_checks: dict[str, str] | None = None
 
     def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
         """Return a new key and its clear text, which is not kept anywhere. fields: further fields of ApiKey.
@@ -132,13 +140,14 @@ class Authenticator:
         Does not store the key; `Keys.add` does.
         """
         key_id, random = secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
-        secret = random + self._check(key_id, random)
+        secret = random + self._peppers.check(key_id, random)
         key = ApiKey(
             id=key_id,
             tenant=tenant,
             label=label,
             scopes=scopes,
             secret_hash=self._hash(key_id, secret),
+            pepper=self._peppers.fingerprint,
             created_at=datetime.now(UTC),
             **fields,
         )
@@ -219,7 +228,7 @@ class Authenticator:
             begun = time.monotonic()
             try:
                 await self.refresh()
-                if self._used and time.monotonic() - last_written > WRITE_USE_SECONDS:
+                if (self._used or self._rehashed) and time.monotonic() - last_written > WRITE_USE_SECONDS:
                     last_written = time.monotonic()
                     await self._write_uses()
             except Unavailable:
@@ -235,6 +244,8 @@ class Authenticator:
     async def refresh(self) -> None:
         """Read changes now and end the running requests of keys that became invalid."""
         await self._changes.read()
+        if self._former_checks is None:
+            self._former_checks = await self._keys.former_checks()
         missing = [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]
         if missing:
             mark = self._changes.mark
@@ -264,17 +275,30 @@ class Authenticator:
         key_id, random, check = match.groups()
         known = self._current(key_id)
         if known is None:
-            if not hmac.compare_digest(check, self._check(key_id, random)):
+            if self._former_checks is None:
+                self._former_checks = await self._keys.former_checks()
+            if not self._is_check(key_id, random, check):
                 raise WrongKey
             known = await self._find(key_id)
         key = known.key
-        if key is None or not hmac.compare_digest(self._hash(key_id, random + check), key.secret_hash):
+        pepper = None if key is None else self._peppers.match(key_id, random + check, key.secret_hash)
+        if key is None or pepper is None:
             raise WrongKey
         note_key(key.id, *((None, None) if key.tenant is None else (key.tenant.name, key.tenant.id)))
         if problem := _problem(key):
             raise problem
         self._note_use(known, key.id)
+        if key.pepper != self._peppers.fingerprint:
+            self._rehash(known, key, random + check, is_other=pepper != self._peppers.fingerprint)
         return key
+
+    def _rehash(self, known: _Known, key: ApiKey, secret: str, *, is_other: bool) -> None:
+        """Hash a verified key under the first pepper. is_other: whether its present hash is under another one."""
+        changes: dict[str, Any] = {"pepper": self._peppers.fingerprint, "secret_hash": self._hash(key.id, secret)}
+        if is_other:
+            changes["check_digits"] = secret[-CHECK_HEX:]
+        # The cache has the new hash at once, so that the key is hashed once and not at each request.
+        known.key = self._rehashed[key.secret_hash] = msgspec.structs.replace(key, **changes)
 
     def is_issued(self, presented: str) -> bool:
         """Return whether the deployment has issued a key, by its check digits, which only the deployment can compute.
@@ -282,7 +306,7 @@ class Authenticator:
         The key may be revoked, expired or deleted; the database is not queried.
         """
         match = _KEY.fullmatch(presented)
-        return match is not None and hmac.compare_digest(match[3], self._check(match[1], match[2]))
+        return match is not None and self._is_check(match[1], match[2], match[3])
 
     def is_bootstrap(self, presented: str) -> bool:
         """Return whether a text is the bootstrap admin key."""
@@ -323,12 +347,16 @@ class Authenticator:
         await self._keys.touch(used)
         for key_id in used:
             del self._used[key_id]
+        if rehashed := dict(self._rehashed):
+            await self._keys.rehash(rehashed)
+            for former in rehashed:
+                del self._rehashed[former]
 
-    def _check(self, key_id: str, random: str) -> str:
-        return self._hash(f"check.{key_id}", random)[:CHECK_HEX]
+    def _is_check(self, key_id: str, random: str, digits: str) -> bool:
+        return self._peppers.is_check(key_id, random, digits, (self._former_checks or {}).get(key_id))
 
     def _hash(self, key_id: str, secret: str) -> str:
-        return hmac.digest(self._pepper, f"{key_id}.{secret}".encode("utf-8", "surrogateescape"), "sha256").hex()
+        return self._peppers.hash(key_id, secret)
 
 
 def principal_of(key: ApiKey, tenant: Tenant) -> TenantPrincipal:

@@ -8,6 +8,7 @@ from typing import Any
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
+from gateway.access.peppers import split_peppers
 from gateway.alerts.addresses import PublicResolver
 from gateway.alerts.mail import Mailer, MailFailed
 from gateway.alerts.messages import body, text, title
@@ -26,7 +27,7 @@ class Sender:
     """
 
     def __init__(self, pepper: str, mailer: Mailer | None, seconds: float = SECONDS) -> None:
-        self._pepper = pepper
+        self._peppers = split_peppers(pepper)
         self._mailer = mailer
         self._seconds = seconds
         self._sessions: dict[bool, ClientSession] = {}
@@ -50,8 +51,9 @@ class Sender:
             self._mailer.close()
 
     async def _post(self, webhook: Webhook, event_id: str, content: bytes) -> str | None:
-        secret = webhook_secret(self._pepper, webhook.id)
-        headers = signed_headers(secret, event_id, int(time.time()), content)
+        # During a rotation the target may have either secret.
+        secrets = [webhook_secret(pepper, webhook.id) for pepper in self._peppers]
+        headers = signed_headers(secrets, event_id, int(time.time()), content)
         headers["Content-Type"] = "application/json"
         session = self._session(is_tenants=webhook.tenant is not None)
         try:

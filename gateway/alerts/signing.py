@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import hmac
+from collections.abc import Sequence
 
 SECRET_PREFIX = "whsec_"
 
@@ -13,12 +14,16 @@ def webhook_secret(pepper: str, webhook_id: str) -> str:
     return SECRET_PREFIX + base64.b64encode(key).decode()
 
 
-def signed_headers(secret: str, message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
-    """Return the headers of a message. message_id: the same in every attempt. timestamp: of this attempt, Unix time."""
-    key = base64.b64decode(secret.removeprefix(SECRET_PREFIX))
-    signature = hmac.digest(key, f"{message_id}.{timestamp}.".encode() + body, hashlib.sha256)
+def signed_headers(secrets: Sequence[str], message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
+    """Return the headers of a message, with a signature for each secret.
+
+    message_id: the same in every attempt. timestamp: of this attempt, Unix time.
+    """
+    content = f"{message_id}.{timestamp}.".encode() + body
+    keys = [base64.b64decode(secret.removeprefix(SECRET_PREFIX)) for secret in secrets]
+    signatures = [base64.b64encode(hmac.digest(key, content, hashlib.sha256)).decode() for key in keys]
     return {
         "webhook-id": message_id,
         "webhook-timestamp": str(timestamp),
-        "webhook-signature": f"v1,{base64.b64encode(signature).decode()}",
+        "webhook-signature": " ".join(f"v1,{signature}" for signature in signatures),
     }

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
+from gateway.access.peppers import split_peppers
 from gateway.alerts.addresses import MAX_URL_CHARS, check_url
 from gateway.alerts.sending import Sender
 from gateway.alerts.signing import webhook_secret
@@ -55,7 +56,7 @@ class WebhookManager:
         check_url(given.url, self._http_hosts, has_mail=self.has_mail, is_tenants=tenant is not None)
         types = None if given.types is None else sorted(set(given.types))
         webhook, is_new = await self.webhooks.put(name, given.url, types, tenant, actor)
-        secret = webhook_secret(self._pepper, webhook.id) if is_new and not webhook.is_mail else None
+        secret = webhook_secret(split_peppers(self._pepper)[0], webhook.id) if is_new and not webhook.is_mail else None
         return webhook, is_new, secret
 
     async def test(self, webhook: Webhook) -> str | None:

@@ -100,6 +100,10 @@ api_keys = Table(
     Column("revoked_at", UtcDateTime, nullable=True),
     Column("last_used_at", UtcDateTime, nullable=True),
     Column("limits", Text, nullable=True),
+    # Fingerprint of the pepper of secret_hash; NULL: unknown, as a gateway of the previous release writes it.
+    Column("pepper", String(8), nullable=True),
+    # Check digits under a former pepper, of a key that was hashed again; see gateway.access.auth.
+    Column("check_digits", String(8), nullable=True),
 )
 
 # See gateway.records.money.prices: micro-units of the deployment's currency per million tokens.

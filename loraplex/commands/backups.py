@@ -44,14 +44,14 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
         raise click.ClickException(f"--adapter-store: no such folder: {adapter_store}")
 
     async def run() -> Any:
-        database = Database(_database_url())
+        database = Database(database_url())
         try:
             with _opened(adapter_store) as store:
-                return await write_backup(file, database, store, _peppers(), with_adapters=with_adapters)
+                return await write_backup(file, database, store, pepper_fingerprints(), with_adapters=with_adapters)
         finally:
             await database.close()
 
-    with _errors():
+    with database_errors():
         done = asyncio.run(run())
     content = "adapters with their files" if with_adapters else "digests of adapters"
     click.echo(f"{file}: {done.rows} rows, {done.adapters} {content}, {file.stat().st_size} bytes")
@@ -69,36 +69,38 @@ def restore(file: Path, adapter_store: str) -> None:
     from gateway.records.database import Database
 
     async def run(backup: BackupFile) -> Any:
-        database = Database(_database_url())
+        database = Database(database_url())
         try:
             with _opened(adapter_store) as store:
                 return await restore_backup(backup, database, store)
         finally:
             await database.close()
 
-    with _errors(), BackupFile(file) as backup:
-        check_peppers(backup, _peppers())
+    with database_errors(), BackupFile(file) as backup:
+        check_peppers(backup, pepper_fingerprints())
         done = asyncio.run(run(backup))
         needed = ", ".join(backup.header.peppers) or "unknown"
     click.echo(f"restored {done.rows} rows and the files of {done.adapters} adapters")
-    if not _peppers():
+    if not pepper_fingerprints():
         click.echo(f"Start the gateways with the backup's LORAPLEX_KEY_PEPPER (fingerprint: {needed}).")
     if done.missing:
         click.echo(f"The adapter store lacks {_named(done.missing)}: copy the old store's files into it.", err=True)
 
 
-def _database_url() -> str:
+def database_url() -> str:
+    """Return LORAPLEX_DATABASE_URL. Raises click.UsageError without it."""
     url = os.environ.get("LORAPLEX_DATABASE_URL")
     if not url:
         raise click.UsageError("LORAPLEX_DATABASE_URL: is required; expected the URL of the database")
     return url
 
 
-def _peppers() -> tuple[str, ...]:
-    """Return the fingerprints of the peppers in the environment."""
-    from gateway.access.peppers import fingerprint
+def pepper_fingerprints() -> tuple[str, ...]:
+    """Return the fingerprints of the peppers in LORAPLEX_KEY_PEPPER; none without the variable."""
+    from gateway.access.peppers import fingerprint, split_peppers
 
-    return tuple(fingerprint(pepper) for pepper in os.environ.get("LORAPLEX_KEY_PEPPER", "").split(",") if pepper)
+    given = os.environ.get("LORAPLEX_KEY_PEPPER")
+    return tuple(map(fingerprint, split_peppers(given))) if given else ()
 
 
 @contextmanager
@@ -119,7 +121,7 @@ def _opened(url: str) -> "Iterator[AdapterStore]":
 
 
 @contextmanager
-def _errors() -> Iterator[None]:
+def database_errors() -> Iterator[None]:
     """Report every failure of the file, the database, the store and the settings in one line."""
     from sqlalchemy.exc import SQLAlchemyError
 

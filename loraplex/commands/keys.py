@@ -1,5 +1,6 @@
 """The `loraplex key` commands: API keys of tenants and operators."""
 
+import asyncio
 import re
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -7,6 +8,7 @@ from urllib.parse import quote
 
 import click
 
+from loraplex.commands.backups import database_errors, database_url, pepper_fingerprints
 from loraplex.commands.common import Gateway, examples, own_options
 from loraplex.commands.output import json_option, limits_text, moment, print_json, print_table
 from loraplex.commands.values import Duration, LimitCommand, Moment, Words, given
@@ -140,3 +142,30 @@ def _print_once(made: dict[str, Any]) -> None:
     ends = f", valid until {moment(made['expires_at'])}" if made["expires_at"] else ""
     click.echo(f"id {made['id']}{ends}; save the key, it is not shown again:", err=True)
     click.echo(made["key"])
+
+
+@key.command("peppers", epilog=examples("loraplex key peppers"))
+def peppers() -> None:
+    """Count the valid keys that still need an old pepper, in the database at LORAPLEX_DATABASE_URL.
+
+    The first pepper of LORAPLEX_KEY_PEPPER is the new one. A key is hashed under it when it is used.
+    """
+    from gateway.records.database import Database
+    from gateway.records.keys.keys import Keys
+
+    fingerprints = pepper_fingerprints()
+    if not fingerprints:
+        raise click.UsageError("LORAPLEX_KEY_PEPPER: is required; expected the gateways' value")
+
+    async def count() -> dict[str | None, int]:
+        database = Database(database_url())
+        try:
+            await database.check_schema()
+            return await Keys(database).count_by_pepper()
+        finally:
+            await database.close()
+
+    with database_errors():
+        found = asyncio.run(count())
+    total, current = sum(found.values()), found.get(fingerprints[0], 0)
+    click.echo(f"{total} valid keys; {current} use the new pepper {fingerprints[0]}; {total - current} need an old one")

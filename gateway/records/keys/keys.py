@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, bindparam, delete, false, func, insert, not_, or_, select, update
+from sqlalchemy import Row, Select, and_, bindparam, delete, false, func, insert, not_, or_, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, Forbidden, RecordNotFound
@@ -36,7 +36,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     """A stored key. secret_hash: keyed; the secret itself is not stored. tenant: None for an admin's key.
 
     allowed_models: the tenant's own names of models; None: all of them. family_id: shared by a key and its successors
-    by rotation, whose limits are counted together.
+    by rotation, whose limits are counted together. pepper: fingerprint of the pepper of `secret_hash`; None: unknown.
+    check_digits: recorded once a former pepper issued the key and it was hashed again.
     """
 
     id: str
@@ -51,6 +52,8 @@ class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
     allowed_models: tuple[str, ...] | None = None
     limits: Limits = Limits()
     family_id: str = ""
+    pepper: str | None = None
+    check_digits: str | None = None
 
     def __post_init__(self) -> None:
         if not self.family_id:
@@ -173,6 +176,47 @@ class Keys:
         async with self._database.write() as connection:
             await connection.execute(statement, rows)
 
+    async def rehash(self, keys: Mapping[str, ApiKey]) -> None:
+        """Store keys that were hashed under another pepper, by their former hash, unless it has changed since."""
+        statement = (
+            update(api_keys)
+            .where(api_keys.c.id == bindparam("key"), api_keys.c.secret_hash == bindparam("former"))
+            .values(
+                secret_hash=bindparam("hash"),
+                pepper=bindparam("new_pepper"),
+                check_digits=func.coalesce(bindparam("digits"), api_keys.c.check_digits),
+            )
+        )
+        rows = [
+            {
+                "key": key.id,
+                "former": former,
+                "hash": key.secret_hash,
+                "new_pepper": key.pepper,
+                "digits": key.check_digits,
+            }
+            for former, key in sorted(keys.items(), key=lambda each: each[1].id)
+        ]
+        async with self._database.write() as connection:
+            await connection.execute(statement, rows)
+
+    async def former_checks(self) -> dict[str, str]:
+        """Return the recorded check digits of keys, by key id."""
+        digits = api_keys.c.check_digits
+        async with self._database.read() as connection:
+            rows = await connection.execute(select(api_keys.c.id, digits).where(digits.is_not(None)))
+            return {row.id: row.check_digits for row in rows}
+
+    async def count_by_pepper(self) -> dict[str | None, int]:
+        """Return the number of valid keys by the fingerprint of their pepper; None: not used since it is recorded."""
+        valid = and_(
+            api_keys.c.revoked_at.is_(None),
+            or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > datetime.now(UTC)),
+        )
+        query = select(api_keys.c.pepper, func.count()).where(valid).group_by(api_keys.c.pepper)
+        async with self._database.read() as connection:
+            return {row.pepper: row[1] for row in await connection.execute(query)}
+
 
 _OWN = ("id", "created_at", "limits", *FORMER_COLUMNS)
 KEYS: Select[Any] = select(
@@ -185,6 +229,8 @@ KEYS: Select[Any] = select(
     api_keys.c.last_used_at,
     api_keys.c.allowed_models,
     api_keys.c.family_id,
+    api_keys.c.pepper,
+    api_keys.c.check_digits,
     tenants,
 ).join_from(api_keys, tenants, isouter=True)
 
@@ -269,6 +315,8 @@ def read_key(row: Row[Any]) -> ApiKey:
         allowed_models=None if models is None else msgspec.json.decode(models, type=tuple[str, ...]),
         family_id=row.family_id or row.key_id,
         limits=read_limits(row, "key_"),
+        pepper=row.pepper,
+        check_digits=row.check_digits,
     )
 
 

@@ -45,7 +45,7 @@ async def test_a_suspended_tenant_reaches_a_webhook_with_a_right_signature(gatew
     await until(arrived)
     [(headers, body)] = target.received
     assert json.loads(body)["data"] == {"tenant": "acme"}
-    expected = signed_headers(secret, headers["webhook-id"], int(headers["webhook-timestamp"]), body)
+    expected = signed_headers([secret], headers["webhook-id"], int(headers["webhook-timestamp"]), body)
     assert headers["webhook-signature"] == expected["webhook-signature"]
 
     async def is_recorded() -> bool:

@@ -58,7 +58,7 @@ async def serving(handler: Any) -> AsyncIterator[str]:
 
 def test_the_signature_is_that_of_the_standards_example():
     headers = signed_headers(
-        "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw",
+        ["whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"],
         "msg_p5jXN8AQM9LWM0D4loKWxJek",
         1614265330,
         b'{"test": 2432232314}',
@@ -155,6 +155,26 @@ async def test_a_webhook_is_signed_over_what_arrives():
     expected = base64.b64encode(hmac.digest(key, signed, hashlib.sha256)).decode()
     assert headers["webhook-signature"] == f"v1,{expected}"
     assert abs(int(headers["webhook-timestamp"]) - datetime.now(UTC).timestamp()) < 60
+
+
+async def test_during_a_rotation_of_the_pepper_both_secrets_verify_a_message():
+    received = []
+
+    async def take(request: web.Request) -> web.Response:
+        received.append((request.headers.copy(), await request.read()))
+        return web.Response(status=204)
+
+    old, new = "0123456789-old-pepper", "0123456789-new-pepper"
+    sender = Sender(f"{new},{old}", None)
+    async with serving(take) as url:
+        assert await sender.send(webhook(url), "e1", "engine.up", None, {}, NOW) is None
+    await sender.close()
+    [(headers, body)] = received
+    alone = [
+        signed_headers([webhook_secret(pepper, "0" * 32)], "e1", int(headers["webhook-timestamp"]), body)
+        for pepper in (new, old)
+    ]
+    assert headers["webhook-signature"].split() == [each["webhook-signature"] for each in alone]
 
 
 async def test_redirects_errors_and_silence_are_failures():

@@ -75,7 +75,7 @@ async def test_a_target_from_its_form_to_its_end(gateway: Gateway, browser: Brow
 
     assert "took the test event" in text(await browser.submit("/admin/alerts/pager/test"))
     headers, body = target.received[0]
-    signed = signed_headers(secret, headers["webhook-id"], int(headers["webhook-timestamp"]), body)
+    signed = signed_headers([secret], headers["webhook-id"], int(headers["webhook-timestamp"]), body)
     assert headers["webhook-signature"] == signed["webhook-signature"]
     target.status = 500
     assert "The test failed: the target answered 500." in text(await browser.submit("/admin/alerts/pager/test"))
