@@ -17,7 +17,7 @@ from gateway.fleet.registry import Registry
 from gateway.fleet.routing import choose
 from gateway.fleet.shared_deaths import Suspect
 from gateway.records.adapters.rows import Reason
-from gateway.records.bases.base import Binding
+from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.tenants.tenants import Tenant
 from wire.digests import digest_name
 from wire.probes import AdapterProbe
@@ -63,16 +63,16 @@ class AdapterProber:
 
         binding: the base model, and the weights whose engines are tried first. only: URL of the only engine to try.
         """
-        body = {"probe": digest}
+        body, suspect = {"probe": digest}, Suspect("probe", tenant.id, suspect_name(digest, binding.base))
         try:
-            self._quarantine.check(tenant.id, [digest], body)
+            self._quarantine.check(tenant.id, [suspect.mark], body)
         except Quarantined as error:
             raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
-        self._check_deaths(Suspect("probe", tenant.id, digest))
+        self._check_deaths(suspect)
         left, refused = [each for each in self._engines(binding.base) if only in (None, each.url)], None
         while (engine := choose([each for each in left if each.serves(binding)] or left, digest)) is not None:
             try:
-                return await self._probe_in(engine, tenant, digest, body)
+                return await self._probe_in(engine, tenant, digest, body, suspect)
             except AdapterRefused as error:
                 if error.is_final:
                     raise
@@ -81,7 +81,9 @@ class AdapterProber:
                 left.remove(engine)
         raise refused or NotProbed("no engine that can probe is available")
 
-    async def _probe_in(self, engine: EngineRecord, tenant: Tenant, digest: str, body: dict[str, Any]) -> AdapterProbe:
+    async def _probe_in(
+        self, engine: EngineRecord, tenant: Tenant, digest: str, body: dict[str, Any], suspect: Suspect
+    ) -> AdapterProbe:
         try:
             with engine.requests.count(digest, tenant.id):
                 status, answer = await self._kinds[engine.address.traits.name].probe(engine, digest, tenant.id)
@@ -89,8 +91,7 @@ class AdapterProber:
             raise NotProbed("the engine cannot be reached") from error
         except (ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
             engine.mark_down(f"a probe failed: {network_reason(error)}")
-            suspect = Suspect("probe", tenant.id, digest)
-            self._quarantine.died(engine, tenant.id, [digest], body, suspect)
+            self._quarantine.died(engine, tenant.id, [suspect.mark], body, suspect)
             self._deaths[suspect] += 1
             while len(self._deaths) > MAX_REMEMBERED:
                 del self._deaths[next(iter(self._deaths))]

@@ -1,15 +1,15 @@
 """Background checks of golden answers, after an engine's release or base model has changed.
 
 One gateway at a time searches for a version without a check and asks its prompts, one after another, while no request
-waits and the engine uses less than half of its places. Then all gateways rest for three times as long, so checks use at
-most a quarter of one place of one engine. The version's tenant rests longer, so tenants with slow checks do not delay
-the others' checks.
+waits for the engine's base model and the engine uses less than half of its places. Then all gateways rest for three
+times as long, so checks use at most a quarter of one place of one engine. The version's tenant rests longer, so tenants
+with slow checks do not delay the others' checks.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 
 from redis.exceptions import RedisError
 
@@ -63,7 +63,9 @@ class Upgrades:
         while True:
             await asyncio.sleep(SEARCH_SECONDS)
             try:
-                if not self._gate.waiting and await is_first(self._redis, TURN, SEARCH_TURN_SECONDS):
+                if idle_engines(self._registry.up, self._gate) and await is_first(
+                    self._redis, TURN, SEARCH_TURN_SECONDS
+                ):
                     await self._take_turn()
             except (Unavailable, RedisError, OSError, TimeoutError) as error:
                 log.debug("golden answers are checked later: %s", type(error).__name__)
@@ -81,10 +83,7 @@ class Upgrades:
             await self._redis.pexpire(TURN, _milliseconds(rest))
 
     async def _check_next(self) -> None:
-        engines = {
-            (each.software, each.base): each for each in self._registry.up if each.base is not None and has_room(each)
-        }
-        for (software, base), engine in engines.items():
+        for (software, base), engine in idle_engines(self._registry.up, self._gate).items():
             found = await self._golden.unchecked(software, base, self._places.get((software, base), START))
             if found is None:
                 self._places.pop((software, base), None)
@@ -107,6 +106,15 @@ class Upgrades:
         finally:
             rest = TENANT_REST * (time.monotonic() - began)
             await self._redis.set(_rest_key(found), b"", px=_milliseconds(rest))
+
+
+def idle_engines(engines: Iterable[EngineRecord], gates: Gates) -> dict[tuple[EngineSoftware, str], EngineRecord]:
+    """Return an engine with room of each software and base model (its id) for which no request waits."""
+    return {
+        (each.software, each.base): each
+        for each in engines
+        if each.base is not None and has_room(each) and not gates.of(each.base).waiting
+    }
 
 
 def has_room(engine: EngineRecord) -> bool:

@@ -23,7 +23,7 @@ from gateway.records.adapters.rows import READY, State, Version, check_possible,
 from gateway.records.adapters.saved_mixtures import SavedMixtures
 from gateway.records.adapters.uploads import unfinished_bytes
 from gateway.records.adapters.versions import Push, Versions
-from gateway.records.bases.base import FIRST, BaseRetired, Binding
+from gateway.records.bases.base import FIRST, BaseRetired, Binding, suspect_name
 from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes
 from gateway.records.database import Database
@@ -91,8 +91,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def suspects(self) -> tuple[str, ...]:
-        """Return the adapters' names in the quarantine, where the same content is another suspect on another base."""
-        return tuple(f"{digest}@{self.base}" if self.base else digest for digest in self.adapters)
+        """Return the adapters' names in the quarantine."""
+        return tuple(suspect_name(digest, self.base) for digest in self.adapters)
 
     @property
     def binding(self) -> Binding:

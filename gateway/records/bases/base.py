@@ -65,6 +65,11 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(self.former) | ({self.digest} if self.digest is not None else set())
 
 
+def suspect_name(digest: str, base: str) -> str:
+    """Return an adapter's name in the quarantine: the same content is another suspect on another base (its id)."""
+    return f"{digest}@{base}" if base else digest
+
+
 class Binding(NamedTuple):
     """The engines on which a model's requests may run: those of the base `base` (its id) whose weights have each of the
     digests, as far as engines report one.

@@ -18,7 +18,7 @@ from gateway.records.bases.table import bases
 from gateway.records.changes import BASES, count_change
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, adapters, saved_mixtures, tenants
-from wire.model_names import version_name
+from wire.model_names import parse_reference, version_name
 
 # Versions that an error names.
 SHOWN_VERSIONS = 5
@@ -149,10 +149,14 @@ async def _check_unused(connection: AsyncConnection, base: Base) -> None:
 
 
 async def _check_no_adapter(connection: AsyncConnection, name: str) -> None:
-    """Raise Conflict if an adapter or a saved mixture has the name of a new base."""
+    """Raise Conflict if an adapter or a saved mixture has the name of a new base, or the name in it: `a:prod` would
+    hide an alias of the adapter `a`.
+    """
+    reference = parse_reference(name.lower())
+    names = {name.lower()} if reference is None else {name.lower(), reference.name}
     for table, kind in ((adapters, "an adapter"), (saved_mixtures, "a saved mixture")):
         query = select(tenants.c.name).join_from(table, tenants, tenants.c.id == table.c.tenant_id)
-        owner = (await connection.execute(query.where(table.c.name == name.lower()).limit(1))).scalar_one_or_none()
+        owner = (await connection.execute(query.where(table.c.name.in_(sorted(names))).limit(1))).scalar_one_or_none()
         if owner is not None:
             raise Conflict(f"name: '{name}' is {kind} of tenant '{owner}'; choose another name.", param="name")
 

@@ -5,8 +5,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from gateway.api.golden.upgrades import idle_engines
 from gateway.errors import Overloaded
+from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.gates import Gates
+from gateway.fleet.health import Condition, Health
 from gateway.fleet.queue import Capacity, Place
 from gateway.fleet.service_counters import ServiceCounters
 
@@ -58,3 +61,17 @@ async def test_service_of_one_base_counts_at_the_other():
             await asyncio.sleep(0)
         await asyncio.gather(*visits)
     assert order == ["other", "busy"], "the tenant with less service goes first, although it came later"
+
+
+async def test_requests_that_wait_for_one_base_hold_up_no_golden_checks_of_the_other():
+    gates = Gates(lambda _: Capacity(0, 0), ServiceCounters(), max_waiting=9, max_seconds=100.0)
+    engines = [
+        EngineRecord(Address(f"http://{i}"), Condition(Health.UP), base=base) for i, base in enumerate(("", "b"))
+    ]
+    assert list(idle_engines(engines, gates).values()) == engines
+    async with asyncio.TaskGroup() as tasks:
+        waiting = tasks.create_task(AsyncExitStack().enter_async_context(gates.of("b").enter(place("acme"))))
+        await asyncio.sleep(0)
+        assert gates.waiting == 1
+        assert list(idle_engines(engines, gates).values()) == engines[:1]
+        waiting.cancel()

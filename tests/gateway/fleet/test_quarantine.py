@@ -4,14 +4,20 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
+from gateway.fleet.registry import Registry
+from gateway.fleet.shared_deaths import Suspect
+from gateway.records.bases.base import Binding, suspect_name
+from gateway.records.database import Database
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
@@ -186,3 +192,21 @@ async def test_an_adapters_fault_is_no_failure_of_the_engine(gateway: Gateway, u
         assert (got.status, got.error["code"]) == (400, "adapter_refused")
     upstream.refuses = False
     assert (await acme.complete(model="mine")).status == 200
+
+
+async def test_deaths_on_one_base_model_refuse_no_probe_on_another(clock: Clock, database: Database):
+    acme = await Tenants(database).create("acme", {}, "op")
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
+
+    async def discover() -> list[Address]:
+        return []
+
+    prober = AdapterProber(Registry(discover, cast(Any, None)), cast(Any, {}), quarantine)
+    for own, digest in (("", "d"), ("qwen", "e")):
+        mark = suspect_name(digest, own)
+        for url in ("http://one:1", "http://two:1"):
+            clock.now += ONE_DEATH_SECONDS
+            quarantine.died(engine(url, others=1), acme.id, [mark], BODY, Suspect("probe", acme.id, mark))
+        for base in ("", "qwen"):
+            with pytest.raises(AdapterRefused if base == own else NotProbed):
+                await prober.probe(acme, digest, Binding(base))

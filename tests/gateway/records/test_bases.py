@@ -64,8 +64,10 @@ async def test_what_two_bases_may_not_share(database: Database, records: BaseRec
         await records.change("none", {"state": "draining"}, "op")
     catalog, acme = Catalog(database, Bases(records)), await Tenants(database).create("acme", {}, "op")
     await catalog.add_version(acme, "third", digest=OLD, rank=1, num_bytes=1, actor="key")
-    with pytest.raises(Conflict, match="'Third' is an adapter of tenant 'acme'"):
-        await records.add(one_base("Third"), "op")
+    # A base of the last two names would hide an alias and a version of the adapter.
+    for name in ("Third", "third:prod", "third@1"):
+        with pytest.raises(Conflict, match=f"'{name}' is an adapter of tenant 'acme'"):
+            await records.add(one_base(name), "op")
 
 
 async def test_a_retirement_waits_for_the_drain_and_the_adapters(database: Database, records: BaseRecords):
