@@ -11,11 +11,11 @@ TRAINED_ON = "base_model_name_or_path"
 def choose_base(
     checkpoint: Checkpoint, trained_on: object, bases: Mapping[str, BaseShape], closed: Collection[str] = ()
 ) -> str:
-    """Return the name of the adapter's base model: the only candidate, else the one that `adapter_config.json` names,
+    """Return the name of the adapter's base model: the one that `adapter_config.json` names, else the only candidate,
     else the only one whose shapes fit.
 
     trained_on: value of `base_model_name_or_path`, of any type. bases: the candidates by name, at least one. closed:
-    names of base models that take no adapters. Raises AdapterError if none fits, or if several fit.
+    names of base models that accept no adapters. Raises AdapterError if no base model fits, or if several do.
     """
     named = named_base(trained_on, [*bases, *closed])
     if named in closed:
@@ -42,7 +42,7 @@ def choose_base(
 
 
 def named_base(trained_on: object, names: Collection[str]) -> str | None:
-    """Return the base model that a name or path means: of the same name, else the only one with its last part."""
+    """Return the base model with this name, else the only one with the same last path component, else None."""
     if not isinstance(trained_on, str) or not trained_on:
         return None
     wanted = trained_on.rstrip("/").lower()

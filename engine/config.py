@@ -52,8 +52,8 @@ class EngineConfig:
     Raises ConfigError for a value out of range.
 
     async_scheduling: plan and launch a step before the tokens of the previous step are read.
-    quantization: int8 and int4 round an unquantised checkpoint's weights in groups of 32; int4 keeps the embedding and
-        the head in 8 bits.
+    quantization: int8 and int4 round the weights of an unquantised checkpoint in groups of 32; int4 keeps the
+        embedding and the head in 8 bits.
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
     lora_dtype: of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of rank.
@@ -66,7 +66,8 @@ class EngineConfig:
     served_model_name: str | None = option(None, help="The base model's name in the API; default: from --model.")
     dtype: DType = option("auto", help="Model dtype.")
     quantization: Quantization = option(
-        "auto", help="Weights in memory: as the checkpoint has them (auto), in the model's dtype (none), or rounded."
+        "auto",
+        help="Weights in memory: as in the checkpoint (auto), in the model's dtype (none), or rounded (int8, int4).",
     )
     device: str = option(
         "auto", help="Device: auto, cpu, cuda, or simulated:STEP_MS,MS_PER_TOKEN to measure the host's share."

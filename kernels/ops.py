@@ -56,8 +56,8 @@ class LayerWeights:
 class DecoderWeights:
     """Weights and constants of a decoder: everything that a backend needs to fuse the forward pass.
 
-    dtype: of activations. embedding `[vocab, hidden]`, whose rows are multiplied by embedding_scale: packed if it is
-    quantised, and then the same object as a tied lm_head. Norms are all in `dtype` or all in fp32 (see
+    dtype: dtype of activations. embedding `[vocab, hidden]`: its rows are multiplied by embedding_scale; a quantised
+    one is packed, and is the same object as lm_head if the two are tied. Norms are all in `dtype` or all in fp32 (see
     `kernels.reference.rms_norm`). activation: the gate's. attention_scale, attention_softcap: see
     `kernels.reference.paged_attention`.
     """
@@ -126,7 +126,7 @@ class Ops(Protocol):
     """
 
     def serves(self, scheme: Scheme) -> bool:
-        """Return whether `pack` takes weights of this scheme."""
+        """Return whether `pack` accepts weights of this scheme."""
         ...
 
     def pack(self, weights: LinearWeights) -> LinearWeights:
@@ -140,9 +140,7 @@ class Ops(Protocol):
     def plan(self, batch: Batch, lora: LoraTables | None) -> Any: ...
 
     def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the tokens' rows `[T, hidden]`. weights: dense ones as `kernels.weights.dense` makes them, others
-        packed.
-        """
+        """Return the embeddings of tokens, `[T, hidden]`. weights: unpacked if dense, else packed."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...

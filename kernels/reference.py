@@ -60,7 +60,7 @@ class LoraRouting:
 
 
 def dequantize(weights: LinearWeights) -> Tensor:
-    """Return a layer's weights before packing, `[out, in]`; fp32 unless dense. See `kernels.weights.Scheme`."""
+    """Return the weights of an unpacked layer, `[out, in]`; fp32 unless dense. See `kernels.weights.Scheme`."""
     scheme, tensors = weights.scheme, weights.tensors
     if scheme.kind == "dense":
         return tensors["weight"]
@@ -80,7 +80,7 @@ def dequantize(weights: LinearWeights) -> Tensor:
 
 
 def linear(x: Tensor, weights: LinearWeights, *, rounds_inputs: bool = False) -> Tensor:
-    """Return `x W^T + bias`, `[T, out]` in x's dtype, of a layer's weights before packing; quantised ones in fp32.
+    """Return `x W^T + bias`, `[T, out]` in x's dtype, for an unpacked layer; quantised weights are computed in fp32.
 
     rounds_inputs: with quantised weights, round x to int8 with a scale for each GROUP inputs (`quantize_rows`), as the
     CPU's native op does in bfloat16.
@@ -98,7 +98,7 @@ def linear(x: Tensor, weights: LinearWeights, *, rounds_inputs: bool = False) ->
 
 
 def embed(weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the tokens' rows `[T, hidden]` of an embedding before packing."""
+    """Return the embeddings of tokens, `[T, hidden]`, from an unpacked embedding."""
     if weights.scheme.kind == "dense":
         return weights.tensors["weight"][token_ids]
     return dequantize(weights.rows(token_ids)).to(dtype)

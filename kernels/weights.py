@@ -16,9 +16,9 @@ Kind = Literal["dense", "int8", "int4"]
 # Group sizes that backends pack. A checkpoint's larger groups are cut into these, all with the same scale.
 GROUP = 32
 GROUPS = (16, GROUP)
-# Weights that are rounded at a time.
+# Number of weights that are rounded at a time.
 PIECE = 1 << 18
-# The middle of the values 0 to 15, which means 0 in int4 without offsets.
+# Stored int4 value of a zero weight, in schemes without offsets: the middle of 0 to 15.
 MIDDLE = 8
 Offsets = Literal["", "mins", "zeros"]
 OFFSETS: tuple[Offsets, ...] = ("", "mins", "zeros")
@@ -26,10 +26,11 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Scheme(NamedTuple):
-    """Form of a linear layer's weights. kind: dense is in the model's dtype and has no other field.
+    """Storage format of a linear layer's weights.
 
-    group: inputs that share a scale. scale_dtype: of the scales and minimums. offsets: whether groups have minimums, or
-    zero points (int4 only).
+    kind: `dense` weights have the model's dtype and no other field. group: number of inputs that share a scale.
+    scale_dtype: dtype of the scales and minimums. offsets: whether each group has a minimum, or a zero point (int4
+    only).
     """
 
     kind: Kind = "dense"
@@ -52,10 +53,10 @@ SERVED = "dense, and int8 and int4 in groups of 16 or 32"
 class LinearWeights:
     """Weights of a linear layer, `[out_features, in_features]`, as a reader returns them or as `Ops.pack` does.
 
-    tensors, as a reader returns them: `weight` `[out, in]` (dense); `values` int8 `[out, in]` (int8) or uint8 `[out,
-    in / 2]` with even inputs in the low halves (int4); `scales`, `mins` and uint8
-    `zeros` `[out, ceil(in / group)]`. `bias` `[out]` is
-    optional. A packed layer has `packed` in its backend's layout instead, or the same tensors.
+    tensors, as a reader returns them: `weight` `[out, in]` (dense), or `values`, `scales`, and `mins` or `zeros`.
+    `values`: int8 `[out, in]` (int8), or uint8 `[out, in / 2]` with even inputs in the low halves of the bytes (int4).
+    `scales`, `mins` and `zeros` (uint8): `[out, ceil(in / group)]`. `bias` `[out]` is optional. `Ops.pack` returns the
+    same tensors, or replaces all but `bias` by `packed` in the backend's layout.
     """
 
     scheme: Scheme
@@ -72,7 +73,7 @@ class LinearWeights:
         return sum(tensor.numel() * tensor.itemsize for tensor in self.tensors.values())
 
     def rows(self, index: Tensor) -> "LinearWeights":
-        """Return some outputs' weights, of a layer that is not packed. index: int64 `[n]`."""
+        """Return the weights of some outputs. index: int64 `[n]`. The layer must not be packed."""
         tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
         return LinearWeights(self.scheme, tensors, self.in_features, len(index))
 
@@ -87,17 +88,18 @@ class LinearWeights:
 
 
 def dense(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
-    """Return a weight `[out, in]` in the model's dtype as a linear layer's."""
+    """Wrap a weight `[out, in]` in the model's dtype."""
     return LinearWeights(DENSE, {"weight": weight}, weight.shape[1], weight.shape[0]).with_bias(bias)
 
 
 def quantised(
     kind: Kind, values: Tensor, scales: Tensor, in_features: int, offsets: Offsets = "", given: Tensor | None = None
 ) -> LinearWeights:
-    """Return values and scales, as in `LinearWeights`, as a linear layer's. given: the minimums or zero points.
+    """Return the weights of these values and scales (see `LinearWeights`). given: the minimums or zero points.
 
-    Groups larger than GROUP are cut, which changes no weight. Raises ValueError if in_features is no multiple of the
-    groups, or if these cannot be cut.
+    Groups larger than GROUP are divided into groups of GROUP inputs with the same scale, which changes no weight.
+    Raises ValueError if in_features is not divisible by the number of groups, or the group size is neither 16 nor a
+    multiple of 32.
     """
     groups = scales.shape[1]
     size = in_features // groups
@@ -113,9 +115,9 @@ def quantised(
 
 
 def concatenated(parts: Sequence[LinearWeights]) -> LinearWeights:
-    """Return the outputs of several layers with the same inputs as one layer's. All are quantised, without bias.
+    """Return one layer with the outputs of several layers of the same inputs. All are quantised, without bias.
 
-    Layers of different schemes get one that holds the values of all exactly.
+    If their schemes differ, the result has a scheme that represents all their weights exactly.
     """
     if len(parts) == 1:
         return parts[0]
@@ -128,7 +130,7 @@ def concatenated(parts: Sequence[LinearWeights]) -> LinearWeights:
 
 
 def _generalised(weights: LinearWeights, group: int) -> LinearWeights:
-    """Return the same weights as int8 with minimums and fp32 scales, in groups of a divisor of theirs."""
+    """Return the same weights as int8 with minimums and fp32 scales. group: divisor of their group size."""
     scheme, tensors = weights.scheme, weights.tensors
     values = tensors["values"]
     if scheme.kind == "int4":
@@ -147,7 +149,7 @@ def _generalised(weights: LinearWeights, group: int) -> LinearWeights:
 
 
 def pack_halves(values: Tensor) -> Tensor:
-    """Return values from 0 to 15, `[out, in]`, as uint8 `[out, in / 2]` with even inputs in the low halves.
+    """Pack values from 0 to 15, `[out, in]`, as uint8 `[out, in / 2]` with even inputs in the low halves.
 
     Raises ValueError for an odd number of inputs.
     """
@@ -158,14 +160,14 @@ def pack_halves(values: Tensor) -> Tensor:
 
 
 def unpack_halves(packed: Tensor) -> Tensor:
-    """Return the values of `pack_halves`, uint8 `[out, in]`."""
+    """Undo `pack_halves`. Returns uint8 `[out, in]`."""
     return torch.stack((packed & 15, packed >> 4), -1).flatten(1)
 
 
 def round_to_int8(weight: Tensor) -> LinearWeights:
     """Quantise `[out, in]` to int8 in groups of 32 with fp16 scales, the form of GGUF's Q8_0.
 
-    Inputs are filled up with zeros to whole groups.
+    An incomplete last group is padded with zeros.
     """
     return _round_in_pieces("int8", weight, _round_to_int8)
 
@@ -175,19 +177,19 @@ def _round_to_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / _divisors(scales)[..., None]).round_().clamp_(-127, 127).to(torch.int8), scales
 
 
-# Largest magnitudes of int4 tried for each group, as multiples of the largest weight: a little clipping costs less than
-# coarse steps. Mean squared error of normal weights 0.93 of that without the search.
+# Largest representable magnitudes that int4 tries for each group, as multiples of the group's largest weight: a little
+# clipping costs less than coarse steps. On normally distributed weights the search reduces the mean squared error to
+# 0.93 of that without it.
 _CLIPPING = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 def round_to_int4(weight: Tensor) -> LinearWeights:
     """Quantise `[out, in]` to int4 in groups of 32 with fp16 scales, the form of GGUF's Q4_0.
 
-    The scale's sign gives the value 0, which has no counterpart, to the weight of the largest magnitude. Each group has
-    the scale of the least squared error among a few. Raises ValueError for an odd number of inputs.
+    The range -8 to 7 is asymmetric: the scale's sign is chosen so that the weight of the largest magnitude becomes -8.
+    Each group gets the scale with the least squared error of those in `_CLIPPING`. Raises ValueError for an odd number
+    of inputs.
     """
-    if weight.shape[1] % 2:
-        raise ValueError(f"int4 needs an even number of inputs, got {weight.shape[1]}")
     found = _round_in_pieces("int4", weight, _round_to_int4)
     tensors = {**found.tensors, "values": pack_halves(found.tensors["values"])}
     return LinearWeights(found.scheme, tensors, found.in_features, found.out_features)
@@ -212,8 +214,7 @@ def _round_to_int4(x: Tensor) -> tuple[Tensor, Tensor]:
 def _round_in_pieces(
     kind: Kind, weight: Tensor, round_groups: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> LinearWeights:
-    """Round `[out, in]` some outputs at a time, because large temporary tensors are new
-    pages each time.
+    """Round `[out, in]` a few outputs at a time, because the system maps new pages for each large temporary tensor.
 
     round_groups: returns the values and scales of `[out, groups, GROUP]` fp32.
     """
@@ -228,6 +229,6 @@ def _round_in_pieces(
 
 
 def _divisors(scales: Tensor) -> Tensor:
-    """Return the scales in fp32, 1 for those of groups of zeros."""
+    """Return the scales in fp32, with 1 in place of 0 (groups of zeros)."""
     scales = scales.float()
     return torch.where(scales == 0, 1.0, scales)

@@ -25,7 +25,8 @@ async def push_in_parts(
 ) -> dict[str, Any]:
     """Upload a PEFT folder or an archive as `name` and return the adapter.
 
-    route: path of the tenant's uploads. base: its base model, if given. progress: called with (bytes received, size).
+    route: path of the tenant's uploads. progress: called with (bytes received, size). base: empty, or the
+    field `base` with a base model's name.
 
     Raises GatewayError, OSError.
     """

@@ -120,17 +120,15 @@ class Projections(TypedDict):
 
 
 def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -> tuple[LinearWeights, LinearWeights]:
-    """Return the embedding and the packed head. A tied model has the same weights for both; quantised ones are in
-    memory once.
+    """Return the embedding and the packed head. In a tied model both have the same weights; quantised ones are the same
+    object, so they are in memory once.
     """
     sizes = config.vocab_size, config.hidden_size
     embedding = source.embedding("model.embed_tokens", *sizes)
-    tied = config.tie_word_embeddings or "lm_head.weight" not in source
-    packed = pack(ops, embedding, "model.embed_tokens")
-    is_dense = embedding.scheme == DENSE
-    if tied:
-        return embedding if is_dense else packed, packed
-    return embedding if is_dense else packed, pack(ops, source.embedding("lm_head", *sizes), "lm_head")
+    table = embedding if embedding.scheme == DENSE else pack(ops, embedding, "model.embed_tokens")
+    if "lm_head.weight" in source and not config.tie_word_embeddings:
+        return table, pack(ops, source.embedding("lm_head", *sizes), "lm_head")
+    return table, pack(ops, table, "model.embed_tokens") if embedding.scheme == DENSE else table
 
 
 def pack(ops: Ops, weights: LinearWeights, name: str) -> LinearWeights:

@@ -46,8 +46,8 @@ class WeightsFile(Protocol):
         ...
 
     def stored(self, name: str) -> LinearWeights | None:
-        """Return a matrix as it is stored if that is a quantised scheme of ours, else None. Raises ConfigError for
-        damaged data.
+        """Return a matrix in a scheme of `kernels.weights` if the file stores it in one, else None. Raises ConfigError
+        for damaged data.
         """
         ...
 

@@ -24,8 +24,8 @@ class Checkpoint:
     """Tensors by name over one or several files. Raises ConfigError naming a tensor that is missing or has the wrong
     shape.
 
-    quantization: `none` returns all linear layers dense, `auto` as the files store them; `int8` and `int4` round dense
-    ones. method: reads the quantised modules of safetensors.
+    quantization: `none` returns all linear layers dense, `auto` in the scheme of the files; `int8` and `int4` round
+    dense weights. method: reader of quantised safetensors modules.
     """
 
     def __init__(
@@ -62,14 +62,12 @@ class Checkpoint:
         return out
 
     def linear(self, modules: list[tuple[str, int]], in_features: int, *, has_bias: bool = False) -> LinearWeights:
-        """Return the layer of several modules' outputs, concatenated. modules: names and numbers of outputs."""
+        """Return several modules as one layer with all their outputs. modules: name and number of outputs of each."""
         weights = self._weights(modules, in_features)
         return weights.with_bias(self.fused([(f"{name}.bias", rows) for name, rows in modules]) if has_bias else None)
 
     def embedding(self, module: str, vocab_size: int, hidden_size: int) -> LinearWeights:
-        """Return a table of the vocabulary: the embedding or the head. Rounded tables have 8 bits, because every token
-        depends on them.
-        """
+        """Return the embedding or the head. Rounded ones always have 8 bits, because every token depends on them."""
         return self._weights([(module, vocab_size)], hidden_size, is_table=True)
 
     def raw(self, name: str) -> Tensor:
@@ -102,9 +100,7 @@ class Checkpoint:
             raise ConfigError("quantization", f"tensor {modules[0][0]}: {error}") from None
 
     def _stored(self, module: str, rows: int, in_features: int) -> LinearWeights | None:
-        """Return a module's weights as the checkpoint quantises them, None if it does not, or if they are dequantised
-        as they are read.
-        """
+        """Return a module's weights as a reader of quantised data returns them, or None if `_read` has to read them."""
         if self._method is not None and (found := self._method.read(self, module, rows, in_features)) is not None:
             return found
         name = f"{module}.weight"

@@ -120,8 +120,8 @@ class Fleet:
         self.rates = Rates()
 
     def keeps_allowances(self, base: str) -> bool:
-        """Return whether every engine of a base model (its id) limits requests by an allowance, so that a whole
-        answer's hold may grow.
+        """Return whether every engine of a base model limits requests by an allowance, so that a whole answer's hold
+        may grow. base: its id.
         """
         return all(engine.keeps_allowances for engine in self._registry.up if engine.base == base)
 
@@ -218,14 +218,14 @@ class Fleet:
         return engine
 
     def _present(self, base: str, engines: Sequence[EngineRecord]) -> Sequence[EngineRecord]:
-        """Return the engines with the base model's present weights; all of them until such an engine is available."""
+        """Return the engines with the base model's present weights, or all if none of those is available."""
         known = self._bases.get(base)
         digest = None if known is None else known.digest
         present = [each for each in engines if each.state.base_digest in (None, digest)]
         return present if digest is not None and any(each.available for each in present) else engines
 
     def _absence(self, binding: Binding, tries: _Tries) -> NoEngine:
-        """Return the error of a request that no engine can serve. binding: of its model."""
+        """Return the error of a request that no engine can serve. binding: its model's."""
         if tries.died:
             return EngineDied()
         available = [each for each in self._registry.engines if each.available and each.base == binding.base]

@@ -170,7 +170,7 @@ class EngineRecord:
     number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
     memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
     with another adapter than the request's. drained: an operator's drain, independent of the engine's health. base: id
-    of the base model that it serves; None if that is not on record.
+    of its base model; None if the base model is not on record.
     """
 
     address: Address

@@ -1,4 +1,4 @@
-"""Queues of the base models: a request waits only for engines that can serve it.
+"""Queues of the base models: a request waits only behind requests for the same base model.
 
 All queues share the tenants' counters, so a tenant has one share over all bases.
 """
@@ -10,9 +10,9 @@ from gateway.fleet.service_counters import ServiceCounters
 
 
 class Gates:
-    """A queue (`Gate`) for each base model, made when its first request comes.
+    """Queues (`Gate`) of the base models, each created by its first request.
 
-    capacity: returns the present capacity of a base model's engines, by its id.
+    capacity: returns the current capacity of the engines of a base model, given its id.
     """
 
     def __init__(
@@ -26,12 +26,12 @@ class Gates:
         self._counters = counters
         self._limits = max_waiting, max_seconds
         self._gates: dict[str, Gate] = {}
-        # Both are called as those of `Gate`.
+        # Callbacks with the meaning of those of `Gate`.
         self.observe_wait: Callable[[float], None] = lambda _: None
         self.observe_admission: Callable[[Place, float], None] = lambda *_: None
 
     def of(self, base: str) -> Gate:
-        """Return the queue of a base model, by its id."""
+        """Return the queue of a base model. base: its id."""
         gate = self._gates.get(base)
         if gate is None:
             gate = self._gates[base] = Gate(lambda: self._capacity(base), self._counters, *self._limits)

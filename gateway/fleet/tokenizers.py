@@ -1,4 +1,4 @@
-"""Tokenizers of the base models: from a folder on this machine, else an engine's."""
+"""Tokenizers of the base models, from folders on this machine; without a folder, an engine of the base tokenizes."""
 
 import asyncio
 import logging
@@ -15,27 +15,27 @@ from wire.text.tokenizer import Tokenizer, TokenizerError
 
 log = logging.getLogger(__name__)
 
-# A folder that cannot be read is tried again after this time.
+# Seconds after which a folder that could not be read is tried again.
 RETRY_SECONDS = 30.0
-# Fields of a chat that its prompt depends on.
+# Fields of a chat request that determine its prompt.
 PROMPT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
-# Returns the token ids of a body of `/tokenize`, by an engine of the base.
+# Asks an engine of the base for the token ids of a `/tokenize` body.
 Ask = Callable[[Base, dict[str, Any]], Awaitable[list[int]]]
 
 
 class Tokenizers:
-    """Tokenizers by base model. own: name and tokenizer of the base of LORAPLEX_BASE_MODEL, which is in memory."""
+    """Tokenizers by base model. own: name and tokenizer of the base of LORAPLEX_BASE_MODEL, already in memory."""
 
     def __init__(self, ask: Ask, own: tuple[str, Tokenizer] | None = None) -> None:
         self._ask = ask
         self._own = own
-        # By folder and the base's last change, with the time of a failure.
+        # By folder and time of the base's last change: the tokenizer, or the time of a failure to read it.
         self._known: dict[tuple[str, Any], Tokenizer | float] = {}
         self._reading = asyncio.Lock()
 
     async def of(self, base: Base) -> Tokenizer | None:
-        """Return the tokenizer in the base's folder, or None if this machine has none."""
+        """Return the tokenizer in the base's folder, or None if this machine has no readable one."""
         if self._own is not None and self._own[0] == base.name:
             return self._own[1]
         if base.tokenizer is None:
@@ -45,10 +45,10 @@ class Tokenizers:
         if isinstance(known, Tokenizer):
             return known
         async with self._reading:
-            return await self._read(*key)
+            return await self._read(key)
 
-    async def _read(self, folder: str, changed_at: Any) -> Tokenizer | None:
-        key = folder, changed_at
+    async def _read(self, key: tuple[str, Any]) -> Tokenizer | None:
+        folder = key[0]
         known = self._known.get(key)
         if isinstance(known, Tokenizer):
             return known
@@ -63,7 +63,7 @@ class Tokenizers:
         return found if isinstance(found, Tokenizer) else None
 
     async def count(self, base: Base, request: ChatCompletionRequest | CompletionRequest, raw: bytes) -> list[int]:
-        """Return the number of tokens of each prompt, by an engine. raw: the request's body.
+        """Return the number of tokens of each prompt, counted by an engine. raw: the request's body.
 
         Raises BadRequest, NoEngine.
         """

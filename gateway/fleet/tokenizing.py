@@ -1,4 +1,4 @@
-"""Tokens of texts and conversations by an engine, for base models whose tokenizer is not on the gateway's machine."""
+"""Tokenization by an engine, for base models whose tokenizer is not on the gateway's machine."""
 
 import logging
 from typing import Any
@@ -28,9 +28,9 @@ class EngineTokenizer:
         self._kinds = kinds
 
     async def tokens(self, base: Base, body: dict[str, Any]) -> list[int]:
-        """Return the token ids of a body of `/tokenize`, without its model, by an engine of the base.
+        """Return the token ids of a `/tokenize` body (without `model`), computed by an engine of the base.
 
-        Raises BadRequest for a conversation that the template refuses, NoEngine if no engine answers.
+        Raises BadRequest for a conversation that the chat template refuses, NoEngine if no engine answers.
         """
         for engine in self._engines(base):
             try:
@@ -53,7 +53,7 @@ class EngineTokenizer:
         )
 
     def _engines(self, base: Base) -> list[EngineRecord]:
-        """Return the engines to ask in turn: of the present weights first, with the least load."""
+        """Return the engines to ask in turn: those of the present weights first, each group by increasing load."""
         found = [each for each in self._registry.up if each.base == base.id]
         present = Binding.of(base.id, base.digest)
         return sorted(found, key=lambda each: (not each.serves(present), each.load))

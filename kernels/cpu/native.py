@@ -214,7 +214,7 @@ class NativeForward:
         # Elements per token in each of the four workspaces.
         narrow = max(intermediate, weights.num_heads * weights.head_dim, hidden)
         self._widths = (hidden, hidden, max(first.qkv.out_features, 2 * intermediate), narrow)
-        # Bytes per token of rows in 8 bits, for weights in groups.
+        # Bytes of a row of inputs rounded to 8 bits, for quantised weights; 0 if all weights are dense.
         self._rounded_width = max(_rounded_bytes(ops, w) for layer in weights.layers for w in _linears(layer, weights))
         self._workspaces: list[Tensor] = []
         self._rounded = torch.empty(0, dtype=torch.uint8)

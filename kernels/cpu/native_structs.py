@@ -1,4 +1,4 @@
-"""The structs of native_src, field for field, and the types of its functions."""
+"""Mirrors of native_src's structs, field for field, and the signatures of its functions."""
 
 import ctypes
 from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
@@ -98,6 +98,7 @@ SIGNATURES_OF_GROUPS: dict[str, list[Any]] = {
 
 
 def declare(library: ctypes.CDLL, name: str, types: list[Any]) -> Any:
+    """Return a function of the library with its argument and result types set."""
     function = library[name]
     function.argtypes = types
     function.restype = c_int64 if name.startswith(("packed_size", "rounded_bytes")) else None

@@ -1,8 +1,8 @@
 """Products with weights of 8 and 4 bits: each tile of weights is widened in registers and multiplied on tensor cores.
 
-Weights stay in memory as a reader returns them (`kernels.weights.LinearWeights`), so that few rows read a half or a
-quarter of the bytes. Semantics: `kernels.reference.linear` without rounding inputs. A widened weight is rounded to x's
-dtype before it is multiplied.
+Weights keep the layout that a reader returns (`kernels.weights.LinearWeights`): a decode step, bound by memory, reads a
+half or a quarter of the bytes. Semantics: `kernels.reference.linear` without rounded inputs, except that each widened
+weight is rounded to x's dtype before the product.
 """
 
 import torch
@@ -40,15 +40,15 @@ def linear(x: Tensor, weights: LinearWeights) -> Tensor:
     return y
 
 
-# The number of rows must not create new variants.
+# A new number of rows or another alignment must not compile a new variant of the kernel.
 @triton.jit(do_not_specialize=("num_rows",), do_not_specialize_on_alignment=("x", "y"))
 def _multiply(  # type: ignore[no-untyped-def]
     x, values, scales, offsets, bias, y, num_rows, x_stride, N: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr, IS_INT4: tl.constexpr, OFFSETS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile. OFFSETS: 1 for minimums, 2 for zero points. With int4, a step multiplies the even inputs of its
-    bytes, then the odd ones.
+    """Compute one tile of y. OFFSETS: 1 for minimums, 2 for zero points. A byte of int4 holds an even and an odd input;
+    each step multiplies the even inputs of its bytes, then the odd ones.
     """
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)

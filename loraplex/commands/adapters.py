@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 BASE = click.option(
-    "--base", help="The base model that it was trained on; default: what its config names, else the only one that fits."
+    "--base", help="Base model of the adapter; default: the one that its config names, else the only one that fits."
 )
 
 

@@ -1,4 +1,4 @@
-"""The `loraplex base` commands: base models behind one gateway, and the adapters that belong to them."""
+"""The `loraplex base` commands: the base models behind a gateway."""
 
 import json
 from pathlib import Path
@@ -15,13 +15,13 @@ BASES = "/admin/api/bases"
 MODEL = click.option(
     "--model",
     type=click.Path(path_type=Path),
-    help="The model's folder on this machine; its config and, if it has weights, their digest are read.",
+    help="The model's folder on this machine, to read its config and, if it has weights, their digest.",
 )
-DIGEST = click.option("--digest", help="The digest of the weights, as `loraplex base list` shows it for an engine.")
+DIGEST = click.option("--digest", help="Digest of the weights, as `loraplex base list` shows it for an engine.")
 TOKENIZER = click.option(
     "--tokenizer",
-    help="A folder on the gateways' machines with tokenizer.json and config.json; default: --model. Gateways without "
-    "the folder ask the base's engines.",
+    help="Folder on the gateways' machines with tokenizer.json and config.json; default: --model. A gateway without "
+    "the folder lets an engine of the base count the tokens of prompts.",
 )
 
 
@@ -42,7 +42,7 @@ def base() -> None:
 @DIGEST
 @TOKENIZER
 @click.option(
-    "--context-length", type=click.IntRange(min=1), help="Tokens of prompt and answer; default: the config's."
+    "--context-length", type=click.IntRange(min=1), help="Maximum tokens of prompt and answer; default: the config's."
 )
 @click.option("--input", "input_price", type=PRICE, help="Price per million prompt tokens, such as 0.50.")
 @click.option("--output", "output_price", type=PRICE, help="Price per million completion tokens.")
@@ -58,7 +58,7 @@ def add(
     gateway: Gateway,
     **fields: Any,
 ) -> None:
-    """Add the base model NAME. Its engines are used as soon as they report its digest; without a digest, its name."""
+    """Add the base model NAME. Engines that report its digest serve it; without a digest, those that report NAME."""
     prices = _present({each: fields[f"{each}_price"] for each in ("input", "output", "cached")})
     if prices and not {"input", "output"} <= prices.keys():
         raise click.UsageError("--input and --output: expected both, or neither")
@@ -79,9 +79,9 @@ def add(
 @json_option
 @admin_options
 def list_all(as_json: bool, gateway: Gateway) -> None:
-    """List the base models, a row for each of their weights, with their engines and the number of adapters' versions.
+    """List the base models: a row per digest of their weights, with its engines and the number of adapter versions.
 
-    Engines of no base model have a row without a name.
+    Engines without a base model on record have rows without a name.
     """
     rows = gateway.run(lambda client: client.bases())
     if as_json:
@@ -108,8 +108,8 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
 @json_option
 @admin_options
 def drain(name: str, as_json: bool, gateway: Gateway) -> None:
-    """Take the base model NAME off the list of models, and refuse new adapters for it. Requests are served on."""
-    _show(_change(gateway, name, {"state": "draining"}), f"draining {name}: its requests are served on", as_json)
+    """Take the base model NAME off the list of models, and refuse new adapters for it. It still serves requests."""
+    _show(_change(gateway, name, {"state": "draining"}), f"draining {name}: it still serves requests", as_json)
     click.echo(f"next: loraplex base retire {name}", err=True)
 
 
@@ -134,8 +134,8 @@ def replace(
 ) -> None:
     """Replace the weights of the base model NAME.
 
-    Its own requests go to engines of the new weights once one is available. The former weights' engines serve the
-    adapters that are bound to them until those are verified on the new weights, and all requests until then.
+    Requests for the base model itself go to engines with the new weights as soon as one is available, until then to the
+    engines with the former weights. Adapters stay on the former weights until they are verified on the new ones.
     """
     body = _weights(model, digest, tokenizer)
     if "digest" not in body:
@@ -147,14 +147,14 @@ def replace(
 
 @base.command("retire", epilog=examples("loraplex base retire old-llama", "loraplex base retire sha256:3f1c..."))
 @click.argument("name")
-@click.option("--force", is_flag=True, help="Retire it although it was not drained, or although adapters belong to it.")
+@click.option("--force", is_flag=True, help="Retire it even if it was not drained, or still has adapters.")
 @json_option
 @admin_options
 def retire(name: str, force: bool, as_json: bool, gateway: Gateway) -> None:
-    """Refuse new requests to the drained base model NAME and its adapters; running requests end. Stop its engines then.
+    """Refuse new requests to the drained base model NAME and its adapters. Running requests end as usual.
 
-    For a digest (or its beginning, after `sha256:`) in place of the name, nothing is changed: list the engines and the
-    adapters' versions that are still on these weights, and exit with 1 if there are any, so that a script can wait.
+    With `sha256:` and a digest, or its beginning, as NAME, change nothing: list the engines and the adapter versions
+    that still use these weights, and exit with 1 if there are any, so that a script can wait.
     """
     if name.startswith("sha256:"):
         _list_left(name, as_json, gateway)
@@ -163,6 +163,7 @@ def retire(name: str, force: bool, as_json: bool, gateway: Gateway) -> None:
 
 
 def _list_left(digest: str, as_json: bool, gateway: Gateway) -> None:
+    """Print the engines and the versions that still use the weights with a digest. Exit with 1 if there are any."""
     rows = gateway.run(lambda client: client.bases())
     found = [row for row in rows if row["digest"] is not None and row["digest"].startswith(digest)]
     if len(found) != 1 or digest == "sha256:":
@@ -179,7 +180,7 @@ def _list_left(digest: str, as_json: bool, gateway: Gateway) -> None:
 
 
 def _weights(model: Path | None, digest: str | None, tokenizer: str | None) -> dict[str, Any]:
-    """Return the fields of the request that follow from a model's folder on this machine and from the options."""
+    """Return the request's fields from the options and from the model's folder on this machine."""
     fields = _present({"digest": digest, "tokenizer": tokenizer})
     if model is None:
         return fields

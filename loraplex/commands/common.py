@@ -27,7 +27,7 @@ T = TypeVar("T")
 def one_line(*errors: type[Exception]) -> Iterator[None]:
     """Turn domain errors into a message on stderr and exit code 1. Any other error is a bug and keeps its traceback.
 
-    A wrong setting is named by its flag.
+    The message of a ConfigError names the flag.
     """
     try:
         yield
@@ -40,13 +40,13 @@ def one_line(*errors: type[Exception]) -> Iterator[None]:
 
 
 def _flag(field: str) -> str:
-    """Return the present command's flag for a field of its configuration, the field's name if there is none."""
+    """Return the current command's flag for a field of its configuration, or the field's name if it has no flag."""
     params = click.get_current_context().command.params
     return next((param.opts[0] for param in params if param.name == field), field)
 
 
 def again(command: str) -> str:
-    """Return a command for the user to run, with the gateway and data directory that the present one was given."""
+    """Return a command for the user to run, with the `--gateway` and `--data-dir` of the current command line."""
     context = click.get_current_context()
     for name in ("gateway", "data_dir"):
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE:

@@ -69,7 +69,7 @@ class Sizes(click.ParamType):
 
 
 class WholeNumber(click.IntRange):
-    """Whole number within bounds, whose error says in words which numbers are expected."""
+    """Integer within bounds. Its error says in words which numbers are valid."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -79,7 +79,7 @@ class WholeNumber(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """Number within bounds, whose error says in words which numbers are expected."""
+    """Number within bounds. Its error says in words which numbers are valid."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:

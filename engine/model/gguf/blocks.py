@@ -1,7 +1,7 @@
-"""Quantised blocks of ggml in the schemes of `kernels.weights`, without a change of any weight.
+"""Conversion of ggml's quantised blocks to the schemes of `kernels.weights`, without changing any weight.
 
-A block has 32 weights, and a K-quant's has 256 in groups of 16 or 32. ggml-common.h and ggml-quants.c describe the
-bytes. K-quants' scales of groups are whole numbers times the block's fp16 scale; their product is exact in fp32.
+A block has 32 weights; a K-quant block has 256, in groups of 16 or 32. ggml-common.h and ggml-quants.c define the
+bytes. In K-quants a group's scale is an integer times the block's fp16 scale; this product is exact in fp32.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,7 @@ _BLOCK, _SUPER = 32, 256
 
 
 class _Groups(NamedTuple):
-    """Blocks in our form: values int8 `[n, weights]` (int4: 0 to 15, or -8 to 7 without minimums), scales and mins
-    `[n, groups]`.
-    """
+    """Converted blocks: values int8 `[n, weights]` (int4: 0 to 15), scales and mins `[n, groups]`."""
 
     kind: Kind
     values: Tensor
@@ -28,8 +26,8 @@ class _Groups(NamedTuple):
 
 
 def read_blocks(name: str, kind: str, data: Tensor) -> LinearWeights:
-    """Return rows of blocks, uint8 `[rows, bytes]`, as a linear layer's weights. Raises ConfigError for scales that are
-    not finite.
+    """Convert rows of blocks, uint8 `[rows, bytes]`, to a linear layer's weights. Raises ConfigError for scales that
+    are not finite.
     """
     block_bytes, read = KEPT[kind]
     found = read(data.view(-1, block_bytes))
@@ -42,17 +40,17 @@ def read_blocks(name: str, kind: str, data: Tensor) -> LinearWeights:
             raise ConfigError("model", f"tensor {name} ({kind}) holds NaN or infinite values; is it damaged?")
     in_features = values.shape[1]
     if found.kind == "int4":
-        values = pack_halves(values if mins is not None else values + 8)
+        values = pack_halves(values)
     return quantised(found.kind, values.contiguous(), scales, in_features, "" if mins is None else "mins", mins)
 
 
 def _half(data: Tensor) -> Tensor:
-    """Return two bytes of each block as fp16 `[n, 1]`."""
+    """Return two bytes per block as fp16 `[n, 1]`."""
     return data.contiguous().view(torch.float16)
 
 
 def _halves(data: Tensor) -> Tensor:
-    """Return the low halves of the bytes, then the high ones, int8."""
+    """Return the low halves of the bytes, then the high halves, as int8."""
     return torch.cat((data & 15, data >> 4), -1).char()
 
 
@@ -61,7 +59,7 @@ def _q8_0(data: Tensor) -> _Groups:
 
 
 def _q4_0(data: Tensor) -> _Groups:
-    return _Groups("int4", _halves(data[:, 2:]) - 8, _half(data[:, :2]))
+    return _Groups("int4", _halves(data[:, 2:]), _half(data[:, :2]))
 
 
 def _q4_1(data: Tensor) -> _Groups:
@@ -69,7 +67,7 @@ def _q4_1(data: Tensor) -> _Groups:
 
 
 def _fifth_bits(data: Tensor) -> Tensor:
-    """Return bit i of four bytes times 16 for weight i, int8 `[n, 32]`."""
+    """Return the fifth bits of 32 weights, times 16: int8 `[n, 32]`. Bit i of the four bytes belongs to weight i."""
     bits = data[:, :, None] >> torch.arange(8, dtype=torch.uint8) & 1
     return bits.flatten(1).char() * 16
 
@@ -84,7 +82,7 @@ def _q5_1(data: Tensor) -> _Groups:
 
 
 def _k_scales(data: Tensor) -> tuple[Tensor, Tensor]:
-    """Return scales and minimums of a block's eight groups, fp32 `[n, 8]`, of Q4_K and Q5_K. Six bits each."""
+    """Return the scales and minimums of the eight groups of Q4_K and Q5_K blocks, fp32 `[n, 8]`. Stored in six bits."""
     d, dmin = _half(data[:, :2]).float(), _half(data[:, 2:4]).float()
     first, second, third = data[:, 4:8], data[:, 8:12], data[:, 12:16]
     scales = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
@@ -116,7 +114,7 @@ def _q6_k(data: Tensor) -> _Groups:
     return _Groups("int8", values, d * data[:, 192:208].view(torch.int8).float())
 
 
-# ggml's type -> bytes of a block, and its reader. Other types are dequantised when they are read.
+# By ggml type: bytes per block, and reader. Other types are dequantised when they are read.
 KEPT: dict[str, tuple[int, Callable[[Tensor], _Groups]]] = {
     "Q8_0": (34, _q8_0),
     "Q4_0": (18, _q4_0),

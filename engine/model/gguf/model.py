@@ -179,7 +179,7 @@ class GgufWeights:
         self._gguf.file.close()
 
     def _order(self, name: str, rows: int) -> Tensor | None:
-        """Return `_rotary_order` for the rows of q and k of the llama architecture, else None."""
+        """Return `_rotary_order` for q and k of the llama architecture, else None. Raises ConfigError."""
         heads = self._permuted_heads.get(name.split(".")[-2])
         if heads is not None and (heads < 1 or rows % (2 * heads)):
             raise ConfigError("model", f"tensor {name} has {rows} rows, which cannot be {heads} heads of pairs")

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.model.quantised.method import Groups, Module, RawTensors, choose, unpack_words
 from kernels.weights import LinearWeights
 
-# The place in its word of each of eight outputs, in steps of four bits.
+# Position of each of eight outputs in its 32-bit word, in units of four bits.
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

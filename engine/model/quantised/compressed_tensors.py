@@ -1,6 +1,6 @@
-"""Checkpoints of compressed-tensors (llm-compressor): int4, int8 and FP8, by the tensors that a module has.
+"""Checkpoints of compressed-tensors (llm-compressor): int4, int8 and FP8. A module's tensors tell its scheme.
 
-Scales of inputs are not read: the backends round inputs by their own, finer scales, or not at all.
+The checkpoint's input scales are ignored: backends round inputs with finer scales of their own, or not at all.
 """
 
 from collections.abc import Mapping
@@ -18,9 +18,9 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 
 
 class CompressedTensors:
-    """Packed: `weight_packed` int32 `[out, in / n]`, n values a word, `weight_zero_point` `[out / n, groups]` if any.
-    Else `weight` int8 or FP8, `weight_zero_point` int8 `[out, groups]` if any. `weight_scale` `[out, groups]`, or one
-    for the whole tensor.
+    """Packed modules have `weight_packed` int32 `[out, in / n]` with n values per word, and optionally
+    `weight_zero_point` `[out / n, groups]`. Others have `weight` int8 or FP8, and optionally `weight_zero_point` int8
+    `[out, groups]`. Both have `weight_scale` `[out, groups]`, or one scale for the whole tensor.
     """
 
     name = "compressed-tensors"

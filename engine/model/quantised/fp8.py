@@ -1,4 +1,4 @@
-"""FP8 checkpoints (e4m3): one scale for a tensor, an output or a block. They are dequantised on reading."""
+"""FP8 checkpoints (e4m3) with one scale per tensor, output or block. Weights are dequantised when they are read."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,13 +10,13 @@ from engine.model.quantised.method import FIELD, Module, RawTensors
 from kernels.weights import LinearWeights, dense
 from wire.errors import ConfigError
 
-# The names of the scales, by which a weight is multiplied: of DeepSeek's and transformers' files, and of vLLM's.
+# Names of the scales that multiply a weight, in files of DeepSeek and transformers, and in files of vLLM.
 SCALES = ("weight_scale_inv", "weight_scale")
 
 
 class Fp8:
-    """`weight` float8_e4m3fn `[out, in]` and its scales: one, `[out, 1]`, or one for each block of config.json's
-    `weight_block_size`.
+    """`weight` float8_e4m3fn `[out, in]` with one scale, scales `[out, 1]`, or one scale per block of
+    `weight_block_size` (config.json).
     """
 
     name = "fp8"
@@ -44,7 +44,7 @@ def dequantised(m: Module, weight: Tensor, scales: str, block: tuple[int, int] |
     factors = m.scales(scales, *shape).float()
     if shape in ((), (1,), (rows, 1)):
         return dense(weight.float() * factors)
-    if block is None and len(shape) == 2:  # compressed-tensors' blocks have 128 by 128 weights
+    if block is None and len(shape) == 2:  # compressed-tensors: blocks of 128 by 128 weights
         block = (128, 128)
     expected = None if block is None else (-(-rows // block[0]), -(-columns // block[1]))
     if block is None or shape != expected:

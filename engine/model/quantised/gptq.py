@@ -10,8 +10,8 @@ from kernels.weights import LinearWeights
 
 
 class Gptq:
-    """`qweight` int32 `[in / n, out]`, n values a word; `qzeros` `[groups, out / n]`; `scales` `[groups, out]`; `g_idx`
-    `[in]`. The format `gptq` stores zero points minus 1.
+    """`qweight` int32 `[in / n, out]` with n values per word; `qzeros` `[groups, out / n]`; `scales` `[groups, out]`;
+    `g_idx` `[in]`. The format `gptq` stores zero points minus 1.
     """
 
     name = "gptq"

@@ -1,6 +1,6 @@
-"""Interface of the quantised checkpoints in safetensors, and what their readers share.
+"""Interface and shared parts of the readers of quantised safetensors checkpoints.
 
-A method reads a module's tensors into a scheme of `kernels.weights` without a change of any weight.
+A reader converts a module's tensors to a scheme of `kernels.weights` without changing any weight.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,22 +25,22 @@ class RawTensors(Protocol):
 
 
 class Method(Protocol):
-    """A way to store quantised weights, as config.json describes it."""
+    """Reader of one `quant_method` of config.json."""
 
     name: str
 
     def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
-        """Return a module's weights `[rows, columns]`, None if they are not quantised. Raises ConfigError, naming the
-        tensor and the scheme.
+        """Return a module's weights `[rows, columns]`, or None if they are not quantised. Raises ConfigError, naming
+        the tensor and the scheme.
         """
         ...
 
 
 class Groups(NamedTuple):
-    """Unsigned values of 4 or 8 bits, `[out, in]` uint8, in groups of equal sizes.
+    """Unsigned values of 4 or 8 bits in groups of equal size.
 
-    scales, zeros: `[out, groups]`; no zeros: the middle of the values. order: the group of each input, `[in]`, if a
-    checkpoint lists them.
+    values: uint8 `[out, in]`. scales, zeros: `[out, groups]`; without zeros, the zero point is the middle of the range.
+    order: group of each input, `[in]`, if the checkpoint has one.
     """
 
     values: Tensor
@@ -51,7 +51,7 @@ class Groups(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module of a checkpoint while it is read. scheme: for errors."""
+    """Module of a checkpoint that is being read. scheme: its name in errors."""
 
     tensors: RawTensors
     name: str
@@ -105,10 +105,10 @@ class Module:
             raise self.error("g_idx", f"names a group outside 0 to {groups - 1}")
 
     def in_groups(self, bits: int, found: Groups, rows: int, columns: int) -> LinearWeights:
-        """Return weights `[rows, columns]` of 4 or 8 bits in a scheme of ours. Raises ConfigError for groups that
-        cannot be cut, and for sizes that do not fill whole words.
+        """Return weights `[rows, columns]` of 4 or 8 bits in a scheme of `kernels.weights`. Raises ConfigError for a
+        group size that is not served, and for sizes that do not fill whole words.
 
-        Inputs in another order than their groups are dequantised, because no packed scheme holds them.
+        Weights whose groups are not consecutive inputs are dequantised, because no packed scheme can hold them.
         """
         self._check_sizes(found, rows, columns)
         middle, in_features = 1 << (bits - 1), columns
@@ -135,13 +135,13 @@ class Module:
 
 
 def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """Return the values of int32 words, lowest bits first, uint8 `[..., n, 32 / bits]`."""
+    """Unpack the values of int32 words, lowest bits first: uint8 `[..., n, 32 / bits]`."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     return (words[..., None] >> shifts & (1 << bits) - 1).to(torch.uint8)
 
 
 def choose(config: Mapping[str, Any], field: str, expected: Sequence[Any], default: Any = None) -> Any:
-    """Return a field of the quantisation's config. Raises ConfigError unless it has one of the expected values."""
+    """Return a field of `quantization_config`. Raises ConfigError unless it has one of the expected values."""
     value = config.get(field, default)
     if value not in expected:
         shown = ", ".join(str(each) for each in expected)

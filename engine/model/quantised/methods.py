@@ -1,4 +1,4 @@
-"""Table of the quantisations of safetensors checkpoints, by config.json's `quant_method`."""
+"""Table of the readers of quantised safetensors checkpoints, by config.json's `quant_method`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,8 +20,8 @@ METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
 
 
 def read_method(raw: Mapping[str, Any]) -> Method | None:
-    """Return the quantisation of a model's config.json, None if it has none. Raises ConfigError, naming the field, for
-    one that is not served.
+    """Return the reader for a model's `quantization_config`, or None if it has none. Raises ConfigError, naming the
+    field, for a `quant_method` that is not served.
     """
     config = raw.get(FIELD)
     if not config:

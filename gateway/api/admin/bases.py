@@ -37,8 +37,8 @@ Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 class NewBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body for a base model.
 
-    digest: of its weights, as engines report it; null: engines are known by the base's name. tokenizer: folder on the
-    gateways' machines with the model's tokenizer and config.json; null: engines count prompts. config: the content of
+    digest: of its weights, as engines report it; null: engines are identified by the base's name. tokenizer: folder on
+    the gateways' machines with the model's tokenizer and config.json; null: engines count prompts. config: content of
     the model's config.json, if the folder is not on this machine. context_length: by default the config's.
     """
 
@@ -51,8 +51,8 @@ class NewBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class BaseChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body for changes of a base model. An absent field stays as it is. digest: of new weights, which replace the
-    present ones; their engines and adapters are served on.
+    """Body for changes of a base model. An absent field does not change. digest: of new weights, which replace the
+    present ones; the engines and adapters of the present ones stay in service.
     """
 
     state: BaseState | UnsetType = UNSET
@@ -82,8 +82,8 @@ class AdminBases:
         self._auth = auth
 
     async def list(self, _: web.Request) -> web.Response:
-        """List the base models, a row for each of their weights, with the engines that serve these weights now and the
-        versions that are bound to them. Engines of no base model have rows without a name.
+        """List the base models with one row per digest of their weights: the engines that serve these weights now, and
+        the versions bound to them. Engines without a base model on record have rows without a name.
         """
         engines: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
         versions: dict[tuple[str | None, str | None], list[dict[str, str]]] = defaultdict(list)

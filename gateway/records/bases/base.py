@@ -1,4 +1,4 @@
-"""A base model as the gateways know it, and the engines on which a model's requests may run."""
+"""Types of a base model, and of the condition on the engines that may run a model's requests."""
 
 from collections.abc import Mapping
 from datetime import datetime
@@ -9,14 +9,15 @@ import msgspec
 from adapters.manifest import BaseShape
 from gateway.errors import RecordNotFound
 
-# active: listed, and takes adapters. draining: serves its names still, but is not listed and takes no adapters.
-# retired: its names are refused.
+# active: listed, and accepts adapters. draining: still serves requests, but is not listed and accepts no adapters.
+# retired: refuses requests.
 BaseState = Literal["active", "draining", "retired"]
+# Id of the deployment's first base. Rows without a `base_id` belong to it.
 FIRST = ""
 
 
 class BaseRetired(RecordNotFound):
-    """The adapter belongs to a base model that is no longer served."""
+    """The adapter belongs to a retired base model."""
 
     code = "base_retired"
 
@@ -42,10 +43,11 @@ class Shape(msgspec.Struct, frozen=True, kw_only=True):
 class Base(msgspec.Struct, frozen=True, kw_only=True):
     """A base model.
 
-    id: FIRST for the deployment's first base. name: in the API. digest: 64 hex digits of its weights; None: any engine
-    that reports its name serves it. former: digests of weights that the present ones replace; their engines serve the
+    id: FIRST for the deployment's first base. name: in the API. digest: 64 hex digits that identify the weights; None:
+    any engine that reports the base's name serves it. former: digests of replaced weights; their engines serve the
     adapters bound to them, and the base itself until an engine with the present weights is available. tokenizer: folder
-    with the tokenizer on this machine; None: engines tokenize. context_length: tokens of prompt and answer together.
+    of the tokenizer on this machine; None: engines tokenize. context_length: maximum tokens of prompt and answer
+    together.
     """
 
     name: str
@@ -71,8 +73,8 @@ def suspect_name(digest: str, base: str) -> str:
 
 
 class Binding(NamedTuple):
-    """The engines on which a model's requests may run: those of the base `base` (its id) whose weights have each of the
-    digests, as far as engines report one.
+    """Condition on the engines that may run a model's requests: they serve the base `base` (an id), and report each of
+    `digests` as their weights' digest, or report none.
     """
 
     base: str = FIRST
@@ -80,5 +82,5 @@ class Binding(NamedTuple):
 
     @classmethod
     def of(cls, base: str | None, digest: str | None) -> "Binding":
-        """Return the binding of a row's `base_id` and of a digest, each maybe NULL."""
+        """Return the binding of a row with this `base_id` and digest, each of which may be NULL."""
         return cls(base or FIRST, frozenset() if digest is None else frozenset({digest}))

@@ -1,4 +1,4 @@
-"""The base models in SQL. Every gateway keeps all of them in memory (registry.py)."""
+"""Base models in SQL. Every gateway keeps a copy of all of them in memory (registry.py)."""
 
 import secrets
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, adapters, saved_mixtures, tenants
 from wire.model_names import parse_reference, version_name
 
-# Versions that an error names.
+# Maximum number of versions that an error names.
 SHOWN_VERSIONS = 5
 
 
@@ -36,14 +36,15 @@ class BaseRecords:
             return await _all(connection)
 
     async def ensure(self, own: Base) -> None:
-        """Store the base of LORAPLEX_BASE_MODEL. The only base on record gets its name, as in a deployment of one base.
+        """Store the base of LORAPLEX_BASE_MODEL: add it to an empty table, else update the base of its name. A
+        single base with another name is renamed, because a deployment of one base may change the setting.
 
-        Raises Conflict if there are several bases, none of which has the name.
+        Raises Conflict if there are several bases and none has the name.
         """
         try:
             await self._ensure(own)
         except IntegrityError:
-            # Another process has stored it in between (PostgreSQL).
+            # Another process stored it after the read (PostgreSQL).
             await self._ensure(own)
 
     async def _ensure(self, own: Base) -> None:
@@ -67,7 +68,7 @@ class BaseRecords:
             await count_change(connection, BASES)
 
     async def add(self, base: Base, actor: str) -> Base:
-        """Add a base; its id is chosen here. Raises NameTaken, Conflict for the name of an adapter."""
+        """Add a base and return it with its new id. Raises NameTaken, or Conflict if an adapter has the name."""
         async with self._database.write() as connection:
             known = await _all(connection)
             if any(each.name == base.name for each in known):
@@ -85,9 +86,9 @@ class BaseRecords:
         return base
 
     async def change(self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False) -> Base:
-        """Change a base's `state`, `tokenizer`, `context_length`, `shape` or `digest`, whose previous value becomes a
-        former one. Raises Conflict for a retirement of a base that versions belong to, or that was not drained, unless
-        forced.
+        """Change a base's `state`, `tokenizer`, `context_length`, `shape` or `digest`. A replaced digest is added to
+        `former`. Raises RecordNotFound, NameTaken for another base's digest, and Conflict if a base is retired, without
+        `force`, that was not drained or has versions.
         """
         async with self._database.write() as connection:
             query = select(bases).where(bases.c.name == name).with_for_update()
@@ -162,6 +163,7 @@ async def _check_no_adapter(connection: AsyncConnection, name: str) -> None:
 
 
 def _check_digest(known: Sequence[Base], digest: str | None, own: Base | None) -> None:
+    """Raise NameTaken if another base than `own` has or had the digest."""
     for other in known:
         if digest in other.digests and (own is None or other.id != own.id):
             kind = "the" if digest == other.digest else "a former"

@@ -1,6 +1,6 @@
-"""The base models in memory: the only place that knows which there are, for names, engines, prices and uploads.
+"""Copy of the base models in memory. Names, engines, prices and uploads look them up here only.
 
-Every gateway reloads them after a change, so that no request waits for SQL.
+Every gateway process reloads the copy after a change, so that no request waits for SQL.
 """
 
 import asyncio
@@ -16,21 +16,21 @@ from gateway.records.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
 from wire.digests import digest_name
 from wire.model_names import parse_reference
 
-# Time after which every gateway that reaches the database knows a change.
+# Seconds after which every gateway that reaches the database knows a change.
 KNOWN_SECONDS = TRUST_SECONDS + LOOK_SECONDS
-# Characters of a digest in messages.
+# Number of characters of a digest in messages.
 SHOWN_DIGEST = 12
 
 
 class NoBase(Exception):
-    """An engine serves no base model of this deployment. The message gives the operator the reason and the remedy."""
+    """The engine serves no base model of this deployment. The message tells the operator the reason and the remedy."""
 
 
 class Bases:
     """Base models of the deployment.
 
-    own: the base of LORAPLEX_BASE_MODEL, whose tokenizer, shape and context length this process reads from its own
-    settings; None without the setting.
+    own: the base of LORAPLEX_BASE_MODEL; its tokenizer, shape and context length come from this process's settings
+    instead of the table. None without the setting.
     """
 
     def __init__(self, records: BaseRecords | None = None, own: Base | None = None) -> None:
@@ -47,12 +47,12 @@ class Bases:
 
     @property
     def listed(self) -> Sequence[Base]:
-        """Return the bases that are listed and take adapters."""
+        """Return the active bases: they are listed and accept adapters."""
         return [base for base in self._all if base.state == "active"]
 
     @property
     def names(self) -> Sequence[str]:
-        """Return the names of all bases, also of retired ones."""
+        """Return the names of all bases, including retired ones."""
         return [base.name for base in self._all]
 
     @property
@@ -62,38 +62,38 @@ class Bases:
 
     @property
     def first(self) -> Base | None:
-        """Return the base that stands first in lists and examples: the oldest listed one."""
+        """Return the oldest listed base, the default of lists and examples; None if there is none."""
         return next(iter(self.listed), None)
 
     def named(self, name: str) -> Base | None:
-        """Return the base of a name, whatever its state; None if there is none."""
+        """Return the base with this name, in any state; None if there is none."""
         return self._by_name.get(name)
 
     def get(self, base_id: str) -> Base | None:
-        """Return the base of an id; None if there is none."""
+        """Return the base with this id; None if there is none."""
         return self._by_id.get(base_id)
 
     def of_model(self, base_id: str) -> Base:
-        """Return the base of an id. Raises Unavailable if this process does not know it yet."""
+        """Return the base with this id. Raises Unavailable if this process does not know it yet."""
         base = self._by_id.get(base_id)
         if base is None:
             raise Unavailable("The model's base model is not known here yet; try again shortly.")
         return base
 
     def name_of(self, base_id: str) -> str | None:
-        """Return the name of the base of an id; None if there is none."""
+        """Return the name of the base with this id; None if there is none."""
         base = self._by_id.get(base_id)
         return None if base is None else base.name
 
     def is_reserved(self, name: str) -> bool:
-        """Return whether an adapter may not have the name, because it is a base's or the name in a base's name."""
+        """Return whether no adapter may have the name (see `_reserved`)."""
         return name in self._reserved
 
     def served_by(self, model: str | None, digest: str | None) -> Base:
         """Return the base that an engine serves. Raises NoBase.
 
-        digest: of its weights; None if it reports none. Its base is then the one of the name `model`. The same is true
-        for a base without a digest. An engine that reports neither serves the only base.
+        model, digest: as the engine reports them. The digest decides. If the engine or the base has none, the name
+        decides. An engine that reports neither serves the only base.
         """
         if digest is not None:
             for base in self._all:
@@ -121,18 +121,18 @@ class Bases:
         return f"{what}, not {names}; {own}add its base model: `loraplex base add`"
 
     async def refresh(self) -> None:
-        """Read all bases. Raises Unavailable; the previous ones then stay in force."""
+        """Reload all bases. Raises Unavailable and keeps the previous ones."""
         if self._records is not None:
             self._set([self._localised(base) for base in await self._records.list()])
 
     async def add(self, base: Base, actor: str) -> Base:
-        """Add a base; see `BaseRecords.add`. Every process knows it when this returns."""
+        """Add a base (see `BaseRecords.add`) and wait until every process knows it."""
         base = await self._table.add(base, actor)
         await self._make_known()
         return base
 
     async def change(self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False) -> Base:
-        """Change a base; see `BaseRecords.change`. Every process knows the change when this returns."""
+        """Change a base (see `BaseRecords.change`) and wait until every process knows the change."""
         base = await self._table.change(name, changes, actor, force=force)
         await self._make_known()
         return base
@@ -144,18 +144,18 @@ class Bases:
         return self._records
 
     async def _make_known(self) -> None:
-        """Read a change that this process has just made, and wait until every other process knows it too."""
+        """Reload after a change by this process, and wait until every other process has reloaded too."""
         await self._read_again()
         await asyncio.sleep(KNOWN_SECONDS)
 
     async def start(self) -> None:
-        """Store the base of LORAPLEX_BASE_MODEL, and read all bases. Raises Conflict, Unavailable."""
+        """Store the base of LORAPLEX_BASE_MODEL, and load all bases. Raises Conflict, Unavailable."""
         if self._records is not None and self._own is not None:
             await self._records.ensure(self._own)
         await self.refresh()
 
     async def watch(self, changes: Changes) -> None:
-        """Read the bases after each change, until cancelled. Run it as a task."""
+        """Reload the bases after each change, until cancelled. Run it as a task."""
         await changes.follow(BASES, self._read_again)
 
     async def _read_again(self) -> None:
@@ -163,6 +163,7 @@ class Bases:
         self.changed()
 
     def _localised(self, base: Base) -> Base:
+        """Return a base with the fields that this process reads from its own settings."""
         own = self._own
         if own is None or own.name != base.name:
             return base
@@ -177,7 +178,9 @@ class Bases:
 
 
 def _reserved(names: Collection[str]) -> frozenset[str]:
-    """Return the names that no adapter may have: of the bases, and the names in those that look like a reference."""
+    """Return the names that no adapter may have: the bases' names, and the name part of those that look like
+    a reference, such as `name@3`.
+    """
     lowered = {name.lower() for name in names}
     references = (parse_reference(name) for name in lowered)
     return frozenset(lowered | {each.name for each in references if each is not None})

@@ -4,8 +4,8 @@ from sqlalchemy import BigInteger, Column, String, Table, Text
 
 from gateway.records.schema import UtcDateTime, metadata
 
-# id: empty for the deployment's first base, to which versions without a `base_id` belong. digest: NULL for a base whose
-# engines are known by name only. former, shape: JSON. tokenizer: a folder on the gateways' machines, NULL without one.
+# id: empty for the deployment's first base; versions without a `base_id` belong to it. digest: NULL if engines of the
+# base are identified by name only. former, shape: JSON. tokenizer: folder on the gateways' machines, or NULL.
 bases = Table(
     "bases",
     metadata,

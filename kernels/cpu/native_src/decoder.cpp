@@ -103,8 +103,8 @@ void embed_row(const Packed<T>& embedding, int64_t token, T* to) {
 // A thread's rows in 8 bits, for products of few rows.
 typedef std::vector<uint8_t> OwnRows;
 
-// Rounds the rows of x if the weights are in groups: many rows by all threads together into `shared`, which ends with a
-// barrier; few rows by each thread for itself, which takes less time than a barrier.
+// Rounds the rows of x to 8 bits if the product reads them so. All threads share the rounding of many rows into `shared`,
+// followed by a barrier. With few rows, each thread rounds all of them into `own`, which is faster than a barrier.
 template <class T>
 RoundedRows round_rows(const T* x, const Packed<T>& w, int64_t rows, uint8_t* shared, OwnRows& own, Team& team) {
     if (!w.reads_rounded()) return {};
@@ -125,7 +125,7 @@ RoundedRows round_rows(const T* x, const Packed<T>& w, int64_t rows, uint8_t* sh
 template <class T>
 class Product {
   public:
-    // like: weights of the same scheme as all that will be multiplied, for the best division.
+    // like: weights of the scheme of those that will be multiplied; the scheme decides the height of a tile.
     Product(int64_t rows, const Routing* routing, const Packed<T>& like)
         : rows_(rows),
           routing_(routing),

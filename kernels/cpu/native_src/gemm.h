@@ -33,7 +33,7 @@ struct Packed {
     Groups groups;
 
     bool in_groups() const { return groups.bits != 0; }
-    // Whether products read rows of x in 8 bits. In fp32 a panel is widened instead, so that only its weights are rounded.
+    // Whether products read rows of x in 8 bits. In fp32 the panel is widened instead, so that x is not rounded.
     bool reads_rounded() const { return in_groups() && std::is_same_v<T, bf16>; }
 };
 static_assert(kQuantisedColumns == kPanel);

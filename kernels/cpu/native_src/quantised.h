@@ -1,9 +1,9 @@
 // Weights of 8 or 4 bits in groups of inputs that share a scale (kernels/weights.py), in panels of 32 outputs.
 //
-// A block holds one group of one panel: values, then 32 scales, then 32 minimums or zero points if the scheme has them. Values of 8 bits
-// are [group / 4][32][4] bytes, increased by 128. Values of 4 bits are [group / 8][32][4] bytes, whose low halves are
-// inputs 0 to group / 2 - 1 and whose high halves are the others. Rows of x are rounded to 8 bits, with a scale for each
-// 32 inputs, so that sums within a group are exact whole numbers.
+// A block holds one group of one panel: values, then 32 scales, then 32 minimums or zero points if the scheme has them.
+// Values of 8 bits are [group / 4][32][4] bytes, stored plus 128. Values of 4 bits are [group / 8][32][4] bytes: the
+// low halves hold inputs 0 to group / 2 - 1, the high halves the rest. Rows of x are rounded to 8 bits, with a scale
+// for each 32 inputs, so that sums within a group are exact integers.
 #pragma once
 #include <vector>
 
@@ -17,11 +17,11 @@ constexpr int kQuantisedRows = 6;
 constexpr int64_t kRowsAlone = 4;      // most rows that each thread rounds for itself, which saves a barrier
 
 enum ScaleKind : int64_t { kScaleFloat = 0, kScaleHalf = 1, kScaleBf16 = 2 };
-// A weight is scale * (value - zero()) without offsets, scale * value + minimum, or scale * (value - zero point), whose
-// zero points are bytes.
+// A weight is scale * (value - zero()) without offsets, scale * value + minimum with minimums, or scale * (value - zero
+// point) with zero points, which are bytes.
 enum OffsetKind : int64_t { kNoOffsets = 0, kMinimums = 1, kZeroPoints = 2 };
 
-// bits: 8 or 4; 0 for weights in the model's dtype, which have no other field.
+// bits: 8 or 4; 0 for dense weights, which use no other field.
 struct Groups {
     int64_t bits, group, scale_kind, offset_kind;
 
@@ -38,7 +38,7 @@ struct Groups {
 };
 
 inline Float16 half_to_float(Word16 bits) {
-    // The factor corrects the exponent's bias, of subnormal numbers too.
+    // The factor corrects the exponent's bias, also for subnormal numbers.
     const Float16 magnitude = cast<Float16>((bits & 0x7fffu) << 13) * 0x1p112f;
     return cast<Float16>(cast<Word16>(magnitude) | (bits & 0x8000u) << 16);
 }
@@ -71,7 +71,7 @@ inline void load_minimums(const uint8_t* panel, const Groups& w, const Float16 (
     }
 }
 
-// sum + the products of each lane's four unsigned bytes of `a` and signed bytes of `b`.
+// Adds to each lane of sum the products of its four unsigned bytes of `a` and signed bytes of `b`.
 inline Int16 dot_bytes(Int16 sum, Word16 a, Word16 b) {
 #if defined(__AVX512VNNI__)
     return (Int16)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -82,7 +82,7 @@ inline Int16 dot_bytes(Int16 sum, Word16 a, Word16 b) {
 #endif
 }
 
-// Multiplies and adds with one rounding, where the processor can, in every instantiation alike.
+// Multiplies and adds with one rounding if the processor can. Explicit, so that every instantiation rounds alike.
 inline Float16 fused(Float16 a, Float16 b, Float16 sum) {
 #if defined(__AVX512F__)
     return (Float16)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
@@ -91,8 +91,9 @@ inline Float16 fused(Float16 a, Float16 b, Float16 sum) {
 #endif
 }
 
-// Rows of x in 8 bits. A row: values [inputs, padded to kRowGroup], scales [row groups], and for each group of the
-// weights the first sum of its products (minus zero() times the sum of its values), and that sum times the scale.
+// Rows of x in 8 bits. A row has values [inputs, padded to kRowGroup], scales [row groups], and for each group of the
+// weights: firsts, the initial value of its sum of products (-zero() times the sum of the values), and totals, the sum of
+// the values times the scale.
 struct RoundedRows {
     uint8_t* memory = nullptr;
     int64_t inputs = 0, group = kRowGroup;
@@ -169,7 +170,7 @@ inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int6
     const int64_t stride = x.stride(), groups = w.count(x.inputs), block = w.block_bytes(), kind = w.scale_kind;
     const bool has_offsets = w.offset_kind;
     for (int64_t g = 0; g < groups; g++, panel += block) {
-        // A few rows wait for memory: the arithmetic between two loads is too long for the processor's own prefetching.
+        // Products of one or two rows are bound by memory, and the processor's own prefetching is too late for them.
         if (ROWS <= 2)
             for (int64_t ahead = block; ahead < 2 * block; ahead += 64) __builtin_prefetch(panel + ahead, 0, 2);
         Int16 dots[ROWS][2];
