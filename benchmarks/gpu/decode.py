@@ -14,6 +14,7 @@ from kernels.batch import Batch
 from kernels.gpu.ops import TritonOps
 from kernels.ops import EmbeddingLora, HeadLora, KvCache
 from kernels.reference import LARGEST, LoraGroup
+from kernels.weights import LinearWeights, dense
 
 BLOCK_SIZE, PAGE_RANK = 16, 8
 MIXED_RANKS = (8, 16, 32, 64, 128)
@@ -23,18 +24,23 @@ class RandomWeights:
     """Double of a checkpoint: matrices scaled so that activations neither grow nor fade, norms and biases of 1."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self._dtype, self._device = dtype, device
+        self.dtype, self.device = dtype, device
 
     def __contains__(self, name: str) -> bool:
         return True
 
     def get(self, name: str, *shape: int) -> Tensor:
         if len(shape) == 1:
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        return torch.randn(shape, dtype=self._dtype, device=self._device).mul_(shape[-1] ** -0.5)
+            return torch.ones(shape, dtype=self.dtype, device=self.device)
+        return torch.randn(shape, dtype=self.dtype, device=self.device).mul_(shape[-1] ** -0.5)
 
-    def fused(self, parts: list[tuple[str, int]], *columns: int) -> Tensor:
-        return self.get(parts[0][0], sum(rows for _, rows in parts), *columns)
+    def linear(self, modules: list[tuple[str, int]], in_features: int, *, has_bias: bool = False) -> LinearWeights:
+        num_outputs = sum(rows for _, rows in modules)
+        weights = dense(self.get(modules[0][0], num_outputs, in_features))
+        return weights.with_bias(self.get(modules[0][0], num_outputs) if has_bias else None)
+
+    def embedding(self, module: str, vocab_size: int, hidden_size: int) -> LinearWeights:
+        return dense(self.get(module, vocab_size, hidden_size))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,10 @@ async def finished(client: Client, request_id: str) -> Any:
     return found["completion_tokens"], found["finish_reason"]
 
 
+class TooLateError(Exception):
+    """The answer reached its allowance before the raise arrived."""
+
+
 class Reported:
     """Reader of a whole answer as a report, which raises its allowance to each of `raises` in turn on request."""
 
@@ -59,7 +64,8 @@ class Reported:
                 self.head = line["answer"]
                 if self.raises:
                     raised = {"id": self.request_id, "tokens": self.raises.pop(0)}
-                    assert await self.client.ok("/allowances", raised, **allowed("gateway")) == {"is_running": True}
+                    if not (await self.client.ok("/allowances", raised, **allowed("gateway")))["is_running"]:
+                        raise TooLateError
             data = await response.content.read()
         assert len(data) == self.head["length"]
         self.answer = json.loads(data)
@@ -96,13 +102,21 @@ async def test_an_answer_ends_at_its_allowance(client: Client):
 
 
 async def test_a_raised_allowance_lets_the_answer_go_on_to_its_own_end(client: Client):
-    reported = Reported(client, "raised", 20, [150, 10, 300])
-    await reported.read(BODY)
+    # A busy machine may delay each raise, so the request is repeated.
+    deadline, number = time.monotonic() + 30, 0
+    while True:
+        reported = Reported(client, f"raised-{number}", 20, [150, 10, 300])
+        try:
+            await reported.read(BODY)
+            break
+        except TooLateError:
+            assert time.monotonic() < deadline
+            number += 1
     plain = await client.ok("/v1/completions", BODY, **allowed("plain"))
     assert reported.answer["choices"] == plain["choices"]
     assert reported.answer["usage"]["completion_tokens"] == 300
     assert "ended_by_allowance" not in reported.answer["loraplex"]
-    gone = {"id": "raised", "tokens": 400}
+    gone = {"id": reported.request_id, "tokens": 400}
     assert await client.ok("/allowances", gone, **allowed("gateway")) == {"is_running": False}
 
 

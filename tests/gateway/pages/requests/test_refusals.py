@@ -63,7 +63,8 @@ async def test_the_page_says_why_a_tenant_got_429s_at_a_time(reader: Reader, dat
     )
     at = f"{an_hour_ago(40):%H:%M}"
     _, text = await reader.get(f"/admin/refusals?tenant=acme&at={at}")
-    shown = plain(text)
+    # In the hour after midnight the page adds the day.
+    shown = plain(text).replace(f"{an_hour_ago():%d %b} ", "")
     assert (
         f"acme : 25 requests were refused by the limit tokens per minute of the tenant (20,000 tokens), from "
         f"{an_hour_ago(40):%H:%M:%S} to {an_hour_ago(41, 4):%H:%M:%S}, most at {at} (20). On average a refused request "
