@@ -49,12 +49,15 @@ DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Parts of an engine. The adapters' pages, the KV caches and the decoder's weights are on the same device."""
+    """Parts of an engine. The adapters' pages, the KV caches and the decoder's weights are on the same device.
+    step_bytes: of the weights that every step reads; 0 on a simulated device.
+    """
 
     model: ModelConfig
     device: torch.device
     sizes: BatchSizes
     limits: RunnerLimits
+    step_bytes: int
     adapters: AdapterPool
     runner: StepRunner
     policy: Policy
@@ -104,7 +107,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
         preempt_behind=config.preempt_behind,
         preempt_after=config.preempt_after,
     )
-    return Parts(model, device, sizes, limits, adapters, runner, policy)
+    return Parts(model, device, sizes, limits, loaded.step_bytes, adapters, runner, policy)
 
 
 @contextmanager
@@ -119,10 +122,11 @@ def _fitting(platform: Platform, field: str, problem: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run. pack: packs a dense weight. make_runner: called with adapters, sizes, and a
-    function of the number of captured graphs and of all graphs.
+    """A model that is ready to run. step_bytes: of the weights that every step reads. pack: packs a dense weight.
+    make_runner: called with adapters, sizes, and a function of the number of captured graphs and of all graphs.
     """
 
+    step_bytes: int
     pack: Callable[[Any], LinearWeights]
     make_runner: Callable[[AdapterPool, RunnerLimits, Callable[[int, int], None]], StepRunner]
 
@@ -138,7 +142,8 @@ def _load_decoder(
     def make_runner(adapters: AdapterPool, limits: RunnerLimits, captured: Callable[[int, int], None]) -> Runner:
         return Runner(decoder, adapters, limits, device, captured)
 
-    return Loaded(lambda weight: ops.pack(dense(weight)), make_runner)
+    step_bytes = sum(matrix.num_bytes for matrix in decoder.weights.matrices)
+    return Loaded(step_bytes, lambda weight: ops.pack(dense(weight)), make_runner)
 
 
 def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
@@ -147,7 +152,7 @@ def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
     def make_runner(adapters: AdapterPool, limits: RunnerLimits, _: object) -> SimulatedRunner:
         return SimulatedRunner(model.vocab_size, adapters, limits, step_time)
 
-    return Loaded(dense, make_runner)
+    return Loaded(0, dense, make_runner)
 
 
 def _adapter_pool(

@@ -87,7 +87,7 @@ class Engine:
         )
         self._dtype, kv_dtype, _ = resolve_dtypes(config, self.model_config)
         kv_bytes = kv_bytes_per_token(self.model_config, kv_dtype)
-        self._steps = StepLog(StepWork.of(self.model_config, self._dtype.itemsize, kv_bytes))
+        self._steps = StepLog(StepWork.of(self.model_config, parts.step_bytes, kv_bytes))
         self._seeds = torch.Generator().manual_seed(config.seed)
         self._arrivals = 0
         self._num_steps = 0

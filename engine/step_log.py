@@ -13,31 +13,31 @@ RECENT = 5
 
 
 class StepWork(NamedTuple):
-    """Work of a step by its size. LoRA, norms and the products of attention are left out, so it is a lower bound.
+    """Work of a step by its size. Norms and the products of attention and LoRA are left out, so it is a lower bound.
 
-    layer_elements, head_elements: of the matrices. element_bytes: of one element. kv_bytes: of a token's keys and
-    values in all layers.
+    layer_elements, head_elements: of the matrices. weight_bytes: of the matrices in memory. kv_bytes: of a token's keys
+    and values in all layers.
     """
 
     layer_elements: int
     head_elements: int
-    element_bytes: int
+    weight_bytes: int
     kv_bytes: int
 
     @classmethod
-    def of(cls, model: ModelConfig, element_bytes: int, kv_bytes: int) -> "StepWork":
+    def of(cls, model: ModelConfig, weight_bytes: int, kv_bytes: int) -> "StepWork":
         attention = 2 * (model.num_heads + model.num_kv_heads) * model.head_dim
         layer = model.hidden_size * (attention + 3 * model.intermediate_size)
-        return cls(model.num_layers * layer, model.vocab_size * model.hidden_size, element_bytes, kv_bytes)
+        return cls(model.num_layers * layer, model.vocab_size * model.hidden_size, weight_bytes, kv_bytes)
 
-    @property
-    def weight_bytes(self) -> int:
-        return (self.layer_elements + self.head_elements) * self.element_bytes
-
-    def seconds(self, roofline: Roofline, *, rows: int, decodes: int, context: int) -> float:
-        """Return the least time of a step. context: tokens of its requests, whose keys and values it reads."""
+    def seconds(
+        self, roofline: Roofline, *, rows: float, decodes: float, context: float, adapter_bytes: int = 0
+    ) -> float:
+        """Return the least time of a step. context: tokens of its requests, whose keys and values it reads.
+        adapter_bytes: of the pages that it reads.
+        """
         flops = 2 * (self.layer_elements * rows + self.head_elements * decodes)
-        return roofline.seconds(self.weight_bytes + context * self.kv_bytes, flops)
+        return roofline.seconds(self.weight_bytes + context * self.kv_bytes + adapter_bytes, flops)
 
 
 class StepLog:

@@ -1,6 +1,6 @@
 """Interface of the ops of a decoder, and the types of their arguments. Knows no implementation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
@@ -52,6 +52,10 @@ class LayerWeights:
     mlp_output_norm: Tensor | None = None
 
 
+# Fields of `LayerWeights` that are tensors or None.
+LAYER_TENSORS = tuple(each.name for each in fields(LayerWeights) if each.type in (Tensor, Tensor | None))
+
+
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
     """Weights and constants of a decoder: everything that a backend needs to fuse the forward pass.
@@ -75,6 +79,20 @@ class DecoderWeights:
     attention_softcap: float = 0.0
     embedding_scale: float = 1.0
     activation: Literal["silu", "gelu"] = "silu"
+
+    @property
+    def matrices(self) -> list[LinearWeights]:
+        """Return the matrices that every step reads as a whole."""
+        return [*(part for each in self.layers for part in (each.qkv, each.o, each.gate_up, each.down)), self.lm_head]
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes of all weights; those in two places count once."""
+        tensors = [tensor for matrix in (self.embedding, *self.matrices) for tensor in matrix.tensors.values()]
+        tensors += [
+            value for each in self.layers for name in LAYER_TENSORS if (value := getattr(each, name)) is not None
+        ]
+        return sum(tensor.nbytes for tensor in {id(tensor): tensor for tensor in (*tensors, self.norm)}.values())
 
 
 class KvCache(NamedTuple):

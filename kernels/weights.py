@@ -220,7 +220,7 @@ def _round_in_pieces(
     """
     rows, columns = weight.shape
     missing, found = -columns % GROUP, []
-    for part in weight.split(max(1, PIECE // columns)):
+    for part in (weight,) if weight.is_meta else weight.split(max(1, PIECE // columns)):
         x = torch.nn.functional.pad(part.float(), (0, missing)).unflatten(1, (-1, GROUP))
         values, scales = round_groups(x)
         found.append((values.flatten(1)[:, :columns], scales))

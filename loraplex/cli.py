@@ -23,6 +23,7 @@ from loraplex.commands import (
     prices,
     programs,
     requests,
+    size,
     talk,
     tenant_apply,
     tenant_bulk,
@@ -59,7 +60,7 @@ def main() -> None:
 
 programs.engine.subcommands = engines.engines
 for command in (
-    *(up.up, programs.gateway, programs.engine, programs.migrate, backups.backup, backups.restore),
+    *(up.up, programs.gateway, programs.engine, programs.migrate, size.size, backups.backup, backups.restore),
     *(
         tenants.tenant,
         plans.plan,

@@ -101,6 +101,19 @@ def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress
     return _checked_folder(folder)
 
 
+def ensure_config(path_or_hub_id: str, models_dir: str | Path) -> Path:
+    """Return a folder with at least config.json, or a .gguf file; of a hub id only config.json is downloaded.
+
+    Raises ModelError like `ensure_model`.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    is_on_hub = not path.exists() and path.suffix != ".gguf" and _HUB_ID.fullmatch(path_or_hub_id)
+    folder = Path(models_dir).absolute() / path_or_hub_id if is_on_hub else path.absolute()
+    if is_on_hub and not (folder / "config.json").is_file():
+        _download_from_hub(path_or_hub_id, folder, ["config.json"])
+    return folder if (folder / "config.json").is_file() else ensure_model(path_or_hub_id, models_dir)
+
+
 def ensure_gguf_folder(gguf: Path, models_dir: str | Path) -> Path:
     """Create a model folder around a GGUF file, which the gateway also reads.
 
@@ -133,12 +146,12 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def _download_from_hub(hub_id: str, folder: Path) -> None:
+def _download_from_hub(hub_id: str, folder: Path, files: list[str] | None = None) -> None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        snapshot_download(hub_id, local_dir=folder, allow_patterns=_HUB_FILES)
+        snapshot_download(hub_id, local_dir=folder, allow_patterns=files or _HUB_FILES)
     except GatedRepoError:
         raise ModelError(f"{hub_id} is gated: accept its terms on the hub and set HF_TOKEN") from None
     except RepositoryNotFoundError:

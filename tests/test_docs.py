@@ -15,6 +15,7 @@ import engine.http.metrics
 import gateway.metrics
 from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig, ServerConfig
+from engine.gpus import GPUS
 from engine.model.families import FAMILIES
 from engine.model.gguf.model import ARCHITECTURES
 from gateway.api.routes import ROUTES
@@ -109,6 +110,12 @@ def test_a_devices_default_is_in_the_reference():
         [row] = re.findall(rf"^\| `--{name.replace('_', '-')}` \|.*$", REFERENCE, re.MULTILINE)
         [default] = re.findall(r"\[default: (.*)\]$", helps[name])
         assert f"default: {default}" in row
+
+
+def test_every_gpu_of_estimates():
+    for name, gpu in GPUS.items():
+        figures = gpu.memory >> 20, round(gpu.roofline.bandwidth / 1e9), gpu.roofline.flops / 1e12
+        assert "| `{}` | {:,} | {:,} | {:,g} |".format(name, *figures) in REFERENCE
 
 
 def test_every_documented_flag_exists():

@@ -77,7 +77,9 @@ class NativeOps:
         return scheme == DENSE or (scheme.group in GROUPS and scheme.scale_dtype in SCALE_DTYPES)
 
     def pack(self, weights: LinearWeights) -> LinearWeights:
-        if weights.scheme == DENSE:
+        if any(tensor.is_meta for tensor in weights.tensors.values()):
+            packed = self._packed_size_of(weights)
+        elif weights.scheme == DENSE:
             weight = weights.tensors["weight"].contiguous()
             functions = self._functions[weight.dtype]
             packed = self._empty(functions["packed_size"](*weight.shape), dtype=weight.dtype)
@@ -93,6 +95,15 @@ class NativeOps:
             )  # fmt: skip
         found = LinearWeights(weights.scheme, {"packed": packed}, weights.in_features, weights.out_features)
         return found.with_bias(weights.bias)
+
+    def _packed_size_of(self, weights: LinearWeights) -> Tensor:
+        """Return a tensor without memory, of the size of the packed weights."""
+        shape = weights.out_features, weights.in_features
+        if weights.scheme != DENSE:
+            size = self._packed_groups_size(*shape, byref(_groups(weights.scheme)))
+            return torch.empty(size, dtype=torch.uint8, device="meta")
+        dtype = weights.tensors["weight"].dtype
+        return torch.empty(self._functions[dtype]["packed_size"](*shape), dtype=dtype, device="meta")
 
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> "NativeForward":
         # Weights packed from now on belong to adapters and are packed on a thread beside running steps.

@@ -55,7 +55,7 @@ def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -
         name = flags["served_model_name"] or Path(flags["model"]).name.removesuffix(".gguf")
         model = str(ensure_model(flags["model"], download_dir))
         config = EngineConfig(**flags | {"model": model, "served_model_name": name})
-        with _needs_extra("engine"):  # torch loads for seconds, so all checks without it come first
+        with needs_extra("engine"):  # torch loads for seconds, so all checks without it come first
             from engine.program import run
         with start_progress() as progress:
             code = run(
@@ -131,7 +131,8 @@ def migrate() -> None:
 
 
 @contextmanager
-def _needs_extra(extra: str) -> Iterator[None]:
+def needs_extra(extra: str) -> Iterator[None]:
+    """Turn a missing package into an error that names the extra to install."""
     try:
         yield
     except ModuleNotFoundError as error:

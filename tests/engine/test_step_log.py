@@ -7,14 +7,15 @@ import torch
 from engine.step_log import RECENT, StepLog, StepWork
 from kernels.roofline import Roofline, measure_roofline
 
-# 1,000 elements in the layers and 100 in the head, of 2 bytes each, and 8 bytes for a token's keys and values.
-WORK = StepWork(1000, 100, 2, 8)
+# 1,000 elements in the layers and 100 in the head, 2 bytes for each, and 8 bytes for a token's keys and values.
+WORK = StepWork(1000, 100, 2200, 8)
 
 
 def test_the_least_time_is_that_of_the_bytes_or_of_the_products():
     roofline = Roofline(bandwidth=1000.0, flops=10_000.0)
     assert WORK.seconds(roofline, rows=1, decodes=1, context=100) == (2 * 1100 + 8 * 100) / 1000
     assert WORK.seconds(roofline, rows=50, decodes=0, context=50) == 2 * 1000 * 50 / 10_000
+    assert WORK.seconds(roofline, rows=1, decodes=1, context=0, adapter_bytes=800) == (2200 + 800) / 1000
 
 
 def test_steps_are_summed_by_second_and_the_present_second_is_left_out(monkeypatch):

@@ -1,0 +1,309 @@
+"""Estimate of an engine before it exists: its memory and throughput on this machine or on a GPU of `engine.gpus`.
+
+The sizes come from the engine's own functions: the decoder is loaded without memory (torch's `meta` device), and pages,
+KV blocks and batch sizes are divided as `engine.build` does. Only activations and CUDA graphs, which an engine
+measures, are estimated here. The time of a step is its bound by the roofline, divided by the share of it that engines
+reach.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from adapters.manifest import BaseShape
+from adapters.tiers.pages import PAGE_RANK, RankPages
+from engine.build import (
+    fit_context,
+    kv_bytes_per_token,
+    resolve_context,
+    resolve_device,
+    resolve_dtypes,
+)
+from engine.config import SIMULATED, BatchSizes, EngineConfig
+from engine.execution.graphs import default_sizes, default_token_sizes
+from engine.gpus import GPUS
+from engine.memory import (
+    FIXED_KV_CACHE,
+    Needs,
+    Share,
+    adapter_bytes,
+    check_memory,
+    count_blocks,
+    host_adapter_bytes,
+    most_prompt_logits,
+    open_share,
+)
+from engine.model.config import ModelConfig, read_config
+from engine.model.families import make_decoder, parse_model_config
+from engine.model.quantised.methods import read_method
+from engine.model.weights import Checkpoint, open_weights
+from engine.step_log import StepWork
+from kernels.cpu.plain import TorchOps
+from kernels.ops import DecoderWeights, Ops
+from kernels.platform import Platform, pick_ops, platform_of
+from kernels.roofline import Roofline, measure_roofline
+from kernels.simulated.platform import SimulatedPlatform
+from kernels.weights import LinearWeights
+from wire.errors import ConfigError
+
+META = torch.device("meta")
+# Share of the roofline that a step reaches. CPU: the mean of 24 decode steps of 1 to 64 rows and contexts of 64 to
+# 4,096 (docs/perf/2026-11-21-cpu-sweep.md). GPU: the aim of `make gpu`; not measured yet.
+REACHED_CPU, REACHED_GPU = 0.71, 0.85
+# Memory of a CUDA graph, nodes and parameters; the tensors are shared by all graphs. Not measured yet.
+GRAPH_BYTES = 4 << 20
+# Copies of the logits that sampling makes beside the model's own, in fp32.
+LOGITS_COPIES = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """A load to serve. adapters: number in use, all of one rank. prompt_tokens, output_tokens: of a request. streams:
+    requests at once; None: as many as fit.
+    """
+
+    adapters: int
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
+    streams: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An engine's memory, in bytes.
+
+    usable: bytes of the device's memory that the engine may use. context: maximum tokens of a request. resident:
+    adapters of the load that are on the device at once; in_host: in host memory.
+    """
+
+    device: str
+    total: int
+    usable: int
+    needs: Needs
+    kv_cache: int
+    kv_tokens: int
+    context: int
+    page_bytes: int
+    num_pages: int
+    host_adapters: int
+    resident: int
+    in_host: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """An engine's speed under a load.
+
+    streams: requests at once. adapters: distinct ones in a step. bound_seconds: least time of a step by the roofline.
+    first_token_seconds: of a request alone.
+    """
+
+    streams: int
+    adapters: int
+    bound_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    memory: Memory
+    throughput: Throughput
+
+
+class GpuPlatform(SimulatedPlatform):
+    """A GPU that is only described. Nothing else uses its memory."""
+
+    has_ops = True
+
+    def __init__(self, title: str, memory: int) -> None:
+        self.name, self._memory = title, memory
+
+    def total_memory(self) -> int:
+        return self._memory
+
+
+class NoFiles(Checkpoint):
+    """Double of an unquantised checkpoint whose files are not on this machine: it has every tensor."""
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        pass
+
+    def _stored(self, module: str, rows: int, in_features: int) -> LinearWeights | None:
+        return None
+
+    def _read(self, name: str, out: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device to estimate. ops: those that pack its weights. roofline: None if it is measured once the weights are
+    known.
+    """
+
+    platform: Platform
+    ops: Ops
+    roofline: Roofline | None
+    reached: float
+
+
+def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
+    """Return an engine's memory and speed. gpu: a name of `GPUS`; None: the configuration's device on this machine.
+
+    Raises ConfigError, naming the field, for a configuration that does not fit or a load that it cannot serve.
+    """
+    if load.rank > config.max_lora_rank:
+        raise ConfigError("rank", f"expected at most {config.max_lora_rank} (--max-lora-rank), got {load.rank}")
+    raw = read_config(Path(config.model))
+    model = parse_model_config(raw)
+    target = _target(config, model, gpu)
+    platform = target.platform
+    check_memory(config, platform)
+    context = resolve_context(config, model)
+    weights = describe_weights(config, raw, model, target.ops, context)
+    share = open_share(config, platform)
+    sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
+    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
+    on_device = adapter_bytes(config, share, weights.num_bytes)
+    pages = _pages(config, BaseShape.from_config(raw), on_device, lora_dtype)
+    # As in `engine.build`, LoRA on embed_tokens and lm_head may take a quarter of the pages' memory.
+    needs = Needs(
+        weights.num_bytes,
+        on_device if share is None else on_device + on_device // 4,
+        activation_bytes(model, sizes, dtype.itemsize),
+        _graph_bytes(config, sizes, platform),
+    )
+    kv_bytes = kv_bytes_per_token(model, kv_dtype)
+    num_blocks = _num_blocks(config, share, needs, kv_bytes * config.block_size, sizes)
+    kv_cache = num_blocks * config.block_size * kv_bytes
+    host = host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")))
+    memory = Memory(
+        device=platform.name,
+        total=platform.total_memory(),
+        usable=platform.total_memory() if share is None else share.num_bytes,
+        needs=needs,
+        kv_cache=kv_cache,
+        kv_tokens=num_blocks * config.block_size,
+        context=fit_context(config, context, num_blocks, kv_cache),
+        page_bytes=pages.page_bytes,
+        num_pages=pages.num_pages,
+        host_adapters=host,
+        resident=min(load.adapters, pages.num_slots, pages.num_pages // _pages_each(load)),
+        in_host=min(load.adapters, host * PAGE_RANK // (pages.page_bytes * load.rank)),
+    )
+    work = StepWork.of(model, sum(matrix.num_bytes for matrix in weights.matrices), kv_bytes)
+    roofline = target.roofline or measure_roofline(resolve_device(config), dtype, work.weight_bytes)
+    return Estimate(memory, _throughput(memory, work, roofline, target.reached, load, sizes.max_num_seqs))
+
+
+def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Target:
+    """Return the device. Raises ConfigError for an unknown GPU, or a device that does not compute."""
+    if gpu is not None:
+        if gpu not in GPUS:
+            raise ConfigError("gpu", f"expected one of {', '.join(GPUS)}; got {gpu!r}")
+        found = GPUS[gpu]
+        return Target(GpuPlatform(found.title, found.memory), TorchOps(), found.roofline, REACHED_GPU)
+    if config.device.startswith(SIMULATED):
+        raise ConfigError("device", f"expected auto, cpu or cuda, or a --gpu to estimate; got {config.device!r}")
+    device = resolve_device(config)
+    platform = platform_of(device)
+    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
+    ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
+    return Target(platform, ops, None, REACHED_CPU if platform.is_host else REACHED_GPU)
+
+
+def describe_weights(
+    config: EngineConfig, raw: dict[str, Any], model: ModelConfig, ops: Ops, context: int
+) -> DecoderWeights:
+    """Load a decoder's weights as tensors without memory. Quantised checkpoints are read, because their layers' schemes
+    depend on their content.
+
+    Raises ConfigError for a quantised model whose weights are not on this machine.
+    """
+    dtype, _, _ = resolve_dtypes(config, model)
+    with _open(config, raw, dtype) as source:
+        return make_decoder(model, ops, source, context).weights
+
+
+@contextmanager
+def _open(config: EngineConfig, raw: dict[str, Any], dtype: torch.dtype) -> Iterator[Checkpoint]:
+    path = Path(config.model)
+    if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
+        if read_method(raw) is not None:
+            raise ConfigError("model", f"{path} has no weights; the size of a quantised model is read from its weights")
+        yield NoFiles([], dtype, META, quantization=config.quantization)
+        return
+    with open_weights(path, dtype, META, quantization=config.quantization) as source:
+        yield source
+
+
+def _pages(config: EngineConfig, shape: BaseShape, memory: int, dtype: torch.dtype) -> RankPages:
+    try:
+        return RankPages(shape, memory=memory, max_rank=config.max_lora_rank, dtype=dtype, device=META)
+    except ValueError as error:
+        raise ConfigError("adapter_memory", str(error).removeprefix("adapter_memory: ")) from error
+
+
+def activation_bytes(model: ModelConfig, sizes: BatchSizes, element_bytes: int) -> int:
+    """Estimate the tensors of the largest step. An engine that divides a device's memory measures them instead.
+
+    They are the residual, a sublayer's input and output, and the widest tensors between, and afterwards the logits.
+    """
+    attention = (2 * model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = 3 * model.hidden_size + max(attention, 3 * model.intermediate_size)
+    layers = sizes.max_num_batched_tokens * widest * element_bytes
+    rows = max(sizes.max_num_seqs, min(most_prompt_logits(model), sizes.max_num_batched_tokens))
+    return layers + rows * model.vocab_size * 4 * (1 + LOGITS_COPIES)
+
+
+def _graph_bytes(config: EngineConfig, sizes: BatchSizes, platform: Platform) -> int:
+    if platform.is_host or config.enforce_eager:
+        return 0
+    decodes = default_sizes(sizes.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
+    return (len(decodes) + len(default_token_sizes(sizes.max_num_batched_tokens))) * GRAPH_BYTES
+
+
+def _num_blocks(config: EngineConfig, share: Share | None, needs: Needs, block_bytes: int, sizes: BatchSizes) -> int:
+    if share is None:
+        return (config.kv_cache_memory or FIXED_KV_CACHE) // block_bytes
+    return count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
+
+
+def _pages_each(load: Load) -> int:
+    return -(-load.rank // PAGE_RANK)
+
+
+def _throughput(
+    memory: Memory, work: StepWork, roofline: Roofline, reached: float, load: Load, max_num_seqs: int
+) -> Throughput:
+    """Return the times of the load. Raises ConfigError for a request that does not fit.
+
+    In the steady state, a step has one token of each stream, and the prompt tokens of the requests that replace those
+    which end.
+    """
+    tokens = load.prompt_tokens + load.output_tokens
+    if tokens > memory.context:
+        raise ConfigError(
+            "prompt_tokens", f"a request has {tokens} tokens with its output; at most {memory.context} fit"
+        )
+    fitting = min(max_num_seqs, memory.kv_tokens // tokens)
+    streams = fitting if load.streams is None else min(fitting, load.streams)
+    distinct = min(memory.resident, streams)
+    pages = distinct * _pages_each(load) * memory.page_bytes
+    prompts = streams * load.prompt_tokens / load.output_tokens
+    held = streams * (load.prompt_tokens + load.output_tokens / 2)
+    bound = work.seconds(roofline, rows=streams + prompts, decodes=streams, context=held, adapter_bytes=pages)
+    first = work.seconds(roofline, rows=load.prompt_tokens, decodes=1, context=load.prompt_tokens)
+    step = bound / reached
+    return Throughput(streams, distinct, bound, step, streams / step, first / reached)

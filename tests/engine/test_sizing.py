@@ -1,0 +1,154 @@
+"""Estimates of engines, compared with engines that were built, and those for described GPUs."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.gpus import GPUS
+from engine.sizing import Estimate, Load, estimate
+from kernels.platform import platform_of
+from loraplex.cli import main
+from loraplex.models import ensure_demo_model
+from testing.stack import CACHE
+from testing.tiny import save_model
+
+LOAD = Load(adapters=64, rank=16, prompt_tokens=64, output_tokens=32)
+# The shape of Llama-3.1-8B.
+EIGHT_BILLION = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "torch_dtype": "bfloat16",
+}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def smollm(takes_a_core: None) -> Path:
+    """Return the demo model's folder: 135 million weights in bf16, with a tied embedding."""
+    return ensure_demo_model(CACHE / "models", print)
+
+
+@pytest.fixture
+def eight_billion(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT_BILLION))
+    return tmp_path
+
+
+def build(config: EngineConfig, request: pytest.FixtureRequest) -> Engine:
+    host = HostCache(None, BaseShape.from_config_dir(config.model), 1 << 20, torch.bfloat16)
+    request.addfinalizer(host.close)
+    engine = Engine(config, host)
+    request.addfinalizer(engine.close)
+    return engine
+
+
+@pytest.mark.parametrize("model", ["tiny", "smollm"])
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
+def test_an_engine_on_the_cpu_has_exactly_the_estimated_memory(
+    model: str, quantization: str, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(model)
+    options: dict[str, Any] = {"quantization": quantization, "adapter_memory": 64 << 20, "kv_cache_memory": 64 << 20}
+    config = EngineConfig(model=str(path), device="cpu", **options)
+    found = estimate(config, None, LOAD).memory
+    engine = build(config, request)
+    assert found.needs.weights == engine.runner.decoder.weights.num_bytes
+    assert (found.kv_tokens, found.context) == (engine.scheduler.cache.num_blocks * 16, engine.max_model_len)
+    assert (found.num_pages, found.page_bytes) == (engine.adapters.num_pages, engine.adapters.page_bytes)
+    kv = sum(part.nbytes for cache in engine.runner.decoder.kv for part in (cache.k, cache.v))
+    assert found.kv_cache == kv
+
+
+def test_an_engine_that_measures_its_memory_finds_the_estimate_within_a_tenth(
+    smollm: Path, request: pytest.FixtureRequest
+) -> None:
+    total = platform_of(torch.device("cpu")).total_memory()
+    config = EngineConfig(
+        model=str(smollm),
+        device="cpu",
+        gpu_memory_utilization=(3 << 30) / total,
+        adapter_memory=256 << 20,
+        max_num_batched_tokens=512,
+    )
+    found = estimate(config, None, LOAD).memory
+    engine = build(config, request)
+    assert found.kv_tokens == pytest.approx(engine.scheduler.cache.num_blocks * 16, rel=0.1)
+
+
+def test_a_gpus_memory_is_divided_as_an_engine_divides_it(eight_billion: Path) -> None:
+    def sizes(gpu: str, **options: Any) -> Estimate:
+        return estimate(EngineConfig(model=str(eight_billion), **options), gpu, Load(500, 16, 512, 256))
+
+    h100, h200 = sizes("h100"), sizes("h200")
+    dense = h100.memory.needs.weights
+    # 8.03 billion weights of 2 bytes, and the table of the rotary embedding, fp32 for 131,072 positions.
+    assert dense == pytest.approx(2 * 8.03e9, rel=0.01)
+    assert h100.memory.usable == int(0.9 * GPUS["h100"].memory)
+    assert h100.memory.needs.total + h100.memory.kv_cache == pytest.approx(h100.memory.usable, rel=0.001)
+    # 84 MB an adapter of rank 16 (docs/perf/README.md): 102 of them in the 8 GiB of pages.
+    assert h100.memory.resident == (8 << 30) // (2 * h100.memory.page_bytes)
+    assert h100.memory.resident * 84e6 == pytest.approx(8 << 30, rel=0.02)
+    assert h200.memory.kv_tokens > h100.memory.kv_tokens
+    assert h200.throughput.tokens_per_second > h100.throughput.tokens_per_second
+    eight_bits, four_bits = (sizes("h100", quantization=kind).memory.needs.weights for kind in ("int8", "int4"))
+    assert eight_bits / dense == pytest.approx(0.53, abs=0.01)
+    assert four_bits / dense == pytest.approx(0.31, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--gpu", "h900"], "--gpu: expected one of a10, a100-40gb"),
+        (["--gpu", "l4"], "--gpu-memory-utilization: the model does not fit: 0.9 of this L4's 23034 MiB"),
+        (["--gpu", "h100", "--rank", "128"], "--rank: expected at most 64 (--max-lora-rank), got 128"),
+        (
+            ["--gpu", "h100", "--prompt-tokens", "8000", "--output-tokens", "200", "--max-model-len", "8192"],
+            "--prompt-tokens: a request has 8200 tokens with its output; at most 8192 fit",
+        ),
+        (["--device", "simulated:1,1"], "--device: expected auto, cpu or cuda, or a --gpu"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(eight_billion: Path, flags: list[str], message: str) -> None:
+    found = CliRunner().invoke(main, ["size", "--model", str(eight_billion), *flags])
+    assert found.exit_code == 1
+    assert message in found.output
+    assert len(found.output.strip().splitlines()) == 1
+
+
+def test_a_quantised_model_without_weights_is_one_line(eight_billion: Path) -> None:
+    config = EIGHT_BILLION | {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128}}
+    (eight_billion / "config.json").write_text(json.dumps(config))
+    found = CliRunner().invoke(main, ["size", "--model", str(eight_billion), "--gpu", "h100"])
+    assert "its weights" in found.output
+    assert found.exit_code == 1
+
+
+def test_the_command_prints_every_size(eight_billion: Path) -> None:
+    flags = ["size", "--model", str(eight_billion), "--gpu", "h100", "--streams", "64"]
+    found = CliRunner().invoke(main, flags)
+    assert found.exit_code == 0, found.output
+    for part in ("weights", "adapters", "activations", "CUDA graphs", "KV cache", "64 streams of 512 + 256 tokens"):
+        assert part in found.output
+    as_json = json.loads(CliRunner().invoke(main, [*flags, "--json"]).output)
+    assert as_json["streams"] == 64
+    assert as_json["step_seconds"] > as_json["bound_seconds"] > 0
