@@ -171,15 +171,18 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     platform = target.platform
     check_memory(config, platform)
     context = resolve_context(config, model)
-    weights = describe_weights(config, raw, model, target.ops, context)
     share = open_share(config, platform)
+    # The host's share includes the process itself, as in `engine.build`; the engine's is like this one.
+    process = 0 if share is None else platform.used_memory() - share.before
+    weights = describe_weights(config, raw, model, target.ops, context)
+    loaded = weights.num_bytes + process
     sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
-    on_device = adapter_bytes(config, share, weights.num_bytes)
+    on_device = adapter_bytes(config, share, loaded)
     pages = _pages(config, BaseShape.from_config(raw), on_device, lora_dtype)
     # As in `engine.build`, LoRA on embed_tokens and lm_head may take a quarter of the pages' memory.
     needs = Needs(
-        weights.num_bytes,
+        loaded,
         on_device if share is None else on_device + on_device // 4,
         activation_bytes(model, sizes, dtype.itemsize),
         _graph_bytes(config, sizes, platform),
@@ -188,10 +191,11 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     num_blocks = _num_blocks(config, share, needs, kv_bytes * config.block_size, sizes)
     kv_cache = num_blocks * config.block_size * kv_bytes
     host = host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")))
+    total = platform.total_memory()
     memory = Memory(
         device=platform.name,
-        total=platform.total_memory(),
-        usable=platform.total_memory() if share is None else share.num_bytes,
+        total=total,
+        usable=total if share is None else share.num_bytes,
         needs=needs,
         kv_cache=kv_cache,
         kv_tokens=num_blocks * config.block_size,
