@@ -180,7 +180,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     on_device = adapter_bytes(config, share, loaded)
     pages = _pages(config, BaseShape.from_config(raw), on_device, lora_dtype)
-    # As in `engine.build`, LoRA on embed_tokens and lm_head may take a quarter of the pages' memory.
+    # LoRA on embed_tokens and lm_head may take a quarter of the pages' memory, as in `engine.build`.
     needs = Needs(
         loaded,
         on_device if share is None else on_device + on_device // 4,
