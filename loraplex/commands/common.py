@@ -150,6 +150,13 @@ def _where_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
+download_dir_option = click.option(
+    "--download-dir",
+    type=click.Path(path_type=Path),
+    default=DATA_DIR / "models",
+    show_default=True,
+    help="Folder for models downloaded by hub id.",
+)
 yes_option = click.option("--yes", is_flag=True, help="Do not ask for confirmation; required without a terminal.")
 
 

@@ -10,10 +10,9 @@ from typing import Any
 import click
 
 from engine.config import EngineConfig, ServerConfig
-from loraplex.commands.common import examples, one_line, settings_errors
+from loraplex.commands.common import download_dir_option, examples, one_line, settings_errors
 from loraplex.commands.config_options import options_of, take
 from loraplex.commands.vllm_flags import EngineCommand
-from loraplex.up.datadir import DATA_DIR
 from wire.errors import ConfigError
 
 # Addresses to listen on that clients cannot connect to.
@@ -33,13 +32,7 @@ ANY_HOST = ("0.0.0.0", "::")
     type=click.Path(path_type=Path),
     help="File with the internal token, instead of LORAPLEX_INTERNAL_TOKEN.",
 )
-@click.option(
-    "--download-dir",
-    type=click.Path(path_type=Path),
-    default=DATA_DIR / "models",
-    show_default=True,
-    help="Folder for models downloaded by hub id.",
-)
+@download_dir_option
 def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -> None:
     """Serve one base model and its adapters over the OpenAI API, without tenants or quotas."""
     # OpenMP reads this once, when torch is loaded. Spinning threads would take the cores from the server.

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from engine.config import EngineConfig
-from loraplex.commands.common import examples, one_line
+from loraplex.commands.common import download_dir_option, examples, one_line
 from loraplex.commands.config_options import options_of
 from loraplex.commands.output import json_option, print_json
 from loraplex.commands.programs import needs_extra
-from loraplex.up.datadir import DATA_DIR
 from wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -34,13 +33,7 @@ PER_MILLISECOND = 1000
 @click.option("--output-tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens of an answer.")
 @click.option("--streams", type=click.IntRange(1), help="Requests at once; default: as many as fit.")
 @options_of(EngineConfig)
-@click.option(
-    "--download-dir",
-    type=click.Path(path_type=Path),
-    default=DATA_DIR / "models",
-    show_default=True,
-    help="Folder for models downloaded by hub id.",
-)
+@download_dir_option
 @json_option
 def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None, **flags: Any) -> None:
     """Estimate the memory and the throughput of an engine with these flags, without starting it.
