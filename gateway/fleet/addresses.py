@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from gateway.fleet.engine import Address, OwnFields
 from gateway.fleet.kinds.table import KINDS
@@ -12,7 +12,9 @@ from gateway.fleet.kinds.table import KINDS
 ANNOUNCED = "announced"
 TRAITS = {kind.traits.prefix: kind.traits for kind in KINDS}
 PREFIXES = " or ".join(prefix for prefix in TRAITS if prefix)
-OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true"
+OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true, prefill=URL"
+# Options that an announcement may not have, because its author could name a secret's file or another server.
+OPERATORS_ONLY = ("key_env", "key_file", "any_version", "prefill")
 
 _KEY = re.compile(r"[!-~]+")
 # A function that returns the API key named by `key_env` or `key_file`. Raises ValueError.
@@ -32,14 +34,15 @@ def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
         raise ValueError(
             f"expected http://, https:// or dns://, after {PREFIXES} for a foreign server, or the word {ANNOUNCED}"
         )
-    if "@" in parts.netloc:
-        raise ValueError("expected no user or password in the URL; a server's key is named by key_env or key_file")
+    _check_no_user(parts)
     if parts.scheme == "dns" and parts.port is None:
         raise ValueError("expected a port in dns://name:port")
     if parts.query and not traits.has_own_secret:
         raise ValueError(f"options after a ? need {PREFIXES} before the URL")
-    url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"
-    return Address(url, traits, **_options(parts.query, read_key))
+    options = _options(parts.query, read_key)
+    if "prefill" in options and not traits.splits_prompts:
+        raise ValueError(f"prefill: {traits.title} servers work without a second server here")
+    return Address(_plain(parts), traits, **options)
 
 
 def own_fields(addresses: Sequence[Address]) -> list[type[OwnFields]] | None:
@@ -51,12 +54,15 @@ def own_fields(addresses: Sequence[Address]) -> list[type[OwnFields]] | None:
 def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for name, value in parse_qsl(query, keep_blank_values=True):
-        if read_key is None and name in ("key_env", "key_file", "any_version"):
+        if read_key is None and name in OPERATORS_ONLY:
             raise ValueError(f"only an engine that LORAPLEX_ENGINES lists may have the option {name}")
         if name in ("adapters", "requests") and value.isdecimal() and int(value) >= 1:
             options[name] = int(value)
         elif name == "any_version" and value in ("true", "false"):
             options[name] = value == "true"
+        elif name == "prefill" and (second := urlsplit(value)).scheme in ("http", "https") and second.hostname:
+            _check_no_user(second)
+            options[name] = _plain(second)
         elif read_key is not None and name in ("key_env", "key_file") and value and "key" not in options:
             options["key"] = read_key(name, value).strip()
             if not _KEY.fullmatch(options["key"]):
@@ -64,3 +70,13 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
         else:
             raise ValueError(f"expected options among {OPTIONS} after the ?, with numbers above 0 and at most one key")
     return options
+
+
+def _check_no_user(parts: SplitResult) -> None:
+    if "@" in parts.netloc:
+        raise ValueError("expected no user or password in the URL; a server's key is named by key_env or key_file")
+
+
+def _plain(parts: SplitResult) -> str:
+    """Return a URL without its options."""
+    return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}"

@@ -41,14 +41,15 @@ class OwnFields(msgspec.Struct, kw_only=True):
 class Traits(msgspec.Struct, frozen=True, kw_only=True):
     """Properties of an engine kind by which the rest of the gateway treats its engines.
 
-    name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages for
-    operators. batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order tenants
-    fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by which a
-    broken answer is billed; without it, the received counts are billed. takes_hints: whether it loads adapters ahead
-    of their requests (`POST /prefetch`). has_own_secret: whether it is a foreign server,
-    with options and a key of its own instead of the internal token. own_fields: request fields that only this kind
-    serves. request_errors: types of the errors in a stream that the request itself causes. shows_messages: whether its
-    messages for such errors may be shown to the client; False for a server whose messages may name others' adapters.
+    name: in logs, spans and the admin API. prefix: before the engine's URL in LORAPLEX_ENGINES. title: in messages
+    for operators. batches_in_flight: maximum requests in flight, in batches; above 1 only for engines that order
+    tenants fairly themselves. has_usage_log: whether it reports the counts of ended requests (`GET /finished`), by
+    which a broken answer is billed; without it, the received counts are billed. takes_hints: whether it loads
+    adapters ahead of their requests (`POST /prefetch`). has_own_secret: whether it is a foreign server, with
+    options and a key of its own instead of the internal token. own_fields: request fields that only this kind
+    serves. splits_prompts: whether an address may name a second server that computes prompts. request_errors: types
+    of the errors in a stream that the request itself causes. shows_messages: whether its messages for such errors
+    may be shown to the client; False for a server whose messages may name others' adapters.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Traits(msgspec.Struct, frozen=True, kw_only=True):
     takes_hints: bool = False
     has_own_secret: bool = True
     own_fields: type[OwnFields] | None = None
+    splits_prompts: bool = False
     request_errors: frozenset[str] = OPENAI_REQUEST_ERRORS
     shows_messages: bool = True
 
@@ -88,7 +90,7 @@ class Address:
     url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. The other
     fields are for foreign servers, which do not report them. adapters: maximum adapters kept loaded. requests:
     maximum requests in flight. key: its API key. any_version: whether releases that are known to mix up tenants or
-    adapters are used too.
+    adapters are used too. prefill: URL of the server that computes prompts for this one; None: this one does.
     """
 
     url: str
@@ -97,6 +99,7 @@ class Address:
     requests: int = 64
     key: str | None = field(default=None, repr=False)
     any_version: bool = False
+    prefill: str | None = None
 
     @property
     def bearer(self) -> dict[str, str]:
@@ -116,7 +119,8 @@ class EngineState(msgspec.Struct, kw_only=True):
     """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
 
     version: release of the engine. adapters_host: adapters in its host memory; None if unchanged.
-    reported: the report as sent, without `adapters_host`, for operators.
+    finds_adapters: whether a foreign server loads an adapter by itself when a request names its digest. reported: the
+    report as sent, without `adapters_host`, for operators.
     """
 
     instance: str | None = None
@@ -139,6 +143,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     probes: bool = False
     version: str | None = None
     base_digest: str | None = None
+    finds_adapters: bool = False
     tenants: list[TenantShare] = []
     preempted: list[Preempted] = []
     recent_steps: list[StepSecond] = []

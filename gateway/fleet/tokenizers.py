@@ -3,12 +3,14 @@
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from gateway.errors import BadRequest
 from gateway.records.bases.base import Base
 from wire.requests import ChatCompletionRequest, CompletionRequest
 from wire.text.tokenizer import Tokenizer, TokenizerError
@@ -17,6 +19,8 @@ log = logging.getLogger(__name__)
 
 # Seconds after which a folder that could not be read is tried again.
 RETRY_SECONDS = 30.0
+# Maximum number of texts in a request that engines count, each by a call, before the quota is checked.
+MAX_COUNTED = 16
 # Fields of a chat request that determine its prompt.
 PROMPT_FIELDS = ("messages", "add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
@@ -32,7 +36,8 @@ class Tokenizers:
         self._own = own
         # By folder and time of the base's last change: the tokenizer, or the time of a failure to read it.
         self._known: dict[tuple[str, Any], Tokenizer | float] = {}
-        self._reading = asyncio.Lock()
+        # A lock for each folder, so that a slow file system delays the requests of its own base only.
+        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def of(self, base: Base) -> Tokenizer | None:
         """Return the tokenizer in the base's folder, or None if this machine has no readable one."""
@@ -44,7 +49,7 @@ class Tokenizers:
         known = self._known.get(key)
         if isinstance(known, Tokenizer):
             return known
-        async with self._reading:
+        async with self._reading[base.tokenizer]:
             return await self._read(key)
 
     async def _read(self, key: tuple[str, Any]) -> Tokenizer | None:
@@ -65,16 +70,23 @@ class Tokenizers:
     async def count(self, base: Base, request: ChatCompletionRequest | CompletionRequest, raw: bytes) -> list[int]:
         """Return the number of tokens of each prompt, counted by an engine. raw: the request's body.
 
-        Raises BadRequest, NoEngine.
+        Raises BadRequest, also for more than MAX_COUNTED texts, and NoEngine.
         """
         if isinstance(request, ChatCompletionRequest):
             fields = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
             names = PROMPT_FIELDS if request.tool_choice == "none" else (*PROMPT_FIELDS, "tools")
             return [len(await self._ask(base, {name: fields[name] for name in names if name in fields}))]
+        prompts = request.prompts()
+        if (texts := sum(isinstance(prompt, str) for prompt in prompts)) > MAX_COUNTED:
+            raise BadRequest(
+                f"prompt: expected at most {MAX_COUNTED} texts in a request to '{base.name}', got {texts}; send token "
+                "ids, or several requests",
+                param="prompt",
+            )
         special = {"add_special_tokens": request.add_special_tokens is not False}
         return [
             len(prompt if not isinstance(prompt, str) else await self._ask(base, {"prompt": prompt, **special}))
-            for prompt in request.prompts()
+            for prompt in prompts
         ]
 
     async def encode(self, base: Base, text: str) -> list[int]:

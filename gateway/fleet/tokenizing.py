@@ -7,6 +7,7 @@ import msgspec
 from aiohttp import ClientError
 
 from gateway.errors import BadRequest, NoEngine
+from gateway.fleet.answers import REFUSED
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
@@ -39,8 +40,7 @@ class EngineTokenizer:
                 log.warning("engine %s did not tokenize a prompt: %s", engine.url, type(error).__name__)
                 continue
             if status in (400, 422):
-                detail = read_detail(answer)
-                raise BadRequest(detail.message or "The prompt was refused.", param=detail.param, code=detail.code)
+                raise _refusal(engine, answer)
             try:
                 if status == 200:
                     return msgspec.json.decode(answer, type=_Tokens).tokens
@@ -57,3 +57,11 @@ class EngineTokenizer:
         found = [each for each in self._registry.up if each.base == base.id]
         present = Binding.of(base.id, base.digest)
         return sorted(found, key=lambda each: (not each.serves(present), each.load))
+
+
+def _refusal(engine: EngineRecord, answer: bytes) -> BadRequest:
+    """Return the error for the client, with the engine's message unless the kind's messages are not for clients."""
+    if not engine.address.traits.shows_messages:
+        return BadRequest(REFUSED)
+    detail = read_detail(answer)
+    return BadRequest(detail.message or REFUSED, param=detail.param, code=detail.code)

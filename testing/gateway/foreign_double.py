@@ -34,6 +34,10 @@ class ForeignDouble(ABC):
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.redirect = ""
         self.fail_loads: str | None = None
+        # Bodies of `/tokenize`, and the message and delay of its answers.
+        self.tokenized: list[dict[str, Any]] = []
+        self.refuse_tokenize: str | None = None
+        self.tokenize_seconds = 0.0
         self.running = self.most_running = 0
         self.hold = asyncio.Event()
         self.hold.set()
@@ -59,6 +63,7 @@ class ForeignDouble(ABC):
         app = web.Application(middlewares=[self._authenticate], client_max_size=2**26)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/v1/completions", self._generate)
         app.router.add_post("/v1/chat/completions", self._generate)
         self._add_routes(app.router)
@@ -111,6 +116,14 @@ class ForeignDouble(ABC):
             for name, path in self.names.items()
         ]
         return web.json_response({"object": "list", "data": cards})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.tokenized.append(body)
+        await asyncio.sleep(self.tokenize_seconds)
+        if self.refuse_tokenize is not None:
+            return web.json_response({"error": {"message": self.refuse_tokenize}}, status=400)
+        return web.json_response({"count": PROMPT_TOKENS, "max_model_len": 4096, "tokens": [1] * PROMPT_TOKENS})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         if self.redirect:

@@ -9,7 +9,9 @@ from typing import Any
 
 from aiohttp import web
 
-from testing.gateway.foreign_double import ForeignDouble, token_counts
+from adapters.store import DirectoryStore
+from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble, token_counts
+from wire.digests import named_digest
 
 API_KEY = "the-key-of-one-vllm-server"
 
@@ -17,7 +19,10 @@ API_KEY = "the-key-of-one-vllm-server"
 class VllmDouble(ForeignDouble):
     """Double of a vLLM server.
 
-    api_key: as --api-key, "" for none. served: tenants' salts in the order in which requests began.
+    api_key: as --api-key, "" for none. served: tenants' salts in the order in which requests began. store: the adapter
+    store of Loraplex's plugin, None without the plugin. base_digest: as the plugin reports it. prefill: the server from
+    which this one fetches a prompt's blocks. kept: the prompts whose blocks are here, by request. fetched: number of
+    prompts whose blocks came from `prefill`.
     """
 
     def __init__(self, api_key: str = API_KEY, base_model: str = "base") -> None:
@@ -27,6 +32,13 @@ class VllmDouble(ForeignDouble):
         self.load_seconds = 0.0
         # None: the version route is missing.
         self.version: str | None = "0.32.0"
+        self.store: DirectoryStore | None = None
+        self.base_digest = ""
+        self.resolved: list[str] = []
+        self.prefill: VllmDouble | None = None
+        self.kept: dict[str, tuple[Any, ...]] = {}
+        self.fetched = 0
+        self.has_connector = True
         self.hold_unloads = asyncio.Event()
         self.hold_unloads.set()
 
@@ -46,6 +58,9 @@ class VllmDouble(ForeignDouble):
         labels = f'{{engine="0",model_name="{self.base_model}"}}'
         text = "# HELP vllm:num_requests_running x\n# TYPE vllm:num_requests_running gauge\n"
         text += f"vllm:num_requests_running{labels} {float(self.running)}\nvllm:num_requests_waiting{labels} 0.0\n"
+        if self.store is not None:
+            labels = f'{{base_digest="{self.base_digest}",version="0.1.0"}}'
+            text += f"# TYPE loraplex_resolver_info gauge\nloraplex_resolver_info{labels} 1.0\n"
         return web.Response(text=text)
 
     async def _load(self, request: web.Request) -> web.Response:
@@ -77,7 +92,7 @@ class VllmDouble(ForeignDouble):
 
     def _refusal(self, body: dict[str, Any], is_chat: bool) -> web.Response | None:
         model = body["model"]
-        if model != self.base_model and model not in self.names:
+        if model != self.base_model and model not in self.names and not self._resolve(model):
             words = f"The model `{model}` does not exist. Valid aliases: {self.base_model}."
             return error(404, "NotFoundError", words, "model")
         if body.get("max_tokens", 1) > 1000:
@@ -85,13 +100,59 @@ class VllmDouble(ForeignDouble):
         self.served.append(body["cache_salt"])
         return None
 
+    def _resolve(self, model: str) -> bool:
+        """Load an adapter as the plugin does, and return whether there is the plugin and its store has the adapter."""
+        digest = named_digest(model)
+        if self.store is None or digest is None or (folder := self.store.path(digest)) is None:
+            return False
+        self.resolved.append(model)
+        self.names[model] = str(folder)
+        return True
+
+    def _fetch(self, body: dict[str, Any], params: dict[str, Any]) -> None:
+        """Take a prompt's blocks from `prefill`, as vLLM's NIXL connector does: once, and for the same request only."""
+        assert self.prefill is not None
+        assert params["remote_engine_id"] == self.prefill.url
+        assert {"remote_block_ids", "remote_host", "remote_port", "tp_size"} <= params.keys()
+        assert self.prefill.kept.pop(params["remote_request_id"]) == _prompt_of(body)
+        self.fetched += 1
+
+    def _keep(self, request: web.Request, body: dict[str, Any]) -> dict[str, Any] | None:
+        """Keep a prompt's blocks and return their names; None without a connector."""
+        if not self.has_connector:
+            return None
+        assert (body["max_tokens"], "stream" in body) == (1, False)
+        key = f"cmpl-{request.headers['x-request-id']}"
+        self.kept[key] = _prompt_of(body)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": [[1, 2]],
+            "remote_engine_id": self.url,
+            "remote_request_id": key,
+            "remote_host": "10.0.0.1",
+            "remote_port": 5600,
+            "tp_size": 1,
+            "remote_num_tokens": PROMPT_TOKENS,
+        }
+
     async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
-        made = body["max_tokens"]
+        made, params, kept = body["max_tokens"], body.get("kv_transfer_params") or {}, None
+        if params.get("do_remote_prefill"):
+            self._fetch(body, params)
+        elif params.get("do_remote_decode"):
+            kept = self._keep(request, body)
         if body.get("stream"):
             pieces = [{"text": "a"}] * made
             return await self._stream(request, body["stream_options"], envelope(body), pieces, usage)
         choice = {"index": 0, "text": "a" * made, "finish_reason": "length", "stop_reason": None}
-        return web.json_response({**envelope(body), "choices": [choice], "usage": usage(made)})
+        whole = {**envelope(body), "choices": [choice], "usage": usage(made), "kv_transfer_params": kept}
+        return web.json_response(whole)
+
+
+def _prompt_of(body: dict[str, Any]) -> tuple[Any, ...]:
+    """Return the fields that determine a prompt's KV blocks."""
+    return body["model"], body["prompt"], body["cache_salt"]
 
 
 def envelope(body: dict[str, Any]) -> dict[str, Any]:

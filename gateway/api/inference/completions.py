@@ -11,7 +11,7 @@ from aiohttp import ClientError, web
 from gateway.access.auth import Authenticator
 from gateway.api.inference.admission import Admission
 from gateway.api.inference.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
-from gateway.api.inference.events import add_cost, head_of, shortened, visible_event
+from gateway.api.inference.events import add_cost, drop_internal, head_of, shortened, visible_event
 from gateway.api.inference.log_fields import LOG_FIELDS, log_fields
 from gateway.api.inference.time_limit import while_allowed
 from gateway.api.requests.forms import FORM
@@ -155,7 +155,7 @@ class Completions:
             if account.principal.tenant.on_token_limit != "shorten":
                 raise refused
             self._limited(account, refused)
-        answer.pop("loraplex", None)
+        drop_internal(answer)
         answer.update(head_of(account))
         add_cost(answer, account)
         body = msgspec.json.encode(answer)

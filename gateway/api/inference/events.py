@@ -15,6 +15,15 @@ from gateway.records.money.prices import exact_money
 ID_PREFIXES = {CHAT.name: "chatcmpl-", COMPLETIONS.name: "cmpl-"}
 
 
+# Fields of engines' answers that are not for clients: counts of our engines, and the addresses of a pair's KV blocks.
+INTERNAL = ("loraplex", "kv_transfer_params")
+
+
+def drop_internal(answer: Fields) -> None:
+    for name in INTERNAL:
+        answer.pop(name, None)
+
+
 def head_of(account: Account) -> Fields:
     """Return the fields of an answer that the gateway sets: its model, and its id, which ends like the request's."""
     answer_id = ID_PREFIXES[account.endpoint] + account.reservation.request_id.removeprefix("req_")
@@ -40,7 +49,7 @@ def _cost(account: Account) -> dict[str, Any]:
 
 def visible_event(event: Fields, head: Fields, include_usage: bool) -> Fields | None:
     """Return a stream's event as the client receives it; None for an event that only the gateway requested."""
-    event.pop("loraplex", None)
+    drop_internal(event)
     event.update(head)
     if not include_usage:
         event.pop("usage", None)

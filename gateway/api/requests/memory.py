@@ -10,7 +10,7 @@ import math
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -78,7 +78,7 @@ class BodyShare:
         self._bytes = 0
         self._undecoded = 0
         self._has_place = False
-        # CPU time of the request until it is admitted or refused.
+        # CPU time of the request, here and on engines that count its tokens, until it is admitted or refused.
         self._seconds = 0.0
         self._is_admitted = self._is_refused = False
 
@@ -133,13 +133,23 @@ class BodyShare:
 
     def run_here(self, work: Callable[[], T]) -> T:
         """Run work on this thread, and count its CPU time. Raises TooMuchRefused."""
+        with self._counted(time.thread_time):
+            return work()
+
+    async def wait(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Await an engine's work for the request, and count its duration as CPU time. Raises TooMuchRefused."""
+        with self._counted(time.monotonic):
+            return await work()
+
+    @contextmanager
+    def _counted(self, clock: Callable[[], float]) -> Iterator[None]:
         # Other requests may have been refused while this request waited for its turn.
         self._memory.refused_work.check(self.owner)
-        started = time.thread_time()
+        started = clock()
         try:
-            return work()
+            yield
         finally:
-            seconds = time.thread_time() - started
+            seconds = clock() - started
             self._seconds += seconds
             # The client may have left during the work.
             if self._is_refused:

@@ -118,7 +118,7 @@ class PromptReader:
         _check_max_tokens(request, limit)
         tokenizer = await self._tokenizers.of(base)
         if tokenizer is None:
-            counted = await self._tokenizers.count(base, request, raw)
+            counted = await share.wait(partial(self._tokenizers.count, base, request, raw))
             work = partial(self._measure, request, raw, limit, lambda: counted)
         else:
             work = partial(self._measure, request, raw, limit, partial(_lengths, tokenizer, request, limit))

@@ -49,14 +49,20 @@ class ForeignKind(EngineKind):
         body = await asyncio.to_thread(self.request_body, engine, call) if is_long else self.request_body(engine, call)
         digest, headers = call.model.digest, self.headers(engine)
         if digest is None:
-            return await self.post(engine, call, body, headers)
+            return await self.deliver(engine, call, body, headers)
         await self.adapters.ensure(engine, digest)
-        response = await self.post(engine, call, body, headers)
-        if await self.lacks_adapter(response, call):
+        response = await self.deliver(engine, call, body, headers)
+        if engine.address.prefill is None and await self.lacks_adapter(response, call):
             response.release()
             await self.adapters.ensure(engine, digest, again=True)
-            response = await self.post(engine, call, body, headers)
+            response = await self.deliver(engine, call, body, headers)
         return response
+
+    async def deliver(
+        self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
+    ) -> ClientResponse:
+        """Send the server's body, and return its answer, unread. Raises what `send` raises."""
+        return await self.post(engine, call, body, headers)
 
 
 class Models(NamedTuple):

@@ -142,10 +142,13 @@ class EngineKind(ABC):
         # 401 and 404 concern only the gateway and the engine, so their messages would mislead a client.
         return UpstreamFailed(f"The engine could not serve '{model.name}' (it answered {answer.status}).")
 
-    async def get(self, engine: EngineRecord, path: str) -> bytes:
-        """Return the body of one of the engine's own routes. Raises ClientError, OSError, TimeoutError."""
+    async def get(self, engine: EngineRecord, path: str, url: str | None = None) -> bytes:
+        """Return the body of one of the engine's own routes. url: its address, None for the engine's first.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
         async with self._session.get(
-            engine.url + path, headers=self.headers(engine), timeout=PROBE_TIMEOUT, allow_redirects=False
+            (url or engine.url) + path, headers=self.headers(engine), timeout=PROBE_TIMEOUT, allow_redirects=False
         ) as response:
             if response.status != 200:
                 # Redirects are refused too: a server's secret is never sent to another server.
@@ -153,15 +156,15 @@ class EngineKind(ABC):
             return await response.read()
 
     async def post(
-        self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
+        self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str], url: str | None = None
     ) -> ClientResponse:
-        """Post a request's body. Raises ClientError, OSError, TimeoutError."""
+        """Post a request's body. url: as in `get`. Raises ClientError, OSError, TimeoutError."""
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
         data = msgspec.json.encode(body)
         # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
         # and the engine's health (`Registry`) bound the wait.
-        timeout = self._session.timeout if call.is_stream else WHOLE_TIMEOUT
-        url = f"{engine.url}{call.path}"
+        timeout = self._session.timeout if body.get("stream") else WHOLE_TIMEOUT
+        url = f"{url or engine.url}{call.path}"
         # A redirect would carry the prompt and the secret to another host.
         return await self._session.post(url, data=data, headers=headers, allow_redirects=False, timeout=timeout)
 

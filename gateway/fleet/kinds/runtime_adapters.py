@@ -1,8 +1,9 @@
 """Adapters of servers with a runtime API: loaded by name, and unloaded when least recently used.
 
 A name contains the digest, so it stands for the same bytes whichever gateway loaded it. Another gateway may unload an
-adapter at any time: the request then fails before any work, and is sent again after a load. Gateways share their uses
-of adapters through Redis, so that no gateway unloads an adapter that another gateway is using.
+adapter at any time: the request then fails before any work, and is sent again after a load. A server with our plugin
+(loraplex/vllm_plugin/) loads the adapter for the request by itself, so the gateway only unloads. Gateways share their
+uses of adapters through Redis, so that no gateway unloads an adapter that another gateway is using.
 """
 
 import asyncio
@@ -55,10 +56,10 @@ class RuntimeAdapters:
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
-        """Load the adapter unless the engine has it; concurrent callers share a load.
+        """Load the adapter unless the engine has it, or finds it by itself; concurrent callers share a load.
 
-        again: whether the engine has just answered that it lacks the adapter. Raises the protocol's BadRequest for an
-        activated LoRA, UpstreamFailed, ClientError, OSError, TimeoutError.
+        again: whether the engine has just answered that it lacks the adapter, so that it must be loaded. Raises the
+        protocol's BadRequest for an activated LoRA, UpstreamFailed, ClientError, OSError, TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
@@ -67,6 +68,8 @@ class RuntimeAdapters:
             await unload.wait()
         if again:
             engine.resident -= {digest}
+        elif engine.state.finds_adapters:
+            engine.resident |= {digest}
         if digest not in engine.resident:
             load = moving.loads.get(digest)
             if load is None:

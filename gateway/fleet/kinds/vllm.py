@@ -2,7 +2,10 @@
 
 vLLM does not distinguish tenants, so it gets at most one batch, in the gateway's fair order. Its runtime API for
 adapters needs VLLM_ALLOW_RUNTIME_LORA_UPDATING=1. A name is `sha256:<digest>`; a request whose adapter another gateway
-has just unloaded fails with 404 before any work, and is sent again after a load.
+has just unloaded fails with 404 before any work, and is sent again after a load. A server with our plugin
+(loraplex/vllm_plugin/) needs no loads and reports its base model's digest; a metric tells that it has the plugin.
+
+An address with `prefill=URL` is a pair of servers with the plugin: see prefill.py.
 
 Before SAFE, an adapter loaded at runtime could take the slot of one that was generating; that request then continued
 with the new adapter's weights, without an error or a log line (vllm-project/vllm#47724, fixed by #47725: 0.25.1 lacks
@@ -11,7 +14,7 @@ another's adapter.
 """
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from aiohttp import ClientResponse
@@ -22,12 +25,15 @@ from gateway.fleet.engine import OPENAI_REQUEST_ERRORS, EngineRecord, EngineStat
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
 from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models
 from gateway.fleet.kinds.kind import Misconfigured
+from gateway.fleet.kinds.prefill import FIELD, can_be_split, first_body, read_params
 from gateway.fleet.kinds.runtime_adapters import AdapterApi
 from wire.digests import digest_name
 
 SAFE = (0, 26, 0)
 # Metrics of running and waiting requests.
 REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
+# The plugin's metric.
+PLUGIN = re.compile(rb'^loraplex_resolver_info\{[^}\n]*?base_digest="([0-9a-f]*)"', re.MULTILINE)
 # vLLM's former names for the members of `structured_outputs`; current releases ignore them.
 OLD_FORMS = "guided_"
 
@@ -46,6 +52,7 @@ class Vllm(ForeignKind):
         title="vLLM",
         own_fields=VllmFields,
         request_errors=OPENAI_REQUEST_ERRORS | {"BadRequestError"},
+        splits_prompts=True,
     )
     adapter_api = AdapterApi(
         load="/v1/load_lora_adapter",
@@ -56,21 +63,45 @@ class Vllm(ForeignKind):
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
         self.adapters.note_running(engine)
-        version = None if engine.address.any_version else check_version(await self.get(engine, "/version"))
-        metrics = await self.get(engine, "/metrics")
+        server, prefill = await self._read_server(engine), engine.address.prefill
+        if prefill is not None:
+            check_pair(server, first := await self._read_server(engine, prefill))
+            server = server._replace(running=server.running + first.running, waiting=server.waiting + first.waiting)
         # The list is read last, so that it includes an adapter that was just loaded.
         models = read_models(await self.get(engine, "/v1/models"))
-        counts = {"running": 0, "waiting": 0}
-        for name, count in REQUESTS.findall(metrics):
-            counts[name.decode()] += int(float(count))
         state = {
             "model": models.base_name(self._services.base_names()),
             "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
-            "version": version,
-            **counts,
+            **server._asdict(),
         }
-        return EngineState(**state, reported=state)  # type: ignore[arg-type]
+        return EngineState(**state, reported=state)
+
+    async def _read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
+        """Return the state of one server. Raises what `read_state` raises."""
+        version = None if engine.address.any_version else check_version(await self.get(engine, "/version", url))
+        metrics = await self.get(engine, "/metrics", url)
+        counts = {"running": 0, "waiting": 0}
+        for name, count in REQUESTS.findall(metrics):
+            counts[name.decode()] += int(float(count))
+        plugin = PLUGIN.search(metrics)
+        digest = plugin[1].decode() if plugin is not None else ""
+        return Server(version, **counts, finds_adapters=plugin is not None, base_digest=digest or None)
+
+    async def deliver(
+        self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
+    ) -> ClientResponse:
+        prefill = engine.address.prefill
+        if prefill is None or not can_be_split(body):
+            return await self.post(engine, call, body, headers)
+        first = await self.post(engine, call, first_body(body), headers, prefill)
+        if first.status != 200:
+            return first
+        try:
+            params = await read_params(first, prefill)
+        finally:
+            first.release()
+        return await self.post(engine, call, {**body, FIELD: params}, headers)
 
     def request_body(self, engine: EngineRecord, call: Call) -> dict[str, Any]:
         digest = call.model.digest
@@ -79,6 +110,28 @@ class Vllm(ForeignKind):
 
     async def lacks_adapter(self, response: ClientResponse, call: Call) -> bool:
         return response.status == 404
+
+
+class Server(NamedTuple):
+    """State of one server. finds_adapters, base_digest: by the plugin."""
+
+    version: str | None
+    running: int
+    waiting: int
+    finds_adapters: bool
+    base_digest: str | None
+
+
+def check_pair(second: Server, first: Server) -> None:
+    """Raise Misconfigured unless both servers of a pair find adapters and have the same base model."""
+    for server, name in ((second, "the server"), (first, "its prefill server")):
+        if not server.finds_adapters:
+            raise Misconfigured(
+                f"{name} lacks Loraplex's plugin, by which both servers of a pair find adapters: install "
+                "loraplex[vllm] beside vLLM and set LORAPLEX_ADAPTER_STORE"
+            )
+    if first.base_digest != second.base_digest:
+        raise Misconfigured("it and its prefill server run different base models")
 
 
 def request_body(body: dict[str, Any], path: str, tenant_id: str, digest: str | None) -> dict[str, Any]:

@@ -1,0 +1,93 @@
+"""Tokenizers of base models: folders read side by side, and engines that count prompts in their place."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.api.requests import memory
+from gateway.fleet import tokenizers
+from gateway.fleet.tokenizers import MAX_COUNTED, Tokenizers
+from testing.gateway.bases import one_base
+from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble
+from testing.gateway.running import MODEL_CONFIG, Client, running, settings, until
+from testing.gateway.sglang_double import SglangDouble
+from testing.gateway.vllm_double import VllmDouble
+from wire.text.tokenizer import Tokenizer
+
+
+@asynccontextmanager
+async def counting(
+    double: ForeignDouble, prefix: str, folder: Path, model_dir: Path, redis_url: str, migrated: Path
+) -> AsyncIterator[Client]:
+    """Start a gateway whose base `beta` has no tokenizer here, and yield a tenant's client."""
+    async with double.serving():
+        shutil.copy(migrated, folder / "gateway.db")
+        of = settings(folder, model_dir, [f"{prefix}+{double.url}"], redis_url, migrate_on_start=False)
+        async with running(of) as gateway:
+            config = MODEL_CONFIG | {"max_position_embeddings": 256}
+            assert (await gateway.admin.post("/admin/api/bases", {"name": "beta", "config": config})).status == 201
+
+            async def is_up() -> bool:
+                return (await gateway.nobody.get("/readyz")).json["engines_up"] == 1
+
+            await until(is_up)
+            yield await gateway.tenant("acme")
+
+
+@pytest.mark.parametrize("prefix", ["vllm", "sglang"])
+async def test_a_refused_prompt_shows_only_messages_meant_for_clients(
+    prefix: str, tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    double = (VllmDouble if prefix == "vllm" else SglangDouble)(api_key="", base_model="beta")
+    double.refuse_tokenize = "no roles in /models/beta"
+    async with counting(double, prefix, tmp_path, model_dir, redis_url, migrated) as acme:
+        got = await acme.chat(model="beta")
+        assert (got.status, "/models" in got.error["message"]) == (400, prefix == "vllm")
+
+
+async def test_engines_count_a_bounded_number_of_texts_and_the_tenant_pays_for_refused_ones(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(memory, "REFUSED_SECONDS", 0.2)
+    vllm = VllmDouble(api_key="", base_model="beta")
+    async with counting(vllm, "vllm", tmp_path, model_dir, redis_url, migrated) as acme:
+        most = await acme.complete(model="beta", prompt=["a"] * MAX_COUNTED, max_tokens=1)
+        assert (most.status, most.json["usage"]["prompt_tokens"]) == (200, PROMPT_TOKENS)
+        got = await acme.complete(model="beta", prompt=["a"] * (MAX_COUNTED + 1), max_tokens=1)
+        assert (got.status, got.error["param"], len(vllm.tokenized)) == (400, "prompt", MAX_COUNTED)
+        vllm.tokenize_seconds = 0.5
+        assert (await acme.complete(model="beta", max_tokens=250)).error["code"] == "context_length_exceeded"
+        got = await acme.complete(model="beta", max_tokens=1)
+        assert (got.status, got.error["code"], len(vllm.tokenized)) == (
+            429,
+            "too_many_refused_requests",
+            MAX_COUNTED + 1,
+        )
+
+
+async def test_a_slow_folder_delays_no_other_base(monkeypatch: pytest.MonkeyPatch, model_dir: Path):
+    slow, loaded = asyncio.Event(), Tokenizer.from_dir(model_dir)
+    loop = asyncio.get_running_loop()
+
+    def load(folder: str) -> Tokenizer:
+        if folder == "/slow":
+            asyncio.run_coroutine_threadsafe(slow.wait(), loop).result(30)
+        return loaded
+
+    async def ask(_base: Any, _body: dict[str, Any]) -> list[int]:
+        raise AssertionError("no engine counts")
+
+    monkeypatch.setattr(tokenizers, "_load", load)
+    known = Tokenizers(ask)
+    first, second = (msgspec.structs.replace(one_base(name), tokenizer=f"/{name}") for name in ("slow", "quick"))
+    waiting = [asyncio.create_task(known.of(first)) for _ in range(2)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(known.of(second), 10) is loaded
+    slow.set()
+    assert await asyncio.gather(*waiting) == [loaded, loaded]
