@@ -86,9 +86,10 @@ def save_model(
     save_tokenizer: Callable[[Path], None] = save_byte_level_tokenizer,
     *,
     hidden: int = 64,
+    head_dim: int = 16,
     seed: int = 0,
 ) -> None:
-    """Save weights in fp32, tokenizer and configs as a folder that the engine loads.
+    """Save weights in fp32, tokenizer and configs as a folder that the engine loads. Four heads, two of keys.
 
     The files are those that transformers saves; its import takes 7 s.
     """
@@ -98,7 +99,8 @@ def save_model(
 
     save_tokenizer(folder)
     vocab_size = Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab_size()
-    sizes = {"q": (hidden, 64), "k": (hidden, 32), "v": (hidden, 32), "o": (64, hidden)}
+    heads = 4 * head_dim
+    sizes = {"q": (hidden, heads), "k": (hidden, heads // 2), "v": (hidden, heads // 2), "o": (heads, hidden)}
     sizes = {f"self_attn.{name}": size for name, size in sizes.items()}
     sizes |= {"mlp.gate": (hidden, 128), "mlp.up": (hidden, 128), "mlp.down": (128, hidden)}
     # The order of the draws is that of transformers, which discards those of the layers' constructors.
@@ -116,7 +118,7 @@ def save_model(
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     ids = {"bos_token_id": 1, "eos_token_id": 2, "transformers_version": "5.23.0", "use_cache": True}
     shape = {"vocab_size": vocab_size, "hidden_size": hidden, "intermediate_size": 128, "num_hidden_layers": 2}
-    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "initializer_range": 0.2}
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": head_dim, "initializer_range": 0.2}
     shape |= {"max_position_embeddings": max_model_len, "rms_norm_eps": 1e-06, "hidden_act": "silu"}
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     other = {"attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "dtype": "float32"}
