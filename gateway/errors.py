@@ -315,8 +315,22 @@ class NoEngine(Unavailable):
 
     status, code = 503, "no_engine"
 
-    def __init__(self, message: str = "No engine is available to serve this request; try again shortly.") -> None:
-        super().__init__(message)
+    def __init__(
+        self, message: str = "No engine is available to serve this request; try again shortly.", *, retry_after: int = 1
+    ) -> None:
+        super().__init__(message, retry_after=retry_after)
+
+
+class BaseAsleep(NoEngine):
+    """The base model's engines sleep, and this request has woken them."""
+
+    code = "base_asleep"
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(
+            f"The base model was idle, so its engines were stopped. They start now; try again in {seconds} s.",
+            retry_after=seconds,
+        )
 
 
 class NoEngineOfBase(NoEngine):

@@ -343,7 +343,8 @@ class Metrics:
         self._engine_drained.clear()
         self._engine_in_flight.clear()
         for engine in self._engines.engines if self._engines is not None else ():
-            self._engine_up.labels(engine.url).set(engine.is_up)
+            if engine.condition.health is not Health.ASLEEP:
+                self._engine_up.labels(engine.url).set(engine.is_up)
             self._engine_available.labels(engine.url).set(engine.available)
             self._engine_refused.labels(engine.url).set(engine.condition.health is Health.MISCONFIGURED)
             self._engine_drained.labels(engine.url).set(engine.drained is not None)

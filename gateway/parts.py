@@ -212,7 +212,7 @@ def build_serving(resources: Resources, bases: Bases) -> Serving:
         silence_seconds=settings.engine_silence,
     )
     kinds = make_kinds(services)
-    probe = Probe(resources.session, kinds, bases)
+    probe = Probe(resources.session, kinds, bases, settings.internal_token)
     registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
     counters = ServiceCounters()
     gate = Gates(registry.capacity_of, counters, settings.queue_length, settings.queue_seconds)

@@ -229,7 +229,7 @@ class Watch:
 
     def _is_down(self, engine: EngineRecord) -> bool:
         condition = engine.condition
-        if condition.health in (Health.UP, Health.DRAINING):
+        if condition.health in (Health.UP, Health.DRAINING, Health.ASLEEP):
             return False
         patience = DOWN_SECONDS if engine.url in self._was_up else NEVER_UP_SECONDS
         return time.monotonic() - condition.since >= patience

@@ -143,7 +143,7 @@ class Health:
         return sorted(re.split("[:,]", why)[0] for why in faults.values())
 
     def _engines_state(self) -> str:
-        if any(engine.drained is None for engine in self._registry.up):
+        if any(engine.drained is None for engine in self._registry.up) or self._registry.is_asleep:
             return "ok"
         return NO_ENGINE if self._registry.engines else NO_ENGINE_KNOWN
 

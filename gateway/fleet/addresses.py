@@ -37,8 +37,8 @@ def parse_address(text: str, read_key: ReadKey | None = None) -> Address:
     _check_no_user(parts)
     if parts.scheme == "dns" and parts.port is None:
         raise ValueError("expected a port in dns://name:port")
-    if parts.query and not traits.has_own_secret:
-        raise ValueError(f"options after a ? need {PREFIXES} before the URL")
+    if not traits.has_own_secret:
+        return Address(_plain(parts), traits, wake=_wake(parts.query, read_key))
     options = _options(parts.query, read_key)
     if "prefill" in options and not traits.splits_prompts:
         raise ValueError(f"prefill: {traits.title} servers work without a second server here")
@@ -49,6 +49,21 @@ def own_fields(addresses: Sequence[Address]) -> list[type[OwnFields]] | None:
     """Return the additional request fields of the listed foreign servers; None if no such server is listed."""
     foreign = {address.traits.name: address.traits for address in addresses if address.traits.has_own_secret}
     return [traits.own_fields for traits in foreign.values() if traits.own_fields is not None] if foreign else None
+
+
+def _wake(query: str, read_key: ReadKey | None) -> str | None:
+    """Return the supervisor's URL in the options of an engine of ours. Only the operator may name one, because gateways
+    send it the internal token.
+    """
+    if not query:
+        return None
+    options = parse_qsl(query, keep_blank_values=True)
+    wake = urlsplit(dict(options).get("wake", ""))
+    if read_key is None or [name for name, _ in options] != ["wake"]:
+        raise ValueError(f"options after a ? need {PREFIXES} before the URL; a listed engine of ours may have wake=URL")
+    if wake.scheme not in ("http", "https") or not wake.hostname or "@" in wake.netloc:
+        raise ValueError("wake: expected the http:// or https:// URL of the engine's supervisor")
+    return wake.geturl()
 
 
 def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:

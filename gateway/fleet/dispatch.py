@@ -149,7 +149,12 @@ class Fleet:
                 raise EngineRefused(error) from error
             finally:
                 bill.queued(time.monotonic() - place.arrived)
-            engine, response, in_flight = await self._begin(call, bill, place, held)
+            try:
+                engine, response, in_flight = await self._begin(call, bill, place, held)
+            except EngineRefused as refused:
+                if type(refused.error) is not NoEngine or call.engine is not None:
+                    raise
+                raise EngineRefused(await self._registry.absence(call.model.base, refused.error)) from refused
 
             def release() -> None:
                 in_flight.free()

@@ -27,6 +27,8 @@ DEFAULT_LOAD_SECONDS = 0.05
 LEAST_LOAD_SECONDS = 0.02
 # Characters of a release or a base digest that are kept on record.
 MAX_VERSION_CHARS = 64
+# Levels of the log lines about engines that get no requests.
+LEVELS = {Health.MISCONFIGURED: logging.ERROR, Health.ASLEEP: logging.INFO}
 # Types of the errors in a stream that the request itself causes.
 OPENAI_REQUEST_ERRORS = frozenset({"invalid_request_error"})
 
@@ -87,10 +89,11 @@ LORAPLEX = Traits(
 class Address:
     """Address of one item of `LORAPLEX_ENGINES`.
 
-    url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. The other
-    fields are for foreign servers, which do not report them. adapters: maximum adapters kept loaded. requests:
-    maximum requests in flight. key: its API key. any_version: whether releases that are known to mix up tenants or
-    adapters are used too. prefill: URL of the server that computes prompts for this one; None: this one does.
+    url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. wake: URL
+    of the supervisor that stops and starts an engine of ours; None: it never sleeps. The other fields are for foreign
+    servers, which do not report them. adapters: maximum adapters kept loaded. requests: maximum requests in flight.
+    key: its API key. any_version: whether releases that are known to mix up tenants or adapters are used too.
+    prefill: URL of the server that computes prompts for this one; None: this one does.
     """
 
     url: str
@@ -100,6 +103,7 @@ class Address:
     key: str | None = field(default=None, repr=False)
     any_version: bool = False
     prefill: str | None = None
+    wake: str | None = None
 
     @property
     def bearer(self) -> dict[str, str]:
@@ -338,7 +342,7 @@ class EngineRecord:
             if health is Health.UP:
                 log.info("engine %s is up", self.url)
             else:
-                level = logging.ERROR if health is Health.MISCONFIGURED else logging.WARNING
+                level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health is not Health.UP:
             self.resident = self.host = frozenset()

@@ -22,6 +22,8 @@ class Health(StrEnum):
     DOWN = "down"
     # It finishes its requests and takes no new ones.
     DRAINING = "draining"
+    # Its supervisor has stopped it; a request wakes it.
+    ASLEEP = "asleep"
     # It answers, but its model, version, secret or receipts rule it out until the operator acts.
     MISCONFIGURED = "misconfigured"
 

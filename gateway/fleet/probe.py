@@ -10,6 +10,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health, network_reason
 from gateway.fleet.kinds.kind import PROBE_TIMEOUT, EngineKind, Misconfigured
 from gateway.fleet.kinds.table import Kinds
+from gateway.fleet.sleeping import Supervisors
 from gateway.records.bases.registry import Bases, NoBase
 
 log = logging.getLogger(__name__)
@@ -21,8 +22,9 @@ ITS_KEY = "{} refuses this gateway's key; name its API key by ?key_env= or ?key_
 class Probe:
     """Watch of an engine's state, and of the base model that it serves."""
 
-    def __init__(self, session: ClientSession, kinds: Kinds, bases: Bases) -> None:
+    def __init__(self, session: ClientSession, kinds: Kinds, bases: Bases, internal_token: str = "") -> None:
         self._session = session
+        self._supervisors = Supervisors(session, internal_token)
         self._kinds = kinds
         self._bases = bases
 
@@ -62,11 +64,18 @@ class Probe:
         except TimeoutError:
             engine.note_missed_probe(f"{route} had no answer within {PROBE_TIMEOUT.total:g} s")
         except (ClientError, OSError) as error:
-            engine.mark_down(f"{route} failed: {network_reason(error)}")
+            if await self._supervisors.look(engine):
+                self._find_base(engine)
+            else:
+                engine.mark_down(f"{route} failed: {network_reason(error)}")
         else:
             reason = f"{route} answered {response.status}" + (f" ({status})" if status else "")
             engine.mark_down(reason, Health.DRAINING if status == "draining" else Health.DOWN)
         return False
+
+    async def wake(self, url: str) -> int | None:
+        """Wake the engines of a supervisor; see `Supervisors.wake`."""
+        return await self._supervisors.wake(url)
 
     async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         """Update the record from the engine's state stream until it ends or falls silent. Raises no network errors.
@@ -96,13 +105,20 @@ class Probe:
 
     def judge(self, engine: EngineRecord) -> None:
         """Mark an answering engine as up if it serves a base model on record, else as misconfigured."""
+        problem = self._find_base(engine)
+        if problem is None:
+            engine.mark_up()
+        else:
+            engine.mark_misconfigured(problem)
+
+    def _find_base(self, engine: EngineRecord) -> str | None:
+        """Set the base model that the engine serves. Return the reason if it is not on record."""
         try:
             engine.base = self._bases.served_by(engine.state.model, engine.state.base_digest).id
         except NoBase as error:
             engine.base = None
-            engine.mark_misconfigured(str(error))
-        else:
-            engine.mark_up()
+            return str(error)
+        return None
 
 
 def _unread_reason(error: BaseException) -> str:

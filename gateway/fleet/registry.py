@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
+from gateway.errors import BaseAsleep, NoEngine
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Capacity
@@ -24,6 +25,9 @@ class Watch(Protocol):
 
     async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         """Follow the engine's state stream until it ends. Returns whether it had any line. changed: called for each."""
+
+    async def wake(self, url: str) -> int | None:
+        """Wake the engines of a supervisor. Return the seconds until they serve; None if it does not answer."""
 
 
 class Registry:
@@ -75,6 +79,23 @@ class Registry:
     def capacity_of(self, base: str) -> Capacity | None:
         """Return the capacity of the available engines of a base model (its id), or None without one."""
         return _capacity([each for each in self._engines.values() if each.available and each.base == base])
+
+    @property
+    def is_asleep(self) -> bool:
+        """Return whether an engine sleeps, so that a request may wake it."""
+        return any(engine.condition.health is Health.ASLEEP for engine in self._engines.values())
+
+    async def absence(self, base: str, otherwise: NoEngine) -> NoEngine:
+        """Return the error of a request for a base model (its id) without an available engine.
+
+        If engines of the base sleep, wake them. Else return `otherwise`.
+        """
+        absent = [each for each in self._engines.values() if each.base == base and each.drained is None]
+        # An engine that is about to sleep or to serve looks draining or down for a moment.
+        urls = {each.address.wake for each in absent if each.address.wake is not None and not each.is_up}
+        found = await asyncio.gather(*(self._watch.wake(url) for url in urls))
+        seconds = [each for each in found if each is not None]
+        return BaseAsleep(min(seconds)) if seconds else otherwise
 
     async def poll(self) -> None:
         """Discover engines and probe each of them once."""

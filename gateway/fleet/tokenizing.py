@@ -47,10 +47,11 @@ class EngineTokenizer:
             except msgspec.MsgspecError:
                 status = 0
             log.warning("engine %s did not tokenize a prompt: it answered %d", engine.url, status)
-        raise NoEngine(
+        absence = NoEngine(
             f"No engine of '{base.name}' is available to count the prompt's tokens, and its tokenizer is not on this "
             "gateway; try again shortly."
         )
+        raise await self._registry.absence(base.id, absence)
 
     def _engines(self, base: Base) -> list[EngineRecord]:
         """Return the engines to ask in turn: those of the present weights first, each group by increasing load."""

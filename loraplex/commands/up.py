@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import click
@@ -16,6 +17,7 @@ from wire.errors import ConfigError
     epilog=examples(
         "loraplex up --demo",
         "loraplex up --model ~/models/Llama-3.2-1B-Instruct --engines 2",
+        "loraplex up --model ~/models/Llama-3.2-1B-Instruct --base qwen=~/models/Qwen3-0.6B --sleep-after 600",
         "loraplex up --model HuggingFaceTB/SmolLM2-360M-Instruct --engine-args '--max-num-seqs 32'",
     )
 )
@@ -42,14 +44,15 @@ def up(**flags: Any) -> None:
         check_port(config.host, config.port)
         if config.redis_url is not None:
             check_redis(config.redis_url)
-        pins = choose_pins(config.engines, config.engine_args)
+        pins = choose_pins(config.engines * (1 + len(config.base)), config.engine_args)
         data = DataDir.open(config.data_dir)
         with data.lock():
             with display.step(f"Preparing {config.model or 'the demo model'}") as say:
-                if config.model is None:
-                    folder = ensure_demo_model(data.models, say)
-                else:
-                    folder = ensure_model(config.model, data.models, say)
-                    if folder.is_file():
-                        folder = ensure_gguf_folder(folder, data.models)
-            asyncio.run(run(replace(config, model=str(folder)), data, display, pins))
+
+                def prepare(model: str) -> Path:
+                    folder = ensure_model(model, data.models, say)
+                    return ensure_gguf_folder(folder, data.models) if folder.is_file() else folder
+
+                folder = ensure_demo_model(data.models, say) if config.model is None else prepare(config.model)
+                further = tuple(f"{name}={prepare(model)}" for name, model in config.further)
+            asyncio.run(run(replace(config, model=str(folder), base=further), data, display, pins))

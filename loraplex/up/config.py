@@ -33,6 +33,12 @@ class UpConfig:
     engines: int = option(
         1, least=1, most=64, help="Number of engine processes, each with a GPU or a share of the cores."
     )
+    base: tuple[str, ...] = option(
+        (), help="A further base model, as NAME=MODEL; with as many engines as the first one. Repeatable."
+    )
+    sleep_after: float | None = option(
+        None, least=1, help="Seconds without requests after which a base model's engines stop; default: never."
+    )
     engine_args: str = option("", help="Flags for every engine, as one string: '--max-num-seqs 32'.")
 
     def __post_init__(self) -> None:
@@ -41,6 +47,15 @@ class UpConfig:
             shlex.split(self.engine_args)
         except ValueError as error:
             raise ConfigError("engine_args", f"expected flags as in a shell: {error}") from error
+
+        names = [self.served_model_name, *(name for name, _ in self.further)]
+        if not all(name and model for name, model in self.further) or len(set(names)) < len(names):
+            raise ConfigError("base", f"expected NAME=MODEL with different names, got {', '.join(self.base)}")
+
+    @property
+    def further(self) -> list[tuple[str, str]]:
+        """Return the names and models of `base`."""
+        return [(name, model) for name, _, model in (each.partition("=") for each in self.base)]
 
     @property
     def model_dir(self) -> Path:

@@ -28,6 +28,7 @@ from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_j
 from loraplex.up.display import Display
 from loraplex.up.pins import Pin
 from loraplex.up.processes import Child, ProcessGroup
+from loraplex.up.sleeping import Engine, SleepingBase, Supervisor
 
 # Linux allows 107 bytes for a Unix socket's path, macOS 103.
 SOCKET_PATH_BYTES = 100
@@ -105,6 +106,8 @@ class LocalService:
         self.secrets: Secrets = data.secrets()
         self.processes = ProcessGroup(data.logs, announce=display.note)
         self._folders = ExitStack()
+        self._supervisor: Supervisor | None = None
+        self._bases = [(config.base_model, str(config.model_dir)), *config.further]
 
     async def start(self) -> None:
         """Start all parts. Raises ChildError with the log's tail if a part does not become healthy."""
@@ -114,6 +117,7 @@ class LocalService:
             await self.processes.run("migrate", self._program("migrate"), environment)
         environment["LORAPLEX_ENGINES"] = ",".join(await self._start_engines())
         await self._start_gateway(environment)
+        await self._add_bases()
         write_private_json(
             self.data.root / "local.json",
             {
@@ -125,6 +129,8 @@ class LocalService:
 
     async def stop(self) -> None:
         """Stop all parts, the youngest first."""
+        if self._supervisor is not None:
+            await self._supervisor.stop()
         await self.processes.stop(self.display.stopping_part)
         self._folders.close()
 
@@ -161,26 +167,72 @@ class LocalService:
         return url
 
     async def _start_engines(self) -> list[str]:
-        """Start the engines at the same time and return their URLs once all are healthy."""
+        """Start the engines at the same time and return their addresses once all are healthy."""
         pins = self.pins
         names = ["engine"] if len(pins) == 1 else [f"engine-{index}" for index in range(len(pins))]
         urls = [f"http://{LOOPBACK}:{port}" for port in free_ports(len(pins))]
         places = [f"{name} ({pin.label})" if pin.label else name for name, pin in zip(names, pins, strict=True)]
-        with self.display.step(f"Loading {self.config.base_model} into {', '.join(places)}"):
-            starts = zip(names, pins, urls, strict=True)
-            children = [await self._start_engine(name, pin, url) for name, pin, url in starts]
+        loaded = ", ".join(name for name, _ in self._bases)
+        began = asyncio.get_running_loop().time()
+        with self.display.step(f"Loading {loaded} into {', '.join(places)}"):
+            starts = zip(names, pins, urls, self._base_of_each(len(pins)), strict=True)
+            children = [await self._start_engine(name, pin, url, *self._bases[i]) for name, pin, url, i in starts]
             for child, url in zip(children, urls, strict=True):
                 await self.processes.healthy(child, self._health_check(url), ENGINE_SECONDS)
         # An engine's death loses only its in-flight answers; the gateway answers by the others, or 503 without others.
         for child, url in zip(children, urls, strict=True):
             self.processes.keep_alive(child, self._health_check(url), ENGINE_SECONDS)
-        return urls
+        if self.config.sleep_after is None:
+            return urls
+        return await self._supervise(children, urls, asyncio.get_running_loop().time() - began)
 
-    async def _start_engine(self, name: str, pin: Pin, url: str) -> Child:
+    def _base_of_each(self, engines: int) -> list[int]:
+        """Return the number of each engine's base model."""
+        return [number * len(self._bases) // engines for number in range(engines)]
+
+    async def _supervise(self, children: Sequence[Child], urls: Sequence[str], load_seconds: float) -> list[str]:
+        """Let the engines sleep while their base models are idle. Return their addresses."""
+        [port] = free_ports(1)
+        numbers = self._base_of_each(len(urls))
+        engines = [Engine(child, url, self._health_check(url)) for child, url in zip(children, urls, strict=True)]
+        assert self.config.sleep_after is not None
+        bases = [
+            SleepingBase(
+                name,
+                [engine for engine, number in zip(engines, numbers, strict=True) if number == own],
+                self.processes,
+                sleep_after=self.config.sleep_after,
+                load_seconds=load_seconds,
+                ready_seconds=ENGINE_SECONDS,
+                token=self.secrets.internal_token,
+                note=self.display.note,
+            )
+            for own, (name, _) in enumerate(self._bases)
+        ]
+        self._supervisor = Supervisor(bases, self.secrets.internal_token)
+        await self._supervisor.start(LOOPBACK, port)
+        return [
+            f"{url}?wake=http://{LOOPBACK}:{port}/bases/{number}" for url, number in zip(urls, numbers, strict=True)
+        ]
+
+    async def _add_bases(self) -> None:
+        """Add the further base models that are not on record yet. Raises GatewayError."""
+        if not self.config.further:
+            return
+        from loraplex.client import GatewayClient
+
+        with self.display.step(f"Adding {', '.join(name for name, _ in self.config.further)}"):
+            async with GatewayClient(self.config.gateway_url, self.secrets.admin_key) as client:
+                known = {row["name"] for row in await client.bases()}
+                for name, folder in self.config.further:
+                    if name not in known:
+                        await client.call("POST", "/admin/api/bases", json={"name": name, "tokenizer": folder})
+
+    async def _start_engine(self, name: str, pin: Pin, url: str, base: str, model: str) -> Child:
         finished = self.data.root / "finished"
         finished.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(
-            *("engine", "--model", str(self.config.model_dir), "--served-model-name", self.config.base_model),
+            *("engine", "--model", model, "--served-model-name", base),
             *("--adapter-store", str(self.data.adapters), "--host", LOOPBACK, "--port", str(urlsplit(url).port)),
             *("--finished-file", str(finished / name)),
             *pin.flags,

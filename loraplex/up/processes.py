@@ -38,7 +38,7 @@ class Child:
     """A child process.
 
     cpus: those that it may use, also after a restart; empty: all. keep_alive: None if its death ends the group. deaths:
-    consecutive ones. healthy_at: on the event loop's clock.
+    consecutive ones. healthy_at: on the event loop's clock. is_paused: whether it was stopped by `pause`.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Child:
     keep_alive: KeepAlive | None = None
     deaths: int = 0
     healthy_at: float | None = None
+    is_paused: bool = False
 
     def failure(self, what: str) -> ChildError:
         tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
@@ -144,7 +145,7 @@ class ProcessGroup:
                     if child in revivals:
                         if revivals[child].done() and (error := revivals.pop(child).result()) is not None:
                             return error
-                    elif child.process.returncode is not None:
+                    elif child.process.returncode is not None and not child.is_paused:
                         if child.keep_alive is None:
                             return child.death()
                         revivals[child] = asyncio.create_task(self._revive(child, child.keep_alive))
@@ -170,8 +171,7 @@ class ProcessGroup:
             pause = BACKOFF_SECONDS[child.deaths - 1]
             self._announce(f"{child.name} {how}; it starts again in {pause:g} s")
             await asyncio.sleep(pause)
-            child.log = self._new_log(child.name)
-            child.process = await self._spawn(child.log, child.argv, child.env, child.cpus)
+            await self._spawn_again(child)
             try:
                 await self.healthy(child, keep_alive.check, keep_alive.timeout)
             except ChildError:
@@ -182,18 +182,40 @@ class ProcessGroup:
             self._announce(f"{child.name} serves again")
             return None
 
+    async def _spawn_again(self, child: Child) -> None:
+        child.log = self._new_log(child.name)
+        child.process = await self._spawn(child.log, child.argv, child.env, child.cpus)
+
+    async def pause(self, child: Child) -> None:
+        """Stop a child until `resume`; its place in the order of `stop` stays."""
+        child.is_paused = True
+        await self._end(child)
+
+    async def resume(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:
+        """Start a paused child and wait until it is healthy. Raises ChildError, and the child counts as paused then."""
+        await self._spawn_again(child)
+        await self.healthy(child, check, timeout)
+        child.deaths, child.healthy_at = 0, asyncio.get_running_loop().time()
+        child.is_paused = False
+
+    async def _end(self, child: Child) -> None:
+        """Terminate a child; send SIGKILL if it does not stop within `stop_seconds`."""
+        if child.process.returncode is not None:
+            return
+        child.process.terminate()
+        try:
+            await asyncio.wait_for(child.process.wait(), self.stop_seconds)
+        except TimeoutError:
+            self._kill(child)
+            await child.process.wait()
+
     async def stop(self, announce: Callable[[str], None]) -> None:
         """Stop the children, the youngest first; send SIGKILL to a child that does not stop within `stop_seconds`."""
         for child in reversed(self.children):
             if child.process.returncode is not None:
                 continue
             announce(child.name)
-            child.process.terminate()
-            try:
-                await asyncio.wait_for(child.process.wait(), self.stop_seconds)
-            except TimeoutError:
-                self._kill(child)
-                await child.process.wait()
+            await self._end(child)
         self.children.clear()
 
     def kill(self) -> None:

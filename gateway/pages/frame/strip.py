@@ -103,8 +103,16 @@ def view_engine(engine: EngineRecord, now: datetime) -> EngineView:
         until = now + timedelta(seconds=engine.breaker.seconds_open)
         return EngineView(engine.url, "breaker open", "bad", "its requests fail", since, until)
     health = engine.condition.health
-    level: Level = "warn" if health in (EngineHealth.DRAINING, EngineHealth.UNKNOWN) else "bad"
+    level: Level = LEVELS.get(health, "bad")
     return EngineView(engine.url, str(health), level, engine.condition.reason, since, None)
+
+
+# Levels of an engine's state other than up.
+LEVELS: dict[EngineHealth, Level] = {
+    EngineHealth.ASLEEP: "good",
+    EngineHealth.DRAINING: "warn",
+    EngineHealth.UNKNOWN: "warn",
+}
 
 
 def _part_state(name: str, state: Any) -> PartState:
