@@ -70,7 +70,7 @@ class SleepingBase:
         self._wanted = asyncio.Event()
         self._since = self._now()
         self._failures = 0
-        # As the engines report them while they are awake.
+        # Reported by the engines while they are awake.
         self._model: str | None = None
         self._digest: str | None = None
         self._steps: list[int] = []
