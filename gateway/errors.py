@@ -321,18 +321,6 @@ class NoEngine(Unavailable):
         super().__init__(message, retry_after=retry_after)
 
 
-class BaseAsleep(NoEngine):
-    """The base model's engines sleep, and this request has woken them."""
-
-    code = "base_asleep"
-
-    def __init__(self, seconds: int) -> None:
-        super().__init__(
-            f"The base model was idle, so its engines were stopped. They start now; try again in {seconds} s.",
-            retry_after=seconds,
-        )
-
-
 class NoEngineOfBase(NoEngine):
     """The available engines serve another base model than the adapter's."""
 

@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Protocol
 
-from gateway.errors import BaseAsleep, NoEngine
+from gateway.errors import NoEngine
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Capacity
+from gateway.fleet.sleeping import BaseAsleep
 
 log = logging.getLogger(__name__)
 

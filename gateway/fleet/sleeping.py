@@ -14,6 +14,7 @@ from typing import Literal
 import msgspec
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
+from gateway.errors import NoEngine
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
 
@@ -33,6 +34,18 @@ class Sleep(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     model: str | None = None
     base_digest: str | None = None
+
+
+class BaseAsleep(NoEngine):
+    """The base model's engines sleep, and this request has woken them."""
+
+    code = "base_asleep"
+
+    def __init__(self, seconds: int) -> None:
+        super().__init__(
+            f"The base model was idle, so its engines were stopped. They start now; try again in {seconds} s.",
+            retry_after=seconds,
+        )
 
 
 class Supervisors:
