@@ -26,7 +26,7 @@ class RandomWeights:
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
 
-    def __contains__(self, name: str) -> bool:
+    def has_module(self, module: str) -> bool:
         return True
 
     def get(self, name: str, *shape: int) -> Tensor:

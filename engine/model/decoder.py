@@ -126,7 +126,7 @@ def load_embedding_and_head(source: Checkpoint, config: ModelConfig, ops: Ops) -
     sizes = config.vocab_size, config.hidden_size
     embedding = source.embedding("model.embed_tokens", *sizes)
     table = embedding if embedding.scheme == DENSE else pack(ops, embedding, "model.embed_tokens")
-    if "lm_head.weight" in source and not config.tie_word_embeddings:
+    if source.has_module("lm_head") and not config.tie_word_embeddings:
         return table, pack(ops, source.embedding("lm_head", *sizes), "lm_head")
     return table, pack(ops, table, "model.embed_tokens") if embedding.scheme == DENSE else table
 

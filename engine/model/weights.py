@@ -47,6 +47,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.files
 
+    def has_module(self, module: str) -> bool:
+        """Return whether a module has weights, which a quantised one does not store as `weight`."""
+        return any(name.startswith(f"{module}.") for name in self.files)
+
     def get(self, name: str, *shape: int) -> Tensor:
         return self.fused([(name, shape[0])], *shape[1:])
 
@@ -159,10 +163,9 @@ def open_weights(
 def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:
     """Return embed_tokens or lm_head, `[vocab, hidden]` on the CPU. Tied models return the embedding for both."""
     with open_weights(path, dtype, torch.device("cpu")) as source:
-        is_head = name == "lm_head" and not config.tie_word_embeddings and "lm_head.weight" in source
-        return source.get(
-            "lm_head.weight" if is_head else "model.embed_tokens.weight", config.vocab_size, config.hidden_size
-        )
+        is_head = name == "lm_head" and not config.tie_word_embeddings and source.has_module("lm_head")
+        module = "lm_head" if is_head else "model.embed_tokens"
+        return source.embedding(module, config.vocab_size, config.hidden_size).tensors["weight"]
 
 
 def _open_file(path: Path) -> WeightsFile:

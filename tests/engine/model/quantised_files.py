@@ -114,12 +114,18 @@ def fp8(weight: Tensor, kind: str) -> Written:
     return {"weight": values, name: scales}, values.float() * by_weight
 
 
-def write(folder: Path, out: Path, config: dict[str, Any], quantise: Callable[[Tensor], Written]) -> dict[str, Tensor]:
-    """Write a checkpoint whose layers' matrices are quantised; return the dequantised tensors of all."""
+def write(
+    folder: Path,
+    out: Path,
+    config: dict[str, Any],
+    quantise: Callable[[Tensor], Written],
+    quantised: tuple[str, ...] = ("model.layers.",),
+) -> dict[str, Tensor]:
+    """Write a checkpoint whose matrices with these beginnings are quantised; return the dequantised tensors of all."""
     tensors, meaning = {}, {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         meaning[name] = tensor
-        if not name.startswith("model.layers.") or tensor.dim() == 1:
+        if not name.startswith(quantised) or tensor.dim() == 1:
             tensors[name] = tensor
             continue
         parts, meaning[name] = quantise(tensor.float())

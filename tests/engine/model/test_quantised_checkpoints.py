@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.model.config import read_config
+from engine.model.decoder import load_embedding_and_head
 from engine.model.families import parse_model_config
 from engine.model.quantised.methods import METHODS
-from engine.model.weights import Checkpoint, open_weights
+from engine.model.weights import Checkpoint, base_tensor, open_weights
 from kernels import reference
+from kernels.cpu.plain import TorchOps
 from testing.tiny import save_model
 from tests.engine.model import quantised_files as files
 from wire.errors import ConfigError
@@ -81,6 +84,17 @@ def test_weights_are_exactly_the_checkpoint_s(case: str, model: Path, tmp_path: 
         pytest.raises(ConfigError, match="q_proj is quantised already; expected auto or none"),
     ):
         qkv(source)
+
+
+def test_a_quantised_head_is_not_taken_for_a_tied_embedding(model: Path, tmp_path: Path) -> None:
+    """Its checkpoint has no tensor `lm_head.weight`."""
+    config, quantise, _ = CASES["packed 4 symmetric"]
+    expected = files.write(model, tmp_path / "out", config, quantise, ("lm_head.",))["lm_head.weight"]
+    parsed = parse_model_config(read_config(tmp_path / "out"))
+    with open_weights(tmp_path / "out", torch.float32, CPU, quantization="none") as source:
+        _, head = load_embedding_and_head(source, parsed, TorchOps())
+    assert torch.equal(reference.dequantize(head), expected)
+    assert torch.equal(base_tensor(tmp_path / "out", parsed, torch.float32, "lm_head"), expected)
 
 
 class Tensors(dict[str, Tensor]):
