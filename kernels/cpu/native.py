@@ -40,7 +40,8 @@ class NativePlan:
 
 
 class NativeOps:
-    """Ops of the native library: float32 and bfloat16; block sizes and head dimensions in multiples of 16.
+    """Ops of the native library: float32 and bfloat16, keys and values in the same dtype or in int8; block sizes and
+    head dimensions in multiples of 16.
 
     Same semantics as `kernels.reference`, except for the order of elements inside a cache block, which only these ops
     use.
@@ -64,8 +65,15 @@ class NativeOps:
         self._empty: Callable[..., Tensor] = HugePages().empty
 
     @staticmethod
-    def can_run(dtype: torch.dtype, head_dim: int, block_size: int) -> bool:
-        return dtype in _SUFFIX and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0
+    def can_run(
+        dtype: torch.dtype,
+        head_dim: int,
+        block_size: int,
+        kv_dtype: torch.dtype | None = None,
+        lora_dtype: torch.dtype | None = None,
+    ) -> bool:
+        dtypes_fit = dtype in _SUFFIX and kv_dtype in (None, dtype, torch.int8) and lora_dtype in (None, dtype)
+        return dtypes_fit and head_dim % 16 == 0 and head_dim <= MAX_HEAD_DIM and block_size % 16 == 0
 
     def use_matrix_unit(self, *, is_on: bool) -> bool:
         """Set whether products of bf16 use the processor's matrix unit, for all `NativeOps` of this process. Return
@@ -166,8 +174,8 @@ class NativeOps:
                 part.copy_(self.rms_norm(part.reshape(-1, part.shape[2]), weight, norms.eps).view(part.shape))
         shape = _cache_shape(kv.k, qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1])
         self._functions[qkv.dtype]["rope_and_write_kv"](
-            qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), kv.k.data_ptr(),
-            kv.v.data_ptr(), plan.batch.slot_mapping.data_ptr(), len(qkv), byref(shape),
+            qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), byref(_cache(kv)),
+            plan.batch.slot_mapping.data_ptr(), len(qkv), byref(shape),
         )  # fmt: skip
         return qkv.view(len(qkv), -1, shape.dim)[:, : shape.heads]
 
@@ -177,7 +185,7 @@ class NativeOps:
         out = torch.empty(q.shape, dtype=q.dtype)
         b = plan.batch
         attention = structs.Attention(
-            _cache_shape(kv.k, q.shape[1]), q.data_ptr(), q.stride(0), kv.k.data_ptr(), kv.v.data_ptr(),
+            _cache_shape(kv.k, q.shape[1]), q.data_ptr(), q.stride(0), _cache(kv),
             b.block_tables.data_ptr(), b.query_start.data_ptr(), b.context_lens.data_ptr(), out.data_ptr(),
             b.block_tables.shape[1], sliding_window, scale, softcap,
         )  # fmt: skip
@@ -210,7 +218,7 @@ class NativeForward:
             to.qkv, to.o = _packed(layer.qkv), _packed(layer.o)
             to.gate_up, to.down = _packed(layer.gate_up), _packed(layer.down)
             to.cos_sin = layer.cos_sin.data_ptr()
-            to.k_cache, to.v_cache = caches.k.data_ptr(), caches.v.data_ptr()
+            to.cache = _cache(caches)
             to.window = layer.sliding_window
             to.lora = (structs.LoraGroup * 4)(*(_lora_group(groups[name]) for name in ("qkv", "o", "gate_up", "down")))
         first = weights.layers[0]
@@ -333,6 +341,10 @@ def _lora_group(group: LoraGroup) -> structs.LoraGroup:
         group.a_pages.shape[3], group.offsets[-1], group.a_pages.stride(0), group.b_pages.stride(0),
         group.scales.stride(0), offsets,
     )  # fmt: skip
+
+
+def _cache(kv: KvCache) -> structs.Cache:
+    return structs.Cache(kv.k.data_ptr(), kv.v.data_ptr(), _pointer(kv.k_scales), _pointer(kv.v_scales))
 
 
 def _cache_shape(cache: Tensor, heads: int) -> structs.CacheShape:

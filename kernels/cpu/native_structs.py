@@ -19,6 +19,10 @@ class CacheShape(Structure):
     _fields_ = [("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64), ("block_size", c_int64)]
 
 
+class Cache(Structure):
+    _fields_ = [("k", c_void_p), ("v", c_void_p), ("k_scales", c_void_p), ("v_scales", c_void_p)]
+
+
 class LoraGroup(Structure):
     _fields_ = [
         ("a_pages", c_void_p), ("b_pages", c_void_p), ("scales", c_void_p), ("slices", c_int64),
@@ -40,7 +44,7 @@ class Norm(Structure):
 
 class Attention(Structure):
     _fields_ = [
-        ("shape", CacheShape), ("q", c_void_p), ("q_stride", c_int64), ("k_cache", c_void_p), ("v_cache", c_void_p),
+        ("shape", CacheShape), ("q", c_void_p), ("q_stride", c_int64), ("cache", Cache),
         ("block_tables", c_void_p), ("query_start", c_void_p), ("context_lens", c_void_p), ("out", c_void_p),
         ("max_blocks", c_int64), ("window", c_int64), ("scale", c_float), ("softcap", c_float),
     ]  # fmt: skip
@@ -53,7 +57,7 @@ class Layer(Structure):
     _fields_ = [
         *((name, Norm) for name in NORMS),
         ("qkv", Packed), ("o", Packed), ("gate_up", Packed), ("down", Packed), ("cos_sin", c_void_p),
-        ("k_cache", c_void_p), ("v_cache", c_void_p), ("window", c_int64), ("lora", LoraGroup * 4),
+        ("cache", Cache), ("window", c_int64), ("lora", LoraGroup * 4),
     ]  # fmt: skip
 
 
@@ -85,7 +89,7 @@ SIGNATURES: dict[str, list[Any]] = {
     "add_rms_norm": [c_void_p] * 2 + [POINTER(Norm), c_void_p] + [c_int64] * 2 + [c_float],
     "silu_and_mul": [c_void_p] * 2 + [c_int64] * 2,
     "gelu_and_mul": [c_void_p] * 2 + [c_int64] * 2,
-    "rope_and_write_kv": [c_void_p] * 6 + [c_int64, POINTER(CacheShape)],
+    "rope_and_write_kv": [c_void_p] * 3 + [POINTER(Cache), c_void_p, c_int64, POINTER(CacheShape)],
     "attend": [POINTER(Attention), c_int64, c_int64],
     "embed": [POINTER(Packed), c_void_p, c_void_p, c_int64],
 }

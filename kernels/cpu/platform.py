@@ -12,7 +12,6 @@ from torch import Tensor
 from kernels.cgroups import memory_limit, read
 from kernels.memory import lazy_zeros
 from kernels.ops import Ops
-from kernels.reference import LARGEST
 
 
 class CpuPlatform:
@@ -34,8 +33,7 @@ class CpuPlatform:
         from kernels.cpu.native_build import load
         from kernels.cpu.plain import TorchOps
 
-        native = NativeOps.can_run(dtype, head_dim, block_size) and not {kv_dtype, lora_dtype} & LARGEST.keys()
-        library = load() if native else None
+        library = load() if NativeOps.can_run(dtype, head_dim, block_size, kv_dtype, lora_dtype) else None
         return TorchOps() if library is None else NativeOps(library)
 
     def is_available(self) -> bool:

@@ -118,10 +118,14 @@ def test_attention_reads_no_other_request_and_no_stale_row(
     check_attention(ops, dtype, dtype, window, softcap)
 
 
-@pytest.mark.parametrize("kv_dtype", LARGEST)
-@pytest.mark.parametrize("make", [TorchOps, pytest.param(TritonOps, marks=pytest.mark.heavy)])
-def test_attention_over_8_bits_reads_no_stale_scale(make: type[Ops], kv_dtype: torch.dtype) -> None:
-    check_attention(make(), torch.float32, kv_dtype, 0, 0.0)
+EIGHT_BITS = [("native", torch.int8), *(("torch", dtype) for dtype in LARGEST)]
+EIGHT_BITS += [pytest.param("triton", dtype, marks=pytest.mark.heavy) for dtype in LARGEST]
+
+
+@pytest.mark.parametrize(("name", "kv_dtype"), EIGHT_BITS)
+def test_attention_over_8_bits_reads_no_stale_scale(name: str, kv_dtype: torch.dtype) -> None:
+    for dtype in [torch.float32] if name == "triton" else [torch.float32, torch.bfloat16]:
+        check_attention(MAKERS[name](), dtype, kv_dtype, 0, 0.0)
 
 
 def check_attention(ops: Ops, dtype: torch.dtype, kv_dtype: torch.dtype, window: int, softcap: float) -> None:

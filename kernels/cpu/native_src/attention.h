@@ -2,9 +2,12 @@
 //
 // A cache block holds the elements of the reference's [block_size, dim] in the order in which the products read them:
 // keys [dim / PAIR][block_size][PAIR], so 16 keys' scores are one vector, and values [block_size / PAIR][dim][PAIR].
+// The elements are T, or int8 with a scale for each token and head. Products widen int8 to T, which is exact, and apply
+// the scales to scores and probabilities.
 #pragma once
 #include <vector>
 
+#include "quantised.h"
 #include "simd.h"
 #include "team.h"
 
@@ -12,20 +15,41 @@ struct CacheShape {
     int64_t heads, kv_heads, dim, block_size;
 };
 
-template <class T>
-void write_key(const T* key, T* block, int64_t at, const CacheShape& s) {
-    constexpr int64_t P = Elem<T>::PAIR;
-    for (int64_t d = 0; d < s.dim; d += P) std::memcpy(block + (d * s.block_size + at * P), key + d, P * sizeof(T));
+// Caches of one layer. scales [num_blocks, kv_heads, block_size]: null if the elements are T.
+struct Cache {
+    void *k, *v;
+    float *k_scales, *v_scales;
+
+    bool is_int8() const { return k_scales != nullptr; }
+};
+
+// P: PAIR of the dtype in which the products read the cache.
+template <int64_t P, class E>
+void write_key(const E* key, E* block, int64_t at, const CacheShape& s) {
+    for (int64_t d = 0; d < s.dim; d += P) std::memcpy(block + (d * s.block_size + at * P), key + d, P * sizeof(E));
 }
 // `last`: no later token of the request is in the cache. Then the other element of the value's pair is cleared: it is
 // read with weight 0, which would not hide a NaN left there by a former owner of the block.
-template <class T>
-void write_value(const T* value, T* block, int64_t at, bool last, const CacheShape& s) {
-    constexpr int64_t P = Elem<T>::PAIR;
-    T* to = block + at / P * s.dim * P;
+template <int64_t P, class E>
+void write_value(const E* value, E* block, int64_t at, bool last, const CacheShape& s) {
+    E* to = block + at / P * s.dim * P;
     for (int64_t d = 0; d < s.dim; d++) to[d * P + at % P] = value[d];
     if (last && at % P == 0 && P == 2)
-        for (int64_t d = 0; d < s.dim; d++) to[d * P + P - 1] = T{};
+        for (int64_t d = 0; d < s.dim; d++) to[d * P + P - 1] = E{};
+}
+
+// kernels.reference.quantize_rows: rounds a row to int8 and returns its scale, NaN if an element is not finite.
+template <class T>
+float round_row(const T* x, int8_t* to, int64_t n) {
+    Float16 most = splat(kSmallestAmax), not_finite{};
+    for (int64_t i = 0; i < n; i += 16) {
+        const Float16 found = absolute(load16(x + i));
+        most = found > most ? found : most;
+        not_finite += found * 0.0f;
+    }
+    const float amax = max_lanes(most), factor = 1.0f / amax * kLargestInt8;
+    for (int64_t i = 0; i < n; i += 16) store_rounded(load16(x + i) * factor, to + i);
+    return amax * (1.0f / kLargestInt8) + sum_lanes(not_finite);
 }
 
 // Root-mean-square norm of one row. A weight in another type than x multiplies it before rounding.
@@ -80,8 +104,9 @@ void rotate(const T* x, const float* cos, const float* sin, T* out, int64_t half
 
 // Processes one token: norms (if the model norms heads) and rotates q and k, q in place; writes k and v to the cache.
 template <class T>
-void rope_and_write(T* row, const float* cos_sin, const Norm& q_norm, const Norm& k_norm, float eps, T* k_cache,
-                    T* v_cache, int64_t slot, bool last, const CacheShape& s, T* scratch) {
+void rope_and_write(T* row, const float* cos_sin, const Norm& q_norm, const Norm& k_norm, float eps,
+                    const Cache& cache, int64_t slot, bool last, const CacheShape& s, T* scratch) {
+    constexpr int64_t P = Elem<T>::PAIR;
     const float *cos = cos_sin, *sin = cos_sin + s.dim / 2;
     const int64_t block = slot / s.block_size, at = slot % s.block_size;
     for (int64_t h = 0; h < s.heads + s.kv_heads; h++) {
@@ -92,9 +117,18 @@ void rope_and_write(T* row, const float* cos_sin, const Norm& q_norm, const Norm
         rotate(scratch, cos, sin, head, s.dim / 2);
     }
     for (int64_t h = 0; h < s.kv_heads; h++) {
-        const int64_t to = (block * s.kv_heads + h) * s.block_size * s.dim;
-        write_key(row + (s.heads + h) * s.dim, k_cache + to, at, s);
-        write_value(row + (s.heads + s.kv_heads + h) * s.dim, v_cache + to, at, last, s);
+        const int64_t slab = block * s.kv_heads + h, to = slab * s.block_size * s.dim;
+        const T *key = row + (s.heads + h) * s.dim, *value = key + s.kv_heads * s.dim;
+        if (cache.is_int8()) {
+            int8_t* rounded = reinterpret_cast<int8_t*>(scratch);
+            cache.k_scales[slab * s.block_size + at] = round_row(key, rounded, s.dim);
+            write_key<P>(rounded, static_cast<int8_t*>(cache.k) + to, at, s);
+            cache.v_scales[slab * s.block_size + at] = round_row(value, rounded, s.dim);
+            write_value<P>(rounded, static_cast<int8_t*>(cache.v) + to, at, last, s);
+        } else {
+            write_key<P>(key, static_cast<T*>(cache.k) + to, at, s);
+            write_value<P>(value, static_cast<T*>(cache.v) + to, at, last, s);
+        }
     }
 }
 
@@ -118,7 +152,7 @@ struct Attention {
     CacheShape shape;
     const T* q;  // row t's heads start at q + t * q_stride
     int64_t q_stride;
-    const T *k_cache, *v_cache;
+    Cache cache;
     const int32_t *block_tables, *query_start, *context_lens;
     T* out;  // [tokens, heads, dim]
     int64_t max_blocks, window;
@@ -127,6 +161,7 @@ struct Attention {
     static constexpr int64_t kKeys = 64;   // keys per softmax step
     static constexpr int kRows = 6;        // maximum number of query rows multiplied together
     static constexpr int64_t kGroup = 16;  // keys in a vector of scores; a group never straddles a block
+    static constexpr int64_t kGroups = kKeys / kGroup;
     static constexpr float kSlack = 8.0f;  // how far, in powers of two, a score may exceed its row's top
 
     int64_t num_rows(const Tile& tile) const { return (tile.last - tile.first) * (shape.heads / shape.kv_heads); }
@@ -145,11 +180,12 @@ struct Attention {
         const CacheShape& s = shape;
         const int64_t group = s.heads / s.kv_heads, rows = num_rows(tile), first_position = position(tile);
         const int64_t last_position = first_position + (tile.last - tile.first) - 1;
-        scratch.resize(kRows * 2 * kKeys + rows * (kGroup + s.dim));
+        scratch.resize(kRows * 2 * kKeys + rows * (kGroup + s.dim) + 2 * kKeys * s.dim);
         float* scores = scratch.data();
         T* probabilities = reinterpret_cast<T*>(scores + kRows * kKeys);
         float* masses = scores + 2 * kRows * kKeys;  // each row's total, in 16 lanes
         T* queries = reinterpret_cast<T*>(masses + rows * kGroup);
+        T* widened = queries + rows * s.dim;  // a step's keys and values, if the cache holds int8
         std::fill(result.sums, result.sums + rows * s.dim, 0.0f);
         std::fill(masses, masses + rows * kGroup, 0.0f);
         std::fill(result.tops, result.tops + rows, -INFINITY);
@@ -161,35 +197,25 @@ struct Attention {
         for (int64_t key = std::max(span * kSpanKeys, oldest); key < end; key += kKeys) {
             const int64_t count = std::min(kKeys, end - key), groups = (count + kGroup - 1) / kGroup;
             const int64_t steps = (count + P - 1) / P;
-            const T *keys[kKeys / kGroup], *values[kKeys / kGroup];
-            find_groups(tile, key, groups, keys, values);
-            // Blocks can be anywhere in memory, so the next step's are prefetched while this step's are multiplied.
-            const T *next_keys[kKeys / kGroup], *next_values[kKeys / kGroup];
-            const int64_t following = std::min(key + kKeys, end - 1) / kGroup * kGroup;
-            const int64_t next_groups = std::min(kKeys / kGroup, (end - following + kGroup - 1) / kGroup);
-            find_groups(tile, following, next_groups, next_keys, next_values);
-            for (int64_t g = next_groups; g < kKeys / kGroup; g++) {
-                next_keys[g] = next_keys[0];
-                next_values[g] = next_values[0];
-            }
+            const KeyGroups step = find_groups(tile, key, end, widened);
             for (int64_t row = 0; row < rows;) {
                 const int64_t left = rows - row, passes = (left + kRows - 1) / kRows, n = (left + passes - 1) / passes;
                 dispatch<kRows>(n, [&](auto rows_at_once) {
                     constexpr int N = decltype(rows_at_once)::value;
-                    dispatch<kKeys / kGroup>(groups, [&](auto num_groups) {
+                    dispatch<kGroups>(groups, [&](auto num_groups) {
                         constexpr int GROUPS = decltype(num_groups)::value;
-                        multiply_keys<N, GROUPS>(queries + row * s.dim, keys, next_keys, scores);
+                        multiply_keys<N, GROUPS>(queries + row * s.dim, step, scores);
                         for (int64_t r = 0; r < N; r++)
                             soften<GROUPS>(scores + r * kKeys, probabilities + r * kKeys, result.sums + (row + r) * s.dim,
                                            masses + (row + r) * kGroup, result.tops[row + r], key,
-                                           first_position + (row + r) / group);
+                                           first_position + (row + r) / group, step);
                     });
                     float* sums = result.sums + row * s.dim;
                     int64_t d = 0;
                     for (; d + 64 <= s.dim; d += 64)
-                        multiply_values<N, 4>(probabilities, values, next_values, steps, d, sums + d);
+                        multiply_values<N, 4>(probabilities, step, steps, d, sums + d);
                     for (; d < s.dim; d += 16)
-                        multiply_values<N, 1>(probabilities, values, next_values, steps, d, sums + d);
+                        multiply_values<N, 1>(probabilities, step, steps, d, sums + d);
                 });
                 row += n;
             }
@@ -224,29 +250,77 @@ struct Attention {
         return context_lens[tile.request] - query_start[tile.request + 1] + tile.first;
     }
 
-    void find_groups(const Tile& tile, int64_t key, int64_t groups, const T** keys, const T** values) const {
+    // Groups of keys and values of a softmax step, and those of the next one. Blocks can be anywhere in memory, so the
+    // next step's are prefetched while this step's are multiplied.
+    struct KeyGroups {
+        const T *keys[kGroups], *values[kGroups], *next_keys[kGroups], *next_values[kGroups];
+        int64_t key_stride;                                // elements from PAIR elements of a key to the next ones
+        Float16 key_scales[kGroups], value_scales[kGroups];  // only of int8; 0 for keys beyond the end
+    };
+
+    // Elements and scales from the beginning of a cache.
+    struct Place {
+        int64_t keys, values, scales;
+    };
+
+    Place place(const Tile& tile, int64_t key) const {
         const CacheShape& s = shape;
-        const int32_t* table = block_tables + tile.request * max_blocks;
-        for (int64_t g = 0; g < groups; g++, key += kGroup) {
-            const int64_t at = key % s.block_size;
-            const int64_t slab = int64_t(table[key / s.block_size]) * s.kv_heads + tile.kv_head;
-            const int64_t block = slab * s.block_size * s.dim;
-            keys[g] = k_cache + block + at * Elem<T>::PAIR;
-            values[g] = v_cache + block + at * s.dim;
+        const int64_t at = key % s.block_size, block = block_tables[tile.request * max_blocks + key / s.block_size];
+        const int64_t token = (block * s.kv_heads + tile.kv_head) * s.block_size;
+        return {token * s.dim + at * Elem<T>::PAIR, (token + at) * s.dim, token + at};
+    }
+
+    // key: the first of a group. widened [2 * kKeys * dim]: memory for elements of int8.
+    KeyGroups find_groups(const Tile& tile, int64_t key, int64_t end, T* widened) const {
+        KeyGroups found;
+        const int64_t size = kGroup * shape.dim, last = (end - 1) / kGroup * kGroup;
+        found.key_stride = (cache.is_int8() ? kGroup : shape.block_size) * Elem<T>::PAIR;
+        for (int64_t g = 0; g < kGroups; g++, key += kGroup) {
+            const Place here = place(tile, std::min(key, last)), next = place(tile, std::min(key + kKeys, last));
+            if (!cache.is_int8()) {
+                found.keys[g] = static_cast<const T*>(cache.k) + here.keys;
+                found.values[g] = static_cast<const T*>(cache.v) + here.values;
+                found.next_keys[g] = static_cast<const T*>(cache.k) + next.keys;
+                found.next_values[g] = static_cast<const T*>(cache.v) + next.values;
+                continue;
+            }
+            T *keys = widened + 2 * g * size, *values = keys + size;
+            found.keys[g] = found.next_keys[g] = keys;
+            found.values[g] = found.next_values[g] = values;
+            if (key > last) continue;
+            const Int16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+            const auto is_seen = lanes < int32_t(end - key);
+            found.key_scales[g] = is_seen ? load16(cache.k_scales + here.scales) : Float16{};
+            found.value_scales[g] = is_seen ? load16(cache.v_scales + here.scales) : Float16{};
+            const int64_t stride = shape.block_size * Elem<T>::PAIR;
+            for (int64_t d = 0; d < size; d += found.key_stride)
+                widen(static_cast<const int8_t*>(cache.k), here.keys + d / found.key_stride * stride,
+                      next.keys + d / found.key_stride * stride, keys + d, found.key_stride);
+            widen(static_cast<const int8_t*>(cache.v), here.values, next.values, values, size);
+        }
+        return found;
+    }
+
+    // Converts n elements, a multiple of 16, and prefetches those of the next step.
+    static void widen(const int8_t* from, int64_t at, int64_t next, T* to, int64_t n) {
+        typedef int8_t Byte16 __attribute__((vector_size(16)));
+        for (int64_t i = 0; i < n; i += 16) {
+            if (i % 64 == 0) __builtin_prefetch(from + next + i, 0, 2);
+            put16(to + i, __builtin_convertvector(__builtin_convertvector(load_vector<Byte16>(from + at + i), Int16), Float16));
         }
     }
 
     // scores[row][0 : 16 * GROUPS] = queries[row] . keys, unscaled
     template <int ROWS, int GROUPS>
-    void multiply_keys(const T* queries, const T* const* keys, const T* const* following, float* scores) const {
+    void multiply_keys(const T* queries, const KeyGroups& step, float* scores) const {
         typedef Elem<T> E;
-        const int64_t stride = shape.block_size * E::PAIR;
+        const int64_t stride = step.key_stride;
         Float16 dots[ROWS][GROUPS] = {};
         for (int64_t d = 0; d < shape.dim / E::PAIR; d++) {
             typename E::Vector columns[GROUPS];
             for (int g = 0; g < GROUPS; g++) {
-                columns[g] = load_vector<typename E::Vector>(keys[g] + d * stride);
-                __builtin_prefetch(following[g] + d * stride, 0, 2);
+                columns[g] = load_vector<typename E::Vector>(step.keys[g] + d * stride);
+                __builtin_prefetch(step.next_keys[g] + d * stride, 0, 2);
             }
             for (int r = 0; r < ROWS; r++) {
                 const auto element = E::broadcast(queries + r * shape.dim + d * E::PAIR);
@@ -260,9 +334,12 @@ struct Attention {
     // Turns a row's scores into probabilities and rescales its sums if the scores raise its top. The top is raised
     // late, when the weights have grown by kSlack powers of two, so most rows never rescale after their first keys.
     template <int GROUPS>
-    void soften(const float* scores, T* probabilities, float* sums, float* mass, float& top, int64_t key, int64_t at) const {
+    void soften(float* scores, T* probabilities, float* sums, float* mass, float& top, int64_t key, int64_t at,
+                const KeyGroups& step) const {
         constexpr int64_t count = GROUPS * kGroup;
         Float16 x[GROUPS];
+        if (cache.is_int8())
+            for (int g = 0; g < GROUPS; g++) put16(scores + g * kGroup, load16(scores + g * kGroup) * step.key_scales[g]);
         if (softcap == 0.0f) {
             for (int g = 0; g < GROUPS; g++) x[g] = load16(scores + g * kGroup) * (scale * kLog2e);
         } else {  // softcap * tanh(score / softcap); tanh(y) = 1 - 2 / (e^2y + 1)
@@ -294,15 +371,14 @@ struct Attention {
         for (int g = 0; g < GROUPS; g++) {
             const Float16 p = exp2_16(x[g] - base);
             total += p;
-            put16(probabilities + g * kGroup, p);
+            put16(probabilities + g * kGroup, cache.is_int8() ? p * step.value_scales[g] : p);
         }
         put16(mass, total);
     }
 
     // sums[row][0 : 16 * WIDTH] += probabilities[row][0 : PAIR * steps] . values[:, d : d + 16 * WIDTH]
     template <int ROWS, int WIDTH>
-    void multiply_values(const T* probabilities, const T* const* values, const T* const* following,
-                         int64_t steps, int64_t d, float* sums) const {
+    void multiply_values(const T* probabilities, const KeyGroups& step, int64_t steps, int64_t d, float* sums) const {
         typedef Elem<T> E;
         Float16 acc[ROWS][WIDTH];
         for (int r = 0; r < ROWS; r++)
@@ -311,9 +387,9 @@ struct Attention {
         for (int64_t first = 0; first < steps; first += per_group)
             for (int64_t j = first; j < std::min(steps, first + per_group); j++) {
                 const int64_t at = ((j - first) * shape.dim + d) * E::PAIR;
-                const T* v = values[first / per_group] + at;
+                const T* v = step.values[first / per_group] + at;
                 for (int w = 0; w < WIDTH; w++)
-                    __builtin_prefetch(following[first / per_group] + at + 16 * w * E::PAIR, 0, 2);
+                    __builtin_prefetch(step.next_values[first / per_group] + at + 16 * w * E::PAIR, 0, 2);
                 typename E::Vector rows[WIDTH];
                 for (int w = 0; w < WIDTH; w++) rows[w] = load_vector<typename E::Vector>(v + 16 * w * E::PAIR);
                 for (int r = 0; r < ROWS; r++) {

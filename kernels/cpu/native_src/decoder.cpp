@@ -22,7 +22,7 @@ struct Layer {
     Norm attention_output_norm, mlp_output_norm;  // of a sublayer's output; null weight: no norm
     Packed<T> qkv, o, gate_up, down;
     const float* cos_sin;
-    T *k_cache, *v_cache;
+    Cache cache;
     int64_t window;
     LoraGroup<T> lora[4];  // qkv, o, gate_up, down
 };
@@ -268,15 +268,14 @@ class Forward {
         T head[1024];
         for (int64_t t = rows.begin; t < rows.end; t++)
             rope_and_write(s_.wide + t * layer.qkv.out_features, layer.cos_sin + s_.positions[t] * m_.cache.dim,
-                           layer.q_norm, layer.k_norm, m_.eps, layer.k_cache, layer.v_cache, s_.slots[t],
+                           layer.q_norm, layer.k_norm, m_.eps, layer.cache, s_.slots[t],
                            is_last_of_request(s_.slots, t, s_.tokens), m_.cache, head);
     }
 
     void attend(const Layer<T>& layer, Team& team, std::vector<float>& scratch, std::vector<float>& results) {
-        const Attention<T> attention{m_.cache,         s_.wide,       layer.qkv.out_features, layer.k_cache,
-                                     layer.v_cache,    s_.block_tables, s_.query_start,       s_.context_lens,
-                                     s_.narrow,        s_.max_blocks, layer.window,           m_.scale,
-                                     m_.softcap};
+        const Attention<T> attention{m_.cache,        s_.wide,          layer.qkv.out_features, layer.cache,
+                                     s_.block_tables, s_.query_start,   s_.context_lens,        s_.narrow,
+                                     s_.max_blocks,   layer.window,     m_.scale,               m_.softcap};
         attention_.run(attention, team, scratch, results);
     }
 
@@ -316,12 +315,12 @@ void attend(const Attention<T>* attention, int64_t requests, int64_t threads) {
 }
 
 template <class T>
-void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,
-                       const int64_t* slots, int64_t tokens, const CacheShape* s) {
+void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, const Cache* cache, const int64_t* slots,
+                       int64_t tokens, const CacheShape* s) {
     T head[1024];
     for (int64_t t = 0; t < tokens; t++)
         rope_and_write<T>(qkv + t * (s->heads + 2 * s->kv_heads) * s->dim, cos_sin + positions[t] * s->dim, Norm{},
-                          Norm{}, 0.0f, k_cache, v_cache, slots[t], is_last_of_request(slots, t, tokens), *s, head);
+                          Norm{}, 0.0f, *cache, slots[t], is_last_of_request(slots, t, tokens), *s, head);
 }
 
 }  // namespace
@@ -346,9 +345,9 @@ void rope_and_write_kv(T* qkv, const int64_t* positions, const float* cos_sin, T
     void gelu_and_mul_##suffix(const T* x, T* out, int64_t rows, int64_t n) {                                          \
         for (int64_t t = 0; t < rows; t++) gelu_and_mul_row(x + t * 2 * n, out + t * n, n);                            \
     }                                                                                                                  \
-    void rope_and_write_kv_##suffix(T* qkv, const int64_t* positions, const float* cos_sin, T* k_cache, T* v_cache,    \
+    void rope_and_write_kv_##suffix(T* qkv, const int64_t* positions, const float* cos_sin, const Cache* cache,        \
                                     const int64_t* slots, int64_t tokens, const CacheShape* shape) {                   \
-        rope_and_write_kv(qkv, positions, cos_sin, k_cache, v_cache, slots, tokens, shape);                            \
+        rope_and_write_kv(qkv, positions, cos_sin, cache, slots, tokens, shape);                                       \
     }                                                                                                                  \
     void embed_##suffix(const Packed<T>* embedding, const int64_t* token_ids, T* out, int64_t tokens) {                \
         for (int64_t t = 0; t < tokens; t++) embed_row(*embedding, token_ids[t], out + t * embedding->in_features);    \

@@ -91,6 +91,27 @@ inline Float16 fused(Float16 a, Float16 b, Float16 sum) {
 #endif
 }
 
+inline Float16 absolute(Float16 x) { return cast<Float16>(cast<Word16>(x) & 0x7fffffffu); }
+
+// Rounds to nearest even; returns the sum of the values.
+inline int32_t store_rounded(Float16 x, int8_t* to) {
+#if defined(__AVX512F__)
+    const __m512i whole = _mm512_cvtps_epi32((__m512)x);
+    store_vector(to, _mm512_cvtepi32_epi8(whole));
+    return _mm512_reduce_add_epi32(whole);
+#else
+    int32_t sum = 0;
+    for (int i = 0; i < 16; i++) {
+        to[i] = int8_t(std::nearbyint(x[i]));
+        sum += to[i];
+    }
+    return sum;
+#endif
+}
+
+// kernels.reference.quantize_rows' constants for int8.
+constexpr float kLargestInt8 = 127.0f, kSmallestAmax = 1e-20f;
+
 // Rows of x in 8 bits. A row has values [inputs, padded to kRowGroup], scales [row groups], and for each group of the
 // weights: firsts, the initial value of its sum of products (-zero() times the sum of the values), and totals, the sum of
 // the values times the scale.
@@ -109,7 +130,6 @@ struct RoundedRows {
     // kernels.reference.quantize_rows over groups of 32.
     template <class T>
     void round(const T* x, int64_t row, int64_t zero) const {
-        constexpr float largest = 127.0f, least = 1e-20f;
         for (int64_t k = 0; k < padded(); k += kRowGroup) {
             Float16 parts[2];
             if (k + kRowGroup <= inputs) {
@@ -123,7 +143,8 @@ struct RoundedRows {
             }
             Float16 most = absolute(parts[0]);
             most = absolute(parts[1]) > most ? absolute(parts[1]) : most;
-            const float amax = std::max(max_lanes(most), least), factor = 1.0f / amax * largest, scale = amax * (1.0f / largest);
+            const float amax = std::max(max_lanes(most), kSmallestAmax), factor = 1.0f / amax * kLargestInt8;
+            const float scale = amax * (1.0f / kLargestInt8);
             scales(row)[k / kRowGroup] = scale;
             int32_t sums[2];
             for (int v = 0; v < 2; v++) sums[v] = store_rounded(parts[v] * factor, values(row) + k + v * 16);
@@ -133,25 +154,6 @@ struct RoundedRows {
                 totals(row)[g] = scale * float(sum);
             }
         }
-    }
-
-  private:
-    static Float16 absolute(Float16 x) { return cast<Float16>(cast<Word16>(x) & 0x7fffffffu); }
-
-    // Rounds to nearest even; returns the sum of the values.
-    static int32_t store_rounded(Float16 x, int8_t* to) {
-#if defined(__AVX512F__)
-        const __m512i whole = _mm512_cvtps_epi32((__m512)x);
-        store_vector(to, _mm512_cvtepi32_epi8(whole));
-        return _mm512_reduce_add_epi32(whole);
-#else
-        int32_t sum = 0;
-        for (int i = 0; i < 16; i++) {
-            to[i] = int8_t(std::nearbyint(x[i]));
-            sum += to[i];
-        }
-        return sum;
-#endif
     }
 };
 

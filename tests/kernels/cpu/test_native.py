@@ -143,6 +143,40 @@ def test_attention_over_pages(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim", "block_size"), [(9, 3, 64, 16), (32, 8, 128, 32), (4, 4, 80, 16)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (40, 50.0)])
+def test_attention_over_int8_pages(
+    ops: Ops, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, block_size: int, window: int, softcap: float
+) -> None:
+    lengths = [1, 20, 130, 70, 700, 64, 97]
+    batch, earlier = make_batch([1, 20, 1, 5, 1, 64, 33], lengths, block_size), make_batch(lengths, lengths, block_size)
+    angles = torch.outer(torch.arange(700.0), 100.0 ** -torch.linspace(0, 1, dim // 2))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), -1)
+    shape = (int(batch.block_tables.max()) + 1, kv_heads, block_size, dim)
+    # A block may hold any values and scales of its former owner.
+    stale = 0.0 if isinstance(ops, TorchOps) else torch.nan
+    cache = KvCache(
+        *(torch.full(shape, 127, dtype=torch.int8) for _ in "kv"), *(torch.full(shape[:3], stale) for _ in "kv")
+    )
+    expected_cache = [torch.zeros(shape, dtype=torch.int8) for _ in "kv"]
+    expected_scales = [torch.zeros(shape[:3]) for _ in "kv"]
+    for step in (earlier, batch):
+        qkv = normal(step.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
+        q = ops.rope_and_write_kv(qkv.clone(), cos_sin, cache, ops.plan(step, None))
+        expected_q = reference.rope_and_write_kv(
+            qkv, step.positions, cos_sin, *expected_cache, step.slot_mapping, *expected_scales
+        )
+    out = ops.paged_attention(q, cache, ops.plan(batch, None), dim**-0.5, window, softcap)
+    bounds = batch.block_tables, batch.query_start, batch.context_lens
+    expected = reference.paged_attention(
+        expected_q, *expected_cache, *bounds, dim**-0.5, window, *expected_scales, softcap
+    )
+    # Keys that differ in their last bit may be rounded to the next int8.
+    tolerance = {"atol": 2e-3, "rtol": 0} if dtype == torch.float32 else TOLERANCE[dtype]
+    torch.testing.assert_close(out, expected, **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (700, 0.0), (700, 0.7)])
 def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int, softcap: float) -> None:
     """The contexts are long enough to be cut into spans; a row's answer does not depend on the division of work."""
