@@ -1,6 +1,8 @@
-"""Weights in 8 and 4 bits beside bf16, in one run: memory, decode steps, prompts, and the quality of the answers.
+"""Weights in 8 and 4 bits beside bf16, in one run: memory, decode steps, prompts, and the quality of the answers; then
+keys and values in int8 beside bf16, on long contexts.
 
     python -m benchmarks.quantised [--shape demo|1b] [--rounds 5] [--out docs/perf/FILE.md]
+    python -m benchmarks.quantised --only-kv
 
 `demo` is SmolLM2-135M-Instruct, with perplexity and top-1 agreement against fp32 on a fixed text
 (quantised_text.txt). `1b` has the shape of Llama-3.2-1B and random weights, which fit no cache. All engines are in this
@@ -44,6 +46,8 @@ SCHEMES = {"bf16": "none", "int8": "int8", "int4": "int4"}
 TEXT = Path(__file__).with_name("quantised_text.txt")
 CHUNK = 512  # tokens of the text that are predicted from one another
 NUM_ADAPTERS, RANK, PROMPT = 16, 16, 512
+STEPS = 14  # decode steps measured in a round
+LONG, LONG_STREAMS = 4000, 4  # tokens of a long prompt, and streams after such prompts
 LLAMA_1B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
     "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -90,12 +94,14 @@ class Measured:
     prefill: list[float] = field(default_factory=list)
 
     @classmethod
-    def start(cls, model: Path, adapters: list[Path], quantization: str, dtype: str = "bfloat16") -> "Measured":
+    def start(
+        cls, model: Path, adapters: list[Path], quantization: str, dtype: str = "bfloat16", kv_dtype: str = "auto"
+    ) -> "Measured":
         host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, getattr(torch, dtype))
         began = time.perf_counter()
         config = EngineConfig(
             model=str(model), dtype=dtype, quantization=quantization, device="cpu", max_lora_rank=RANK,  # type: ignore[arg-type]
-            kv_cache_memory=512 << 20, adapter_memory=640 << 20, enable_prefix_caching=False,
+            kv_cache_memory=512 << 20, adapter_memory=640 << 20, enable_prefix_caching=False, kv_cache_dtype=kv_dtype,
         )  # fmt: skip
         engine = Engine(config, host)
         return cls(engine, host, [host.add_path(path) for path in adapters], time.perf_counter() - began)
@@ -117,23 +123,28 @@ class Measured:
         list(outputs_until_idle(self.engine))
         self.prefill.append(1e3 * (time.perf_counter() - began))
 
-    def _decode_ms(self, streams: int, digests: list[str], vocab_size: int, steps: int = 14) -> float:
+    def _decode_ms(self, streams: int, digests: list[str], vocab_size: int) -> float:
         """Return the median time of a step in which each stream decodes a token."""
+        self.start_streams(streams, 32, digests, vocab_size)
+        found = statistics.median(self.step_ms() for _ in range(STEPS))
+        list(outputs_until_idle(self.engine))
+        return found
+
+    def start_streams(self, streams: int, prompt: int, digests: list[str], vocab_size: int, steps: int = STEPS) -> None:
+        """Run steps until each of the streams decodes. They end after `steps` more."""
         params = SamplingParams(max_tokens=steps + 6, temperature=0, ignore_eos=True)
         for i in range(streams):
             digest = digests[i % len(digests)] if digests else None
-            self.engine.add_request(NewRequest(str(i), _tokens(i, 32, vocab_size), params, adapter_digest=digest))
+            self.engine.add_request(NewRequest(str(i), _tokens(i, prompt, vocab_size), params, adapter_digest=digest))
         while not all(request.is_decoding for request in self.engine.scheduler.requests.values()):
             self.engine.step()
             if self.engine.is_waiting_for_adapters:
                 time.sleep(0.001)
-        times = []
-        for _ in range(steps):
-            began = time.perf_counter()
-            self.engine.step()
-            times.append(1e3 * (time.perf_counter() - began))
-        list(outputs_until_idle(self.engine))
-        return statistics.median(times)
+
+    def step_ms(self) -> float:
+        began = time.perf_counter()
+        self.engine.step()
+        return 1e3 * (time.perf_counter() - began)
 
     def logits(self, token_ids: list[int]) -> Tensor:
         """Return the logits at each position of the text, in chunks that do not see one another."""
@@ -191,6 +202,40 @@ def quality_table(model: Path) -> list[str]:
             lines.append(f"| {shown} | {dtype} | {perplexity(logits, ids):.2f} | {same:.1%} | {divergence:.4f} |")
             print(lines[-1], flush=True)
     return [*lines, "", f"{len(ids)} tokens in chunks of {CHUNK}.", ""]
+
+
+def kv_table(model: Path, rounds: int) -> list[str]:
+    """Return a table of keys and values in bf16 and int8. The engines' steps take turns."""
+    ids = Tokenizer.from_dir(model).encode(TEXT.read_text())
+    ids = ids[: len(ids) // CHUNK * CHUNK]
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
+    engines = {name: Measured.start(model, [], "none", kv_dtype=name) for name in ("auto", "int8")}
+    shown = [f"{perplexity(measured.logits(ids), ids):.2f}" for measured in engines.values()]
+    prompts = []
+    for measured in engines.values():
+        began = time.perf_counter()
+        # Streams get ahead of each other while later prompts are processed.
+        measured.start_streams(LONG_STREAMS, LONG, [], vocab_size, steps=(rounds + 1) * STEPS + 400)
+        prompts.append(LONG * LONG_STREAMS / (time.perf_counter() - began))
+    for number in range(rounds + 1):
+        for measured in engines.values():
+            found = statistics.median(measured.step_ms() for _ in range(STEPS))
+            if number:  # the first round touches memory for the first time
+                measured.decode.append(found)
+    dense = engines["auto"]
+    lines = [
+        f"| keys and values | tokens in 512 MiB | prompts of {LONG}, tokens/s "
+        f"| {LONG_STREAMS} streams after them, tokens/s | of bf16 | perplexity |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (name, m), rate, quality in zip(engines.items(), prompts, shown, strict=True):
+        state = m.engine.state()
+        cells = [f"{state.num_blocks * m.engine.config.block_size}", f"{rate:.0f}"]
+        cells += [f"{LONG_STREAMS * 1e3 / statistics.median(m.decode):.0f}", f"{_gain(dense.decode, m.decode):.2f}"]
+        lines.append(f"| {'bf16' if name == 'auto' else name} | {' | '.join(cells)} | {quality} |")
+        print(lines[-1], flush=True)
+        m.close()
+    return lines
 
 
 def speed_table(model: Path, scratch: Path, rounds: int, is_1b: bool) -> list[str]:
@@ -258,14 +303,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=("demo", "1b"), default="demo")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--only-kv", action="store_true", help="only keys and values in int8, on SmolLM2-135M-Instruct")
     parser.add_argument("--data-dir", type=Path, default=Path(".loraplex/models"))
     parser.add_argument("--out", type=Path, help="also append the tables here, as Markdown")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, chosen_model(args.shape, args.data_dir, Path(scratch)) as model:
+        if args.only_kv:
+            print("\n".join(kv_table(model, args.rounds)))
+            return
         title = "SmolLM2-135M-Instruct" if args.shape == "demo" else "Llama-3.2-1B's shape, random weights"
         lines = [f"## {title}, {date.today()}, {os.cpu_count()} cores", ""]
         lines += speed_table(model, Path(scratch), args.rounds, args.shape == "1b")
-        lines += ["", *quality_table(model)] if args.shape == "demo" else [""]
+        lines += ["", *quality_table(model), *kv_table(model, args.rounds)] if args.shape == "demo" else [""]
     print("\n".join(lines))
     if args.out:
         with args.out.open("a") as file:
