@@ -4,6 +4,7 @@ The writing process holds a lock on a file beside its folder. If the lock is fre
 writer removes the folder. Engines only read and remove nothing.
 """
 
+import errno
 import fcntl
 import os
 import shutil
@@ -19,6 +20,8 @@ _LOCK = ".lock"
 STALE_SECONDS = 3600.0
 # Age at which a folder on a file system without locks is removed; no upload takes that long.
 UNLOCKED_SECONDS = 24 * 3600.0
+# Maximum attempts to remove a folder to which late writers add files; each adds at most two.
+ATTEMPTS = 64
 
 
 class Spool:
@@ -60,6 +63,22 @@ class Spool:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+
+def remove_moved(folder: Path) -> None:
+    """Remove a folder that was moved out of its place. Raises OSError.
+
+    A writer that found the folder in its place may still add a file while this function removes the others.
+    """
+    for _ in range(ATTEMPTS):
+        try:
+            shutil.rmtree(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        else:
+            return
+    raise OSError(errno.ENOTEMPTY, "writers add files all the time", str(folder))
 
 
 def clean(root: Path) -> None:

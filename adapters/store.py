@@ -21,7 +21,7 @@ from adapters.canonical import write_canonical
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME, Checkpoint, check_files, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
 from adapters.parts import DirectoryParts, Parts
-from adapters.spool import PREFIX, Spool, clean
+from adapters.spool import PREFIX, Spool, clean, remove_moved
 
 # Files in the order in which they are written: an adapter is complete as soon as it has the last one.
 FILES = (WEIGHTS_NAME, CONFIG_NAME)
@@ -164,7 +164,7 @@ class DirectoryStore:
         except FileNotFoundError:
             return False
         os.utime(doomed, (time.time(), time.time()))
-        shutil.rmtree(doomed)
+        remove_moved(doomed)
         return True
 
     def unused_bytes(self, digest: str, unused_seconds: float) -> int | None:

@@ -93,7 +93,8 @@ class Local:
         """Wait until the service's own health check passes."""
         kind, program, *arguments = COMPOSE["services"][name]["healthcheck"]["test"]
         assert (kind, program) == ("CMD", "python")
-        deadline = time.monotonic() + 120
+        # On a fresh machine the engine compiles its native code first.
+        deadline = time.monotonic() + 300
         while subprocess.run(
             [sys.executable, *map(self.place, arguments)], capture_output=True, check=False
         ).returncode:

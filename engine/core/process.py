@@ -96,6 +96,8 @@ class InProcess(asyncio.Protocol):
             logger.warning("the core did not end within %g s and is killed", EXIT_SECONDS)
             self._child.kill()
             await asyncio.to_thread(self._child.wait)
+        if self._ended is not None:
+            await self._ended
 
     # Events of the socket.
 

@@ -137,6 +137,25 @@ def test_a_reader_needs_no_right_to_write(tmp_path, monkeypatch):
     assert old.is_dir()
 
 
+def test_a_file_of_a_late_put_does_not_stop_a_deletion(tmp_path, monkeypatch):
+    """A put may have found the folder in its place just before the deletion moved it."""
+    store = DirectoryStore(tmp_path / "store")
+    digest = store.put(write(tmp_path / "a"), BASE).digest
+    remove, late = os.rmdir, [True]
+
+    def remove_later(path, **options):
+        if late:
+            late.clear()
+            [moved] = store.root.glob(".tmp-*/")
+            (moved / "adapter_config.json").write_text("{}")
+        remove(path, **options)
+
+    monkeypatch.setattr(os, "rmdir", remove_later)
+    assert store.delete(digest)
+    assert not late
+    assert not list(store.root.glob(".tmp-*/"))
+
+
 def test_many_puts_and_deletes_at_once_leave_a_whole_adapter_or_none(tmp_path):
     store, folder = DirectoryStore(tmp_path / "store"), write(tmp_path / "a")
     digest = open_checkpoint(folder).digest

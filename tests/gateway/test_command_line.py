@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import re
+import signal
 import sys
 import termios
 from collections.abc import Awaitable, Callable
@@ -382,5 +383,7 @@ async def test_top_in_a_terminal_ends_with_q_or_ctrl_c(ended_by: bytes, gateway:
 
 def _take_terminal(terminal: int) -> None:
     """Make this the process's controlling terminal, so that Ctrl-C interrupts it."""
+    # A shell starts its background jobs, and so their children, with this signal ignored.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.setsid()
     fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
