@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from engine.speculative_config import SpeculativeConfig
 from wire.errors import ConfigError
 from wire.options import ByDevice, Times, check_options, option, options
 
@@ -124,6 +125,11 @@ class EngineConfig:
     async_scheduling: bool | None = option(
         None, help="Plan the next step while the current one runs; default: on a GPU."
     )
+    speculative_config: SpeculativeConfig | None = option(
+        None,
+        help='Propose several tokens for a step, as JSON: {"method": "ngram", "num_speculative_tokens": 4}; no answer '
+        "changes.",
+    )
     max_lora_rank: int = option(64, least=1, help="Maximum rank of an adapter.")
     lora_dtype: LoraDType = option("auto", help="Dtype of adapters.")
     adapter_memory: int | None = option(
@@ -149,6 +155,10 @@ class EngineConfig:
             raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             BatchSizes.of(self, is_gpu=False)
+        if self.speculative_config is not None and self.async_scheduling:
+            raise ConfigError(
+                "async_scheduling", "expected none with speculative_config: drafts follow the newest token"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -20,6 +21,7 @@ from engine.config import EngineConfig
 from engine.execution.runner import StepTokens
 from engine.memory import most_prompt_logits
 from engine.progress import Progress
+from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.request import NewRequest, Request, RequestOutput
@@ -38,11 +40,13 @@ REPORTED_TENANTS = 20
 
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
-    """A step whose tokens the host has not read. started: perf_counter at the start of its planning.
-    is_short: whether it leaves out streams (`Scheduler.is_short`). context: tokens of its requests.
+    """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
+    perf_counter at the start of its planning. is_short: whether it leaves out streams (`Scheduler.is_short`). context:
+    tokens of its requests.
     """
 
     sampling: StepTokens
+    launched: Any
     started: float
     num_decodes: int
     num_prompt_tokens: int
@@ -68,8 +72,10 @@ class Engine:
         self.adapters = parts.adapters
         self.runner = parts.runner
         # On the CPU the step occupies the host's cores, so reading its tokens later would only delay them.
-        wanted = config.async_scheduling
-        self._async = not platform_of(self.device).is_host if wanted is None else wanted
+        # Drafts follow the newest token, so a step with drafts is planned after the tokens before it are read.
+        wanted, speculation = config.async_scheduling, config.speculative_config
+        is_async = not platform_of(self.device).is_host and speculation is None
+        self._async = is_async if wanted is None else wanted
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
         self._pacer = Pacer(config.prefill_stretch, platform_of(self.device).least_chunk)
@@ -85,6 +91,11 @@ class Engine:
             policy=parts.policy,
             pacer=self._pacer,
         )
+        if speculation is not None:
+            most_logits = max(parts.sizes.max_num_seqs, most_prompt_logits(self.model_config))
+            self.scheduler.drafter = Drafter(
+                speculation, self.scheduler.cache, parts.policy, min(most_logits, parts.sizes.max_num_batched_tokens)
+            )
         self._dtype, kv_dtype, _ = resolve_dtypes(config, self.model_config)
         kv_bytes = kv_bytes_per_token(self.model_config, kv_dtype)
         self._steps = StepLog(StepWork.of(self.model_config, parts.step_bytes, kv_bytes))
@@ -141,14 +152,17 @@ class Engine:
         outputs += self._commit()
         if launched is not None:
             num_decodes = self.scheduler.num_decodes
-            num_prompt_tokens = sum(plan.values()) - num_decodes
+            num_drafts = sum(request.num_drafted for request in plan)
+            num_prompt_tokens = sum(plan.values()) - num_decodes - num_drafts
             context = sum(r.num_computed + n for r, n in plan.items())
             self.scheduler.advance(plan)
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
             is_short = self.scheduler.is_short
-            self._in_flight = StepInFlight(sampling, started, num_decodes, num_prompt_tokens, is_short, context)
+            self._in_flight = StepInFlight(
+                sampling, launched if num_drafts else None, started, num_decodes, num_prompt_tokens, is_short, context
+            )
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
             if not self._async:
@@ -160,18 +174,39 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return []
-        sampled = step.sampling.wait()
-        moved = self.scheduler.commit(sampled)
-        self._num_generated_tokens += len(moved)
-        outputs = [request.output([token] if (token := sampled[request]) >= 0 else []) for request in moved]
+        outputs = [request.output(token_ids) for request, token_ids in self._accept(step).items()]
+        drafter = self.scheduler.drafter
+        num_drafts = 0 if drafter is None else drafter.end_step()
         now = time.perf_counter()
         # The step ran from its start, or from the end of the step before it if that was later.
         seconds = now - max(step.started, self._last_commit)
-        if not step.is_short:
+        if not step.is_short and not num_drafts:
             self._pacer.observe(seconds, step.num_decodes, step.num_prompt_tokens)
-        self._steps.add(seconds, decodes=step.num_decodes, prompt_tokens=step.num_prompt_tokens, context=step.context)
+        if drafter is not None and not step.is_short and not step.num_prompt_tokens:
+            drafter.observe(seconds, step.num_decodes, num_drafts)
+        decodes = step.num_decodes + num_drafts
+        self._steps.add(seconds, decodes=decodes, prompt_tokens=step.num_prompt_tokens, context=step.context)
         self._last_commit = now
         return outputs
+
+    def _accept(self, step: StepInFlight) -> dict[Request, list[int]]:
+        """Return the new tokens of each request of a step: one, and one more for each accepted draft. Each is sampled
+        once the one before it is committed, so that it sees what it would see without drafts.
+        """
+        accepted: dict[Request, list[int]] = {}
+        sampling, number = step.sampling, 0
+        while True:
+            sampled = sampling.wait()
+            moved = self.scheduler.commit(sampled)
+            self._num_generated_tokens += len(moved)
+            for request in moved:
+                tokens = accepted.setdefault(request, [])
+                if sampled[request] >= 0:
+                    tokens.append(sampled[request])
+            drafter, number = self.scheduler.drafter, number + 1
+            if drafter is None or not (left := drafter.confirm(moved)):
+                return accepted
+            sampling = self.runner.sample_after_drafts(step.launched, left, number)
 
     def measure_roofline(self) -> None:
         """Measure the device, so that the steps' times can be compared with its limits. Call it before the first
@@ -222,6 +257,7 @@ class Engine:
             preempted=scheduler.preempted.largest(REPORTED_TENANTS),
             tiers=pool.tier_state(),
             recent_steps=self._steps.recent(),
+            drafts=() if scheduler.drafter is None else scheduler.drafter.counts(),
         )
 
     def close(self) -> None:

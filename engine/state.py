@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from adapters.tiers.tier_state import TierState
 from engine.config import EngineConfig
+from engine.scheduling.drafter import DraftCount
 from engine.scheduling.kv_cache import prefix_keys
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.preemption_counts import PreemptionCount
@@ -84,3 +85,4 @@ class EngineState:
     preempted: tuple[PreemptionCount, ...]
     tiers: TierState
     recent_steps: tuple[SecondSums, ...] = ()
+    drafts: tuple[DraftCount, ...] = ()

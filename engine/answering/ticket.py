@@ -94,17 +94,35 @@ class Ticket:
             self.on_gone()
 
     def deliver(self, index: int, output: RequestOutput) -> None:
-        if not self.ended_by_allowance:
-            self.total_generated += output.num_output_tokens - self.num_generated[index]
-            self.num_generated[index] = output.num_output_tokens
+        kept = output if self.ended_by_allowance else self._count(index, output)
         if output.request_id in self._live:
-            self._news.append((index, output))
-            self._last[index] = output
+            self._news.append((index, kept))
+            self._last[index] = kept
             self._wake()
-        if output.finish_reason is not None:
+        if kept.finish_reason is not None:
             self._owner.released(output.request_id)
         if self._live and (left := self.left) is not None and left <= 0:
             self._end_by_allowance()
+        if kept is not output and output.finish_reason is not None:
+            self._owner.released(output.request_id)
+
+    def _count(self, index: int, output: RequestOutput) -> RequestOutput:
+        """Count an output's tokens. Return it without those beyond the allowance, of which a step may have several, and
+        then without its end.
+        """
+        left = self.left
+        new = output.num_output_tokens - self.num_generated[index]
+        if left is not None and new > left:
+            kept, logprobs = len(output.token_ids) - (new - left), output.logprobs
+            output = output._replace(
+                token_ids=output.token_ids[:kept],
+                finish_reason=None,
+                num_output_tokens=output.num_output_tokens - (new - left),
+                logprobs=None if logprobs is None else logprobs[:kept],
+            )
+        self.total_generated += output.num_output_tokens - self.num_generated[index]
+        self.num_generated[index] = output.num_output_tokens
+        return output
 
     def _end_by_allowance(self) -> None:
         """End the running sequences. Tokens of the in-flight step are dropped, because no reservation covers them."""

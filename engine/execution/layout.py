@@ -32,7 +32,8 @@ class Layout:
     of the step, the number of its tokens, its adapter's slot or -1, and the position from which the adapter applies.
     tables: every seat's blocks, `[max_num_seqs, max_blocks]`; the next step changes them. num_blocks: most of a request
     of the step. new_blocks: entries of the tables that changed since the step before, `[3, n]`: seat, index, block.
-    sampled: the requests that receive a token; `sampled_rows`: their rows of the logits.
+    sampled: the requests that receive a token; `sampled_rows`: their rows of the logits, each followed by those of the
+    request's drafts.
     """
 
     token_ids: np.ndarray
@@ -91,7 +92,7 @@ class Planner:
 
     def lay_out(self, plan: Mapping[Request, int]) -> Layout:
         """Lay out the plan's requests in its order. The rows of logits are every position of a prompt with
-        prompt_logprobs, and otherwise the last token of each request whose tokens this step completes.
+        prompt_logprobs, and otherwise the last token of each request whose tokens this step completes, and its drafts.
         """
         token_ids: list[int] = []
         seats: list[int] = []
@@ -104,25 +105,26 @@ class Planner:
         prompt_rows: list[PromptRows] = []
         num_blocks, end = self._update_seats(plan), 0
         for request, n in plan.items():
-            first, known = request.num_computed, request.token_ids
+            first, known, drafts = request.num_computed, request.token_ids, request.drafts
             if n == 1:
                 token_ids.append(known[first] if first < len(known) else -1)
             else:
                 token_ids += known[first : first + n]
+                token_ids += drafts
             end += n
             seats.append(request.seat)
             firsts.append(first)
             adapters.append(request.adapter_slot if first + n > request.adapter_start else -1)
             adapter_starts.append(request.adapter_start)
-            is_complete = first + n == len(known) + request.num_pending
+            is_complete = first + n == len(known) + request.num_pending + len(drafts)
             if request.params.prompt_logprobs is not None and request.wants_prompt_logprobs:
                 prompt_rows.append(PromptRows(request, first, n, len(rows)))
                 rows += range(end - n, end)
             elif is_complete:
-                rows.append(end - 1)
+                rows += range(end - 1 - len(drafts), end)
             if is_complete:
                 sampled.append(request)
-                sampled_rows.append(len(rows) - 1)
+                sampled_rows.append(len(rows) - 1 - len(drafts))
         counts = np.fromiter(plan.values(), np.int64, len(plan))
         starts = np.zeros(len(plan) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])

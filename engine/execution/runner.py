@@ -80,7 +80,7 @@ class StepTokens(Protocol):
 
 
 class StepRunner(Protocol):
-    """Executor of plans on a device. `forward` and `sample` return before the device has done their work."""
+    """Executor of plans on a device. Only `StepTokens.wait` waits until the device has done their work."""
 
     def forward(self, plan: Mapping[Request, int]) -> Any:
         """Launch the computation of the plan's tokens. Return the argument of `sample`."""
@@ -88,6 +88,12 @@ class StepRunner(Protocol):
 
     def sample(self, launched: Any) -> StepTokens:
         """Launch the sampling of the next tokens. Every earlier token of the requests must be known."""
+        ...
+
+    def sample_after_drafts(self, launched: Any, requests: Sequence[Request], number: int) -> StepTokens:
+        """Launch the sampling of the tokens after the first `number` drafts of each of these requests. The drafts must
+        be appended to them.
+        """
         ...
 
     def close(self) -> None:
@@ -172,6 +178,22 @@ class Runner:
             done = platform_of(self.device).fence()
             return Sampling([], None, [entry for entry in logprobs if entry is not None], done=done)
         rows = [layout.sampled_rows[i] for i in live]
+        return self._sample(logits, rows, requests, [entry for entry in logprobs if entry is not None])
+
+    @torch.inference_mode()
+    def sample_after_drafts(self, launched: Launched, requests: Sequence[Request], number: int) -> Sampling:
+        """Launch the sampling of the tokens after the first `number` drafts of each of these requests."""
+        first = dict(zip(launched.layout.sampled, launched.layout.sampled_rows, strict=True))
+        return self._sample(launched.logits, [first[request] + number for request in requests], list(requests), [])
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: list[int],
+        requests: list[Request],
+        logprobs: list[tuple[list[Request | PromptRows], list[int], Download]],
+    ) -> Sampling:
+        """Sample a token for each request from its row of logits, which are overwritten if no other row is left."""
         if len(rows) != len(logits):
             [index] = upload(self.device, [np.array(rows)])
             logits = logits[index]
@@ -188,7 +210,7 @@ class Runner:
         [seats] = upload(self.device, [np.array([request.seat for request in requests])])
         self._last_tokens.index_copy_(0, seats, tokens)
         chosen = mark_not_finite(tokens, logits)
-        return Sampling(requests, Download([chosen]), [entry for entry in logprobs if entry is not None], kept)
+        return Sampling(requests, Download([chosen]), logprobs, kept)
 
     def _kept_logits(self, requests: list[Request], logits: Tensor) -> tuple[list[Request], Download] | None:
         """Copy the model's logits, before penalties, of the requests that keep them."""

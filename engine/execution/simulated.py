@@ -87,7 +87,15 @@ class SimulatedRunner:
         requests = [layout.sampled[i] for i in live]
         if not requests:
             return SimulatedTokens([], [], launched.ends)
-        draws = self._draws(layout, live, requests)
+        return self._sample(launched, [layout.sampled_rows[i] for i in live], requests)
+
+    def sample_after_drafts(self, launched: Pass, requests: Sequence[Request], number: int) -> SimulatedTokens:
+        """Choose the tokens after the first `number` drafts of each of these requests."""
+        first = dict(zip(launched.layout.sampled, launched.layout.sampled_rows, strict=True))
+        return self._sample(launched, [first[request] + number for request in requests], list(requests))
+
+    def _sample(self, launched: Pass, rows: list[int], requests: list[Request]) -> SimulatedTokens:
+        draws = self._draws(launched.layout, rows, requests)
         tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
         for i, request in enumerate(requests):
             if not request.is_plain:
@@ -98,11 +106,11 @@ class SimulatedRunner:
     def close(self) -> None:
         pass
 
-    def _draws(self, layout: Layout, live: Sequence[int], requests: Sequence[Request]) -> np.ndarray:
-        """Return each request's hash, uint64 `[n]`."""
+    def _draws(self, layout: Layout, logits_rows: list[int], requests: Sequence[Request]) -> np.ndarray:
+        """Return each request's hash, uint64 `[n]`. logits_rows: each request's row of the logits."""
         columns = self._draw_table.columns(requests)
         upload(DEVICE, columns)
-        rows = layout.logits_rows[[layout.sampled_rows[i] for i in live]]
+        rows = layout.logits_rows[logits_rows]
         newest = self._last_tokens[[request.seat for request in requests]]
         before = np.where(layout.token_ids[rows] < 0, newest, layout.token_ids[rows])
         adapters = [self._adapter_hash(slot) for slot in layout.token_adapters(layout.positions())[rows].tolist()]

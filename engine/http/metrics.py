@@ -7,8 +7,10 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
 from engine.http.quick_histogram import QuickHistogram
 from engine.http.tier_metrics import TierMetrics
+from engine.scheduling.drafter import OTHERS, DraftCount
 from engine.scheduling.policies.tenants import TenantState
-from engine.scheduling.request import RequestOutput
+from engine.scheduling.request import BASE_SERVED, RequestOutput
+from wire.digests import digest_name
 
 STEP_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
@@ -52,6 +54,12 @@ class Metrics:
             f"{PREFIX}_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", registry=registry
         )
         self.generation_tokens = Counter(f"{PREFIX}_generation_tokens", "Tokens generated.", registry=registry)
+        self._drafted = Counter(
+            f"{PREFIX}_draft_tokens", "Drafts computed for the requests of an adapter.", ["adapter"], registry=registry
+        )
+        self._accepted = Counter(
+            f"{PREFIX}_draft_tokens_accepted", "Drafts that became tokens of an answer.", ["adapter"], registry=registry
+        )
         self.finished = Counter(
             f"{PREFIX}_requests_finished",
             "Finished sequences, including those whose client disconnected.",
@@ -118,6 +126,13 @@ class Metrics:
         self.count(tiers.host_evictions, state.host.evictions)
         self.count(tiers.page_waits, state.page_waits)
         self.count(tiers.page_wait_seconds, state.page_wait_seconds)
+
+    def show_drafts(self, counts: Iterable[DraftCount]) -> None:
+        """Update the counters of speculative decoding, whose labels the engine bounds."""
+        for adapter, drafted, accepted in counts:
+            label = adapter if adapter == OTHERS else digest_name(adapter) if adapter else BASE_SERVED
+            self.count(self._drafted.labels(label), drafted)
+            self.count(self._accepted.labels(label), accepted)
 
     def count(self, counter: Counter, total: float) -> None:
         """Raise a counter to the engine's own total."""

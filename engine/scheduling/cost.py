@@ -6,6 +6,8 @@
   for each stream, and 131 KB for each token of context.
 - An output token costs 1 more for each 8 pages of its adapter, which the step reads and the request holds: 8 pages
   (rank 64) are 2 % of an 8B model's weights.
+- A draft costs 1 like a prompt token, because it takes a row of a step that runs anyway. An accepted one costs what an
+  output token does instead.
 - A page copied to the device costs 64, because the copy takes the time of about 80 prompt tokens (42 MB at 25 GB/s) and
   evicts another adapter.
 - A token that a preemption makes the engine compute again costs nothing, because its tenant has paid for it.
@@ -16,6 +18,7 @@ The gateway's queue knows the prompt and output tokens only and counts them with
 from engine.scheduling.request import Request
 from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
+DRAFT = PROMPT_TOKEN
 CONTEXT_TOKENS = 1024
 HELD_PAGES = 8
 LOADED_PAGE = 64.0

@@ -127,6 +127,16 @@ class KVCache:
             request.blocks.append(index)
         return True
 
+    def advance(self, request: Request, num_computed: int) -> None:
+        """Record that the request's first `num_computed` tokens are in its blocks, and publish the keys of the blocks
+        that are full now. The tokens must be final: a draft is recorded once it is accepted.
+        """
+        request.num_computed = num_computed
+        if num_computed > request.num_paid:
+            request.num_paid = num_computed
+        if num_computed >= (request.num_registered_blocks + 1) * self.block_size:
+            self.register(request)
+
     def register(self, request: Request) -> None:
         """Publish the keys of the blocks that this step filled."""
         if not self.enable_prefix_caching:
@@ -163,14 +173,21 @@ class KVCache:
 
     def free(self, request: Request) -> None:
         """Release the request's blocks, last first, so that the start of a prompt stays cached longer than its end."""
-        for index in reversed(request.blocks):
+        self.truncate(request, 0)
+
+    def truncate(self, request: Request, num_tokens: int) -> None:
+        """Release the blocks beyond the request's first `num_tokens` tokens: those of rejected drafts."""
+        num_kept = self.blocks_for(num_tokens)
+        for index in reversed(request.blocks[num_kept:]):
             block = self._blocks[index]
             block.holders -= 1
             if block.holders == 0:
                 self._free[index] = None
                 if block.key is None:
                     self._free.move_to_end(index, last=False)
-        request.blocks = []
+        if num_kept < len(request.blocks):
+            # A new list: the planner keeps a table of blocks up to date only while the list grows.
+            request.blocks = request.blocks[:num_kept]
 
     def _key(self, request: Request, i: int) -> bytes:
         keys = request.block_hashes

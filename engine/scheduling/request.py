@@ -8,6 +8,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
 from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.prompt_lookup import PromptLookup
 from wire.deadlines import deadline
 from wire.errors import BadRequest
 
@@ -190,13 +191,16 @@ class Request:
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
         tokens that its tenant has paid for. num_kept: number of tokens computed at its last preemption, whose blocks
         may still be cached; 0 if it has started again.
+    drafts: proposed tokens after the newest one that the in-flight step computes, and that no sampled token has
+        confirmed yet. num_drafted: number of drafts of the step at its launch. can_draft: whether a step may have
+        drafts. lookup: source of the drafts.
     """
 
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
-        "cache_salt", "charged", "edits", "edits_logits", "error", "error_param", "finish_reason", "is_plain",
-        "logits", "logprobs", "mask", "matcher",
-        "num_adapter_pages", "num_cached_tokens", "num_computed", "num_kept", "num_paid", "num_pending",
+        "cache_salt", "can_draft", "charged", "drafts", "edits", "edits_logits", "error", "error_param",
+        "finish_reason", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher", "num_adapter_pages",
+        "num_cached_tokens", "num_computed", "num_drafted", "num_kept", "num_paid", "num_pending",
         "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
         "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest",
         "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn", "weight",
@@ -244,6 +248,11 @@ class Request:
         self.num_paid = 0
         self.num_kept = 0
         self.quantum_end = 0
+        # An output has the newest token's logits only, so a request that keeps them has one token a step.
+        self.can_draft = not new.params.keep_logits
+        self.drafts: list[int] = []
+        self.num_drafted = 0
+        self.lookup: PromptLookup | None = None
         self.edits: LogitEdits | None = None
         self.served_digest: str | None = None
         self.status = Status.WAITING

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import AdapterPool, Residency
 from engine.scheduling.cost import load_cost, step_cost
+from engine.scheduling.drafter import Drafter, is_doubtful
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.nearness import Nearness
@@ -71,7 +72,7 @@ class Scheduler:
         growth: Growth | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """policy: fair share by default."""
+        """policy: fair share by default. `drafter` is set by the engine."""
         self.cache = cache
         self.adapters = adapters
         self.policy: Policy = FairShare() if policy is None else policy
@@ -80,6 +81,7 @@ class Scheduler:
         self.requests: dict[str, Request] = {}
         self.num_preemptions = 0
         self.preempted = PreemptionCounts()
+        self.drafter: Drafter | None = None
         self.num_in_target = 0
         self.num_over_target = 0
         self.num_decodes = 0  # streams in the last plan
@@ -124,34 +126,36 @@ class Scheduler:
         for request, claimant in find_page_victims(self.running, self.adapters, self.policy):
             self._preempt(request, plan, claimant)
         prompts = self._decode(plan)
-        if not (prompts or self.num_waiting):
+        if prompts or self.num_waiting:
+            most = self._limits.max_num_batched_tokens - len(plan)
+            self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most), prompts))
+            self.num_decodes = sum(r.is_decoding for r in plan)
+        else:
             self.num_decodes, self.is_short = len(plan), False
-            return plan
-        most = self._limits.max_num_batched_tokens - len(plan)
-        self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most), prompts))
-        self.num_decodes = sum(r.is_decoding for r in plan)
+        if self.drafter is not None and len(plan) == self.num_decodes and not self.is_short:
+            self.drafter.extend(plan)
         return plan
 
     def advance(self, plan: Plan) -> None:
-        """Record a launched step: computed tokens and full blocks. The step before it must be committed."""
-        block_size = self.cache.block_size
+        """Record a launched step: computed tokens and full blocks. The step before it must be committed. The tokens of
+        requests with drafts are recorded when they are committed.
+        """
         for request, num_tokens in plan.items():
             if request.status is Status.RUNNING:  # else it ended while this step was being launched
                 request.charged = 0.0
-                request.num_computed = end = request.num_computed + num_tokens
-                if end > request.num_paid:
-                    request.num_paid = end
-                if end >= (request.num_registered_blocks + 1) * block_size:
-                    self.cache.register(request)
+                if not request.num_drafted:
+                    self.cache.advance(request, request.num_computed + num_tokens)
 
     def commit(self, sampled: dict[Request, int]) -> list[Request]:
-        """Append a step's tokens to its requests. Return the requests that received one: those that had not ended
-        before.
+        """Append a step's tokens to its requests, one to each. Return the requests that received one: those that had
+        not ended before, and whose token does not depend on a draft.
         """
-        moved = [request for request in sampled if request.status is not Status.FINISHED]
+        moved = [r for r in sampled if r.status is not Status.FINISHED and not is_doubtful(r, sampled[r])]
         for request in moved:
             before = request.status  # waiting if it was preempted while its token was in flight
             request.append(sampled[request])
+            if request.num_drafted:
+                self.cache.advance(request, len(request.token_ids) - 1)
             if request.ttft_target is not None and request.num_output_tokens == 1:
                 self._count_target(request)
             if request.status is Status.FINISHED:

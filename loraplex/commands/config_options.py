@@ -8,6 +8,8 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
+from engine.speculative_config import SpeculativeConfig
+from wire.errors import ConfigError
 from wire.options import ByDevice, Option, options, value_types
 
 C = TypeVar("C", bound=Callable[..., Any])
@@ -66,6 +68,20 @@ class Sizes(click.ParamType):
             return tuple(int(size) for size in value.split(","))
         except ValueError:
             self.fail(f"{value!r} is not a list of whole numbers separated by commas", param, ctx)
+
+
+class Speculation(click.ParamType):
+    """JSON object as in vLLM's `--speculative-config`."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> SpeculativeConfig:
+        if isinstance(value, SpeculativeConfig):
+            return value
+        try:
+            return SpeculativeConfig.parse(value)
+        except ConfigError as error:
+            self.fail(error.message, param, ctx)
 
 
 class WholeNumber(click.IntRange):
@@ -135,6 +151,8 @@ def _click_type(option: Option, kind: Any) -> Any:
         return Sizes()
     if get_origin(kind) is tuple:
         return Module() if get_args(kind)[0] is not str else str
+    if kind is SpeculativeConfig:
+        return Speculation()
     if kind is Path:
         return click.Path(path_type=Path)
     if kind in (int, float) and (option.least, option.most, option.above) != (None, None, None):

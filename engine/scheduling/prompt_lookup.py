@@ -1,0 +1,112 @@
+"""Prompt lookup: the tokens that followed the newest tokens of a text where these occurred before (Saxena, "Prompt
+Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023).
+
+Knows one sequence, and neither its request nor the engine.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+# Weight of the newest prediction in a rate: a place that is copied is recognised within a few tokens.
+NEWEST = 0.15
+
+
+class Rates:
+    """Shares of predictions that came true, as moving averages: `fresh` for the first token after a found place, `next`
+    for those after predictions that came true.
+    """
+
+    __slots__ = ("fresh", "next")
+
+    def __init__(self, fresh: float, next_: float) -> None:
+        self.fresh = fresh
+        self.next = next_
+
+    def observe(self, is_true: bool, *, is_fresh: bool, weight: float = NEWEST) -> None:
+        """Count a prediction."""
+        if is_fresh:
+            self.fresh += (is_true - self.fresh) * weight
+        else:
+            self.next += (is_true - self.next) * weight
+
+
+class PromptLookup:
+    """A text and the place in it that its end repeats.
+
+    Every token is compared with its prediction, whether a step computed it as a draft or not, so `rates` costs no step.
+    """
+
+    __slots__ = ("_is_fresh", "_least", "_length", "_most", "_source", "_text", "rates")
+
+    def __init__(self, least: int, most: int, rates: Rates) -> None:
+        """least, most: number of last tokens that must occur before, and that are compared."""
+        self._least, self._most = least, most
+        self._text = np.empty(0, np.int32)
+        self._length = 0
+        # Index of the predicted next token, -1 for none.
+        self._source = -1
+        self._is_fresh = True
+        self.rates = rates
+
+    def follow(self, token_ids: Sequence[int]) -> list[tuple[bool, bool]]:
+        """Take the tokens that were appended to the text since the last call. Return for each prediction whether it
+        came true, and whether it was fresh.
+        """
+        found: list[tuple[bool, bool]] = []
+        new = token_ids[self._length :]
+        for token in new if self._source >= 0 else ():
+            # Within the new tokens, the text is not stored yet.
+            at = self._source - self._length
+            is_true = bool(token == (new[at] if at >= 0 else self._text[self._source]))
+            found.append((is_true, self._is_fresh))
+            self.rates.observe(is_true, is_fresh=self._is_fresh)
+            if not is_true:
+                self._source = -1
+                break
+            self._source += 1
+            self._is_fresh = False
+        self._append(new)
+        return found
+
+    def propose(self, most: int) -> list[int]:
+        """Return at most `most` tokens that may follow the text."""
+        if self._source < 0:
+            self._source = self._find()
+            self._is_fresh = True
+            if self._source < 0:
+                return []
+        found: list[int] = self._text[self._source : min(self._source + most, self._length)].tolist()
+        period = self._length - self._source
+        while len(found) < most:  # the text repeats its own end
+            found.append(found[len(found) - period])
+        return found
+
+    def chances(self, number: int) -> list[float]:
+        """Return the probability that all of the first 1, 2, ... `number` proposed tokens come true."""
+        first = self.rates.fresh if self._is_fresh else self.rates.next
+        return [first * self.rates.next**i for i in range(number)]
+
+    def _append(self, token_ids: Sequence[int]) -> None:
+        end = self._length + len(token_ids)
+        if end > len(self._text):
+            text = np.empty(end + max(64, end // 4), np.int32)
+            text[: self._length] = self._text[: self._length]
+            self._text = text
+        self._text[self._length : end] = token_ids
+        self._length = end
+
+    def _find(self) -> int:
+        """Return the index after the last of the places with most equal tokens before it; -1 if fewer than `least` are
+        equal. It takes some 10 us, for 128k tokens 100 us.
+        """
+        text, last = self._text, self._length - 1
+        ends = np.flatnonzero(text[: max(last, 0)] == text[last])
+        equal = 1
+        while equal < self._most and len(ends):
+            ends = ends[ends >= equal]
+            longer = ends[text[ends - equal] == text[last - equal]]
+            if not len(longer):
+                break
+            ends, equal = longer, equal + 1
+        return int(ends[-1]) + 1 if len(ends) and equal >= self._least else -1

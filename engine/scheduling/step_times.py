@@ -1,0 +1,68 @@
+"""Measured times of decode steps, with and without drafts, which decide how many drafts pay. Has no clock."""
+
+from dataclasses import dataclass
+
+_MEMORY = 0.9  # weight of the past in each moving average
+# Share of a plain step's time that a draft is assumed to cost before any was measured, and the least share.
+FIRST_SHARE, LEAST_SHARE = 0.1, 0.005
+# Number of steps with drafts after which one step has none, because the plain time may be out of date.
+STEPS_UNTIL_PLAIN = 64
+# Part of a draft's cost that remains after each step in which drafts were too dear: they are tried again some day.
+FORGOTTEN = 0.99
+# Factor by which a draft must bring more than it costs.
+MARGIN = 1.1
+
+
+@dataclass(slots=True)
+class _Times:
+    """Times of the steps with one number of decodes. plain: mean seconds without drafts. rows, spent: sums of the
+    drafts of other steps, and of their seconds beyond the plain ones.
+    """
+
+    plain: float
+    rows: float
+    spent: float
+    steps_since_plain: int = 0
+
+    @property
+    def each(self) -> float:
+        """Return the seconds that a draft adds to a step."""
+        return max(self.spent / self.rows, LEAST_SHARE * self.plain)
+
+
+class StepTimes:
+    """Times by the number of decodes."""
+
+    def __init__(self) -> None:
+        self._times: dict[int, _Times] = {}
+
+    def observe(self, seconds: float, num_decodes: int, num_drafts: int) -> None:
+        """Record a step without prompts."""
+        times = self._times.get(num_decodes)
+        if times is None:
+            if not num_drafts:
+                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds)
+        elif num_drafts:
+            times.rows = _MEMORY * times.rows + num_drafts
+            times.spent = _MEMORY * times.spent + seconds - times.plain
+            times.steps_since_plain += 1
+        else:
+            times.plain = _MEMORY * times.plain + (1 - _MEMORY) * seconds
+            times.steps_since_plain = 0
+
+    def may_draft(self, num_decodes: int) -> bool:
+        """Return whether a step with so many decodes may have drafts; if not, it measures the plain time."""
+        times = self._times.get(num_decodes)
+        return times is not None and times.steps_since_plain < STEPS_UNTIL_PLAIN
+
+    def pays(self, chance: float, num_decodes: int, num_drafts: int, expected: float) -> bool:
+        """Return whether a further draft raises the tokens per second of a step.
+
+        chance: probability that the draft is accepted. expected: tokens of the step with `num_drafts` drafts.
+        """
+        times = self._times[num_decodes]
+        return chance * (times.plain + num_drafts * times.each) > MARGIN * expected * times.each
+
+    def forget(self, num_decodes: int) -> None:
+        """Lower the measured cost of drafts a little, after a step in which none paid."""
+        self._times[num_decodes].spent *= FORGOTTEN

@@ -1,0 +1,296 @@
+"""Speculative decoding changes no answer: whatever is proposed, every sampling feature gives the tokens that it gives
+without drafts.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.drafter import OTHERS, Drafter
+from engine.scheduling.request import Grammar, NewRequest, Request, RequestOutput, SamplingParams
+from engine.scheduling.step_times import StepTimes
+from engine.speculative_config import SpeculativeConfig
+from engine.structured.compiler import GrammarCompiler
+from testing.engine import Client, RunningServer, outputs_until_idle
+from testing.tiny import save_adapter, save_model
+from wire.structured import GrammarSpec
+from wire.text.tokenizer import Tokenizer
+
+NGRAM = SpeculativeConfig("ngram", 5, prompt_lookup_min=1, prompt_lookup_max=3)
+VOCAB = 380
+Answers = dict[str, tuple[Any, ...]]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=256)
+    for i in range(3):
+        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def grammar(tiny: Path) -> Grammar:
+    tokenizer = Tokenizer.from_dir(tiny / "base")
+    compiler = GrammarCompiler(tokenizer.to_json, tokenizer.vocab_size, {2})
+    return compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
+
+
+Make = Callable[..., tuple[Engine, list[str]]]
+
+
+@pytest.fixture(scope="module")
+def make_engine(tiny: Path) -> Iterator[Make]:
+    """Yield a factory of engines and the digests of their three adapters."""
+    opened: list[Any] = []
+
+    def make(**options: Any) -> tuple[Engine, list[str]]:
+        host = HostCache(None, BaseShape.from_config_dir(tiny / "base"), 1 << 20, torch.float32)
+        options = {
+            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
+            "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 64, "block_size": 16, **options,
+        }  # fmt: skip
+        engine = Engine(EngineConfig(model=str(tiny / "base"), **options), host)
+        opened.extend((host, engine))
+        return engine, [host.add_path(tiny / f"adapter-{i}") for i in range(3)]
+
+    yield make
+    for each in reversed(opened):
+        each.close()
+
+
+@pytest.fixture
+def guesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
+    """Yield the true answers by request, to be filled. Every step drafts: a piece of the truth, then random tokens."""
+    with always_drafting():
+        truth: dict[str, list[int]] = {}
+        rng = random.Random(0)
+
+        def propose(drafter: Drafter, request: Request) -> tuple[list[int], list[float]]:
+            done, wanted = request.num_output_tokens, rng.randrange(7)
+            drafts = truth[request.request_id][done : done + rng.randrange(wanted + 1)]
+            drafts += [rng.randrange(VOCAB) for _ in range(wanted - len(drafts))]
+            drafts = drafts[: max(0, request.params.max_tokens - done - 1)]
+            return drafts, [1.0] * len(drafts)
+
+        monkeypatch.setattr(Drafter, "_propose", propose)
+        yield truth
+
+
+def always_drafting() -> pytest.MonkeyPatch:
+    """Return a context in which every draft pays."""
+    patch = pytest.MonkeyPatch()
+    patch.setattr(StepTimes, "may_draft", lambda *_: True)
+    patch.setattr(StepTimes, "pays", lambda *_: True)
+    return patch.context()  # type: ignore[return-value]
+
+
+def run(engine: Engine, requests: list[NewRequest]) -> Answers:
+    """Return everything that each request is answered, however it was split into steps."""
+    said: dict[str, list[RequestOutput]] = {}
+    for new in requests:
+        engine.add_request(new)
+    for output in outputs_until_idle(engine):
+        said.setdefault(output.request_id, []).append(output)
+    state = engine.state()
+    assert state.num_free_blocks == state.num_blocks
+    return {
+        request_id: (
+            [token for o in outputs for token in o.token_ids],
+            *outputs[-1][2:6],
+            [entry for o in outputs for entry in o.logprobs or []],
+            [entry for o in outputs for entry in o.prompt_logprobs or []],
+            *outputs[-1][8:10],
+            outputs[-1].served_digest,
+        )
+        for request_id, outputs in sorted(said.items())
+    }
+
+
+def sampling(draw: Callable[[st.SearchStrategy[Any]], Any], grammar: Grammar) -> SamplingParams:
+    """Draw any mix of the sampling features."""
+
+    def maybe(strategy: st.SearchStrategy[Any], without: Any) -> Any:
+        return draw(st.one_of(st.just(without), strategy))
+
+    ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
+    rule = draw(st.sampled_from(["none", "none", "allowed", "grammar"]))
+    return SamplingParams(
+        max_tokens=draw(st.integers(1, 24)),
+        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 2.0])),
+        top_k=maybe(st.integers(1, 9), 0),
+        top_p=maybe(st.floats(0.3, 0.99), 1.0),
+        min_p=maybe(st.floats(0.01, 0.3), 0.0),
+        presence_penalty=maybe(st.floats(-1, 1), 0.0),
+        frequency_penalty=maybe(st.floats(-1, 1), 0.0),
+        repetition_penalty=maybe(st.floats(1.05, 1.5), 1.0),
+        logit_bias=maybe(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=5), {}),
+        seed=maybe(st.integers(0, 2**40), None),
+        min_tokens=maybe(st.integers(1, 9), 0),
+        stop_token_ids=tuple(maybe(ids, ())),
+        ignore_eos=draw(st.booleans()),
+        logprobs=maybe(st.integers(0, 3), None),
+        prompt_logprobs=maybe(st.integers(0, 2), None),
+        grammar=grammar if rule == "grammar" else None,
+        allowed=AllowedTokens(draw(ids)) if rule == "allowed" else None,
+        bad_words=maybe(ids.map(lambda found: BannedWords([found[:1], found[-3:]])), None),
+    )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_sampling_feature_answers_as_without(
+    dtype: str, make_engine: Make, grammar: Grammar, guesses: dict[str, list[int]]
+) -> None:
+    plain, digests = make_engine(dtype=dtype)
+    drafting, _ = make_engine(dtype=dtype, speculative_config=NGRAM)
+
+    @settings(
+        max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    )
+    @given(st.data())
+    def check(data: st.DataObject) -> None:
+        requests = []
+        for i in range(data.draw(st.integers(1, 8))):
+            prompt = data.draw(st.lists(st.integers(3, 99), min_size=1, max_size=40))
+            requests.append(
+                NewRequest(
+                    str(i),
+                    prompt,
+                    sampling(data.draw, grammar),
+                    adapter_digest=data.draw(st.sampled_from([None, *digests])),
+                    adapter_start=data.draw(st.sampled_from([0, 0, len(prompt)])),
+                    tenant_id=data.draw(st.sampled_from("ab")),
+                )
+            )
+        expected = run(plain, requests)
+        guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
+        assert run(drafting, requests) == expected
+        # A later turn finds the blocks of prompts and answers, and no block of a rejected draft.
+        turns = [
+            NewRequest(r.request_id, [*r.prompt_token_ids, *expected[r.request_id][0], 7], SamplingParams(temperature=0))
+            for r in requests
+            if r.adapter_digest is None
+        ]
+        expected = run(plain, turns)
+        guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
+        assert run(drafting, turns) == expected
+
+    check()
+    counts = {count.adapter: count for count in drafting.state().drafts}
+    assert {"", *digests} == set(counts)
+    assert all(0 < count.accepted < count.drafted for count in counts.values())
+    assert drafting.state().num_steps < 0.8 * plain.state().num_steps
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_memory": 9 * 16 * 512, "max_model_len": 100},
+        {"enable_prefix_caching": False, "max_num_seqs": 2, "preempt_behind": 0, "preempt_after": 0.0},
+        {"max_num_batched_tokens": 8, "enable_chunked_prefill": True},
+    ],
+    ids=["blocks run out", "streams give way", "narrow steps"],
+)
+def test_pressure_on_blocks_seats_and_rows_changes_no_answer(
+    options: dict[str, Any], make_engine: Make, guesses: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Admission expects no growth, so that blocks run out.
+    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    requests = [
+        NewRequest(
+            str(i),
+            [3 + (7 * i + j) % 370 for j in range(1 + 11 * (i % 4))],
+            SamplingParams(max_tokens=40, temperature=float(i % 2), seed=i, ignore_eos=True, logprobs=1),
+            tenant_id=f"tenant-{i % 3}",
+        )
+        for i in range(12)
+    ]
+    expected = run(make_engine()[0], requests)
+    guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
+    drafting, _ = make_engine(speculative_config=NGRAM, **options)
+    found = run(drafting, requests)
+    assert [answer[:2] for answer in found.values()] == [answer[:2] for answer in expected.values()]
+    state = drafting.state()
+    assert sum(count.accepted for count in state.drafts)
+    assert state.num_preemptions or "max_num_batched_tokens" in options
+
+
+def test_a_draft_that_computes_nan_voids_no_token_before_it(make_engine: Make, guesses: dict[str, list[int]]) -> None:
+    """A poisoned draft makes the rows before it NaN; these are computed again without drafts."""
+    requests = [NewRequest("0", [5, 6, 7], SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, logprobs=1))]
+    expected = run(make_engine()[0], requests)
+    answer = expected["0"][0]
+    poison = next(token for token in range(VOCAB) if token not in [5, 6, 7, *answer])
+    drafting, _ = make_engine(speculative_config=NGRAM)
+    drafting.runner.decoder.weights.embedding.tensors["weight"][poison] = torch.nan  # type: ignore[attr-defined]
+    guesses["0"] = [*answer[:2], *[poison] * 10]
+    assert run(drafting, requests) == expected
+
+
+def test_the_server_answers_as_without(tiny: Path) -> None:
+    """Stop strings, choices, echo and streams see several tokens at once."""
+    bodies: list[dict[str, Any]] = [
+        {"prompt": "a b a b a b a b", "max_tokens": 40},
+        {"prompt": "The quick brown fox", "max_tokens": 40, "n": 3, "seed": 5, "temperature": 1.5, "logprobs": 2},
+        {"prompt": ["def add", "naïve café"], "max_tokens": 30, "echo": True, "logprobs": 1},
+        {"prompt": "a b a b", "max_tokens": 60, "stop": ["e", "z", "  "]},
+        {"prompt": "a b a b", "max_tokens": 60, "stop": ["e"], "include_stop_str_in_output": True, "min_tokens": 5},
+    ]
+    answers = []
+    with always_drafting():
+        for config in ({}, {"speculative_config": NGRAM}):
+            server = RunningServer(tiny / "base", config=config)
+            try:
+                answers.append(ask(server, bodies))
+                drafts = server.core.engine.state().drafts
+            finally:
+                server.close()
+    for before, after in zip(*answers, strict=True):
+        assert before == after
+    assert drafts[0].accepted, "the tiny model repeats itself"
+
+
+def ask(server: RunningServer, bodies: list[dict[str, Any]]) -> list[Any]:
+    import asyncio
+
+    import aiohttp
+
+    async def all_answers() -> list[Any]:
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, server.url)
+            found: list[Any] = []
+            for body in bodies:
+                answer = await client.complete(**body)
+                found.append((answer["choices"], answer["usage"]))
+                events = await client.events("/v1/completions", {"model": "tiny", "temperature": 0} | body)
+                texts: dict[int, str] = {}
+                for choice in (choice for event in events for choice in event["choices"]):
+                    texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+                assert texts == {choice["index"]: choice["text"] for choice in answer["choices"]}
+            async with session.get(server.url + "/metrics") as response:
+                found.append("loraplex_engine_draft_tokens_total" in await response.text())
+            return found[:-1]
+
+    return asyncio.run(all_answers())
+
+
+def test_counts_of_drafts_have_a_bounded_number_of_labels() -> None:
+    drafter = Drafter(NGRAM, None, None, 64)  # type: ignore[arg-type]
+    for i in range(80):
+        new = NewRequest("r", [1], SamplingParams(), adapter_digest=f"{i:064x}")
+        drafter._count(Request(new))[0] += 1
+    counts = {count.adapter: count.drafted for count in drafter.counts()}
+    assert len(counts) == 51
+    assert counts[OTHERS] == 30
