@@ -2,11 +2,15 @@
 without drafts.
 """
 
+import asyncio
 import random
+import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,6 +18,7 @@ from hypothesis import strategies as st
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from engine.build import DTYPES
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
@@ -57,7 +62,8 @@ def make_engine(tiny: Path) -> Iterator[Make]:
     opened: list[Any] = []
 
     def make(**options: Any) -> tuple[Engine, list[str]]:
-        host = HostCache(None, BaseShape.from_config_dir(tiny / "base"), 1 << 20, torch.float32)
+        dtype = DTYPES[options.get("dtype", "float32")]
+        host = HostCache(None, BaseShape.from_config_dir(tiny / "base"), 1 << 20, dtype)
         options = {
             "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
             "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 64, "block_size": 16, **options,
@@ -89,12 +95,13 @@ def guesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
         yield truth
 
 
-def always_drafting() -> pytest.MonkeyPatch:
-    """Return a context in which every draft pays."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(StepTimes, "may_draft", lambda *_: True)
-    patch.setattr(StepTimes, "pays", lambda *_: True)
-    return patch.context()  # type: ignore[return-value]
+@contextmanager
+def always_drafting() -> Iterator[None]:
+    """Make every draft pay."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StepTimes, "may_draft", lambda *_: True)
+        patch.setattr(StepTimes, "pays", lambda *_: True)
+        yield
 
 
 def run(engine: Engine, requests: list[NewRequest]) -> Answers:
@@ -179,7 +186,9 @@ def test_every_sampling_feature_answers_as_without(
         assert run(drafting, requests) == expected
         # A later turn finds the blocks of prompts and answers, and no block of a rejected draft.
         turns = [
-            NewRequest(r.request_id, [*r.prompt_token_ids, *expected[r.request_id][0], 7], SamplingParams(temperature=0))
+            NewRequest(
+                r.request_id, [*r.prompt_token_ids, *expected[r.request_id][0], 7], SamplingParams(temperature=0)
+            )
             for r in requests
             if r.adapter_digest is None
         ]
@@ -254,19 +263,18 @@ def test_the_server_answers_as_without(tiny: Path) -> None:
             server = RunningServer(tiny / "base", config=config)
             try:
                 answers.append(ask(server, bodies))
-                drafts = server.core.engine.state().drafts
+                drafts, metrics = server.core.engine.state().drafts, read_metrics(server)
             finally:
                 server.close()
     for before, after in zip(*answers, strict=True):
         assert before == after
-    assert drafts[0].accepted, "the tiny model repeats itself"
+    [count] = drafts
+    assert count.accepted, "the tiny model repeats itself"
+    for name, number in (("draft_tokens", count.drafted), ("draft_tokens_accepted", count.accepted)):
+        assert f'loraplex_engine_{name}_total{{adapter="base"}} {number:.1f}' in metrics
 
 
 def ask(server: RunningServer, bodies: list[dict[str, Any]]) -> list[Any]:
-    import asyncio
-
-    import aiohttp
-
     async def all_answers() -> list[Any]:
         async with aiohttp.ClientSession() as session:
             client = Client(session, server.url)
@@ -279,11 +287,14 @@ def ask(server: RunningServer, bodies: list[dict[str, Any]]) -> list[Any]:
                 for choice in (choice for event in events for choice in event["choices"]):
                     texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
                 assert texts == {choice["index"]: choice["text"] for choice in answer["choices"]}
-            async with session.get(server.url + "/metrics") as response:
-                found.append("loraplex_engine_draft_tokens_total" in await response.text())
-            return found[:-1]
+            return found
 
     return asyncio.run(all_answers())
+
+
+def read_metrics(server: RunningServer) -> str:
+    with urllib.request.urlopen(server.url + "/metrics") as response:
+        return response.read().decode()
 
 
 def test_counts_of_drafts_have_a_bounded_number_of_labels() -> None:
