@@ -104,8 +104,8 @@ class PromptLookup:
         ends = np.flatnonzero(text[: max(last, 0)] == text[last])
         equal = 1
         while equal < self._most and len(ends):
-            ends = ends[ends >= equal]
-            longer = ends[text[ends - equal] == text[last - equal]]
+            inside = ends[ends >= equal]
+            longer = inside[text[inside - equal] == text[last - equal]]
             if not len(longer):
                 break
             ends, equal = longer, equal + 1

@@ -1,0 +1,193 @@
+"""Speculative decoding by prompt lookup, on and off in turn in one run: tokens a second, accepted drafts, equality.
+
+    python -m benchmarks.speculation [--rounds 5] [--seconds 420] [--out docs/perf/FILE.md]
+
+SmolLM2-135M-Instruct in bf16 with an adapter of rank 16 for each stream. Copy-heavy requests are those that prompt
+lookup is for: a code edit, a summary with quotes, and a rewritten JSON document, as completions whose beginning shows
+the task, because a model of this size does not follow such instructions. The worst case are answers sampled at
+temperature 1 to prompts of random tokens, in which nothing repeats. Both engines are in this process; each round runs
+every load on both, in alternating order, so that the machine's changes meet both alike. Each answer ends where the
+model ends it, and must be the same on both engines. Run nothing else on the machine at the same time.
+"""
+
+import argparse
+import os
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import torch
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from benchmarks.sweep import make_adapters
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.scheduling.request import NewRequest, SamplingParams
+from engine.speculative_config import SpeculativeConfig
+from loraplex.models import ensure_demo_model
+from testing.engine import outputs_until_idle
+from wire.text.tokenizer import Tokenizer
+
+RANK = 16
+TEXTS = Path(__file__).with_name("speculation_texts")
+# Least ratio of tokens a second, on against off.
+AIMS = {"copying, c=1": 1.5, "copying, c=8": 1.2, "random text, c=1": 0.98, "random text, c=8": 0.98}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A request: its prompt and its sampling."""
+
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Side:
+    """An engine and its results by load: seconds of each round, tokens of a round, answers of the last round."""
+
+    engine: Engine
+    host: HostCache
+    digests: list[str]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    tokens: dict[str, int] = field(default_factory=dict)
+    answers: dict[str, list[list[int]]] = field(default_factory=dict)
+    drafts: dict[str, tuple[int, int]] = field(default_factory=dict)
+    steps: dict[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def start(cls, model: Path, adapters: list[Path], speculation: SpeculativeConfig | None, dtype: str) -> "Side":
+        host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, getattr(torch, dtype))
+        config = EngineConfig(
+            model=str(model), dtype=dtype, device="cpu", max_lora_rank=RANK, kv_cache_memory=512 << 20,  # type: ignore[arg-type]
+            adapter_memory=320 << 20, enable_prefix_caching=False, speculative_config=speculation,
+        )  # fmt: skip
+        return cls(Engine(config, host), host, [host.add_path(path) for path in adapters])
+
+    def run(self, load: str, jobs: list[Job], streams: int) -> None:
+        """Run the jobs, `streams` at a time, and time them from the first decode on: prompts are the same work."""
+        before, drafted, accepted = self.engine.state().num_steps, *self._drafts()
+        answers: list[list[int]] = [[] for _ in jobs]
+        seconds = 0.0
+        for first in range(0, len(jobs), streams):
+            batch = range(first, min(first + streams, len(jobs)))
+            for i in batch:
+                digest = self.digests[i % len(self.digests)]
+                self.engine.add_request(NewRequest(str(i), jobs[i].prompt, jobs[i].params, adapter_digest=digest))
+            began = None
+            for output in outputs_until_idle(self.engine):
+                answers[int(output.request_id)] += output.token_ids
+                if began is None and all(answers[i] for i in batch):
+                    began = time.perf_counter()
+            seconds += time.perf_counter() - (began or 0.0)
+        after = self._drafts()
+        self.seconds.setdefault(load, []).append(seconds)
+        self.tokens[load] = sum(len(answer) - 1 for answer in answers)
+        self.answers[load] = answers
+        self.drafts[load] = after[0] - drafted, after[1] - accepted
+        self.steps[load] = self.engine.state().num_steps - before
+
+    def _drafts(self) -> tuple[int, int]:
+        counts = self.engine.state().drafts
+        return sum(c.drafted for c in counts), sum(c.accepted for c in counts)
+
+    def close(self) -> None:
+        self.engine.close()
+        self.host.close()
+
+
+def copying_jobs(tokenizer: Tokenizer, count: int, max_tokens: int) -> list[Job]:
+    """Return requests in turn over the texts, each of which is a user's message."""
+    texts = [path.read_text() for path in sorted(TEXTS.glob("*.txt"))]
+    prompts = [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    return [Job(prompts[i % len(prompts)], params) for i in range(count)]
+
+
+def random_jobs(count: int, max_tokens: int, vocab_size: int) -> list[Job]:
+    """Return requests with random prompts and answers that repeat nothing."""
+    draw = torch.Generator().manual_seed(0)
+    prompts = torch.randint(50, vocab_size - 50, (count, 300), generator=draw).tolist()
+    return [
+        Job(prompt, SamplingParams(max_tokens=max_tokens, temperature=1, seed=i, ignore_eos=True))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def loads(tokenizer: Tokenizer, vocab_size: int) -> dict[str, tuple[list[Job], int]]:
+    """Return each load's jobs and its number of streams."""
+    return {
+        "copying, c=1": (copying_jobs(tokenizer, 3, 256), 1),
+        "copying, c=8": (copying_jobs(tokenizer, 8, 256), 8),
+        "random text, c=1": (random_jobs(2, 128, vocab_size), 1),
+        "random text, c=8": (random_jobs(8, 96, vocab_size), 8),
+    }
+
+
+def table(off: Side, on: Side) -> list[str]:
+    lines = [
+        "| load | tokens | off, tokens/s | on, tokens/s | ratio | aim | tokens a step | drafts accepted | equal answers |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for load, aim in AIMS.items():
+        ratio = statistics.median(a / b for a, b in zip(off.seconds[load], on.seconds[load], strict=True))
+        rates = [side.tokens[load] / statistics.median(side.seconds[load]) for side in (off, on)]
+        drafted, accepted = on.drafts[load]
+        equal = sum(a == b for a, b in zip(off.answers[load], on.answers[load], strict=True))
+        mark = "" if ratio >= aim else ", **missed**"
+        lines.append(
+            f"| {load} | {on.tokens[load]} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {aim}{mark} "
+            f"| {on.tokens[load] / max(1, off.tokens[load]) * off.steps[load] / on.steps[load]:.2f} "
+            f"| {accepted} of {drafted} | {equal} of {len(on.answers[load])} |"
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=420, help="Begin no round after this time.")
+    parser.add_argument("--drafts", type=int, default=8)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--show", action="store_true", help="Print the answers.")
+    parser.add_argument("--data-dir", type=Path, default=Path(".loraplex/models"))
+    parser.add_argument("--out", type=Path, help="also append the table here, as Markdown")
+    args = parser.parse_args()
+    began = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = ensure_demo_model(args.data_dir)
+        tokenizer = Tokenizer.from_dir(model)
+        adapters = make_adapters(BaseShape.from_config_dir(model), Path(scratch), 8, RANK)
+        off = Side.start(model, adapters, None, args.dtype)
+        on = Side.start(model, adapters, SpeculativeConfig("ngram", args.drafts), args.dtype)
+        work = loads(tokenizer, off.engine.model_config.vocab_size)
+        for number in range(args.rounds + 1):
+            if number > 1 and time.perf_counter() - began > args.seconds:
+                break
+            for load, (jobs, streams) in work.items():
+                for side in (off, on) if number % 2 else (on, off):
+                    side.run(load, jobs, streams)
+                if number == 0:  # the first round touches memory for the first time
+                    off.seconds[load].clear()
+                    on.seconds[load].clear()
+    lines = [f"{date.today()}, {os.cpu_count()} cores, {args.dtype}, {args.drafts} drafts, {number} rounds:", ""]
+    lines += table(off, on)
+    print("\n".join(lines))
+    for load, answers in off.answers.items() if args.show else ():
+        for answer in answers:
+            print(f"--- {load}\n{tokenizer.decode(answer)}")
+    on.close()
+    off.close()
+    if args.out:
+        with args.out.open("a") as file:
+            file.write("\n".join([*lines, ""]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
