@@ -132,7 +132,7 @@ def loads(tokenizer: Tokenizer, vocab_size: int) -> dict[str, tuple[list[Job], i
 
 def table(off: Side, on: Side) -> list[str]:
     lines = [
-        "| load | tokens | off, tokens/s | on, tokens/s | ratio | aim | tokens a step | drafts accepted | equal answers |",
+        "| load | tokens | off, tokens/s | on, tokens/s | ratio | aim | tokens a step | drafts accepted | equal |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for load, aim in AIMS.items():
