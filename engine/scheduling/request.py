@@ -229,10 +229,8 @@ class Request:
         self.stop_ids = stop_ids
         self.token_ids = list(new.prompt_token_ids)
         self.num_prompt_tokens = len(new.prompt_token_ids)
-        self.num_pending = 0
-        self.num_computed = 0
-        self.num_cached_tokens = 0
-        self.num_preemptions = 0
+        self.num_pending = self.num_drafted = 0
+        self.num_computed = self.num_cached_tokens = self.num_preemptions = 0
         self.blocks: list[int] = []
         self.block_hashes = list(new.prefix_keys)
         self.num_registered_blocks = 0
@@ -242,8 +240,7 @@ class Request:
         self.num_adapter_pages = 0
         self.seat = -1
         self.turn: tuple[int, float, int] = (1, 0.0, arrival)
-        self.arrived = 0.0
-        self.queued_at = 0.0
+        self.arrived = self.queued_at = 0.0
         self.charged = 0.0
         self.num_paid = 0
         self.num_kept = 0
@@ -251,7 +248,6 @@ class Request:
         # An output has the newest token's logits only, so a request that keeps them has one token a step.
         self.can_draft = not new.params.keep_logits
         self.drafts: list[int] = []
-        self.num_drafted = 0
         self.lookup: PromptLookup | None = None
         self.edits: LogitEdits | None = None
         self.served_digest: str | None = None
