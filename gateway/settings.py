@@ -18,13 +18,18 @@ from gateway.fleet.engine import Address
 from gateway.quota.fallback import Check
 from gateway.setting_errors import NotUsableNow, Problems, SettingsError
 from gateway.setting_types import OFF, PREFIX, Network, env_name
+from wire.environment import SUFFIX, read_variable
+from wire.errors import ConfigError
 
 __all__ = ["OFF", "Network", "NotUsableNow", "Problems", "Settings", "SettingsError", "env_name"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Settings. Each can be given as `LORAPLEX_<FIELD>` or as an override; sizes are in bytes, durations in seconds."""
+    """Settings. Each can be given as `LORAPLEX_<FIELD>`, in a file named by `LORAPLEX_<FIELD>_FILE`, or as an override.
+
+    Sizes are in bytes, durations in seconds.
+    """
 
     database_url: types.DatabaseUrl = field(repr=False)
     redis_url: types.RedisUrl = field(repr=False)
@@ -210,10 +215,10 @@ class Settings:
         # Values by field, without the wrong ones.
         values: dict[str, Any] = {}
         for f in fields(cls):
-            given = overrides.get(f.name)
-            if given is None:
-                given = environ.get(env_name(f.name)) or None
             with problems.collect():
+                given = overrides.get(f.name)
+                if given is None:
+                    given = _read(environ, env_name(f.name))
                 if given is not None:
                     values[f.name] = types.convert(f.name, hints[f.name], given, quotes=f.repr)
                 elif f.default is not MISSING:
@@ -266,6 +271,14 @@ RELATIONS: tuple[tuple[str, tuple[str, ...], Callable[..., bool], str], ...] = (
 )
 
 
+def _read(environ: Mapping[str, str], variable: str) -> str | None:
+    """Return the text of a setting from its variable or its file; None if it is unset or empty."""
+    try:
+        return read_variable(variable, environ) or None
+    except ConfigError as error:
+        raise SettingsError(error.field, error.message) from error
+
+
 def _misspelt(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[str, str]]:
     """Yield variables that look like misspelt settings, each with the setting that is probably meant.
 
@@ -273,7 +286,7 @@ def _misspelt(environ: Mapping[str, str], names: list[str]) -> Iterator[tuple[st
     """
     known = [name.upper() for name in names]
     for variable in sorted(environ):
-        suffix = variable.removeprefix(PREFIX)
+        suffix = variable.removeprefix(PREFIX).removesuffix(SUFFIX)
         if variable.startswith(PREFIX) and suffix not in known:
             for close in difflib.get_close_matches(suffix, known, n=1, cutoff=0.85):
                 yield variable, PREFIX + close

@@ -16,6 +16,7 @@ from loraplex.commands import (
     backups,
     bases,
     bench,
+    demo,
     engines,
     keys,
     live,
@@ -78,6 +79,7 @@ for command in (
         bases.base,
         talk.chat,
         bench.bench,
+        demo.demo,
     ),
 ):
     main.add_command(command)

@@ -1,11 +1,15 @@
 """Consistency of deploy/kubernetes with the programs: every variable, flag, route, metric, port and time is real."""
 
+import json
 import re
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
@@ -21,6 +25,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy/kubernetes"
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 OBJECTS = [made for file in KUSTOMIZATION["resources"] for made in yaml.safe_load_all((FOLDER / file).read_text())]
+MONITORS = list(yaml.safe_load_all((FOLDER / "monitoring/servicemonitors.yaml").read_text()))
+SCHEMAS = json.loads((ROOT / "tests/schemas/kubernetes-1.34.json").read_text())
 # The values that deploy/README.md puts into the secret.
 SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", (ROOT / "deploy/README.md").read_text()))
 
@@ -46,8 +52,81 @@ def container(name: str) -> dict[str, Any]:
 
 
 def test_every_file_is_applied():
-    assert {path.name for path in FOLDER.iterdir()} == {"kustomization.yaml", *KUSTOMIZATION["resources"]}
+    files = {path.name for path in FOLDER.iterdir()} - {"monitoring"}
+    assert files == {"kustomization.yaml", *KUSTOMIZATION["resources"]}
     assert {container(name)["image"] for name in PODS} == {image["name"] for image in KUSTOMIZATION["images"]}
+
+
+def problems(made: dict[str, Any]) -> list[str]:
+    """Return what Kubernetes' own schema says against an object."""
+    schema = {"definitions": SCHEMAS["definitions"], "allOf": [SCHEMAS["kinds"][made["kind"]]]}
+    return [f"{list(error.path)}: {error.message}" for error in jsonschema.Draft7Validator(schema).iter_errors(made)]
+
+
+def test_each_object_fits_kubernetes_own_schema():
+    assert {f"{made['kind']}/{made['metadata']['name']}": problems(made) for made in OBJECTS if problems(made)} == {}
+    misspelt = json.loads(json.dumps(the("StatefulSet", "gateway")).replace("livenessProbe", "livelinessProbe"))
+    assert "livelinessProbe" in problems(misspelt)[0]
+
+
+@pytest.mark.parametrize("components", ["", "\ncomponents: [monitoring]\n"], ids=["plain", "monitoring"])
+def test_kustomize_renders_the_folder(components: str, tmp_path: Path):
+    kubectl = shutil.which("kubectl")
+    if kubectl is None:
+        pytest.skip("kubectl is not installed")
+    shutil.copytree(FOLDER, tmp_path / "kubernetes")
+    with (tmp_path / "kubernetes/kustomization.yaml").open("a") as file:
+        file.write(components)
+    ran = subprocess.run([kubectl, "kustomize", str(tmp_path / "kubernetes")], capture_output=True, check=False)
+    assert ran.returncode == 0, ran.stderr.decode()
+    rendered = list(yaml.safe_load_all(ran.stdout))
+    expected = OBJECTS + (MONITORS if components else [])
+    named = sorted((made["kind"], made["metadata"]["name"]) for made in expected)
+    assert sorted((made["kind"], made["metadata"]["name"]) for made in rendered) == named
+    assert [problems(made) for made in rendered if made["kind"] in SCHEMAS["kinds"] and problems(made)] == []
+    images = set(re.findall(r"image: (\S+)", ran.stdout.decode()))
+    assert images == {f"{image['newName']}:{image['newTag']}" for image in KUSTOMIZATION["images"]}
+
+
+def test_the_migration_can_run_again():
+    job = the("Job", "migrate")
+    # A job's template cannot be changed: it is gone, or deleted by its hook, before the next release is applied.
+    assert job["spec"]["ttlSecondsAfterFinished"] <= 60
+    annotations = job["metadata"]["annotations"]
+    assert annotations["argocd.argoproj.io/hook-delete-policy"] == "BeforeHookCreation"
+    assert annotations["helm.sh/hook-delete-policy"] == "before-hook-creation"
+    assert "pre-upgrade" in annotations["helm.sh/hook"]
+
+
+def test_secrets_are_only_referred_to():
+    assert not [made for made in OBJECTS if made["kind"] == "Secret"]
+    assert not re.search("TOKEN|KEY|PEPPER|PASSWORD|DATABASE_URL", " ".join(CONFIG))
+
+
+def test_each_pod_has_a_network_policy_and_a_public_port_only_the_gateway():
+    policies = {p["metadata"]["name"]: p["spec"] for p in OBJECTS if p["kind"] == "NetworkPolicy"}
+    assert policies.keys() == PODS.keys()
+    labels = {"migrate": the("Job", "migrate")["spec"]["template"]["metadata"]["labels"]}
+    for name in ("gateway", "engine"):
+        labels[name] = the("StatefulSet", name)["spec"]["template"]["metadata"]["labels"]
+    for name, policy in policies.items():
+        assert policy["podSelector"]["matchLabels"] == labels[name]
+        assert "Ingress" in policy["policyTypes"]
+    rules = [(name, rule) for name, policy in policies.items() for rule in policy.get("ingress", [])]
+    anyone = {(name, port["port"]) for name, rule in rules if "from" not in rule for port in rule["ports"]}
+    assert anyone == {("gateway", "http")}
+    assert {"podSelector": {"matchLabels": {"app": "gateway"}}} in policies["engine"]["ingress"][0]["from"]
+
+
+def test_prometheus_scrapes_each_program_under_the_names_of_the_alerts():
+    services = [made for made in OBJECTS if made["kind"] == "Service"]
+    for monitor in MONITORS:
+        wanted = monitor["spec"]["selector"]["matchLabels"].items()
+        [service] = [each for each in services if wanted <= each["metadata"]["labels"].items()]
+        assert service["metadata"]["labels"][monitor["spec"]["jobLabel"]] == monitor["metadata"]["name"]
+        [endpoint] = monitor["spec"]["endpoints"]
+        assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert {monitor["metadata"]["name"] for monitor in MONITORS} == {"gateway", "engine"}
 
 
 def test_the_gateways_environment_is_a_whole_configuration(tmp_path: Path):
@@ -139,7 +218,8 @@ def test_each_may_lose_one_at_a_time_and_grows_by_what_is_measured(name: str):
         "selector": {"matchLabels": {"app": name}},
     }
     stateful = the("StatefulSet", name)
-    assert stateful["spec"]["serviceName"] == the("Service", name)["metadata"]["name"]
+    # The service that names the pods has no address of its own.
+    assert the("Service", stateful["spec"]["serviceName"])["spec"]["clusterIP"] == "None"
     assert stateful["spec"]["template"]["metadata"]["labels"] == {"app": name}
     scaler = the("HorizontalPodAutoscaler", name)["spec"]
     assert scaler["scaleTargetRef"] == {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name}

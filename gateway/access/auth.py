@@ -343,10 +343,10 @@ class Authenticator:
             known.used_at = self._used[key_id] = now
 
     async def _write_uses(self) -> None:
-        used = dict(self._used)
-        await self._keys.touch(used)
-        for key_id in used:
-            del self._used[key_id]
+        if used := dict(self._used):
+            await self._keys.touch(used)
+            for key_id in used:
+                del self._used[key_id]
         if rehashed := dict(self._rehashed):
             await self._keys.rehash(rehashed)
             for former in rehashed:

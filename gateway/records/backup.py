@@ -25,12 +25,13 @@ from gateway.records.backup_file import (
 )
 from gateway.records.database import Database, migrations, upgrade_schema
 
-# Tables that stay behind: the schema's version, which the header has; counters of changes, which depend on the server;
-# and work in progress, which belongs to the running gateways: turns, browsers' sessions, unfinished uploads, and
-# deliveries to webhooks, which a second installation must not repeat.
+# Tables that stay behind: the schema's version, which the header has, and its support of programs, which the migrations
+# write; counters of changes, which depend on the server; and work in progress, which belongs to the running gateways:
+# turns, browsers' sessions, unfinished uploads, and deliveries to webhooks, which a second installation must not
+# repeat.
 LEFT_OUT = frozenset(
     {
-        *("alembic_version", "access_changes", "tenant_changes", "turns", "sessions"),
+        *("alembic_version", "schema_support", "access_changes", "tenant_changes", "turns", "sessions"),
         *("adapter_uploads", "adapter_upload_parts", "event_deliveries"),
     }
 )

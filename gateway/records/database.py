@@ -24,6 +24,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 import migrations as versions
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
+from gateway.records.schema_support import find_problem
 from gateway.records.urls import DRIVERS, EXPECTED
 from gateway.setting_errors import NotUsableNow, SettingsError
 
@@ -186,14 +187,12 @@ class Database:
                 yield connection
 
     async def check_schema(self) -> None:
-        """Raise NotUsableNow if the schema is not of this program's version, or if the database cannot be reached."""
+        """Raise NotUsableNow if this program cannot run on the schema, or if the database cannot be reached."""
         with _reachable():
-            current = await self.revision()
-        head = migrations()[0].revision
-        if current != head:
-            raise NotUsableNow(
-                "LORAPLEX_DATABASE_URL", f"schema is at {current or 'nothing'}, expected {head}; run `loraplex migrate`"
-            )
+            async with self.read() as connection:
+                problem = await connection.run_sync(lambda sync: find_problem(sync, _revision(sync), _known()))
+        if problem is not None:
+            raise NotUsableNow("LORAPLEX_DATABASE_URL", problem)
 
     async def num_bytes(self) -> int:
         """Return the size of the database with its indexes."""
@@ -206,7 +205,7 @@ class Database:
     async def revision(self) -> str | None:
         """Return the schema's version, None before the first migration."""
         async with self.read() as connection:
-            return await connection.run_sync(lambda sync: MigrationContext.configure(sync).get_current_revision())
+            return await connection.run_sync(_revision)
 
     async def close(self) -> None:
         await self._engine.dispose()
@@ -361,12 +360,28 @@ def _alembic_config() -> Config:
     return config
 
 
+def _known() -> list[str]:
+    return [migration.revision for migration in migrations()]
+
+
+def _revision(connection: Connection) -> str | None:
+    return MigrationContext.configure(connection).get_current_revision()
+
+
 def upgrade_schema(connection: Connection, revision: str = "head") -> None:
-    """Migrate the schema to a version, in the connection's transaction."""
+    """Migrate the schema to a version, in the connection's transaction.
+
+    The schema of a newer release that supports this program stays as it is. Raises NotUsableNow for one that does not.
+    """
+    before = _revision(connection)
+    if before is not None and before not in _known():
+        if problem := find_problem(connection, before, _known()):
+            raise NotUsableNow("LORAPLEX_DATABASE_URL", problem)
+        log.info("the schema of the database stays at %s, of a newer release", before)
+        return
     config = _alembic_config()
     config.attributes["connection"] = connection
-    before = MigrationContext.configure(connection).get_current_revision()
     command.upgrade(config, revision)
-    after = MigrationContext.configure(connection).get_current_revision()
+    after = _revision(connection)
     if before != after:
         log.info("the schema of the database was migrated from %s to %s", before or "nothing", after)

@@ -1,7 +1,10 @@
-"""Check of Redis' own settings: a server that evicts keys or does not persist loses the state of limits."""
+"""Check of Redis: a server that evicts keys or does not persist loses the state of limits, and keys of a newer release
+cannot be shared.
+"""
 
 import asyncio
 import logging
+from functools import partial
 from typing import Any
 
 from redis.asyncio.cluster import RedisCluster
@@ -9,6 +12,7 @@ from redis.exceptions import ResponseError
 
 from gateway.errors import Unavailable
 from gateway.quota.fallback import Check
+from gateway.redis import key_format
 from gateway.redis.client import Client, QuotaStore
 
 log = logging.getLogger(__name__)
@@ -28,24 +32,28 @@ class SettingsCheck:
 
     async def watch(self) -> None:
         """Check repeatedly until cancelled. Run it as a task."""
-        while self._mode != "off":
+        while True:
             try:
-                self._tell(await self._store.call(self._problems))
+                if newer := await self._store.call(partial(key_format.find_problem, self._redis)):
+                    self._set(f"refused: {newer}", logging.ERROR)
+                elif self._mode != "off":
+                    self._tell(await self._store.call(self._problems))
             except Unavailable:
                 log.debug("the settings of redis are unknown: it is unreachable")
             await asyncio.sleep(CHECK_SECONDS)
 
     def _tell(self, problems: list[str] | None) -> None:
-        before = self.state
         if problems is None:
-            self.state = "ok: unknown, CONFIG GET is forbidden"
+            self._set("ok: unknown, CONFIG GET is forbidden", logging.WARNING)
         elif not problems:
-            self.state = "ok"
+            self._set("ok", logging.INFO)
         else:
-            self.state = ("refused: " if self._mode == "refuse" else "ok: ") + "; ".join(problems)
-        if self.state != before:
-            level = logging.WARNING if problems or problems is None else logging.INFO
-            log.log(level, "settings of redis: %s", self.state)
+            self._set(("refused: " if self._mode == "refuse" else "ok: ") + "; ".join(problems), logging.WARNING)
+
+    def _set(self, state: str, level: int) -> None:
+        if state != self.state:
+            self.state = state
+            log.log(level, "settings of redis: %s", state)
 
     async def _problems(self) -> list[str] | None:
         """Return the problems in the settings of all servers, None if a server forbids reading them."""

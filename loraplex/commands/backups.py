@@ -1,7 +1,6 @@
 """The `loraplex backup | restore` commands: an installation in one file. They use the database, not a gateway."""
 
 import asyncio
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.common import examples, one_line, settings_errors
+from loraplex.commands.common import database_url, examples, one_line, settings_errors, variable
 
 if TYPE_CHECKING:
     from adapters.store import AdapterStore
@@ -87,19 +86,11 @@ def restore(file: Path, adapter_store: str) -> None:
         click.echo(f"The adapter store lacks {_named(done.missing)}: copy the old store's files into it.", err=True)
 
 
-def database_url() -> str:
-    """Return LORAPLEX_DATABASE_URL. Raises click.UsageError without it."""
-    url = os.environ.get("LORAPLEX_DATABASE_URL")
-    if not url:
-        raise click.UsageError("LORAPLEX_DATABASE_URL: is required; expected the URL of the database")
-    return url
-
-
 def pepper_fingerprints() -> tuple[str, ...]:
     """Return the fingerprints of the peppers in LORAPLEX_KEY_PEPPER; none without the variable."""
     from gateway.access.peppers import fingerprint, split_peppers
 
-    given = os.environ.get("LORAPLEX_KEY_PEPPER")
+    given = variable("LORAPLEX_KEY_PEPPER")
     return tuple(map(fingerprint, split_peppers(given))) if given else ()
 
 

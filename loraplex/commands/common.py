@@ -15,6 +15,7 @@ import click
 from click.core import ParameterSource
 
 from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
+from wire.environment import read_variable
 from wire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,6 +73,22 @@ def settings_errors() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
     except SettingsError as error:
         raise WrongSettings(str(error)) from error
+
+
+def variable(name: str) -> str | None:
+    """Return a variable's value, its own or its file's. Raises click.UsageError for a file that cannot be used."""
+    try:
+        return read_variable(name)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def database_url() -> str:
+    """Return LORAPLEX_DATABASE_URL. Raises click.UsageError without it."""
+    url = variable("LORAPLEX_DATABASE_URL")
+    if not url:
+        raise click.UsageError("LORAPLEX_DATABASE_URL: is required; expected the URL of the database")
+    return url
 
 
 def examples(*lines: str) -> str:

