@@ -65,7 +65,7 @@ def _say_once(line: str, phases: set[str]) -> None:
         click.echo(phase, err=True)
 
 
-@demo.command("tenants", epilog=examples("loraplex demo tenants --gateway http://gateway:8080"))
+@demo.command("tenants", epilog=examples("loraplex demo tenants --gateway http://gateway:8080 --base-model base"))
 @SECRETS
 @click.option("--gateway", default="http://gateway:8080", show_default=True, help="URL of the gateway from here.")
 @click.option(
