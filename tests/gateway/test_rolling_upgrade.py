@@ -60,6 +60,7 @@ class Release:
         self._environ |= {"PATH": os.environ["PATH"], "PYTHONPATH": str(tree)}
         self._tree = tree
         self._journals = of.journal_dir
+        self._log = of.journal_dir.parent / "gateways.log"
         self._started = 0
 
     async def migrate(self) -> None:
@@ -83,8 +84,13 @@ class Release:
 
     async def _run(self, *arguments: str, **environ: str) -> asyncio.subprocess.Process:
         command = (sys.executable, "-c", PROGRAM, *arguments)
-        both = self._environ | environ
-        return await asyncio.create_subprocess_exec(*command, env=both, cwd=self._tree, stdout=asyncio.subprocess.PIPE)
+        with open(self._log, "ab") as log:  # noqa: ASYNC230 - the child writes it
+            return await asyncio.create_subprocess_exec(
+                *command, env=self._environ | environ, cwd=self._tree, stdout=asyncio.subprocess.PIPE, stderr=log
+            )
+
+    def log(self) -> str:
+        return self._log.read_text()
 
 
 class Load:
@@ -198,6 +204,8 @@ async def test_the_ledger_is_exact_through_an_upgrade_and_a_rollback_under_load(
     found = {name: tokens for name, tokens in (await rows(postgres_url)).items() if tokens != (0, 0)}
     assert found == served
     assert {name: found[name][1] for name in load.answered} == load.answered
+    # A background task that dies is logged as critical.
+    assert [line for line in new.log().splitlines() if " CRITICAL " in line] == []
     async with Redis.from_url(redis_url) as redis:
         assert [key async for key in redis.scan_iter("loraplex:*:held")] == []
 
