@@ -1,4 +1,4 @@
-"""Which releases may run on a schema: gateways of two releases share one database during a rolling upgrade.
+"""Releases that may run on a schema: gateways of two releases share one database during a rolling upgrade.
 
 A change of the schema expands first and contracts a release later. A migration that only expands (a table, a column
 with a default or NULL) leaves `schema_support` as it is. A migration that contracts, or that older programs would
@@ -11,7 +11,7 @@ from sqlalchemy import Column, Connection, String, Table, inspect, select
 
 from gateway.records.schema import metadata
 
-# One row: the schema's version that the oldest supported program was made for.
+# It has one row: the schema's version that the oldest supported program was made for.
 schema_support = Table("schema_support", metadata, Column("oldest_program", String(32), primary_key=True))
 
 

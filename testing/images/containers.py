@@ -31,7 +31,7 @@ class Network:
         self._holder = subprocess.Popen(("unshare", "--net", "sh", "-c", "ip link set lo up && exec sleep infinity"))
         stack.callback(self._holder.wait)
         stack.callback(self._holder.kill)
-        # Until the shell has become `sleep`, the namespace may be this process's own.
+        # The namespace may be this process's own until the shell has become `sleep`.
         self.enter = ("nsenter", f"--net=/proc/{self._holder.pid}/ns/net")
         deadline = time.monotonic() + 10
         while Path(f"/proc/{self._holder.pid}/comm").read_text().strip() != "sleep":
@@ -63,7 +63,7 @@ class Volumes:
 
 
 class Container:
-    """One service in its image. peak: the most memory that its processes used together, in bytes."""
+    """Container of a service in its image. peak: the most memory that its processes used together, in bytes."""
 
     def __init__(self, service: Service, work: Path, volumes: Volumes, pip: Pip, enter: tuple[str, ...]) -> None:
         self.service = service
