@@ -16,6 +16,7 @@ LoraDType = Literal["auto", "fp8_e4m3", "int8"]
 PolicyName = Literal["fair", "fcfs"]
 CoreForm = Literal["process", "thread"]
 ToolCallParser = Literal["hermes", "llama3_json"]
+MetricsNames = Literal["loraplex", "vllm"]
 
 DEVICES = ("auto", "cpu", "cuda")
 SIMULATED = "simulated"
@@ -232,6 +233,9 @@ class ServerConfig:
         "separated]",
     )
     access_log: bool = option(False, help="Log a line per request.")
+    metrics_names: MetricsNames = option(
+        "loraplex", help="Names in /metrics; vllm: also vLLM's, by which inference gateways choose among engines."
+    )
     internal_token: str | None = field(default=None, repr=False)
     announce_token: str | None = field(default=None, repr=False)
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -251,6 +251,12 @@ class ModelRegistry:
             if model.id == name:
                 return model
         raise ModelNotFound(name)
+
+    def names_of(self, digests: Iterable[str]) -> tuple[str, ...]:
+        """Return every name by which requests select these adapters, sorted."""
+        wanted = set(digests)
+        given = [name for name, digest in self._names.items() if digest in wanted]
+        return tuple(sorted([*map(digest_name, wanted), *given]))
 
     async def _add_path(self, path: str) -> str:
         try:

@@ -68,7 +68,7 @@ class Server:
         _check_store(server)
         self.access = Access(server.internal_token, server.api_keys)
         self._drain_seconds = server.drain_seconds
-        self._metrics = Metrics()
+        self._metrics = Metrics(server.metrics_names)
         self._throughput_log: asyncio.Task[None] | None = None
         self._core: Core | None = None
         self._in_flight: InFlight | None = None

@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
 from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
+from engine.config import MetricsNames
 from engine.http.quick_histogram import QuickHistogram
 from engine.http.tier_metrics import TierMetrics
+from engine.http.vllm_metrics import VllmMetrics
 from engine.scheduling.drafter import OTHERS, DraftCount
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import BASE_SERVED, RequestOutput
@@ -22,8 +24,9 @@ class Metrics:
     keeps itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: MetricsNames = "loraplex") -> None:
         self._registry = registry = CollectorRegistry()
+        self.vllm = VllmMetrics(registry) if names == "vllm" else None
         # CPU, memory, open files and start time of the process.
         ProcessCollector(registry=registry)
         self.running = Gauge(f"{PREFIX}_requests_running", "Requests in the batch.", registry=registry)

@@ -185,3 +185,6 @@ class EngineRoutes:
         self.metrics.show_tiers(state.tiers)
         self.metrics.show_drafts(state.drafts)
         self.metrics.count(self.metrics.adapter_loads, state.num_adapter_loads)
+        if self.metrics.vllm is not None:
+            names = self.models.names_of(state.resident_adapters)
+            self.metrics.vllm.show(state, self.models.base_name, names, self.core.facts.config.block_size)

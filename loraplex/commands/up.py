@@ -18,6 +18,7 @@ from wire.errors import ConfigError
         "loraplex up --demo",
         "loraplex up --model ~/models/Llama-3.2-1B-Instruct --engines 2",
         "loraplex up --model ~/models/Llama-3.2-1B-Instruct --base qwen=~/models/Qwen3-0.6B --sleep-after 600",
+        "loraplex up --demo --engine vllm --vllm-program ~/vllm/bin/vllm",
         "loraplex up --model HuggingFaceTB/SmolLM2-360M-Instruct --engine-args '--max-num-seqs 32'",
     )
 )
@@ -35,6 +36,7 @@ def up(**flags: Any) -> None:
     from loraplex.up.local import UpError, check_port, check_redis, run
     from loraplex.up.pins import PinError, choose_pins
     from loraplex.up.processes import ChildError
+    from loraplex.up.vllm import find_program
 
     display = Display()
     with one_line(ConfigError, UpError, DataDirError, ModelError, ChildError, GatewayError, PinError):
@@ -42,6 +44,8 @@ def up(**flags: Any) -> None:
         if not config.demo and config.model is None:
             raise click.UsageError("expected --model MODEL, or --demo for the demo model")
         check_port(config.host, config.port)
+        if config.engine == "vllm":
+            find_program(config)
         if config.redis_url is not None:
             check_redis(config.redis_url)
         pins = choose_pins(config.engines * (1 + len(config.base)), config.engine_args)
@@ -51,7 +55,11 @@ def up(**flags: Any) -> None:
 
                 def prepare(model: str) -> Path:
                     folder = ensure_model(model, data.models, say)
-                    return ensure_gguf_folder(folder, data.models) if folder.is_file() else folder
+                    if not folder.is_file():
+                        return folder
+                    if config.engine == "vllm":
+                        raise ConfigError("model", f"expected a model folder with --engine vllm, got {folder.name}")
+                    return ensure_gguf_folder(folder, data.models)
 
                 folder = ensure_demo_model(data.models, say) if config.model is None else prepare(config.model)
                 further = tuple(f"{name}={prepare(model)}" for name, model in config.further)

@@ -3,6 +3,7 @@
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 from urllib.parse import urlsplit
 
 from loraplex.up.datadir import DATA_DIR
@@ -10,6 +11,7 @@ from wire.errors import ConfigError
 from wire.options import check_options, option
 
 LOOPBACK = "127.0.0.1"
+EngineProgram = Literal["loraplex", "vllm"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class UpConfig:
     sleep_after: float | None = option(
         None, least=1, help="Seconds without requests after which a base model's engines stop; default: never."
     )
+    engine: EngineProgram = option("loraplex", help="Engine: our own, or a vLLM server.")
+    vllm_program: str = option("vllm", help="vLLM's program for --engine vllm, such as VENV/bin/vllm.")
     engine_args: str = option("", help="Flags for every engine, as one string: '--max-num-seqs 32'.")
 
     def __post_init__(self) -> None:
@@ -48,6 +52,8 @@ class UpConfig:
         except ValueError as error:
             raise ConfigError("engine_args", f"expected flags as in a shell: {error}") from error
 
+        if self.engine == "vllm" and self.sleep_after is not None:
+            raise ConfigError("sleep_after", "works with our own engine only, not with --engine vllm")
         names = [self.served_model_name, *(name for name, _ in self.further)]
         if not all(name and model for name, model in self.further) or len(set(names)) < len(names):
             raise ConfigError("base", f"expected NAME=MODEL with different names, got {', '.join(self.base)}")

@@ -23,6 +23,7 @@ import redis.exceptions
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
+from loraplex.up import vllm
 from loraplex.up.config import LOOPBACK, UpConfig
 from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
 from loraplex.up.display import Display
@@ -182,6 +183,8 @@ class LocalService:
         # An engine's death loses only its in-flight answers; the gateway answers by the others, or 503 without others.
         for child, url in zip(children, urls, strict=True):
             self.processes.keep_alive(child, self._health_check(url), ENGINE_SECONDS)
+        if self.config.engine == "vllm":
+            return [vllm.address(self.config, url) for url in urls]
         if self.config.sleep_after is None:
             return urls
         return await self._supervise(children, urls, asyncio.get_running_loop().time() - began)
@@ -229,6 +232,10 @@ class LocalService:
                         await client.call("POST", "/admin/api/bases", json={"name": name, "tokenizer": folder})
 
     async def _start_engine(self, name: str, pin: Pin, url: str, base: str, model: str) -> Child:
+        if self.config.engine == "vllm":
+            argv = vllm.command(self.config, base, model, urlsplit(url).port or 0)
+            own = vllm.environment(self.data.adapters, self.secrets.internal_token)
+            return await self.processes.start(name, argv, {**os.environ, **pin.environment, **own}, pin.cpus)
         finished = self.data.root / "finished"
         finished.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(
@@ -265,6 +272,7 @@ class LocalService:
             "LORAPLEX_ADMIN_KEY": self.secrets.admin_key,
             "LORAPLEX_HOST": self.config.host,
             "LORAPLEX_PORT": str(self.config.port),
+            **(vllm.key(self.secrets.internal_token) if self.config.engine == "vllm" else {}),
         }
 
     @staticmethod

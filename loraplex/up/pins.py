@@ -42,7 +42,7 @@ def choose_pins(count: int, engine_args: str, gpus: Callable[[], Sequence[str]] 
     """
     if count == 1:
         return [Pin()]
-    device = _device(engine_args)
+    device = flag_value(engine_args, "--device", "auto")
     found = list((gpus or usable_gpus)()) if device in ("auto", "cuda") else []
     if not found:
         return _shares_of_cpus(count)
@@ -93,15 +93,15 @@ def _uuids(listing: str) -> list[str]:
     return found
 
 
-def _device(engine_args: str) -> str:
-    """Return the value of the last --device among an engine's flags."""
-    words, device = shlex.split(engine_args), "auto"
-    for word, following in zip_longest(words, words[1:], fillvalue="auto"):
-        if word == "--device":
-            device = following
-        elif word.startswith("--device="):
-            device = word.partition("=")[2]
-    return device
+def flag_value(engine_args: str, flag: str, default: str) -> str:
+    """Return the last value of a flag among an engine's flags."""
+    words, value = shlex.split(engine_args), default
+    for word, following in zip_longest(words, words[1:], fillvalue=default):
+        if word == flag:
+            value = following
+        elif word.startswith(f"{flag}="):
+            value = word.partition("=")[2]
+    return value
 
 
 def _shares_of_cpus(count: int) -> list[Pin]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter
@@ -75,3 +76,29 @@ async def test_adapters_that_cannot_be_loaded_are_counted(
     assert await failures() == before + 1
     await client.complete(prompt="Hi", max_tokens=1)
     assert await failures() == before + 1
+
+
+async def test_vllms_names_on_request(model: Path, tmp_path: Path, session: aiohttp.ClientSession):
+    """Read as llm-d's router does: by name, the newest series of the adapters, numbers in labels."""
+    save_adapter(tmp_path / "mine")
+    server = await asyncio.to_thread(RunningServer, model, None, {}, metrics_names="vllm")
+    try:
+        client = Client(session, server.url)
+        load = {"lora_name": "mine", "lora_path": str(tmp_path / "mine")}
+        assert (await client.post("/v1/load_lora_adapter", load))[0] == 200
+        await client.complete(model="mine", prompt="Hi", max_tokens=1)
+        async with session.get(f"{server.url}/metrics") as response:
+            page = await response.text()
+    finally:
+        await asyncio.to_thread(server.close)
+    families = {each.name: each.samples for each in text_string_to_metric_families(page)}
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        [sample] = families[f"vllm:{name}"]
+        assert (sample.labels["engine"], 0 <= sample.value <= 1) == ("0", True)
+    [adapters] = families["vllm:lora_requests_info"]
+    digest, given = adapters.labels["running_lora_adapters"].split(",")[::-1]
+    assert (digest.startswith("sha256:"), given) == (True, "mine")
+    assert int(adapters.labels["max_lora"]) > 1
+    assert abs(adapters.value - time.time()) < 60
+    [cache] = families["vllm:cache_config_info"]
+    assert (cache.labels["block_size"], int(cache.labels["num_gpu_blocks"]) > 0) == ("16", True)
