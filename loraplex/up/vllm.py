@@ -31,7 +31,10 @@ def find_program(config: UpConfig) -> str:
 
 
 def command(config: UpConfig, base: str, model: str, port: int) -> tuple[str, ...]:
-    """Return the command of a server of a base model (its name and folder). The operator's flags come last, so they replace the defaults. Raises ConfigError."""
+    """Return the command of a server of a base model (its name and folder).
+
+    The operator's flags come last, so they replace the defaults. Raises ConfigError.
+    """
     return (
         *(find_program(config), "serve", model, "--served-model-name", base),
         *("--host", LOOPBACK, "--port", str(port), "--enable-lora", *DEFAULTS),

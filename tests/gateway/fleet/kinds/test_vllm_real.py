@@ -10,8 +10,8 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,34 +29,54 @@ VLLM = os.environ.get("LORAPLEX_VLLM")
 QUESTION = [{"role": "user", "content": "Why is the sky blue?"}]
 
 
-def start(program: str, model: Path, port: int, log: Path) -> "subprocess.Popen[bytes]":
+def start(
+    program: str, model: Path, port: int, log: Path, flags: Sequence[str], variables: Mapping[str, str]
+) -> "subprocess.Popen[bytes]":
     command = [program, "serve", str(model), "--served-model-name", BASE_MODEL, "--host", "127.0.0.1"]
-    command += ["--port", str(port), "--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", "8"]
+    command += ["--port", str(port), "--max-num-seqs", "8"]
     command += ["--enable-lora", "--max-loras", "2", "--max-cpu-loras", "2", "--max-lora-rank", "16"]
-    command += ["--api-key", API_KEY]
-    environment = os.environ | {
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "HF_HUB_OFFLINE": "1",
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-    }
+    command += ["--api-key", API_KEY, *flags]
+    # PYTHONPATH names this checkout, whose packages vLLM's environment may have in another version.
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    environment = (
+        inherited
+        | variables
+        | {
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "HF_HUB_OFFLINE": "1",
+            "VLLM_NO_USAGE_STATS": "1",
+            "DO_NOT_TRACK": "1",
+        }
+    )
     with open(log, "wb") as out:
         return subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
 
 
+class RealServer:
+    """A vLLM server, which may not be up yet."""
+
+    def __init__(self, url: str, process: "subprocess.Popen[bytes]") -> None:
+        self.url, self._process = url, process
+
+    async def kill(self) -> None:
+        """Send SIGKILL to the server and its engine, a separate process."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        await asyncio.to_thread(self._process.wait)
+
+
 @asynccontextmanager
-async def vllm(model: Path, log: Path) -> AsyncIterator[str]:
-    """Start a separate server and yield its URL. It may not be up yet."""
+async def vllm(model: Path, log: Path, *flags: str, **variables: str) -> AsyncIterator[RealServer]:
+    """Start a server with further flags and environment variables."""
     assert VLLM is not None
     port = free_port()
-    process = await asyncio.to_thread(start, VLLM, model, port, log)
+    process = await asyncio.to_thread(start, VLLM, model, port, log, flags, variables)
+    server = RealServer(f"http://127.0.0.1:{port}", process)
     try:
-        yield f"http://127.0.0.1:{port}"
+        yield server
     finally:
-        # Its engine is a separate process.
-        os.killpg(process.pid, signal.SIGKILL)
-        await asyncio.to_thread(process.wait)
+        await server.kill()
 
 
 async def ask(client: Client, model: str, **more: Any) -> Answer:
@@ -75,9 +95,9 @@ def text(got: Answer) -> str:
 @pytest.mark.skipif(VLLM is None, reason="LORAPLEX_VLLM names no vLLM")
 async def test_adapters_by_name_through_a_real_vllm(tmp_path: Path, redis_url: str):
     model = CACHE / "models" / "SmolLM2-135M-Instruct"
-    async with vllm(model, tmp_path / "vllm.log") as url:
+    async with vllm(model, tmp_path / "vllm.log", "--dtype", "bfloat16", "--max-model-len", "1024") as server:
         (tmp_path / "key").write_text(API_KEY)
-        engine = f"vllm+{url}?adapters=2&requests=8&key_file={tmp_path / 'key'}"
+        engine = f"vllm+{server.url}?adapters=2&requests=8&key_file={tmp_path / 'key'}"
         of = settings(tmp_path, model, [engine], redis_url, max_model_len=1024)
         async with running(of) as gateway:
 
