@@ -50,13 +50,17 @@ class ForeignKind(EngineKind):
         digest, headers = call.model.digest, self.headers(engine)
         if digest is None:
             return await self.deliver(engine, call, body, headers)
-        await self.adapters.ensure(engine, digest)
+        await self.prepare_adapter(engine, digest)
         response = await self.deliver(engine, call, body, headers)
         if engine.address.prefill is None and await self.lacks_adapter(response, call):
             response.release()
             await self.adapters.ensure(engine, digest, again=True)
             response = await self.deliver(engine, call, body, headers)
         return response
+
+    async def prepare_adapter(self, engine: EngineRecord, digest: str) -> None:
+        """Prepare the server for a request's adapter. Raises what `send` raises."""
+        await self.adapters.ensure(engine, digest)
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]

@@ -63,9 +63,9 @@ class Vllm(ForeignKind):
 
     async def read_state(self, engine: EngineRecord) -> EngineState:
         self.adapters.note_running(engine)
-        server, prefill = await self._read_server(engine), engine.address.prefill
+        server, prefill = await self.read_server(engine), engine.address.prefill
         if prefill is not None:
-            check_pair(server, first := await self._read_server(engine, prefill))
+            check_pair(server, first := await self.read_server(engine, prefill))
             server = server._replace(running=server.running + first.running, waiting=server.waiting + first.waiting)
         # The list is read last, so that it includes an adapter that was just loaded.
         models = read_models(await self.get(engine, "/v1/models"))
@@ -77,7 +77,7 @@ class Vllm(ForeignKind):
         }
         return EngineState(**state, reported=state)
 
-    async def _read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
+    async def read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
         """Return the state of one server. Raises what `read_state` raises."""
         version = None if engine.address.any_version else check_version(await self.get(engine, "/version", url))
         metrics = await self.get(engine, "/metrics", url)
