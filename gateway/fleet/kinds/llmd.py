@@ -49,7 +49,7 @@ class Llmd(Vllm):
                 "each vLLM and set LORAPLEX_ADAPTER_STORE"
             )
         models = read_models(await self.get(engine, "/v1/models"))
-        state = {
+        state: dict[str, Any] = {
             "model": models.base_name(self._services.base_names()),
             "max_num_seqs": engine.address.requests,
             "version": server.version,

@@ -39,7 +39,7 @@ def test_a_server_gets_a_key_of_its_own_and_the_store(tmp_path: Path):
     ("arguments", "words"),
     [
         (["--engine", "vllm", "--vllm-program", "/nowhere/vllm"], "found no program '/nowhere/vllm'"),
-        (["--engine", "vllm", "--sleep-after", "5"], "sleep_after: works with our own engine only"),
+        (["--engine", "vllm", "--sleep-after", "5"], "--sleep-after: works with our own engine only"),
         (["--engine", "tgi"], "'tgi' is not one of 'loraplex', 'vllm'"),
     ],
 )
