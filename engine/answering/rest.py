@@ -1,9 +1,11 @@
-"""Pauses between jobs without urgency, such as probes, so that they use a share of the time while requests run."""
+"""Pauses between jobs without urgency, such as a probe's passes, so that they use a share of the time while requests
+run.
+"""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 # Maximum pause: a job may take long without using the engine, such as with a slow store.
 MOST_REST_S = 5.0
@@ -34,3 +36,10 @@ class Rest:
         finally:
             ended = time.monotonic()
             self._ends_at = ended + min(MOST_REST_S, (ended - started) * (1 / self._share - 1))
+
+    @asynccontextmanager
+    async def job(self) -> AsyncIterator[None]:
+        """Wait for the end of the rest, then measure the job in the block."""
+        await self.wait()
+        with self.after():
+            yield

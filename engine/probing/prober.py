@@ -2,15 +2,15 @@
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler charges the tenant, and the device pool evicts by its usual rules. One probe runs at a time, with
-a rest after it (`answering/rest.py`), so many probes delay streams little; the tenants' probes take turns. Knows no
-HTTP.
+a rest after each of its jobs (`answering/rest.py`): the load, and each pass over a prompt. So a request is delayed by
+one job at most, and many probes delay streams little; the tenants' probes take turns. Knows no HTTP.
 """
 
 import asyncio
 import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 
@@ -34,7 +34,7 @@ _STRIDE = 0.6180339887
 # Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
 MOST_OF_TENANT = 8
 PROBE_S = 60.0
-# Maximum share of the time that probes use while requests run.
+# Maximum share of the time that the jobs of probes use while requests run.
 SHARE = 0.1
 
 
@@ -81,17 +81,17 @@ class Prober:
         self._waiting[tenant_id] += 1
         try:
             async with self._locks.setdefault(tenant_id, asyncio.Lock()), self._turn:
-                await self._rest.wait()
-                with self._rest.after():
-                    yield
+                yield
         finally:
             self._waiting[tenant_id] -= 1
             if not self._waiting[tenant_id]:
                 del self._waiting[tenant_id], self._locks[tenant_id]
 
     async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
-        async with self._models.using(digest_name(digest), tenant_id) as served:
-            inspected = await self._models.inspect(digest, tenant_id)
+        async with AsyncExitStack() as stack:
+            async with self._rest.job():
+                served = await stack.enter_async_context(self._models.using(digest_name(digest), tenant_id))
+                inspected = await self._models.inspect(digest, tenant_id)
             if not inspected.has_effect:
                 text = (
                     "its weights change nothing: in every module lora_A, lora_B or the scale is zero, as in an adapter "
@@ -134,10 +134,11 @@ class Prober:
             for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
         ]
         found: dict[int, RequestOutput] = {}
-        with self._in_flight.submit(sequences) as ticket:
-            while len(found) < len(sequences):
-                news = await ticket.news()
-                found |= {index: output for index, output in news if output.finish_reason is not None}
+        async with self._rest.job():
+            with self._in_flight.submit(sequences) as ticket:
+                while len(found) < len(sequences):
+                    news = await ticket.news()
+                    found |= {index: output for index, output in news if output.finish_reason is not None}
         rows = [found[index].logits for index in range(len(sequences))]
         for index, row in enumerate(rows):
             if row is None:

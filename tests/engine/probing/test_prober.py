@@ -6,9 +6,11 @@ import json
 import statistics
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
@@ -144,6 +146,32 @@ async def test_probes_beside_a_running_request_rest_between_them(client: Client,
     await asyncio.gather(*running)
     # Ten times its own time, which is no shorter beside others.
     assert beside > 4 * alone
+
+
+async def test_a_probe_rests_after_each_of_its_passes(
+    server: RunningServer, model: Path, put, monkeypatch: pytest.MonkeyPatch
+):
+    """A request beside it is delayed by one pass, not by all of them."""
+    monkeypatch.setattr("engine.probing.prober.SHARE", 1e-9)
+    monkeypatch.setattr("engine.answering.rest.MOST_REST_S", 3600.0)
+    name = put(9)
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 240, "ignore_eos": True}
+    checks = 0
+    with closing(RunningServer(model, server.store, internal_token=TOKEN)) as other:
+        async with aiohttp.ClientSession() as session:
+            client = Client(session, other.url)
+            running = asyncio.create_task(client.ok("/v1/completions", body, headers=HEADERS))
+            await client.wait_for(lambda state: state["running"] == 1, headers=HEADERS)
+            probing = asyncio.create_task(client.ok("/probe", {"model": name}, headers=HEADERS))
+            while True:
+                is_probed = probing.done()
+                if not (await client.state(headers=HEADERS))["running"]:
+                    break
+                assert not is_probed
+                checks += 1
+            assert (await probing)["reasons"] == []
+            await running
+    assert checks
 
 
 def test_prompts_are_valid_for_any_vocabulary():
