@@ -45,6 +45,7 @@ from wire.text.tokenizer import Tokenizer
 SCHEMES = {"bf16": "none", "int8": "int8", "int4": "int4"}
 TEXT = Path(__file__).with_name("quantised_text.txt")
 CHUNK = 512  # tokens of the text that are predicted from one another
+KV_CHUNKS = 8  # chunks of the text with keys and values in int8
 NUM_ADAPTERS, RANK, PROMPT = 16, 16, 512
 STEPS = 14  # decode steps measured in a round
 LONG, LONG_STREAMS = 4000, 4  # tokens of a long prompt, and streams after such prompts
@@ -206,8 +207,7 @@ def quality_table(model: Path) -> list[str]:
 
 def kv_table(model: Path, rounds: int) -> list[str]:
     """Return a table of keys and values in bf16 and int8. The engines' steps take turns."""
-    ids = Tokenizer.from_dir(model).encode(TEXT.read_text())
-    ids = ids[: len(ids) // CHUNK * CHUNK]
+    ids = Tokenizer.from_dir(model).encode(TEXT.read_text())[: KV_CHUNKS * CHUNK]
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     engines = {name: Measured.start(model, [], "none", kv_dtype=name) for name in ("auto", "int8")}
     shown = [f"{perplexity(measured.logits(ids), ids):.2f}" for measured in engines.values()]
