@@ -131,9 +131,9 @@ class GpuPlatform(SimulatedPlatform):
 
 
 class NoFiles(Checkpoint):
-    """Double of an unquantised checkpoint whose files are not on this machine: it has every tensor."""
+    """Double of an unquantised checkpoint whose files are not on this machine: it has every module."""
 
-    def __contains__(self, name: str) -> bool:
+    def has_module(self, module: str) -> bool:
         return True
 
     def _check(self, name: str, shape: tuple[int, ...]) -> None:

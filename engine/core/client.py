@@ -83,6 +83,7 @@ class Core:
         self._load_ended, self._progress = load_ended, progress
         self._event_loop = asyncio.get_running_loop()
         self._link: Link | None = None
+        self._is_lost = False
         self._events: CoreEvents | None = None
         self._commands: list[msgspec.Raw] = []
         self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -171,14 +172,14 @@ class Core:
         """End the steps and free the engine. Sequences must be aborted before."""
         if self._link is None:
             return
-        # A core that is lost has nothing to free.
+        # A core that is lost has nothing to free. Its link still reports how the process ended.
         with suppress(EngineUnavailable):
             await self._ask(messages.Close(), type(None), of_failed=True)
         await self._link.close()
 
     async def _ask(self, question: Question, answer: type[T], *, of_failed: bool = False) -> T:
         """Return the core's answer. of_failed: also ask a core whose engine has failed."""
-        if self.failure is not None and not (of_failed and self._link is not None):
+        if self.failure is not None and (self._is_lost or not of_failed):
             raise EngineUnavailable(self.failure)
         self._num_calls += 1
         call = self._num_calls
@@ -201,7 +202,7 @@ class Core:
 
     def _flush(self) -> None:
         frame, self._commands = messages.encode(self._commands), []
-        if self._link is not None:
+        if self._link is not None and not self._is_lost:
             self._link.send(frame)
 
     # The methods below are called by the link.
@@ -234,7 +235,7 @@ class Core:
 
     def lost(self) -> None:
         """Take the end of the core's process: it answers nothing any more."""
-        self._link = None
+        self._is_lost = True
         self._fail(FAILED)
 
     def _fail(self, reason: str) -> None:
