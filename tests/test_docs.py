@@ -358,7 +358,8 @@ def test_contributing_adds_each_kind_of_part_in_five_lines():
     section = (ROOT / "CONTRIBUTING.md").read_text().split("## How to add\n")[1]
     recipes = [part.splitlines() for part in section.strip().split("\n\n")]
     assert {re.match(r"\*\*An? (.*?)\.\*\*", lines[0])[1] for lines in recipes} == {
-        *("limit", "route", "engine kind", "model family", "kernel backend")
+        *("limit", "route", "engine kind", "model family", "kernel backend"),
+        *("quantised format", "tool-call format", "object store"),
     }
     assert all(len(lines) <= 5 for lines in recipes)
     for name in re.findall(r"`([\w/]+/[\w.]+)`", section):

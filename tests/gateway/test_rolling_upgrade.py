@@ -28,7 +28,7 @@ from testing.gateway.upstream import TOKEN, Upstream
 from testing.stack import ROOT
 
 # Earlier commits: before `schema_support`, whose gateways do not start on a newer schema but stay on it, and one with
-# an earlier script and schema 0017.
+# an earlier script and schema 0019.
 BEFORE = ("d71ef5c9", "26554fec")
 CLIENTS = 12
 LIMITS = {"budget_per_month": 10**12, "max_concurrent": 200, "requests_per_minute": 10**6, "tokens_per_minute": 10**8}
