@@ -25,17 +25,19 @@ def positive_number(name: str, value: Any) -> float:
 def context_length(raw: dict[str, Any]) -> int:
     """Return the model's context length in tokens.
 
-    With yarn, Qwen's config.json states the length before its extension.
+    With yarn and linear scaling, config.json states the length before its extension: transformers' documentation of
+    `rope_scaling` says so, and vLLM multiplies too. Gemma 3 states the length after it.
     """
     stated = positive("max_position_embeddings", raw.get("max_position_embeddings", 2048))
     given = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     scaling = raw.get(given) or {}
     if not isinstance(scaling, dict):
         raise ConfigError(given, f"expected an object, got {str(scaling)[:80]!r}")
-    if (scaling.get("rope_type") or scaling.get("type")) != "yarn":
+    kind = scaling.get("rope_type") or scaling.get("type")
+    if kind not in ("yarn", "linear") or "Gemma3" in str(raw.get("architectures")):
         return stated
     original = scaling.get("original_max_position_embeddings") or stated
     factor = scaling.get("factor") or 1
     for name, value in (("original_max_position_embeddings", original), ("factor", factor)):
         positive_number(f"rope_scaling.{name}", value)
-    return max(stated, int(original * factor))
+    return max(stated, int(min(original * factor, LARGEST_SIZE)))

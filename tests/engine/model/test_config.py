@@ -6,6 +6,7 @@ import pytest
 
 from engine.model.families import parse_model_config
 from wire.errors import ConfigError
+from wire.model_config import LARGEST_SIZE, context_length
 
 QWEN: dict[str, Any] = {
     "architectures": ["Qwen2ForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,
@@ -19,11 +20,25 @@ QWEN: dict[str, Any] = {
         (None, 32768),
         ({"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}, 131072),
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
-        ({"rope_type": "linear", "factor": 2.0}, 32768),
+        ({"rope_type": "linear", "factor": 2.0}, 65536),
+        ({"type": "linear", "factor": 8.0, "original_max_position_embeddings": 4096}, 32768),
+        ({"rope_type": "linear", "factor": 1e300}, LARGEST_SIZE),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}, 32768),
     ],
 )
-def test_the_context_that_yarn_extends_is_the_extended_one(scaling: dict[str, Any] | None, context: int) -> None:
+def test_the_context_that_yarn_or_linear_scaling_extends_is_the_extended_one(
+    scaling: dict[str, Any] | None, context: int
+) -> None:
     assert parse_model_config(QWEN | {"rope_scaling": scaling}).max_position_embeddings == context
+    if scaling is not None:
+        config = QWEN | {"rope_parameters": {"rope_theta": 1e4, **scaling}}
+        assert parse_model_config(config).max_position_embeddings == context
+
+
+def test_gemma_3_states_its_extended_context() -> None:
+    """Gemma 3's config.json has 131,072 positions and the factor 8 that was used to train on them."""
+    config = QWEN | {"architectures": ["Gemma3ForCausalLM"], "rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    assert context_length(config) == 32768
 
 
 def test_another_architecture_is_refused_with_those_that_are_served() -> None:
