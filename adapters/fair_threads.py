@@ -1,8 +1,8 @@
 """A small thread pool shared fairly between tenants.
 
-Each tenant has its own queue. The next job comes from the tenant whose jobs recently used the least thread time. No
-tenant occupies all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's share of
-the cores. Knows nothing about the work.
+Each tenant has its own queue. The next job comes from the tenant whose jobs recently used the least thread time per
+weight. No tenant occupies all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's
+share of the cores. Knows nothing about the work.
 """
 
 import math
@@ -88,6 +88,8 @@ class FairThreads:
         self._max_pending, self._max_pending_per_tenant = max_pending, max_pending_per_tenant
         self._lock = threading.Lock()
         self._queues: dict[str, deque[_Job]] = {}
+        # Weights of the tenants with waiting jobs, as last given.
+        self._weights: dict[str, float] = {}
         self._running: set[_Job] = set()
         self._threads: set[threading.Thread] = set()
         # Thread seconds, for turns and priority, and CPU time, for the limit.
@@ -101,9 +103,13 @@ class FairThreads:
     def num_pending(self) -> int:
         return self._num_pending
 
-    def submit(self, tenant_id: str, work: Callable[[], T], *, bounded: bool = True) -> "Future[T]":
+    def submit(
+        self, tenant_id: str, work: Callable[[], T], *, bounded: bool = True, weight: float | None = None
+    ) -> "Future[T]":
         """Queue work for a tenant. Cancelling the future before its start removes the job from the queue.
 
+        weight: the tenant's share of the threads relative to others, above 0. None: as given for its other waiting
+        jobs, else 1.
         Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed. The future raises TooManyPending
         if the tenant's CPU time is used up before its turn.
         """
@@ -119,17 +125,17 @@ class FairThreads:
             if bounded and self._num_pending >= self._max_pending:
                 raise TooManyPending(f"{self._max_pending} requests wait already, which is the limit", is_tenants=False)
             self._num_pending += 1
-            self._enqueue(tenant_id, job)
+            self._enqueue(tenant_id, job, weight)
             job.future.add_done_callback(lambda _: self._left(job))
             self._start_jobs()
         return job.future
 
-    def share(self, tenant_id: str, future: "Future[Any]") -> None:
+    def share(self, tenant_id: str, future: "Future[Any]", *, weight: float | None = None) -> None:
         """Queue a waiting job for another tenant that needs it too; it runs at whichever turn comes first."""
         with self._lock:
             job = next((job for queue in self._queues.values() for job in queue if job.future is future), None)
             if job is not None and tenant_id not in job.tenants:
-                self._enqueue(tenant_id, job)
+                self._enqueue(tenant_id, job, weight)
                 self._start_jobs()
 
     def charge(self, tenant_id: str, cpu_seconds: float) -> None:
@@ -155,9 +161,10 @@ class FairThreads:
 
     # The methods below require the lock.
 
-    def _enqueue(self, tenant_id: str, job: _Job) -> None:
+    def _enqueue(self, tenant_id: str, job: _Job, weight: float | None) -> None:
         job.tenants.add(tenant_id)
         self._queues.setdefault(tenant_id, deque()).append(job)
+        self._weights[tenant_id] = self._weights.get(tenant_id, 1.0) if weight is None else weight
 
     def _dequeue(self, job: _Job) -> bool:
         """Remove a job from every queue. Returns False if it is in none."""
@@ -168,7 +175,7 @@ class FairThreads:
                 found = True
                 queue.remove(job)
                 if not queue:
-                    del self._queues[tenant_id]
+                    del self._queues[tenant_id], self._weights[tenant_id]
         self._num_pending -= found
         return found
 
@@ -180,7 +187,7 @@ class FairThreads:
             turns = [tenant_id for tenant_id in self._queues if held[tenant_id] < most and tenant_id not in self._rests]
             if not turns:
                 return
-            tenant_id = min(turns, key=lambda tenant_id: (self._use(tenant_id, now), held[tenant_id]))
+            tenant_id = min(turns, key=lambda t: (self._use(t, now) / self._weights[t], held[t] / self._weights[t]))
             job = self._queues[tenant_id][0]
             self._dequeue(job)
             if not self._may_start(tenant_id, job):

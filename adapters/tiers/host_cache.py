@@ -72,9 +72,9 @@ class HostCache:
         self.version = 0  # changes with the set of adapters held
         self._closed = False
         self._max_rank = self._max_outside_bytes = LIMITLESS
-        # Number of waiting requests per digest, and the tenant that last requested each digest.
+        # Number of waiting requests per digest, and the tenant that last requested each digest, with its weight.
         self._askers: Counter[str] = Counter()
-        self._asked: OrderedDict[str, str] = OrderedDict()
+        self._asked: OrderedDict[str, tuple[str, float | None]] = OrderedDict()
         self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
         self._verified = VerifiedFiles()
         self._mixtures = Mixtures(self._max_bytes)
@@ -109,13 +109,13 @@ class HostCache:
         with self._changed:
             return self._touch(digest)
 
-    def fetch(self, digest: str, tenant_id: str | None = None) -> "Future[HostAdapter]":
+    def fetch(self, digest: str, tenant_id: str | None = None, weight: float | None = None) -> "Future[HostAdapter]":
         """Load an adapter. Calls for one digest share one load and one future: call `stop_waiting`, never cancel it.
 
         The future raises AdapterNotFound (no such adapter), AdapterError (cannot be served, or damaged) or OSError. The
         last two are remembered for `FAILURE_SECONDS`. tenant_id: the tenant whose queue the load joins; None for the
-        tenant that last requested the digest, with no limit on that queue. Raises TooManyPending only if a tenant is
-        given.
+        tenant that last requested the digest, with no limit on that queue. weight: see `FairThreads.submit`. Raises
+        TooManyPending only if a tenant is given.
         """
         with self._changed:
             self._dropped.discard(digest)
@@ -127,15 +127,17 @@ class HostCache:
                 elif error is not None:
                     done.set_exception(error.with_traceback(None))
                 return done
-            whose = self._asked.get(digest, "") if tenant_id is None else tenant_id
+            last, last_weight = self._asked.get(digest, ("", None))
+            whose, weight = (last, last_weight) if tenant_id is None else (tenant_id, weight)
             load = self._loads.get(digest)
             if load is None or load.cancelled():
                 work = partial(self._load, digest)
-                load = self._loads[digest] = self._threads.submit(whose, work, bounded=tenant_id is not None)
+                bounded = tenant_id is not None
+                load = self._loads[digest] = self._threads.submit(whose, work, bounded=bounded, weight=weight)
             else:
-                self._threads.share(whose, load)
+                self._threads.share(whose, load, weight=weight)
             self._askers[digest] += 1
-            self._asked[digest] = whose
+            self._asked[digest] = whose, weight
             self._asked.move_to_end(digest)
             if len(self._asked) > MAX_ASKED:
                 self._asked.popitem(last=False)
@@ -265,7 +267,7 @@ class HostCache:
         if size > self._mixtures.share:
             raise AdapterError("mixture", f"takes {size} bytes of host memory, the limit is {self._mixtures.share}")
         with self._changed:
-            tenant_id = self._asked.get(mixture.digest, "")
+            tenant_id, _ = self._asked.get(mixture.digest, ("", None))
             self._evict_mixtures(tenant_id, size)
         mixed = self._hold(mixture.digest, size, lambda: mix(mixture.digest, parts))
         with self._changed:

@@ -129,7 +129,7 @@ class GenerationRoutes:
             raise BadRequest(prompt_field, f"{prompt_field} and n: expected at most {most} sequences, {flags}")
         # The request holds its places while it waits for an adapter or a grammar, and until its answer is sent.
         with self.in_flight.place(sequences, caller.tenant_id):
-            async with self.models.using(body.model, caller.tenant_id) as adapter:
+            async with self.models.using(body.model, caller.tenant_id, caller.weight) as adapter:
                 rules = await token_rules(body, asked.spec, self.tokenizer)
                 ticket = self.in_flight.submit(await self._sequences(caller, asked, limits, adapter), rules)
                 return await self._run(request, caller, asked, ticket)

@@ -99,9 +99,10 @@ class ModelRegistry:
         return digest
 
     @asynccontextmanager
-    async def using(self, model: str, tenant_id: str = "") -> AsyncIterator[Served]:
+    async def using(self, model: str, tenant_id: str = "", weight: float | None = None) -> AsyncIterator[Served]:
         """Load the adapter that `model` names and yield it; the adapter stays registered until the exit.
 
+        weight: the tenant's share of the loading threads; None if unknown.
         Raises ModelNotFound, ApiError if the adapter cannot be served, and QueueFull if it cannot be read now or too
         many loads of the tenant wait.
         """
@@ -117,14 +118,14 @@ class ModelRegistry:
                 self._mixtures.add(found.digest)
             digest = found.digest if isinstance(found, Mixture) else found
             await stack.enter_async_context(self._kept(digest))
-            await self._load_to_host(digest, model, tenant_id)
+            await self._load_to_host(digest, model, tenant_id, weight)
             yield Served(digest, self._invocations[digest])
 
-    async def _load_to_host(self, digest: str, model: str, tenant_id: str) -> None:
+    async def _load_to_host(self, digest: str, model: str, tenant_id: str, weight: float | None) -> None:
         """Load the adapter unless it is in host or device memory, and store its invocation tokens."""
         started, is_known = time.monotonic(), digest in self._invocations
         with _named(model):
-            adapter = await self._core.load_adapter(digest, tenant_id, may_be_on_device=is_known)
+            adapter = await self._core.load_adapter(digest, tenant_id, weight=weight, may_be_on_device=is_known)
         if adapter is None:
             self._invocations.move_to_end(digest)
             return

@@ -123,13 +123,16 @@ class Core:
         """
         return await self._ask(messages.ReadState(host_version), StateReading)
 
-    async def load_adapter(self, digest: str, tenant_id: str, *, may_be_on_device: bool = False) -> AdapterFacts | None:
+    async def load_adapter(
+        self, digest: str, tenant_id: str, *, weight: float | None = None, may_be_on_device: bool = False
+    ) -> AdapterFacts | None:
         """Load an adapter into host memory, in the tenant's turn. Return None without a load if `may_be_on_device` and
         it is there.
 
+        weight: the tenant's share of the loading threads; None if unknown.
         Raises AdapterError, OSError, QueueFull, TenantQueueFull.
         """
-        question = messages.LoadAdapter(digest, tenant_id, may_be_on_device)
+        question = messages.LoadAdapter(digest, tenant_id, weight, may_be_on_device)
         return await self._ask(question, AdapterFacts | None)  # type: ignore[arg-type]
 
     async def inspect_adapter(self, digest: str, tenant_id: str) -> Inspection:

@@ -138,11 +138,13 @@ class MeasureRoofline(Message):
 class LoadAdapter(Message):
     """Load an adapter into host memory, in the tenant's turn -> AdapterFacts | None.
 
-    may_be_on_device: answer None without a load if the adapter is on the device. The front has its facts then.
+    weight: the tenant's share of the loading threads; None if unknown. may_be_on_device: answer None without a load if
+    the adapter is on the device. The front has its facts then.
     """
 
     digest: str
     tenant_id: str
+    weight: float | None = None
     may_be_on_device: bool = False
 
 

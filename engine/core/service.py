@@ -243,12 +243,12 @@ class CoreService:
             is_on_device = partial(self.engine.adapter_ready, asked.digest)
             if await self._steps.call(is_on_device):
                 return None
-        return _facts(await self._fetch(asked.digest, asked.tenant_id), is_new=True)
+        return _facts(await self._fetch(asked.digest, asked.tenant_id, asked.weight), is_new=True)
 
-    async def _fetch(self, digest: str, tenant_id: str) -> HostAdapter:
+    async def _fetch(self, digest: str, tenant_id: str, weight: float | None = None) -> HostAdapter:
         """Wait for a load. A load that has not begun is dropped when the last request that waits for it ends."""
         try:
-            load = self.host_cache.fetch(digest, tenant_id)
+            load = self.host_cache.fetch(digest, tenant_id, weight)
         except TooManyPending as exc:
             kind = TenantQueueFull if exc.is_tenants else QueueFull
             raise kind(f"adapters to load: {exc}", retry_after=exc.retry_after) from None

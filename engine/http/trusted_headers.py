@@ -45,13 +45,21 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
     return Caller(
         internal=True,
         tenant_id=tenant_id,
-        weight=_number(headers, "x-loraplex-weight", float, 1.0),
+        weight=_weight(headers),
         priority=int(_number(headers, "x-loraplex-priority", int, 0)),
         ttft_target=_ttft_target(headers),
         request_id=_request_id(headers),
         allowance=_allowance(headers),
         base_digest=headers.get(BASE_HEADER),
     )
+
+
+def _weight(headers: Mapping[str, str]) -> float:
+    weight = _number(headers, "x-loraplex-weight", float, 1.0)
+    if weight <= 0:
+        message = f"x-loraplex-weight: expected a number above 0, got {weight:g}"
+        raise ApiError(400, message, param="x-loraplex-weight")
+    return weight
 
 
 def _ttft_target(headers: Mapping[str, str]) -> float | None:

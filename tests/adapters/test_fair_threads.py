@@ -69,6 +69,37 @@ def test_turns_go_to_the_tenant_with_the_least_use():
         pool.close()
 
 
+def test_turns_follow_the_tenants_weights(monkeypatch):
+    """Jobs of equal length: a tenant of weight 3 has three turns for each turn of another."""
+    now = [1000.0]
+    monkeypatch.setattr(fair_threads.time, "monotonic", lambda: now[0])
+    pool = FairThreads(1, "test", max_pending=100, max_pending_per_tenant=50, yielding=None)
+    gate, ran = Gate(), list[str]()
+
+    def work(tenant_id: str):
+        def run() -> None:
+            now[0] += 0.01
+            ran.append(tenant_id)
+
+        return run
+
+    try:
+        pool.submit("blocker", gate.work("blocker"))
+        jobs = []
+        for tenant_id, weight in (("one", 1.0), ("three", 3.0)):
+            jobs += [pool.submit(tenant_id, work(tenant_id), weight=weight) for _ in range(30)]
+            # A hint does not know the weight.
+            jobs.append(pool.submit(tenant_id, work(tenant_id)))
+        gate.open.set()
+        for job in jobs:
+            job.result(60)
+        assert ran[:40].count("three") == pytest.approx(30, abs=1)
+        assert not pool._weights
+    finally:
+        gate.open.set()
+        pool.close()
+
+
 def test_use_is_forgotten(threads, monkeypatch):
     threads.submit("once", lambda: time.sleep(0.02)).result(TIMEOUT)
     deadline = time.monotonic() + TIMEOUT

@@ -175,7 +175,7 @@ async def test_the_internal_token_guards_every_route_but_two(session, model):
         assert counts[-1] == last["usage"]["completion_tokens"] == 9
         assert chunks[0]["loraplex"]["prompt_tokens"] == last["usage"]["prompt_tokens"]
         assert set(last["loraplex"]) == {"completion_tokens", "prompt_tokens", "cached_tokens", "adapter_digest"}
-        weights = [{"x-loraplex-weight": "heavy"}, {"x-loraplex-weight": "nan"}]
+        weights = [{"x-loraplex-weight": weight} for weight in ("heavy", "nan", "0", "-1")]
         for bad in [
             *weights,
             {"x-loraplex-priority": "1.5"},

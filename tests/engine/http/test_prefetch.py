@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from adapters.fair_threads import FairThreads
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from engine.core import prefetching
@@ -65,6 +66,21 @@ async def test_a_hinted_adapter_is_in_host_memory_when_its_request_comes(client:
     assert (await client.post("/v1/completions", body, **INTERNAL))[0] == 200
     # A missing adapter is the request's error, not the hint's.
     assert not await hint(client, "sha256:" + "0" * 64)
+
+
+async def test_a_requests_load_takes_its_turn_by_its_tenants_weight(
+    client: Client, digests: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    submit, submitted = FairThreads.submit, list[Any]()
+
+    def recorded(threads: FairThreads, tenant_id: str, work: Any, **options: Any) -> Any:
+        submitted.append((tenant_id, options["weight"]))
+        return submit(threads, tenant_id, work, **options)
+
+    monkeypatch.setattr(FairThreads, "submit", recorded)
+    headers = INTERNAL["headers"] | {"x-loraplex-tenant": "globex", "x-loraplex-weight": "3"}
+    await client.ok("/v1/completions", {"model": digests[1], "prompt": "Hi", "max_tokens": 1}, headers=headers)
+    assert submitted == [("globex", 3.0)]
 
 
 async def test_a_tenants_hints_fill_a_part_of_the_host_memory_and_requests_are_served_beyond(
