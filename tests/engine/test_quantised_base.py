@@ -12,7 +12,9 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.speculative_config import SpeculativeConfig
 from kernels import reference
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
@@ -71,9 +73,8 @@ def make_engine(case: Case, request: pytest.FixtureRequest) -> Any:
         options = {"dtype": "float32", "quantization": case.quantization, **options}
         host = HostCache(None, BaseShape.from_config_dir(case.folder), 64 << 20, getattr(torch, options["dtype"]))
         request.addfinalizer(host.close)
-        config = EngineConfig(
-            model=str(case.folder), kv_cache_memory=4 << 20, adapter_memory=16 << 20, max_lora_rank=16, **options
-        )
+        options = {"model": str(case.folder), "kv_cache_memory": 4 << 20, **options}
+        config = EngineConfig(adapter_memory=16 << 20, max_lora_rank=16, **options)
         engine = Engine(config, host)
         request.addfinalizer(engine.close)
         return engine, {name: host.add_path(path) for name, path in case.twin.paths.items()}
@@ -146,3 +147,50 @@ def test_a_tied_embedding_is_in_memory_once(case: Case, make_engine: Any) -> Non
 def test_another_quantization_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="quantization: expected one of auto, none, int8, int4, got 'int5'"):
         EngineConfig(model="m", quantization="int5")  # type: ignore[arg-type]
+
+
+# Sampling of a request each; all of them run in one batch.
+SAMPLINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": 2},
+    {"temperature": 1.0, "seed": 1, "top_k": 20, "min_p": 0.01},
+    {"temperature": 1.3, "seed": 2, "top_p": 0.9, "logprobs": 0},
+    {"temperature": 0.8, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
+    {"temperature": 0.0, "repetition_penalty": 1.2, "logit_bias": {7: 4.0, 9: -20.0}, "logprobs": 1},
+    {
+        "temperature": 1.0,
+        "seed": 4,
+        "allowed": AllowedTokens(range(20, 90)),
+        "bad_words": BannedWords([[21], [30, 31]]),
+    },
+    {"temperature": 1.0, "seed": 5, "stop_token_ids": tuple(range(0, 160, 5)), "min_tokens": 6, "ignore_eos": False},
+    {"temperature": 1.0, "seed": 6, "prompt_logprobs": 1},
+]
+
+
+def answers(engine: Engine, digests: dict[str, str]) -> dict[str, tuple[list[int], list[float], str | None]]:
+    """Return the tokens, log-probabilities and reason to finish of requests with each sampling and adapter."""
+    found: dict[str, tuple[list[int], list[float], str | None]] = {}
+    for number, params in enumerate(SAMPLINGS):
+        for name, prompt in PROMPTS.items():
+            sampling = SamplingParams(**{"max_tokens": 12, "ignore_eos": True, **params})
+            digest = digests[name] if name else None
+            engine.add_request(NewRequest(f"{number} {name}", prompt, sampling, adapter_digest=digest))
+    for output in outputs_until_idle(engine):
+        assert output.error is None
+        tokens, scores, _ = found.get(output.request_id, ([], [], None))
+        entries = [*(output.prompt_logprobs or []), *(output.logprobs or [])]
+        scores += [score for entry in entries if entry for score in (entry.logprob, *entry.top_logprobs)]
+        found[output.request_id] = tokens + output.token_ids, scores, output.finish_reason
+    return found
+
+
+def test_every_sampling_feature_answers_as_on_the_dequantised_weights(case: Case, make_engine: Any) -> None:
+    expected = answers(*make_engine(model=str(case.folder.parent / "dequantised"), quantization="none"))
+    for options in ({}, {"speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1)}):
+        found = answers(*make_engine(**options))
+        for request_id, (tokens, scores, reason) in expected.items():
+            assert (found[request_id][0], found[request_id][2]) == (tokens, reason), request_id
+            torch.testing.assert_close(torch.tensor(found[request_id][1]), torch.tensor(scores), atol=1e-3, rtol=0)
+    assert {reason for _, _, reason in expected.values()} == {"stop", "length"}
+    unquantised = answers(*make_engine(quantization="none"))
+    assert sum(unquantised[key][0] == tokens for key, (tokens, _, _) in expected.items()) < len(expected) / 2

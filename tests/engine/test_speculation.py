@@ -3,10 +3,8 @@ without drafts.
 """
 
 import asyncio
-import random
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +19,17 @@ from adapters.tiers.host_cache import HostCache
 from engine.build import DTYPES
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.drafter import OTHERS, Drafter
-from engine.scheduling.request import Grammar, NewRequest, Request, RequestOutput, SamplingParams
-from engine.scheduling.step_times import StepTimes
+from engine.scheduling.request import Grammar, NewRequest, Request, SamplingParams
 from engine.speculative_config import SpeculativeConfig
 from engine.structured.compiler import GrammarCompiler
-from testing.engine import Client, RunningServer, outputs_until_idle
+from testing.engine import Client, RunningServer
+from testing.speculation import VOCAB, always_drafting, guessing, run, sampling
 from testing.tiny import save_adapter, save_model
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
 NGRAM = SpeculativeConfig("ngram", 5, prompt_lookup_min=1, prompt_lookup_max=3)
-VOCAB = 380
-Answers = dict[str, tuple[Any, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -78,93 +73,37 @@ def make_engine(tiny: Path) -> Iterator[Make]:
 
 
 @pytest.fixture
-def guesses(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, list[int]]]:
-    """Yield the true answers by request, to be filled. Every step drafts: a piece of the truth, then random tokens."""
-    with always_drafting():
-        truth: dict[str, list[int]] = {}
-        rng = random.Random(0)
-
-        def propose(drafter: Drafter, request: Request) -> tuple[list[int], list[float]]:
-            done, wanted = request.num_output_tokens, rng.randrange(7)
-            drafts = truth[request.request_id][done : done + rng.randrange(wanted + 1)]
-            drafts += [rng.randrange(VOCAB) for _ in range(wanted - len(drafts))]
-            drafts = drafts[: max(0, request.params.max_tokens - done - 1)]
-            return drafts, [1.0] * len(drafts)
-
-        monkeypatch.setattr(Drafter, "_propose", propose)
+def guesses() -> Iterator[dict[str, list[int]]]:
+    with guessing() as truth:
         yield truth
 
 
-@contextmanager
-def always_drafting() -> Iterator[None]:
-    """Make every draft pay."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StepTimes, "may_draft", lambda *_: True)
-        patch.setattr(StepTimes, "pays", lambda *_: True)
-        yield
-
-
-def run(engine: Engine, requests: list[NewRequest]) -> Answers:
-    """Return everything that each request is answered, however it was split into steps."""
-    said: dict[str, list[RequestOutput]] = {}
-    for new in requests:
-        engine.add_request(new)
-    for output in outputs_until_idle(engine):
-        said.setdefault(output.request_id, []).append(output)
-    state = engine.state()
-    assert state.num_free_blocks == state.num_blocks
-    return {
-        request_id: (
-            [token for o in outputs for token in o.token_ids],
-            *outputs[-1][2:6],
-            [entry for o in outputs for entry in o.logprobs or []],
-            [entry for o in outputs for entry in o.prompt_logprobs or []],
-            *outputs[-1][8:10],
-            outputs[-1].served_digest,
-        )
-        for request_id, outputs in sorted(said.items())
-    }
-
-
-def sampling(draw: Callable[[st.SearchStrategy[Any]], Any], grammar: Grammar) -> SamplingParams:
-    """Draw any mix of the sampling features."""
-
-    def maybe(strategy: st.SearchStrategy[Any], without: Any) -> Any:
-        return draw(st.one_of(st.just(without), strategy))
-
-    ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=60)
-    rule = draw(st.sampled_from(["none", "none", "allowed", "grammar"]))
-    return SamplingParams(
-        max_tokens=draw(st.integers(1, 24)),
-        temperature=draw(st.sampled_from([0.0, 0.0, 0.7, 2.0])),
-        top_k=maybe(st.integers(1, 9), 0),
-        top_p=maybe(st.floats(0.3, 0.99), 1.0),
-        min_p=maybe(st.floats(0.01, 0.3), 0.0),
-        presence_penalty=maybe(st.floats(-1, 1), 0.0),
-        frequency_penalty=maybe(st.floats(-1, 1), 0.0),
-        repetition_penalty=maybe(st.floats(1.05, 1.5), 1.0),
-        logit_bias=maybe(st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=5), {}),
-        seed=maybe(st.integers(0, 2**40), None),
-        min_tokens=maybe(st.integers(1, 9), 0),
-        stop_token_ids=tuple(maybe(ids, ())),
-        ignore_eos=draw(st.booleans()),
-        logprobs=maybe(st.integers(0, 3), None),
-        prompt_logprobs=maybe(st.integers(0, 2), None),
-        grammar=grammar if rule == "grammar" else None,
-        allowed=AllowedTokens(draw(ids)) if rule == "allowed" else None,
-        bad_words=maybe(ids.map(lambda found: BannedWords([found[:1], found[-3:]])), None),
-    )
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("options", "examples"),
+    [
+        ({"dtype": "float32"}, 12),
+        ({"dtype": "bfloat16"}, 12),
+        ({"dtype": "float32", "quantization": "int8"}, 5),
+        ({"dtype": "bfloat16", "quantization": "int4"}, 5),
+        ({"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}, 5),
+    ],
+    ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
+)
 def test_every_sampling_feature_answers_as_without(
-    dtype: str, make_engine: Make, grammar: Grammar, guesses: dict[str, list[int]]
+    options: dict[str, Any], examples: int, make_engine: Make, grammar: Grammar, guesses: dict[str, list[int]]
 ) -> None:
-    plain, digests = make_engine(dtype=dtype)
-    drafting, _ = make_engine(dtype=dtype, speculative_config=NGRAM)
+    """In the native step of the CPU, answers are equal to the bit, whatever the form of weights, keys and values."""
+    plain, digests = make_engine(**options)
+    drafting, _ = make_engine(**options, speculative_config=NGRAM)
+    decoder = drafting.runner.decoder  # type: ignore[attr-defined]
+    assert decoder._fused is not None
+    assert decoder.weights.layers[0].down.scheme.kind == options.get("quantization", "dense")
 
     @settings(
-        max_examples=20, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+        max_examples=examples,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=[HealthCheck.function_scoped_fixture],
     )
     @given(st.data())
     def check(data: st.DataObject) -> None:
