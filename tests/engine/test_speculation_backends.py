@@ -84,7 +84,6 @@ def test_steps_of_graphs_answer_as_without(
     monkeypatch.setattr("engine.build.pick_ops", lambda *_: TorchOps())
     monkeypatch.setattr("engine.build.resolve_graph_sizes", lambda *_: (2,))
     monkeypatch.setattr("engine.build.default_token_sizes", lambda _: (8,))
-    monkeypatch.setattr(runner_module, "platform_of", lambda device: DevicePlatform(platform_of(device)))
     replayed, original = [], StepGraphs.run
 
     def spy(graphs: StepGraphs, layout: Layout) -> Any:
@@ -95,7 +94,7 @@ def test_steps_of_graphs_answer_as_without(
 
     monkeypatch.setattr(StepGraphs, "run", spy)
     plain, digest = make_engine()
-    penalties: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.7}
+    penalties: dict[str, Any] = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 9.0}
     requests = [
         NewRequest(
             str(i),
@@ -108,6 +107,7 @@ def test_steps_of_graphs_answer_as_without(
     expected = run(plain, requests)
     guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
     monkeypatch.setattr("engine.build.pick_ops", lambda *_: ops())
+    monkeypatch.setattr(runner_module, "platform_of", lambda device: DevicePlatform(platform_of(device)))
     drafting, _ = make_engine(speculative_config=NGRAM)
     assert isinstance(drafting.runner._seats.tokens, TokenTable)  # type: ignore[attr-defined]
     assert run(drafting, requests) == expected
