@@ -13,6 +13,8 @@ ANNOUNCED = "announced"
 TRAITS = {kind.traits.prefix: kind.traits for kind in KINDS}
 PREFIXES = " or ".join(prefix for prefix in TRAITS if prefix)
 OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true, prefill=URL"
+# Numeric options, with the least number of each.
+LEAST = {"adapters": 0, "requests": 1}
 # Options that an announcement may not have, because its author could name a secret's file or another server.
 OPERATORS_ONLY = ("key_env", "key_file", "any_version", "prefill")
 
@@ -71,7 +73,7 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
     for name, value in parse_qsl(query, keep_blank_values=True):
         if read_key is None and name in OPERATORS_ONLY:
             raise ValueError(f"only an engine that LORAPLEX_ENGINES lists may have the option {name}")
-        if name in ("adapters", "requests") and value.isdecimal() and int(value) >= 1:
+        if name in LEAST and value.isdecimal() and int(value) >= LEAST[name]:
             options[name] = int(value)
         elif name == "any_version" and value in ("true", "false"):
             options[name] = value == "true"
@@ -83,7 +85,10 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
             if not _KEY.fullmatch(options["key"]):
                 raise ValueError(f"expected a key of ASCII characters without spaces in {name}")
         else:
-            raise ValueError(f"expected options among {OPTIONS} after the ?, with numbers above 0 and at most one key")
+            raise ValueError(
+                f"expected options among {OPTIONS} after the ?, with numbers above 0 (adapters: or 0) and at most one "
+                "key"
+            )
     return options
 
 

@@ -25,7 +25,6 @@ from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, choose, homes_of, is_activated, prefix_key
-from gateway.records.bases.base import Binding
 from gateway.records.bases.registry import Bases
 from gateway.spans import upstream
 from wire.costs import PROMPT_TOKEN
@@ -39,6 +38,10 @@ MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. It costs nothing, but the tokens computed for it count "
     "against the token rates."
+)
+NO_ADAPTERS = "The available engines serve the base model only, no adapters."
+ONLY_ADAPTERS = (
+    "The available engines serve adapters only, because they may answer a base-model request with an adapter's weights."
 )
 
 Begun = tuple[EngineRecord, Incoming, InFlight]
@@ -192,7 +195,6 @@ class Fleet:
 
     def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
-        binding = call.model.binding
         left: Sequence[EngineRecord] = [
             candidate
             for candidate in self._registry.engines
@@ -200,10 +202,10 @@ class Fleet:
             and call.engine in (None, candidate)
             and candidate.address.traits.name not in tries.unserving
             and candidate.breaker.allows(call.tenant.id)
-            and candidate.serves(binding)
+            and candidate.takes(call.model)
         ]
         if call.model.digest is None:
-            left = self._present(binding.base, left)
+            left = self._present(call.model.base, left)
         digest, rate = call.model.digest, self.rates.of(call.model.digest)
         engine = choose(
             left,
@@ -214,7 +216,7 @@ class Fleet:
             reuses_base=call.prompt_tokens >= LONG_PROMPT and is_activated(digest, self._registry.engines),
         )
         if engine is None:
-            raise tries.refusal or EngineRefused(self._absence(binding, tries))
+            raise tries.refusal or EngineRefused(self._absence(call.model, tries))
         if digest is not None and call.engine is None:
             # The homes of a popular adapter load it before requests go there.
             for home in homes_of(digest, [each for each in left if each.available], rate):
@@ -229,13 +231,16 @@ class Fleet:
         present = [each for each in engines if each.state.base_digest in (None, digest)]
         return present if digest is not None and any(each.available for each in present) else engines
 
-    def _absence(self, binding: Binding, tries: _Tries) -> NoEngine:
-        """Return the error of a request that no engine can serve. binding: its model's."""
+    def _absence(self, model: "Model", tries: _Tries) -> NoEngine:
+        """Return the error of a request for the model that no engine can serve."""
         if tries.died:
             return EngineDied()
-        available = [each for each in self._registry.engines if each.available and each.base == binding.base]
-        is_bound_elsewhere = bool(available) and not any(engine.serves(binding) for engine in available)
-        return NoEngineOfBase() if is_bound_elsewhere else NoEngine()
+        available = [each for each in self._registry.engines if each.available and each.base == model.base]
+        if not available or any(engine.takes(model) for engine in available):
+            return NoEngine()
+        if not any(engine.serves(model.binding) for engine in available):
+            return NoEngineOfBase()
+        return NoEngine(NO_ADAPTERS if model.adapters else ONLY_ADAPTERS)
 
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
@@ -14,6 +14,9 @@ from gateway.fleet.own_requests import OwnRequests, Prefetched
 from gateway.records.bases.base import FIRST, Binding
 from wire.digests import bare_digest
 from wire.responses import Preempted, StepSecond, TenantShare
+
+if TYPE_CHECKING:
+    from gateway.records.adapters.catalog import Model
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +94,8 @@ class Address:
 
     url: `http(s)://host:port`, or `dns://name:port`, which stands for an engine at each address of the name. wake: URL
     of the supervisor that stops and starts an engine of ours; None: it never sleeps. The other fields are for foreign
-    servers, which do not report them. adapters: maximum adapters kept loaded. requests: maximum requests in flight.
+    servers, which do not report them. adapters: maximum adapters kept loaded; 0: it gets base-model requests only.
+    requests: maximum requests in flight.
     key: its API key. any_version: whether releases that are known to mix up tenants or adapters are used too.
     prefill: URL of the server that computes prompts for this one; None: this one does.
     """
@@ -123,8 +127,9 @@ class EngineState(msgspec.Struct, kw_only=True):
     """State that an engine reports, in the form of `GET /state` (`EngineStateResponse`). Missing fields are unknown.
 
     version: release of the engine. adapters_host: adapters in its host memory; None if unchanged.
-    finds_adapters: whether a foreign server loads an adapter by itself when a request names its digest. reported: the
-    report as sent, without `adapters_host`, for operators.
+    finds_adapters: whether a foreign server loads an adapter by itself when a request names its digest. adapters_only:
+    the reason, for operators, why it may give base-model requests an adapter's weights; it then gets none. reported:
+    the report as sent, without `adapters_host`, for operators.
     """
 
     instance: str | None = None
@@ -148,6 +153,7 @@ class EngineState(msgspec.Struct, kw_only=True):
     version: str | None = None
     base_digest: str | None = None
     finds_adapters: bool = False
+    adapters_only: str | None = None
     tenants: list[TenantShare] = []
     preempted: list[Preempted] = []
     recent_steps: list[StepSecond] = []
@@ -234,12 +240,14 @@ class EngineRecord:
 
     @property
     def fault(self) -> str | None:
-        """Return the reason why the engine gets no requests, or None if it gets requests."""
+        """Return the reason why the engine gets no requests, or no base-model requests; None if it gets all."""
         if not self.is_up:
             return f"{self.condition.health}: {self.condition.reason}"
         if self.drained is not None:
             return "drained: an operator drained it; `loraplex engine resume` sends requests again"
-        return None if self.breaker.allows_some else "up, but its requests fail: its circuit breaker is open"
+        if not self.breaker.allows_some:
+            return "up, but its requests fail: its circuit breaker is open"
+        return f"up, for adapters only: {self.state.adapters_only}" if self.state.adapters_only else None
 
     @property
     def software(self) -> EngineSoftware:
@@ -255,6 +263,17 @@ class EngineRecord:
         """Return whether a model with this binding may run here. An engine without a digest is trusted."""
         own = self.state.base_digest
         return self.base == binding.base and (own is None or all(digest == own for digest in binding.digests))
+
+    @property
+    def takes_adapters(self) -> bool:
+        """Return whether requests for adapters may run here."""
+        return self.address.adapters > 0
+
+    def takes(self, model: "Model") -> bool:
+        """Return whether a model's requests may run here: as `serves`, and within the engine's limits to adapters."""
+        if not self.serves(model.binding):
+            return False
+        return self.takes_adapters if model.adapters else not self.state.adapters_only
 
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
@@ -341,6 +360,8 @@ class EngineRecord:
         if self.condition.change(health, reason):
             if health is Health.UP:
                 log.info("engine %s is up", self.url)
+                if self.state.adapters_only:
+                    log.warning("engine %s gets no base-model requests: %s", self.url, self.state.adapters_only)
             else:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)

@@ -70,14 +70,18 @@ class _Request(LoRARequest, weakref=True):  # type: ignore[call-arg]
 
 
 class Announcement(StatLoggerBase):
-    """Publisher of the base model's digest, as a metric. vLLM makes it at its start and gives it the configuration."""
+    """Publisher of the base model's digest and of the device, as a metric.
+
+    vLLM makes it at its start and gives it the configuration.
+    """
 
     def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
         """Check the settings and the base model. Raises ValueError, AdapterUnavailable, which end vLLM's start."""
         adapters = _adapters()
         if adapters is not None and vllm_config.lora_config is not None:
             base = adapters.check_base(vllm_config.model_config.model)
-            _gauge().labels(base.digest or "", version("loraplex")).set(1)
+            device = vllm_config.device_config.device_type
+            _gauge().labels(base.digest or "", version("loraplex"), device).set(1)
 
     def record(self, *_: Any, **__: Any) -> None:
         """Do nothing: the metric is constant."""
@@ -89,4 +93,4 @@ class Announcement(StatLoggerBase):
 @functools.cache
 def _gauge() -> Gauge:
     text = "Loraplex's plugin: this server fetches adapters by digest."
-    return Gauge(METRIC, text, ["base_digest", "version"], multiprocess_mode="mostrecent")
+    return Gauge(METRIC, text, ["base_digest", "version", "device"], multiprocess_mode="mostrecent")

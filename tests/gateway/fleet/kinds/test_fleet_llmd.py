@@ -70,6 +70,30 @@ async def test_a_dropped_request_may_be_sent_again_and_costs_nothing(pool: Pool,
     await until(lambda: billed(acme, (2, PROMPT_TOKENS, 2)))
 
 
+async def test_a_pool_with_one_server_on_a_cpu_gets_no_base_model_requests(pool: Pool):
+    acme = await pool.gateway.tenant("acme")
+    [name] = await adapters(acme, 1)
+    for server in pool.servers:
+        server.device = "cpu"
+
+    async def is_limited() -> bool:
+        [engine] = (await pool.gateway.admin.get("/admin/api/engines")).json["data"]
+        return "up, for adapters only" in str(engine["reason"])
+
+    await until(is_limited)
+    # The limit stays while the router sends polls to servers on a GPU.
+    for server in pool.servers:
+        server.device = "cuda"
+    polls = sum(server.polls for server in pool.servers)
+
+    async def are_polled() -> bool:
+        return sum(server.polls for server in pool.servers) >= polls + 2
+
+    await until(are_polled)
+    assert (await acme.complete(max_tokens=1)).status == 503
+    assert (await acme.complete(model=name, max_tokens=1)).status == 200
+
+
 async def test_a_pool_without_the_plugin_gets_no_requests(pool: Pool):
     for server in pool.servers:
         server.store = None

