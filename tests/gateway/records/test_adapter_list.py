@@ -4,12 +4,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
+from sqlalchemy import update
 
 from gateway.billing.writer import UsageWriter
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import SORTS, AdapterList, ListFilter
 from gateway.records.adapters.rows import Reason
 from gateway.records.database import Database
+from gateway.records.tables import adapter_versions
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.rows import row
 from testing.gateway.versions import add, digest
@@ -34,11 +36,11 @@ async def test_each_adapter_has_its_present_and_its_newest_version(
     await catalog.versions.refuse(globex, "broken", [Reason(message="wrong shape")])
     await add(catalog, globex, "waiting", 3, state="validating")
     await add(catalog, globex, "over", 4)
-    past = {"expires_at": datetime.now(UTC) + timedelta(milliseconds=30)}
-    await catalog.versions.change(globex, "over", 1, past, "op")
+    async with database.write() as connection:
+        is_over = adapter_versions.c.digest == digest(4)
+        past = datetime.now(UTC) - timedelta(seconds=1)
+        await connection.execute(update(adapter_versions).where(is_over).values(expires_at=past))
     found = {each.name: each for each in (await adapters.page(ListFilter())).adapters}
-    while found["over"].state == "ready":
-        found = {each.name: each for each in (await adapters.page(ListFilter())).adapters}
     shown = {
         name: (each.tenant, each.version, each.state, each.newest, each.newest_state, each.versions)
         for name, each in found.items()
