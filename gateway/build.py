@@ -37,12 +37,10 @@ from gateway.api.idempotency import Idempotency
 from gateway.api.inference.admission import Admission
 from gateway.api.inference.completions import Completions
 from gateway.api.inference.delivery import Deliveries, make_deliveries
-from gateway.api.key import OwnKey
 from gateway.api.key_manager import KeyManager
 from gateway.api.models import Models
 from gateway.api.reports.audit import OwnAudit
-from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
-from gateway.api.reports.usage import Usage
+from gateway.api.reports.build import build_reports
 from gateway.api.requests.memory import BodyMemory
 from gateway.api.requests.prompts import PromptReader
 from gateway.api.routes import ROUTES
@@ -353,10 +351,7 @@ def _tenant_handlers(resources: Resources, records: Records, billing: Billing, i
     return [
         Adapters(auth=records.auth, catalog=records.catalog, intake=intake, quota=billing.quota),
         SavedMixtureRoutes(tenants=records.tenants, catalog=records.catalog, quota=billing.quota),
-        Usage(report=records.report, currency=resources.settings.currency),
-        RequestLogRoutes(log=records.request_log, currency=resources.settings.currency),
-        ActivityRoutes(activity=records.activity, currency=resources.settings.currency),
-        OwnKey(quota=billing.quota, currency=resources.settings.currency),
+        *build_reports(resources, records, billing),
     ]
 
 

@@ -6,11 +6,21 @@ from collections.abc import AsyncIterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-from urllib.parse import quote
+from typing import Any, BinaryIO, Self
 
 import aiohttp
 
+from loraplex.client_paths import (
+    adapters_path,
+    alias_path,
+    engine_query,
+    force_query,
+    keys_path,
+    mixtures_path,
+    named_path,
+    uploads_path,
+    version_path,
+)
 from wire.model_names import Reference
 
 # Limits silence, not total time, because a large adapter on a slow line may take long.
@@ -91,11 +101,22 @@ class GatewayClient:
         except (aiohttp.ClientError, TimeoutError) as error:
             raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
 
+    async def download(self, path: str, file: BinaryIO, **request: Any) -> None:
+        """Write the answer's body to a file as it arrives. Raises GatewayError, also for an incomplete body."""
+        try:
+            async with self._session.get(self.url + path, timeout=UPLOAD_TIMEOUT, **request) as response:
+                if response.status >= 400:
+                    raise _refusal(response.status, await response.read())
+                async for piece in response.content.iter_any():
+                    file.write(piece)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise GatewayError(f"the gateway at {self.url} sent no whole file: {reason(error)}") from error
+
     async def listed(self, path: str, **request: Any) -> list[dict[str, Any]]:
         return (await self.call("GET", path, **request))["data"]
 
     async def create_tenant(self, name: str, *, force: bool = False, **fields: Any) -> dict[str, Any]:
-        return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields, params=_force(force))
+        return await self.call("POST", "/admin/api/tenants", json={"name": name} | fields, params=force_query(force))
 
     async def tenants(self, **query: str) -> list[dict[str, Any]]:
         """Return all tenants that match. query: plan, tag, suspended, over_budget, q, idle_days, sort, order."""
@@ -114,29 +135,29 @@ class GatewayClient:
         return await self.call("POST", "/admin/api/tenants/bulk", json=body, params=params)
 
     async def tenant(self, name: str) -> dict[str, Any]:
-        return await self.call("GET", _path("/admin/api/tenants", name))
+        return await self.call("GET", named_path("/admin/api/tenants", name))
 
     async def update_tenant(self, name: str, *, force: bool = False, **changes: Any) -> dict[str, Any]:
-        return await self.call("PATCH", _path("/admin/api/tenants", name), json=changes, params=_force(force))
+        return await self.call("PATCH", named_path("/admin/api/tenants", name), json=changes, params=force_query(force))
 
     async def delete_tenant(self, name: str) -> None:
-        await self.call("DELETE", _path("/admin/api/tenants", name))
+        await self.call("DELETE", named_path("/admin/api/tenants", name))
 
     async def create_key(
         self, tenant: str | None, *, own: bool = False, force: bool = False, **fields: Any
     ) -> dict[str, Any]:
         """Create a key. tenant: None for an operator's key or, if `own`, a key of the calling tenant."""
-        return await self.call("POST", _keys_path(tenant, own), json=fields, params=_force(force))
+        return await self.call("POST", keys_path(tenant, own), json=fields, params=force_query(force))
 
     async def keys(self, tenant: str | None, *, own: bool = False) -> list[dict[str, Any]]:
-        return await self.listed(_keys_path(tenant, own))
+        return await self.listed(keys_path(tenant, own))
 
     async def rotate_key(self, key_id: str, grace_seconds: int, *, own: bool = False) -> dict[str, Any]:
-        path = _path(_keys_path(None, own), key_id) + "/rotate"
+        path = named_path(keys_path(None, own), key_id) + "/rotate"
         return await self.call("POST", path, json={"grace_seconds": grace_seconds})
 
     async def revoke_key(self, key_id: str, *, own: bool = False) -> None:
-        await self.call("DELETE", _path(_keys_path(None, own), key_id))
+        await self.call("DELETE", named_path(keys_path(None, own), key_id))
 
     async def version(self) -> str:
         return (await self.call("GET", "/admin/api/version"))["version"]
@@ -158,47 +179,47 @@ class GatewayClient:
         return await self.call("POST", "/admin/api/engines/resume", json={"url": url})
 
     async def adapters(self, tenant: str | None) -> list[dict[str, Any]]:
-        return await self.listed(_adapters_path(tenant))
+        return await self.listed(adapters_path(tenant))
 
     async def delete_adapter(self, tenant: str | None, reference: Reference, *, force: bool = False) -> None:
         """Delete an adapter's name, or the version that the reference names."""
-        path = _path(_adapters_path(tenant), reference.name)
+        path = named_path(adapters_path(tenant), reference.name)
         if reference.version is not None:
-            path = _version_path(tenant, reference)
-        await self.call("DELETE", path, params=_force(force))
+            path = version_path(tenant, reference)
+        await self.call("DELETE", path, params=force_query(force))
 
     async def versions(self, tenant: str | None, name: str) -> list[dict[str, Any]]:
-        return await self.listed(_path(_adapters_path(tenant), name) + "/versions")
+        return await self.listed(named_path(adapters_path(tenant), name) + "/versions")
 
     async def change_version(
         self, tenant: str | None, version: Reference, changes: dict[str, Any], *, force: bool
     ) -> dict[str, Any]:
-        return await self.call("PATCH", _version_path(tenant, version), json=changes, params=_force(force))
+        return await self.call("PATCH", version_path(tenant, version), json=changes, params=force_query(force))
 
     async def aliases(self, tenant: str | None, name: str) -> list[dict[str, Any]]:
-        return await self.listed(_path(_adapters_path(tenant), name) + "/aliases")
+        return await self.listed(named_path(adapters_path(tenant), name) + "/aliases")
 
     async def move_alias(
         self, tenant: str | None, alias: Reference, targets: list[dict[str, int]], etag: str | None = None
     ) -> dict[str, Any]:
         """Point an alias to versions. etag: of the state that is replaced; None takes the present one, if any."""
-        return await self._put_matching(_alias_path(tenant, alias), {"targets": targets}, etag)
+        return await self._put_matching(alias_path(tenant, alias), {"targets": targets}, etag)
 
     async def rollback_alias(self, tenant: str | None, alias: Reference) -> dict[str, Any]:
-        return await self.call("POST", _alias_path(tenant, alias) + "/rollback")
+        return await self.call("POST", alias_path(tenant, alias) + "/rollback")
 
     async def delete_alias(self, tenant: str | None, alias: Reference) -> None:
-        await self.call("DELETE", _alias_path(tenant, alias))
+        await self.call("DELETE", alias_path(tenant, alias))
 
     async def mixtures(self, tenant: str | None) -> list[dict[str, Any]]:
-        return await self.listed(_mixtures_path(tenant))
+        return await self.listed(mixtures_path(tenant))
 
     async def save_mixture(self, tenant: str | None, name: str, model: str, etag: str | None = None) -> dict[str, Any]:
         """Save a mixture under a name. etag: of the mixture that is replaced; None takes the present one, if any."""
-        return await self._put_matching(_path(_mixtures_path(tenant), name), {"model": model}, etag)
+        return await self._put_matching(named_path(mixtures_path(tenant), name), {"model": model}, etag)
 
     async def delete_mixture(self, tenant: str | None, name: str) -> None:
-        await self.call("DELETE", _path(_mixtures_path(tenant), name))
+        await self.call("DELETE", named_path(mixtures_path(tenant), name))
 
     async def _put_matching(self, path: str, body: dict[str, Any], etag: str | None) -> dict[str, Any]:
         """Replace a record of this ETag, with or without its quotes, by default of its present one, or create it."""
@@ -229,7 +250,7 @@ class GatewayClient:
         with ExitStack() as files:
             for field, file in upload_files(path).items():
                 form.add_field(field, files.enter_context(file.open("rb")), filename=file.name)
-            return await self.call("POST", _adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
+            return await self.call("POST", adapters_path(tenant), data=form, timeout=UPLOAD_TIMEOUT)
 
     async def import_adapter(self, tenant: str | None, name: str, source: str, **base: str) -> dict[str, Any]:
         """Make the gateway import an adapter from a source that it allows."""
@@ -239,36 +260,36 @@ class GatewayClient:
 
     async def probe(self, tenant: str | None, version: Reference) -> dict[str, Any]:
         """Return the newest probe of a version."""
-        return await self.call("GET", _version_path(tenant, version) + "/probe")
+        return await self.call("GET", version_path(tenant, version) + "/probe")
 
     async def verify(self, tenant: str | None, version: Reference, engine: str | None = None) -> dict[str, Any]:
         """Probe a version again. engine: URL of the only engine to ask."""
-        return await self.call("POST", _version_path(tenant, version) + "/probe", params=_engine(engine))
+        return await self.call("POST", version_path(tenant, version) + "/probe", params=engine_query(engine))
 
     async def golden(self, tenant: str | None, version: Reference) -> dict[str, Any]:
         """Return the golden answers of a version, with their checks."""
-        return await self.call("GET", _version_path(tenant, version) + "/golden")
+        return await self.call("GET", version_path(tenant, version) + "/golden")
 
     async def set_golden(self, tenant: str | None, version: Reference, prompts: Any) -> dict[str, Any]:
         """Ask prompts and keep the golden answers of a version."""
-        path = _version_path(tenant, version) + "/golden"
+        path = version_path(tenant, version) + "/golden"
         return await self.call("PUT", path, json={"prompts": prompts}, timeout=UPLOAD_TIMEOUT)
 
     async def delete_golden(self, tenant: str | None, version: Reference) -> None:
-        await self.call("DELETE", _version_path(tenant, version) + "/golden")
+        await self.call("DELETE", version_path(tenant, version) + "/golden")
 
     async def check_golden(
         self, tenant: str | None, version: Reference, engine: str | None = None
     ) -> list[dict[str, Any]]:
         """Check the golden answers of a version; return the results by engine, none if it has no golden answers."""
-        path = _version_path(tenant, version) + "/golden"
+        path = version_path(tenant, version) + "/golden"
         try:
             await self.call("GET", path)
         except GatewayError as error:
             if error.status != 404:
                 raise
             return []
-        return (await self.call("POST", f"{path}/check", params=_engine(engine), timeout=UPLOAD_TIMEOUT))["checks"]
+        return (await self.call("POST", f"{path}/check", params=engine_query(engine), timeout=UPLOAD_TIMEOUT))["checks"]
 
     async def bases(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/bases")
@@ -304,26 +325,26 @@ class GatewayClient:
         return await self.listed("/admin/api/plans")
 
     async def plan(self, name: str) -> dict[str, Any]:
-        return await self.call("GET", _path("/admin/api/plans", name))
+        return await self.call("GET", named_path("/admin/api/plans", name))
 
     async def set_plan(self, name: str, fields: dict[str, Any]) -> dict[str, Any]:
         """Create a plan or replace it. fields: its terms and prices."""
-        return await self.call("PUT", _path("/admin/api/plans", name), json=fields)
+        return await self.call("PUT", named_path("/admin/api/plans", name), json=fields)
 
     async def delete_plan(self, name: str) -> None:
-        await self.call("DELETE", _path("/admin/api/plans", name))
+        await self.call("DELETE", named_path("/admin/api/plans", name))
 
     async def webhooks(self) -> list[dict[str, Any]]:
         return await self.listed("/admin/api/webhooks")
 
     async def set_webhook(self, name: str, **fields: Any) -> dict[str, Any]:
-        return await self.call("PUT", _path("/admin/api/webhooks", name), json=fields)
+        return await self.call("PUT", named_path("/admin/api/webhooks", name), json=fields)
 
     async def test_webhook(self, name: str) -> dict[str, Any]:
-        return await self.call("POST", f"{_path('/admin/api/webhooks', name)}/test")
+        return await self.call("POST", f"{named_path('/admin/api/webhooks', name)}/test")
 
     async def delete_webhook(self, name: str) -> None:
-        await self.call("DELETE", _path("/admin/api/webhooks", name))
+        await self.call("DELETE", named_path("/admin/api/webhooks", name))
 
     async def list_events(self, **query: Any) -> Any:
         """Return a page of events. query: tenant, type, since, until, limit and after."""
@@ -333,10 +354,10 @@ class GatewayClient:
         return await self.listed("/admin/api/prices")
 
     async def set_price(self, model: str, *, force: bool = False, **price: Any) -> dict[str, Any]:
-        return await self.call("PUT", _path("/admin/api/prices", model), json=price, params=_force(force))
+        return await self.call("PUT", named_path("/admin/api/prices", model), json=price, params=force_query(force))
 
     async def delete_price(self, model: str) -> None:
-        await self.call("DELETE", _path("/admin/api/prices", model))
+        await self.call("DELETE", named_path("/admin/api/prices", model))
 
 
 def upload_files(path: Path) -> dict[str, Path]:
@@ -349,46 +370,6 @@ def upload_files(path: Path) -> dict[str, Path]:
         if not (path / file).is_file():
             raise FileNotFoundError(f"{path} is not a PEFT adapter folder: it has no {file}")
     return {file: path / file for file in ADAPTER_FILES}
-
-
-def _force(force: bool) -> dict[str, str]:
-    """Return the query of a call that may name models that do not exist."""
-    return {"force": "true"} if force else {}
-
-
-def _engine(url: str | None) -> dict[str, str]:
-    return {} if url is None else {"engine": url}
-
-
-def _path(collection: str, name: str) -> str:
-    return f"{collection}/{quote(name, safe='')}"
-
-
-def uploads_path(tenant: str | None) -> str:
-    """Return the route of uploads in parts, for a tenant or with a tenant's own key."""
-    return "/v1/adapter-uploads" if tenant is None else _path("/admin/api/tenants", tenant) + "/adapter-uploads"
-
-
-def _adapters_path(tenant: str | None) -> str:
-    return "/v1/adapters" if tenant is None else _path("/admin/api/tenants", tenant) + "/adapters"
-
-
-def _mixtures_path(tenant: str | None) -> str:
-    return "/v1/mixtures" if tenant is None else _path("/admin/api/tenants", tenant) + "/mixtures"
-
-
-def _version_path(tenant: str | None, version: Reference) -> str:
-    return f"{_path(_adapters_path(tenant), version.name)}/versions/{version.version}"
-
-
-def _alias_path(tenant: str | None, alias: Reference) -> str:
-    return f"{_path(_adapters_path(tenant), alias.name)}/aliases/{alias.alias}"
-
-
-def _keys_path(tenant: str | None, own: bool) -> str:
-    if own:
-        return "/v1/keys"
-    return "/admin/api/keys" if tenant is None else _path("/admin/api/tenants", tenant) + "/keys"
 
 
 def _refusal(status: int, body: bytes) -> GatewayError:

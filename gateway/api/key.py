@@ -98,12 +98,15 @@ def _describe(principal: TenantPrincipal, found: Sequence[Left | Limit], currenc
         scopes=sorted(principal.scopes),
         models=principal.allowed_models,
         expires_at=principal.expires_at,
-        limits=LimitsLeft(key=_limits("key", found, now, currency), tenant=_limits("tenant", found, now, currency)),
-        budget=_budget(found, now, currency),
+        limits=LimitsLeft(
+            key=limits_left("key", found, now, currency), tenant=limits_left("tenant", found, now, currency)
+        ),
+        budget=budget_left(found, now, currency),
     )
 
 
-def _limits(owner: str, found: Iterable[Left | Limit], now: datetime, currency: str) -> dict[str, RestOfLimit]:
+def limits_left(owner: str, found: Iterable[Left | Limit], now: datetime, currency: str) -> dict[str, RestOfLimit]:
+    """Return the limits of "key" or "tenant" by the names of their kinds. A `Limit` has an unknown remaining amount."""
     rests = {}
     for each in found:
         limit, remaining, at = _parts(each, now)
@@ -118,7 +121,8 @@ def _limits(owner: str, found: Iterable[Left | Limit], now: datetime, currency: 
     return rests
 
 
-def _budget(found: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
+def budget_left(found: Iterable[Left | Limit], now: datetime, currency: str) -> BudgetLeft | None:
+    """Return the budget with the least left; None without budgets."""
     budgets = [parts for each in found if (parts := _parts(each, now))[0].kind in BUDGET]
     if not budgets:
         return None

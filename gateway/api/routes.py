@@ -20,9 +20,11 @@ from gateway.api.admin.prices import AdminPrices, NewPrice
 from gateway.api.admin.refusals import QUERY as REFUSALS
 from gateway.api.admin.refusals import AdminRefusals
 from gateway.api.admin.routes import Admin
+from gateway.api.admin.search import AdminSearch, SearchResult
 from gateway.api.admin.sessions import AdminSessions
 from gateway.api.admin.settings import AdminSettings
 from gateway.api.admin.tenant_bulk import AdminTenantBulk, NewBulk
+from gateway.api.admin.tenant_limits import TenantLimits, TenantLimitsLeft
 from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
@@ -35,7 +37,8 @@ from gateway.api.models import Models
 from gateway.api.reports.routes import REPORTS
 from gateway.api.reports.usage import Usage
 from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
-from gateway.api.reports.usage_export import UsageExport
+from gateway.api.reports.usage_export import ROWS_QUERY, UsageExport
+from gateway.api.reports.usage_pruning import NewPruning, Pruned, UsagePruning
 from gateway.api.route import Route, Upload
 from gateway.api.route_groups import FORCE, key_routes
 from gateway.api.webhook_manager import NewWebhook
@@ -121,6 +124,18 @@ API: dict[type, tuple[Route, ...]] = {
     ),
     UsageExport: (
         _admin("GET", "/admin/api/usage/export", UsageExport.get, "Return a file of usage.", query=EXPORT_QUERY),
+        _admin("GET", "/admin/api/usage/rows", UsageExport.rows, "Return a file of usage rows.", query=ROWS_QUERY),
+    ),
+    UsagePruning: (
+        _admin(
+            "POST",
+            "/admin/api/usage/prune",
+            UsagePruning.prune,
+            "Remove usage rows of the days before a date; sums stay.",
+            query=("dry_run",),
+            request=NewPruning,
+            response=Pruned,
+        ),
     ),
     Engines: (
         Route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),
@@ -245,6 +260,25 @@ API: dict[type, tuple[Route, ...]] = {
             request=TenantChanges,
         ),
         _admin("DELETE", TENANT, AdminTenants.delete, "Delete a tenant; its usage is kept."),
+    ),
+    TenantLimits: (
+        _admin(
+            "GET",
+            f"{TENANT}/limits",
+            TenantLimits.get,
+            "Return what is left of a tenant's limits.",
+            response=TenantLimitsLeft,
+        ),
+    ),
+    AdminSearch: (
+        _admin(
+            "GET",
+            "/admin/api/search",
+            AdminSearch.get,
+            "Find tenants, adapters and keys.",
+            query=("q",),
+            response=SearchResult,
+        ),
     ),
     AdminTenantBulk: (
         _admin(

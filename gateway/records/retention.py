@@ -2,12 +2,13 @@
 
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import ColumnElement, Table, delete, select, tuple_
+from sqlalchemy import ColumnElement, Table, delete, func, select, tuple_
 
 from gateway.records.activity.periods import MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
+from gateway.records.sums import int_sum
 from gateway.records.tables import usage
 
 # Maximum rows per transaction, so that no other writer waits for long; and maximum rows per run.
@@ -34,6 +35,26 @@ class Retention:
         if kept is None:
             return 0
         return await self._remove(usage, usage.c.created_at < datetime.now(UTC) - kept)
+
+    async def count_usage(self, before: datetime) -> tuple[int, int]:
+        """Return the number of usage rows from before a moment, and their cost in micro-units."""
+        query = select(func.count(), int_sum(usage.c.cost)).where(usage.c.created_at < before)
+        async with self._database.read() as connection:
+            rows, cost = (await connection.execute(query)).one()
+        return rows, cost
+
+    async def remove_usage(self, before: datetime, most: int) -> tuple[int, int]:
+        """Remove at most `most` usage rows from before a moment. Returns their number and cost."""
+        removed = cost = 0
+        while removed < most:
+            some = select(usage.c.request_id).where(usage.c.created_at < before).limit(min(AT_ONCE, most - removed))
+            remove = delete(usage).where(usage.c.request_id.in_(some)).returning(usage.c.cost)
+            async with self._database.write() as connection:
+                costs = list((await connection.execute(remove)).scalars())
+            removed, cost = removed + len(costs), cost + sum(costs)
+            if len(costs) < AT_ONCE:
+                break
+        return removed, cost
 
     async def _remove(self, table: Table, *which: ColumnElement[bool]) -> int:
         keys = list(table.primary_key.columns)

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from loraplex.commands.adapter_fleet import COMMANDS as FLEET_COMMANDS
+from loraplex.commands.adapter_fleet import every_adapter, print_every
 from loraplex.commands.common import Gateway, admin_options, confirm, examples, tenant_options, yes_option
 from loraplex.commands.golden import golden
 from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
@@ -53,7 +55,8 @@ def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: G
 async def _push(
     client: "GatewayClient", tenant: str | None, name: str, path: Path, base: dict[str, str]
 ) -> dict[str, Any]:
-    from loraplex.client import upload_files, uploads_path
+    from loraplex.client import upload_files
+    from loraplex.client_paths import uploads_path
     from loraplex.resumable_push import LEAST_BYTES, push_in_parts
 
     if sum(file.stat().st_size for file in upload_files(path).values()) < LEAST_BYTES:
@@ -86,14 +89,17 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
     _note_state(made)
 
 
-@adapter.command("list", epilog=examples("loraplex adapter list --tenant acme"))
+@adapter.command("list", epilog=examples("loraplex adapter list", "loraplex adapter list --tenant acme"))
 @json_option
-@tenant_options()
+@tenant_options(or_all=True)
 def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
-    """List a tenant's adapters."""
-    rows = gateway.run(lambda client: client.adapters(tenant))
+    """List the adapters of a tenant, or as an operator of all tenants with their use."""
+    is_of_all = tenant is None and not gateway.tenants_own
+    rows = gateway.run(lambda client: every_adapter(client) if is_of_all else client.adapters(tenant))
     if as_json:
         print_json(rows)
+    elif is_of_all:
+        print_every(rows)
     else:
         print_table(rows, ("name", "version", "base", "state", "rank", "size_bytes", "created_at", "digest"))
 
@@ -120,7 +126,7 @@ def delete(name: str, tenant: str | None, force: bool, yes: bool, gateway: Gatew
     click.echo(f"deleted adapter {name}")
 
 
-for command in (*VERSION_COMMANDS, *MIXTURE_COMMANDS, golden, verify):
+for command in (*VERSION_COMMANDS, *MIXTURE_COMMANDS, *FLEET_COMMANDS, golden, verify):
     adapter.add_command(command)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from typing import Any
+from urllib.parse import quote
 
 import click
 
@@ -53,6 +54,22 @@ def list_webhooks(as_json: bool, gateway: Gateway) -> None:
         return
     shown = [row | {"types": ",".join(row["types"]) if row["types"] else "all"} for row in rows]
     print_table(shown, ("name", "url", "tenant", "types", "delivered_at", "failures", "error"))
+
+
+@webhook.command("show", epilog=examples("loraplex webhook show pager"))
+@click.argument("name")
+@json_option
+@admin_options
+def show(name: str, as_json: bool, gateway: Gateway) -> None:
+    """Show the webhook NAME with the result of its last delivery."""
+    row = gateway.run(lambda client: client.call("GET", f"/admin/api/webhooks/{quote(name, safe='')}"))
+    if as_json:
+        print_json(row)
+        return
+    for field, value in row.items():
+        if field != "object":
+            shown = ",".join(value) if isinstance(value, list) else value
+            click.echo(f"{field + ':':<15}{'-' if shown is None else shown}")
 
 
 @webhook.command("test", epilog=examples("loraplex webhook test pager"))

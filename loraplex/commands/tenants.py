@@ -1,7 +1,8 @@
 """The `loraplex tenant` commands: tenants and their limits."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import click
 
@@ -10,6 +11,10 @@ from loraplex.commands.output import json_option, money, print_json, print_table
 from loraplex.commands.tenant_filter import filter_options, read_filter
 from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
 from loraplex.commands.values import TenantCommand, Words, given, limit_names
+from loraplex.commands.whoami import print_left
+
+if TYPE_CHECKING:
+    from loraplex.client import GatewayClient
 
 
 @click.group()
@@ -88,12 +93,34 @@ def _month(row: dict[str, Any]) -> dict[str, Any]:
 @json_option
 @admin_options
 def show(name: str, as_json: bool, gateway: Gateway) -> None:
-    """Show the tenant NAME with all of its limits, including those of its models."""
-    row = gateway.run(lambda client: client.tenant(name))
+    """Show the tenant NAME with all of its limits, including those of its models, and what is left of them."""
+    path = f"/admin/api/tenants/{quote(name, safe='')}/limits"
+
+    async def read(client: "GatewayClient") -> tuple[dict[str, Any], dict[str, Any]]:
+        row = await client.tenant(name)
+        return row, (await client.call("GET", path))["limits"]
+
+    row, left = gateway.run(read)
     if as_json:
-        print_json(row)
+        print_json(row | {"left": left})
         return
     print_fields(row)
+    if left:
+        click.echo()
+        print_left({None: left})
+
+
+@tenant.command("models", epilog=examples("loraplex tenant models acme"))
+@click.argument("name")
+@json_option
+@admin_options
+def models(name: str, as_json: bool, gateway: Gateway) -> None:
+    """List the values of `model` in requests of the tenant NAME."""
+    rows = gateway.run(lambda client: client.listed(f"/admin/api/tenants/{quote(name, safe='')}/models"))
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, ("id", "kind", "means"))
 
 
 @tenant.command(

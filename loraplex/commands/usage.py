@@ -1,12 +1,14 @@
 """The `loraplex usage` command: usage and cost of one tenant or all; as a table, as CSV for billing, or as JSON."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from loraplex.commands.common import Gateway, examples, tenant_options
+from loraplex.commands.common import Gateway, WithSubcommands, examples, tenant_options
 from loraplex.commands.output import json_option, moment, print_csv, print_json, print_table
+from loraplex.commands.usage_rows import ledger, save
 from loraplex.commands.values import Moment, Words, given
 from loraplex.commands.whoami import budget_text
 
@@ -22,6 +24,7 @@ COLUMNS = {
     "day": ("day",),
     "month": ("month",),
 }
+FORMATS = ("csv", "json", "parquet")
 # Characters of a period's start in ISO 8601 that are shown.
 PERIODS = {"hour": 13, "day": 10, "month": 7}
 
@@ -34,13 +37,15 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @click.command(
+    cls=WithSubcommands,
     epilog=examples(
         "loraplex usage --since 2026-11-01",
         "loraplex usage --since 7d --by tenant --top 10",
         "loraplex usage --tenant acme --by model,day --since 30d",
         "loraplex usage --since 2026-11-01 --until 2026-12-01 --by tenant --csv > november.csv",
+        "loraplex usage --since 2026-11-01 --by tenant,day --export parquet --out november.parquet",
         "loraplex usage --api-key lpx_... --json",
-    )
+    ),
 )
 @click.option(
     "--since",
@@ -63,6 +68,12 @@ SORTS: dict[str, Callable[[dict[str, Any]], Any]] = {
 )
 @click.option("--top", type=click.IntRange(1), help="Only the first rows, by cost unless --sort is given.")
 @click.option("--csv", "as_csv", is_flag=True, help="Print CSV with exact costs, without a row of totals.")
+@click.option(
+    "--export",
+    type=click.Choice(FORMATS),
+    help="Write all groups to the file of --out, in bounded memory; for operators.",
+)
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="File for --export.")
 @json_option
 @tenant_options(or_all=True)
 def usage(
@@ -75,11 +86,16 @@ def usage(
 ) -> None:
     """Show usage and cost in a period: of one tenant, or as an operator of all tenants.
 
+    `loraplex usage export` writes the ledger's rows, and `loraplex usage prune` removes old ones.
+
     Days, and moments without a zone, are in UTC. A finished request counts at the moment it was admitted.
     """
     if shown["as_csv"] and shown["as_json"]:
         raise click.UsageError("give either --csv or --json")
     query = given({"tenant": tenant, "since": since, "until": until, "group_by": ",".join(by)})
+    if shown["export"] is not None or shown["out"] is not None:
+        _export(gateway, query, shown)
+        return
     answer = gateway.run(lambda client: client.own_usage(**query) if gateway.tenants_own else client.usage(**query))
     is_overview = tenant is None and not gateway.tenants_own and not PERIODS.keys() & set(by) and not shown["as_csv"]
     order = shown["sort"] or ("cost" if shown["top"] or is_overview else None)
@@ -105,7 +121,21 @@ def usage(
             click.echo(budget_text(budget), err=True)
 
 
+def _export(gateway: Gateway, query: dict[str, Any], shown: dict[str, Any]) -> None:
+    """Write the groups to a file. shown: the options of the output. Raises click.UsageError."""
+    if shown["export"] is None or shown["out"] is None:
+        raise click.UsageError("--export and --out need each other")
+    if others := [name for name in ("as_csv", "as_json", "sort", "top") if shown[name]]:
+        raise click.UsageError(f"--{others[0].removeprefix('as_')} does not apply to --export")
+    if gateway.tenants_own:
+        raise click.UsageError("--export is for operators; a tenant's key has --csv and --json")
+    save(gateway, "/admin/api/usage/export", query | {"format": shown["export"]}, shown["out"])
+
+
 def _shown(row: dict[str, Any], currency: str) -> dict[str, Any]:
     more = {"currency": currency, f"cost_{currency}": row["cost"], "deleted": row.get("deleted", False)}
     more |= {name: row[name][:length] for name, length in PERIODS.items() if name in row}
     return row | more
+
+
+usage.subcommands = ledger

@@ -43,15 +43,20 @@ def whoami(api_key: str | None, gateway: str | None, data_dir: Path, as_json: bo
     }
     for name, text in lines.items():
         click.echo(f"{name:8} {text}")
+    if any(found["limits"].values()):
+        click.echo()
+        print_left(found["limits"])
+
+
+def print_left(limits: dict[Any, dict[str, Any]]) -> None:
+    """Print limits with their remaining amounts. limits: by owner, "key" or "tenant"; None prints no owner."""
     rows = [
         {"limit": name, "of": owner, "allowed": _amount(rest, "limit"), "left": _amount(rest, "remaining")}
         | {"resets": _wait(rest["resets_at"])}
-        for owner in ("key", "tenant")
-        for name, rest in found["limits"][owner].items()
+        for owner, of_owner in limits.items()
+        for name, rest in of_owner.items()
     ]
-    if rows:
-        click.echo()
-        print_table(rows, ("limit", "of", "allowed", "left", "resets"))
+    print_table(rows, ("limit", *([] if None in limits else ["of"]), "allowed", "left", "resets"))
 
 
 def budget_text(budget: dict[str, Any]) -> str:

@@ -11,36 +11,22 @@ import re
 import signal
 import sys
 import termios
-from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from loraplex.cli import main
 from testing.adapter_files import tensors, write
+from testing.gateway.commands import Run, runner
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Gateway, until
 from testing.gateway.upstream import TOKEN, Upstream
 
-Run = Callable[..., Awaitable[Result]]
-
 
 @pytest.fixture
-def run(gateway: Gateway, tmp_path: Path) -> Run:
-    """Run a command as a user does, in a thread beside the gateway; it must succeed unless `code` is given."""
-    clean = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
-    env = clean | {"LORAPLEX_GATEWAY": gateway.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
-
-    async def run(*arguments: str, code: int = 0, **options: Any) -> Result:
-        result = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env, **options)
-        assert result.exit_code == code, result.output
-        return result
-
-    return run
+def run(gateway: Gateway) -> Run:
+    return runner(gateway)
 
 
 async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
@@ -49,6 +35,7 @@ async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
     of_models = ("--model-limits", '{"base": {"max_concurrent": 1, "budget_per_month": 2.50}}')
     await run("tenant", "create", "initech", *limits, *others, *of_models)
     shown = json.loads((await run("tenant", "show", "initech", "--json")).stdout)
+    assert shown.pop("left")["requests_per_minute"]["remaining"] == 60
     expected = {
         "name": "initech",
         "requests_per_minute": 60,
@@ -69,7 +56,8 @@ async def test_a_tenant_from_create_to_delete(run: Run, gateway: Gateway):
     [listed] = json.loads((await run("tenant", "list", "--json")).stdout)
     assert listed | {"sources": None} == shown | changed | {"sources": None}
     assert (listed["sources"]["tokens_per_day"], listed["sources"]["max_concurrent"]) == ("tenant", "default")
-    lines = dict(line.split(maxsplit=1) for line in (await run("tenant", "show", "initech")).stdout.splitlines())
+    shown_text = (await run("tenant", "show", "initech")).stdout.partition("\n\n")[0]
+    lines = dict(line.split(maxsplit=1) for line in shown_text.splitlines())
     fields = {"name": "initech", "suspended": "no", "requests_per_minute": "-", "budget_per_month": "12.50"}
     shown_now = {name: re.sub(" +(tenant|-)$", "", value).strip() for name, value in lines.items()}
     assert shown_now | fields == shown_now

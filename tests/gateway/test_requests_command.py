@@ -7,30 +7,16 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
-from click.testing import CliRunner, Result
 
-from loraplex.cli import main
+from testing.gateway.commands import Run, runner
 from testing.gateway.running import ADMIN_KEY, Gateway, until
-
-Run = Callable[..., Awaitable[Result]]
 
 
 @pytest.fixture
 def run(gateway: Gateway) -> Run:
-    """Run a command as a user does, in a thread beside the gateway; it must succeed unless `code` is given."""
-    clean = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
-    env = clean | {"LORAPLEX_GATEWAY": gateway.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
-
-    async def run(*arguments: str, code: int = 0, **options: Any) -> Result:
-        result = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env, **options)
-        assert result.exit_code == code, result.output
-        return result
-
-    return run
+    return runner(gateway)
 
 
 async def test_requests_as_a_table_as_csv_and_one_by_one(run: Run, gateway: Gateway):

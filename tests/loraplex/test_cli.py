@@ -109,7 +109,7 @@ def test_help_takes_no_second():
         ),
         (("key", "create", "x", "--expires", "tomorrow"), "'tomorrow' is neither a moment like"),
         (("key", "rotate", "x", "--grace", "1"), "'1' is not a duration like"),
-        (("adapter", "list"), "--tenant"),
+        (("adapter", "aliases", "pirate"), "--tenant"),
         (("bench",), "--models"),
         (("bench", "--models", "a"), "--url"),
         (

@@ -20,6 +20,7 @@ def with_money(figures: dict[str, Any]) -> dict[str, Any]:
 def _inside(value: Any) -> Any:
     if isinstance(value, dict):
         return with_money(value)
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return [with_money(item) for item in value]
+    if isinstance(value, list):
+        # A list of figures by step has None for a step without any.
+        return [with_money(item) if isinstance(item, dict) else item for item in value]
     return value

@@ -1,7 +1,8 @@
-"""Exports of usage as CSV, JSON or Parquet: sums of one moment, streamed, so that they add up to the ledger exactly."""
+"""Exports of usage as CSV, JSON or Parquet: sums or rows of one moment, streamed. They add up to the ledger exactly."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
 from datetime import UTC, datetime
 from typing import Any
 
@@ -13,11 +14,12 @@ from gateway.api.reports.parquet import Field, ParquetWriter
 from gateway.api.requests.fields import parse_period, parse_text
 from gateway.errors import BadRequest, Unavailable
 from gateway.records.money.prices import exact_money
-from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
+from gateway.records.money.usage_report import GROUPS, UsageReport
 from gateway.records.money.usage_rows import UsageFilter
 
 FORMATS = {"csv": "text/csv", "json": "application/json", "parquet": "application/vnd.apache.parquet"}
 QUERY = ("format", "group_by", "since", "until", "tenant", "model", "key")
+ROWS_QUERY = ("format", "since", "until", "tenant", "model", "key")
 # Groups read and encoded at a time, a few ms of the event loop; rows of a Parquet row group, encoded in a thread.
 AT_ONCE, ROW_GROUP = 200, 2000
 # Maximum concurrent exports, because each holds a database connection.
@@ -40,13 +42,47 @@ FIELDS = (
     Field("cost", "money"),
     Field("currency", "text"),
 )
+# Fields of the ledger's rows.
+ROW_FIELDS = (
+    Field("request_id", "text"),
+    Field("created_at", "time"),
+    Field("tenant_id", "text"),
+    Field("tenant", "text"),
+    Field("key_id", "text"),
+    Field("endpoint", "text"),
+    Field("model", "text"),
+    Field("version", "integer", optional=True),
+    Field("base", "text", optional=True),
+    Field("adapter_digest", "text", optional=True),
+    Field("served_digest", "text", optional=True),
+    Field("engine", "text", optional=True),
+    Field("end_user", "text", optional=True),
+    Field("status", "text"),
+    Field("finish_reason", "text", optional=True),
+    Field("error_code", "text", optional=True),
+    Field("prompt_tokens", "integer"),
+    Field("cached_tokens", "integer"),
+    Field("completion_tokens", "integer"),
+    Field("surcharge", "integer"),
+    Field("reserved_tokens", "integer", optional=True),
+    Field("cost", "money"),
+    Field("currency", "text"),
+    Field("admission_ms", "integer", optional=True),
+    Field("queue_ms", "integer", optional=True),
+    Field("ttft_ms", "integer", optional=True),
+    Field("latency_ms", "integer"),
+)
 Rows = AsyncIterator[list[dict[str, Any]]]
+Parts = AsyncGenerator[list[dict[str, Any]]]
 # Fields that a report has only if it groups by one of the values.
 _ONLY_BY = {"version": ("version",), "key_id": ("key",), "key": ("key",), "model": ("model", "version")}
 
 
 class UsageExport:
-    """Route `/admin/api/usage/export`, and the same file for the page of usage. currency: of the costs."""
+    """Routes `/admin/api/usage/export` (sums) and `/admin/api/usage/rows`; the page of usage has the former's file too.
+
+    currency: of the costs.
+    """
 
     def __init__(self, report: UsageReport, currency: str) -> None:
         self._report = report
@@ -60,29 +96,43 @@ class UsageExport:
         """
         form, group_by = _read_format(request), _read_groups(request)
         since, until = parse_period(request.query)
-        which = read_usage_filter(request)
         fields = [field for field in FIELDS if _is_in(field.name, group_by)]
+        parts = self._sums(group_by, read_usage_filter(request), since, until)
+        return await self._send(request, f"usage-{'-'.join(group_by)}", form, fields, parts)
+
+    async def rows(self, request: web.Request) -> web.StreamResponse:
+        """Stream the ledger's rows in the format of `?format=`, the oldest first. Raises like `get`."""
+        form, (since, until) = _read_format(request), parse_period(request.query)
+        parts = self._report.stream_rows(read_usage_filter(request), since, until, AT_ONCE)
+        return await self._send(request, "usage-rows", form, ROW_FIELDS, parts)
+
+    async def _send(
+        self, request: web.Request, name: str, form: str, fields: Sequence[Field], parts: Parts
+    ) -> web.StreamResponse:
+        """Stream a file. form: of FORMATS. parts: its rows, without the currency."""
         if self._places.locked():
             raise Unavailable(f"{EXPORTS} exports are running; try again when one has ended.")
         async with self._places:
-            parts = self._report.stream(group_by, which, since, until, AT_ONCE)
-            # The first part is read before the answer begins, so that an error still sets the HTTP status.
-            first: list[UsageSums] = await anext(parts, [])
-            rows = self._rows(first, parts)
-            name = f"usage-{'-'.join(group_by)}.{form}"
-            encoded = {"csv": _csv, "json": _json, "parquet": _parquet}[form](rows, fields)
             try:
-                return await send_file(request, name, FORMATS[form], encoded)
+                # The first part is read before the answer begins, so that an error still sets the HTTP status.
+                first: list[dict[str, Any]] = await anext(parts, [])
+                rows = self._with_currency(first, parts)
+                encoded = {"csv": _csv, "json": _json, "parquet": _parquet}[form](rows, fields)
+                return await send_file(request, f"{name}.{form}", FORMATS[form], encoded)
             finally:
                 await parts.aclose()
 
-    async def _rows(self, first: list[UsageSums], parts: AsyncIterator[list[UsageSums]]) -> Rows:
-        yield [self._row(sums) for sums in first]
-        async for part in parts:
-            yield [self._row(sums) for sums in part]
+    async def _sums(
+        self, group_by: Sequence[str], which: UsageFilter, since: datetime | None, until: datetime | None
+    ) -> Parts:
+        async with aclosing(self._report.stream(group_by, which, since, until, AT_ONCE)) as parts:
+            async for part in parts:
+                yield [msgspec.structs.asdict(sums) for sums in part]
 
-    def _row(self, sums: UsageSums) -> dict[str, Any]:
-        return msgspec.structs.asdict(sums) | {"currency": self._currency}
+    async def _with_currency(self, first: list[dict[str, Any]], parts: Parts) -> Rows:
+        yield [row | {"currency": self._currency} for row in first]
+        async for part in parts:
+            yield [row | {"currency": self._currency} for row in part]
 
 
 def _is_in(name: str, group_by: Sequence[str]) -> bool:
@@ -137,5 +187,5 @@ def _plain(field: Field, value: Any) -> Any:
     if field.kind == "money":
         return exact_money(value)
     if isinstance(value, datetime):
-        return value.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+        return value.astimezone(UTC).isoformat().removesuffix("+00:00") + "Z"
     return value

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from gateway.api.admin.search import AdminSearch
 from gateway.fleet.history import History
 from gateway.pages.frame.filters import money
 from gateway.pages.frame.frame import Frame
@@ -27,6 +28,7 @@ def build_overview(
 ) -> list[Any]:
     """Return the objects of these pages."""
     database, currency = resources.database, resources.settings.currency
+    search = Search(database)
     needs = Needs(
         Attention(database, records.tenant_lists),
         billing.ledger,
@@ -34,5 +36,6 @@ def build_overview(
     )
     return [
         Overview(frame=frame, strip=strip, activity=activity, needs=needs, history=history),
-        SearchPage(frame, Search(database)),
+        SearchPage(frame, search),
+        AdminSearch(search),
     ]

@@ -3,19 +3,16 @@
 The box is a form with POST, because people paste whole keys, which must not be in a URL.
 """
 
-import re
 from urllib.parse import quote
 
 from aiohttp import web
 
 from gateway.access.page_guard import FORM
+from gateway.api.admin.search import clean, is_request
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.links import Links
 from gateway.records.search import Found, Search
 
-MAX_CHARS = 128
-_REQUEST = re.compile(r"(?:req_|chatcmpl-|cmpl-)[0-9a-zA-Z_-]{1,60}")
-_KEY = re.compile(r"lpx_([0-9a-f]{16})_[0-9a-f]*")
 SEARCH = "/admin/search"
 
 
@@ -30,7 +27,7 @@ class SearchPage:
         """Redirect to the page for the form's text. A whole key is first cut to its id."""
         form = request.get(FORM)
         text = clean("" if form is None else str(form.get("q", "")))
-        if _REQUEST.fullmatch(text):
+        if is_request(text):
             raise web.HTTPSeeOther(Links(request).request(text))
         raise web.HTTPSeeOther(f"{SEARCH}?q={quote(text)}")
 
@@ -41,13 +38,6 @@ class SearchPage:
         if (only := _only(found, text, links)) is not None:
             raise web.HTTPSeeOther(only)
         return self._frame.render(request, "search.html", title="Search", text=text, found=found, links=links)
-
-
-def clean(text: str) -> str:
-    """Return the text to search for; of a key its id."""
-    text = "".join(char for char in text.strip() if char.isprintable())[:MAX_CHARS]
-    key = _KEY.fullmatch(text)
-    return key[1] if key else text
 
 
 def _only(found: Found, text: str, links: Links) -> str | None:

@@ -45,6 +45,7 @@ ACTIONS = {
     "tenant.resume": "Tenant resumed",
     "tenant.suspend": "Tenant suspended",
     "tenant.update": "Tenant changed",
+    "usage.prune": "Usage rows removed",
     "webhook.delete": "Alert target deleted",
     "webhook.put": "Alert target saved",
 }

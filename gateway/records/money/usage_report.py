@@ -133,6 +133,23 @@ class UsageReport:
             async for rows in (await connection.stream(query)).partitions(at_once):
                 yield [_sums(dict(zip(columns, row, strict=True))) for row in rows]
 
+    async def stream_rows(
+        self, which: UsageFilter, since: Moment, until: Moment, at_once: int
+    ) -> AsyncGenerator[list[dict[str, Any]]]:
+        """Yield the ledger's rows of `[since, until)`, the oldest first, `at_once` at a time, as of one moment.
+
+        A connection is in use until the last row.
+        """
+        query = which.narrow(select(usage)).order_by(usage.c.created_at, usage.c.request_id)
+        if since is not None:
+            query = query.where(usage.c.created_at >= since)
+        if until is not None:
+            query = query.where(usage.c.created_at < until)
+        async with self._database.read() as connection:
+            found = await connection.stream(query.execution_options(yield_per=at_once))
+            async for rows in found.partitions(at_once):
+                yield [dict(row._mapping) for row in rows]
+
     async def _check_rows(self, tenant_id: str, since: Moment, until: Moment) -> None:
         """Raise BadRequest if a tenant has too many requests in the period. The sums count them."""
         count = (await self.page((), tenant_id=tenant_id, since=since, until=until)).total["requests"]
