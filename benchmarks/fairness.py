@@ -1,11 +1,14 @@
 """Fairness between tenants through the whole service: our schedulers `fair` and `fcfs`, and vLLM, in one run.
 
     python -m benchmarks.fairness --repeat 3 --vllm VENV/bin/vllm --out docs/perf/2026-11-22-fairness
+    python -m benchmarks.fairness --patterns all --repeat 3 --out docs/perf/2026-11-27-fairness-all
 
-Each round starts each server anew and sends it the same load with `loraplex bench --scenario`. Loraplex runs as
-`loraplex up --demo` (gateway, Valkey, SQLite, engine), vLLM without a gateway or LoRA and with as many seats. The
-scenarios are those of `examples/scenarios/`, shortened (`LIMITS`) unless --full is given. Three rounds of all three
-servers take about 22 minutes on two cores. Prints Markdown tables: median (least to greatest) over the rounds.
+Each pattern and each server begins with a new service, fair share and FCFS in turn, because the speed of a machine
+drifts (docs/lab-notes.md). vLLM starts once in a round. The load is that of `loraplex bench --scenario`, from
+`examples/scenarios/` in the forms of `fairness_patterns.py`, in their own length with --full. Loraplex runs as
+`loraplex up` (gateway, Valkey, SQLite, engine), vLLM without a gateway or LoRA and with as many seats. A round of all
+patterns takes about 10 minutes on two cores, without vLLM. Prints Markdown tables: median (least to greatest) over the
+rounds.
 """
 
 import argparse
@@ -14,20 +17,19 @@ import json
 import math
 import os
 import platform
-import re
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from benchmarks.against_vllm import serving, vllm
+from benchmarks.fairness_patterns import ALL, NAMES, Pattern, chosen, in_full, text_of
 from benchmarks.hostile.place import of_stack
 from benchmarks.plot import Bar, bar_chart
 from loraplex.bench.metrics import percentile
@@ -35,13 +37,13 @@ from loraplex.models import ensure_demo_model
 from testing.ports import free_port
 from testing.stack import CACHE, ROOT, Stack, data_dir, loraplex
 
-SCENARIOS = ROOT / "examples" / "scenarios"
 SCHEDULERS = ("fair", "fcfs")
 VLLM = "vllm"
+JAIN, SERVICE = "Jain's index", "service of all a second"
 SEATS = 64
 NO_LIMITS = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9, "max_concurrent": 10**4}
-# Seconds of arrivals and of the drain. A closed loop that is always backlogged needs no drain.
-LIMITS = {"weights": (45, 0), "flood": (20, 10), "late-tenant": (20, 10)}
+# Seconds beside the load for each service: its start and end, and the benchmark's own start and warm-up.
+START_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,18 @@ class Figure:
     value: float | None
 
 
+# The figures of each round, by pattern and server.
+Results = dict[str, dict[str, list[list[Figure]]]]
+
+
 @contextlib.contextmanager
-def loraplex_server(scheduler: str, folder: Path, scenarios: Sequence[str]) -> Iterator[Server]:
-    """Start the whole service, with the scenarios' tenants, their weights and no rate limits."""
-    stack = Stack(data_dir(folder), "--demo", "--engine-args", f"--scheduler {scheduler}")
+def loraplex_server(scheduler: str, folder: Path, pattern: Pattern) -> Iterator[Server]:
+    """Start the whole service, with the pattern's tenants, their weights and no rate limits."""
+    model = str(ensure_demo_model(CACHE))
+    stack = Stack(data_dir(folder), "--model", model, "--engine-args", f"--scheduler {scheduler}")
     try:
         place = of_stack(stack.wait_ready())
-        tenants = [tenant for name in scenarios for tenant in tomllib.loads(text_of(name))["tenants"]]
+        tenants = pattern.spec()["tenants"]
         keys = {t["name"]: place.tenant(t["name"], weight=t.get("weight", 1.0), **NO_LIMITS) for t in tenants}
         yield Server(place.url, place.base_model, keys)
     finally:
@@ -83,25 +90,11 @@ def vllm_server(binary: Path) -> Iterator[Server]:
         yield Server(url, "base", {})
 
 
-def text_of(scenario: str) -> str:
-    return (SCENARIOS / f"{scenario}.toml").read_text()
-
-
-def shortened(scenario: str) -> str:
-    """Return the scenario's text with the limits of `LIMITS`."""
-    if scenario not in LIMITS:
-        return text_of(scenario)
-    seconds, drain = LIMITS[scenario]
-    text, count = re.subn(r"^seconds = .*$", f"seconds = {seconds}\ndrain = {drain}", text_of(scenario), flags=re.M)
-    assert count == 1, f"{scenario}: expected one line with seconds"
-    return text
-
-
-def measure(scenario: str, server: Server, folder: Path, *, full: bool) -> dict[str, Any]:
-    """Return the report of a scenario. Raises RuntimeError if the benchmark fails."""
+def measure(pattern: Pattern, server: Server, folder: Path) -> dict[str, Any]:
+    """Return the report of a pattern. Raises RuntimeError if the benchmark fails."""
     folder.mkdir(parents=True, exist_ok=True)
-    file, out, known = folder / f"{scenario}.toml", folder / f"{scenario}.json", folder / "tenants.json"
-    file.write_text(text_of(scenario) if full else shortened(scenario))
+    file, out, known = (folder / f"{pattern.name}{end}" for end in (".toml", ".json", "-tenants.json"))
+    file.write_text(text_of(pattern))
     flags = ["--scenario", file, "--json", out]
     if server.keys:
         tenants = [{"name": name, "api_key": key, "models": [server.model]} for name, key in server.keys.items()]
@@ -111,12 +104,12 @@ def measure(scenario: str, server: Server, folder: Path, *, full: bool) -> dict[
         flags += ["--url", server.url]
     done = loraplex("bench", *map(str, flags), "--accept-errors", "--no-overhead", timeout=1800)
     if done.returncode:
-        raise RuntimeError(f"{scenario}: {done.stderr}")
+        raise RuntimeError(f"{pattern.name}: {done.stderr}")
     report: dict[str, Any] = json.loads(out.read_text())
     return report
 
 
-def figures(scenario: str, report: dict[str, Any]) -> list[Figure]:
+def figures(report: dict[str, Any]) -> list[Figure]:
     """Return the figures of a report's only run. Closed loops have shares, the other tenants times."""
     [run] = report["runs"]
     fairness = run["fairness"]
@@ -139,8 +132,8 @@ def figures(scenario: str, report: dict[str, Any]) -> list[Figure]:
     service = sum(tenant["service"] for tenant in fairness["tenants"].values())
     return [
         *found,
-        Figure("Jain's index", "", fairness["jain_entitled"]),
-        Figure("service of all a second", "", service / fairness["until"]),
+        Figure(JAIN, "", fairness["jain_entitled"]),
+        Figure(SERVICE, "", service / fairness["until"]),
     ]
 
 
@@ -158,10 +151,38 @@ def table(scenario: str, rounds: dict[str, list[list[Figure]]]) -> str:
     for name in names:
         cells = []
         for runs in rounds.values():
-            found = [f for run in runs for f in run if f.name == name and f.value is not None]
-            cells.append(_cell([f.value for f in found if f.value is not None], found[0].unit) if found else "")
+            unit = next((f.unit for run in runs for f in run if f.name == name), "")
+            found = values_of(runs, name)
+            cells.append(_cell(found, unit) if found else "")
         lines.append(f"| {name} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def summary(results: Results) -> str:
+    """Return a table of Jain's index of each pattern, its least, and the service of fair share against FCFS."""
+    servers = list(dict.fromkeys(server for rounds in results.values() for server in rounds))
+    lines = ["**Jain's index of all patterns**\n", "| | " + " | ".join(servers) + " | service, fair to fcfs |"]
+    lines.append("|---" * (len(servers) + 2) + "|")
+    every: dict[str, list[float]] = {server: [] for server in servers}
+    ratios: list[float] = []
+    for pattern, rounds in results.items():
+        cells = []
+        for server in servers:
+            found = values_of(rounds[server], JAIN)
+            every[server] += found
+            cells.append(_cell(found, "") if found else "")
+        fair, fcfs = (values_of(rounds.get(name, []), SERVICE) for name in SCHEDULERS)
+        own = [mine / other for mine, other in zip(fair, fcfs, strict=False) if other]
+        ratios += own
+        lines.append(f"| {pattern} | " + " | ".join(cells) + f" | {_cell(own, '') if own else ''} |")
+    least = " | ".join(f"{min(found):.3f}" if found else "" for found in every.values())
+    lines.append(f"| least of all runs | {least} | {f'{min(ratios):.2f}' if ratios else ''} |")
+    return "\n".join(lines) + "\n"
+
+
+def values_of(runs: Sequence[list[Figure]], name: str) -> list[float]:
+    """Return a figure's values in the runs that have it."""
+    return [figure.value for run in runs for figure in run if figure.name == name and figure.value is not None]
 
 
 def _cell(values: Sequence[float], unit: str) -> str:
@@ -172,6 +193,45 @@ def _cell(values: Sequence[float], unit: str) -> str:
     middle = number(statistics.median_low(values))
     middle += f" {unit}" if unit and not math.isinf(statistics.median_low(values)) else ""
     return middle if len(values) == 1 else f"{middle} ({number(min(values))} to {number(max(values))})"
+
+
+@dataclass
+class Progress:
+    """Measurements so far, with a line for each on stderr. out: file for the results, rewritten after each."""
+
+    results: Results
+    expected: float
+    total: int
+    out: Path | None
+    done: int = 0
+    failed: int = 0
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        return time.monotonic() - self.started
+
+    def record(self, pattern: Pattern, server: str, target: Server, folder: Path) -> None:
+        """Measure a pattern on a running server, print its figures and write all results so far."""
+        found = figures(measure(pattern, target, folder))
+        self.results[pattern.name][server].append(found)
+        self._say(pattern, server, ", ".join(f"{f.name} {f.value:.3g}" for f in found if f.value is not None))
+        if self.out:
+            write(self.out, self.results, self.seconds)
+
+    @contextlib.contextmanager
+    def tolerated(self, pattern: Pattern, server: str) -> Iterator[None]:
+        """Report a failure of the block, so that the other patterns are still measured."""
+        try:
+            yield
+        except (AssertionError, RuntimeError, OSError, subprocess.SubprocessError) as error:
+            self.failed += 1
+            self._say(pattern, server, f"FAILED: {type(error).__name__}: {str(error)[-500:]}")
+
+    def _say(self, pattern: Pattern, server: str, words: str) -> None:
+        self.done += 1
+        place = f"[{self.seconds:.0f} of about {self.expected:.0f} s, {self.done} of {self.total}]"
+        print(f"{place} {pattern.name}, {server}: {words}", file=sys.stderr, flush=True)
 
 
 def about() -> dict[str, Any]:
@@ -186,7 +246,7 @@ def about() -> dict[str, Any]:
     }
 
 
-def write(out: Path, results: dict[str, dict[str, list[list[Figure]]]], seconds: float) -> None:
+def write(out: Path, results: Results, seconds: float) -> None:
     """Write the tables, the figures of each run and a plot: OUT.md, OUT.json, OUT.svg."""
     facts = about()
     plain = {
@@ -196,7 +256,8 @@ def write(out: Path, results: dict[str, dict[str, list[list[Figure]]]], seconds:
         }
         for scenario, servers in results.items()
     }
-    out.with_suffix(".json").write_text(json.dumps(facts | {"seconds": seconds, "results": plain}, indent=1) + "\n")
+    content = facts | {"seconds": seconds, "least_jain": least_jain(results), "results": plain}
+    out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
     bars = {
         f"{scenario} · {name}" + (f", {unit}" if unit else ""): [
             Bar(server, [f.value for run in runs for f in run if f.name == name and f.value is not None])
@@ -214,12 +275,27 @@ def write(out: Path, results: dict[str, dict[str, list[list[Figure]]]], seconds:
         f"[Figures of each run]({out.name}.json), [plot]({out.name}.svg); "
         "[design/bench.md](../design/bench.md) defines the figures.\n"
     )
-    out.with_suffix(".md").write_text("\n".join([text, *(table(name, rounds) for name, rounds in results.items())]))
+    tables = [summary(results), *(table(name, rounds) for name, rounds in results.items())]
+    out.with_suffix(".md").write_text("\n".join([text, *tables]))
 
 
-def main() -> None:
+def least_jain(results: Results) -> dict[str, float | None]:
+    """Return the least of Jain's index over all patterns and rounds of each server."""
+    servers = dict.fromkeys(server for rounds in results.values() for server in rounds)
+    found = {server: [v for rounds in results.values() for v in values_of(rounds[server], JAIN)] for server in servers}
+    return {server: min(values, default=None) for server, values in found.items()}
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scenarios", nargs="+", default=["weights", "flood", "late-tenant"])
+    parser.add_argument(
+        *("--patterns", "--scenarios"),
+        nargs="+",
+        choices=[ALL, *NAMES],
+        metavar="NAME",
+        default=["weights", "flood", "late-tenant"],
+        help=f"`{ALL}` (in short forms), or some of: {', '.join(NAMES)}",
+    )
     parser.add_argument("--schedulers", nargs="*", default=list(SCHEDULERS), choices=SCHEDULERS)
     parser.add_argument("--vllm", type=Path, help="the vllm command, or its virtual environment; default: without vLLM")
     parser.add_argument("--repeat", type=int, default=1, help="rounds")
@@ -231,28 +307,37 @@ def main() -> None:
     binary = options.vllm / "bin" / "vllm" if options.vllm and options.vllm.is_dir() else options.vllm
     if binary and not binary.is_file():
         parser.error(f"--vllm: expected the vllm command or its virtual environment, got {options.vllm}")
+    patterns = [in_full(pattern) if options.full else pattern for pattern in chosen(options.patterns)]
     servers = [*options.schedulers, *([VLLM] if binary else [])]
-    results: dict[str, dict[str, list[list[Figure]]]] = {
-        scenario: {server: [] for server in servers} for scenario in options.scenarios
-    }
-    started = time.monotonic()
+    runs = options.repeat * len(servers)
+    progress = Progress(
+        results={pattern.name: {server: [] for server in servers} for pattern in patterns},
+        expected=runs * sum(pattern.longest + START_SECONDS for pattern in patterns),
+        total=runs * len(patterns),
+        out=options.out,
+    )
     for number in range(options.repeat):
-        for server in servers:
-            place = folder / f"{number}-{server}"
-            running = vllm_server(binary) if server == VLLM else loraplex_server(server, place, options.scenarios)
-            with running as target:
-                for scenario in options.scenarios:
-                    report = measure(scenario, target, place / "reports", full=options.full)
-                    results[scenario][server].append(figures(scenario, report))
-                    line = ", ".join(
-                        f"{f.name} {f.value:.3g}" for f in results[scenario][server][-1] if f.value is not None
-                    )
-                    print(f"[{time.monotonic() - started:.0f} s] {number} {server} {scenario}: {line}", file=sys.stderr)
-                    if options.out:  # a later failure must not lose the rounds so far
-                        write(options.out, results, time.monotonic() - started)
-    for scenario, rounds in results.items():
-        print(table(scenario, rounds))
+        run_round(progress, patterns, options.schedulers, binary, folder / str(number))
+    for text in (summary(progress.results), *(table(name, rounds) for name, rounds in progress.results.items())):
+        print(text)
+    return 1 if progress.failed else 0
+
+
+def run_round(
+    progress: Progress, patterns: Sequence[Pattern], schedulers: Sequence[str], binary: Path | None, folder: Path
+) -> None:
+    """Measure every pattern on each server once. binary: the vllm command, if any."""
+    for pattern in patterns:
+        for scheduler in schedulers:
+            place = folder / f"{pattern.name}-{scheduler}"
+            with progress.tolerated(pattern, scheduler), loraplex_server(scheduler, place, pattern) as target:
+                progress.record(pattern, scheduler, target, place / "reports")
+    if binary:
+        with vllm_server(binary) as target:
+            for pattern in patterns:
+                with progress.tolerated(pattern, VLLM):
+                    progress.record(pattern, VLLM, target, folder / VLLM)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
