@@ -15,7 +15,7 @@ def prompt(tokens: int, seed: float) -> str:
     return " ".join(rng.choice(WORDS) for _ in range(tokens))
 
 
-async def plain_prompts(attacker: Attacker, prompts: int, tokens: int, **more: object) -> None:
+async def logprobs_of(attacker: Attacker, prompts: int, tokens: int, **more: object) -> None:
     while attacker.going:
         texts = [prompt(tokens, random.random()) for _ in range(prompts)]
         answer = await attacker.complete(texts, max_tokens=1, seconds=80, **more)
@@ -25,19 +25,15 @@ async def plain_prompts(attacker: Attacker, prompts: int, tokens: int, **more: o
             attacker.note(f"an answer of {len(answer.body) / 2**20:.0f} MiB")
 
 
-@attack("long-prompts", "as prompt-logprobs, without them", shown=False)
-async def long_prompts(attacker: Attacker) -> None:
-    await plain_prompts(attacker, 16, 1800)
-
-
-@attack("prompt-logprobs", "prompt_logprobs 20 over 16 prompts of 1,800 tokens in one request", honest="long-prompts")
+# Both are refused before any work, so the quiet round is the neighbour alone.
+@attack("prompt-logprobs", "prompt_logprobs 20 over 16 prompts of 1,800 tokens in one request")
 async def prompt_logprobs(attacker: Attacker) -> None:
-    await plain_prompts(attacker, 16, 1800, prompt_logprobs=20)
+    await logprobs_of(attacker, 16, 1800, prompt_logprobs=20)
 
 
-@attack("echo-logprobs", "echo with logprobs 20 over 24 prompts of 1,200 tokens", honest="long-prompts")
+@attack("echo-logprobs", "echo with logprobs 20 over 24 prompts of 1,200 tokens")
 async def echo_logprobs(attacker: Attacker) -> None:
-    await plain_prompts(attacker, 24, 1200, echo=True, logprobs=20)
+    await logprobs_of(attacker, 24, 1200, echo=True, logprobs=20)
 
 
 async def choices(attacker: Attacker, **more: object) -> None:
@@ -58,6 +54,7 @@ async def many_choices(attacker: Attacker) -> None:
     await choices(attacker)
 
 
+# The same choices are generated in both rounds; only the answers' logprobs differ.
 @attack("choice-logprobs", "16 choices of 256 tokens with top_logprobs 20, not streamed", honest="many-choices")
 async def choice_logprobs(attacker: Attacker) -> None:
     await choices(attacker, logprobs=True, top_logprobs=20)

@@ -14,7 +14,9 @@ class Attack:
     name: as on the command line. words: one line for the report. place: name of the stack that it needs. prepare: makes
     the payloads once, before the measurement. honest: name of an attack that does the same work for the same tenant
     without malice. The neighbour's latency is compared with a run beside that attack, because legitimate work makes an
-    engine slower for every tenant. judges_latency: whether the neighbour's latency counts; not with lifted limits.
+    engine slower for every tenant. It may do no more work than the attack causes, or its load hides the attack's; a
+    comment at each says why it does not. judges_latency: whether the neighbour's latency counts; not with lifted
+    limits.
     """
 
     name: str

@@ -51,10 +51,14 @@ class Target:
 
 @dataclass(frozen=True)
 class Order:
-    """Order to run one round. busy: CPU seconds per second that the attack `busy-loop` takes."""
+    """Order to run one round.
+
+    busy: CPU seconds per second that the attack `busy-loop` takes. served: requests a second of `Attacker.as_served`.
+    """
 
     seconds: float
     busy: float = 1.0
+    served: float = 12.0
 
 
 @dataclass
@@ -62,7 +66,7 @@ class Round:
     """Outcome of one round.
 
     breaches: violated guarantees, as text. accepted: digests of adapters that were stored. cpu: CPU seconds of the
-    attacker's process.
+    attacker's process. served: answers of status 200 to the attacker's own key.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -73,6 +77,7 @@ class Round:
     largest_error: int = 0
     seconds: float = 0.0
     cpu: float = 0.0
+    served: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Attacker:
         self.target = target
         self.session = session
         self.busy = order.busy
+        self.served = order.served
         self.began = time.monotonic()
         self.ends = self.began + order.seconds
         self.round = Round()
@@ -154,6 +160,8 @@ class Attacker:
             return None
         answer = Answer(response.status, body, time.monotonic() - began, dict(response.headers))
         self.count(answer.status, answer.seconds, body)
+        is_own = options["headers"]["Authorization"] == self.headers["Authorization"]
+        self.round.served += is_own and answer.status == 200
         return answer
 
     async def chat(self, words: str = "Hi", seconds: float = 60.0, **body: Any) -> Answer | None:
@@ -204,6 +212,21 @@ class Attacker:
         for result in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(result, Exception) and not isinstance(result, OSError | aiohttp.ClientError):
                 raise result
+
+    async def as_served(self, one: Callable[[int], Awaitable[object]]) -> None:
+        """Run `one` as often as the attacked round had served answers, evenly over the time that is left.
+
+        An honest tenant in a closed loop would be served more than an attacker with slow or refused requests, and its
+        load would hide the attack's. `one` gets the number of its turn.
+        """
+        count = max(1, round(self.served * (self.ends - self.began)))
+        distance = self.left / count
+
+        async def in_turn(turn: int) -> None:
+            await self.pause(turn * distance)
+            await one(turn)
+
+        await self.side_by_side(count, in_turn)
 
     async def pause(self, seconds: float) -> None:
         await asyncio.sleep(min(seconds, self.left))

@@ -90,6 +90,7 @@ async def churn_aliases(attacker: Attacker) -> None:
     "expiry-storm",
     "12 aliases and their targets that end at the same moment, requested until and after it",
     least_seconds=8.0,
+    # The same uploads and requests until the end; only the requests after it differ.
     honest="aliases",
 )
 async def expire(attacker: Attacker) -> None:

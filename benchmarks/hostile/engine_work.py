@@ -57,14 +57,12 @@ def dear_schema(seed: float) -> dict[str, object]:
     return {"json": {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}}
 
 
-@attack("twelve-completions", "12 plain completions a second, beside a neighbour's small grammar", shown=False)
-async def twelve(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        while attacker.going:
-            await attacker.complete("a", max_tokens=2)
-            await attacker.pause(8 / 12)
+@attack("plain-completions", "plain completions at the rate of dear-regexes, beside a small grammar", shown=False)
+async def plain(attacker: Attacker) -> None:
+    async def completions() -> None:
+        await attacker.as_served(lambda _: attacker.complete("a", max_tokens=2))
 
-    await attacker.side_by_side(9, lambda i: neighbours_grammar(attacker) if i == 0 else one(i))
+    await attacker.side_by_side(2, lambda i: neighbours_grammar(attacker) if i == 0 else completions())
 
 
 @attack("dear-grammars", "48 dear grammars at once, always new ones, beside a neighbour's small one")
@@ -75,7 +73,8 @@ async def grammars(attacker: Attacker) -> None:
 @attack(
     "dear-regexes",
     "24 dear regular expressions at once, always new ones, beside a neighbour's small one",
-    honest="twelve-completions",  # the attack gets about as many served
+    # A served answer of two tokens slows the engine whatever its grammar; the grammars' own cost is judged.
+    honest="plain-completions",
 )
 async def regexes(attacker: Attacker) -> None:
     await dear(attacker, 24, dear_regex)
@@ -104,6 +103,7 @@ async def completions_in_turn(attacker: Attacker, bodies: list[dict]) -> None:
 @attack(
     "huge-token-ids",
     "allowed_token_ids up to 2^31 - 1, stop ids, biases and bad words without sense",
+    # Of ten requests three are served, one of them with 16 choices. These are ordinary use.
     honest="token-ids-free",
 )
 async def token_ids(attacker: Attacker) -> None:
@@ -124,11 +124,12 @@ async def token_ids(attacker: Attacker) -> None:
     await completions_in_turn(attacker, served + refused)
 
 
-@attack("token-ids-free", "as huge-token-ids, without ids, biases and words", shown=False)
+@attack("token-ids-free", "the served requests of huge-token-ids, without ids, biases and words", shown=False)
 async def token_ids_free(attacker: Attacker) -> None:
-    await completions_in_turn(attacker, [{}, {}, {"n": 16}] + [{"max_tokens": 0}] * 7)
+    await attacker.as_served(lambda turn: attacker.complete("a", max_tokens=4, n=16 if turn % 3 == 2 else 1))
 
 
+# Both rounds have 32 streams all the time. A slow mask makes the attack's streams longer, not more.
 @attack("dear-masks", "32 streams under schemas whose masks cost the most, with penalties", honest="mask-free")
 async def masks(attacker: Attacker) -> None:
     schema = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(100)}}

@@ -48,8 +48,9 @@ class Result:
 
     p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
     first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. busy: CPU
-    seconds per second of the attacker's process. missed: limits that the attack exceeds. undecided: limits that a
-    ratio exceeds, although its interval begins below them.
+    seconds per second of the attacker's process. missed: limits that the attack exceeds, except those of latency.
+    slow, undecided: the latter, judged by `Report`. of_control: p50 and p99 as multiples of the largest control's;
+    None without one.
     """
 
     name: str
@@ -74,8 +75,15 @@ class Result:
     statuses: Counter[str] = field(default_factory=Counter)
     left: list[str] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
+    slow: list[str] = field(default_factory=list)
     undecided: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    of_control: tuple[float | None, float | None] = (None, None)
+    judges_latency: bool = True
+
+    @property
+    def all_missed(self) -> list[str]:
+        return [*self.missed, *self.slow]
 
 
 def as_json(results: Sequence[Result]) -> bytes:
@@ -171,7 +179,7 @@ async def run_attack(
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
-            order = Order(seconds, busy=outcome.cpu / outcome.seconds)
+            order = Order(seconds, outcome.cpu / outcome.seconds, outcome.served / outcome.seconds)
             before, one, _ = await measure(neighbour, watch, calm, order)
             calm_rounds.append(before)
             quiet_stall = max(quiet_stall, one.stall)
@@ -220,7 +228,10 @@ def judge(
     quiet_stall: float,
     left: list[str],
 ) -> Result:
-    """Compare a result with the limits. calm_rounds: the neighbour's measurements in the quiet rounds."""
+    """Compare a result with the limits, except those of latency.
+
+    calm_rounds: the neighbour's measurements in the quiet rounds.
+    """
     quiet = Measurements()
     for before in calm_rounds:
         quiet.add(before)
@@ -245,16 +256,13 @@ def judge(
         statuses=attacked.statuses,
         left=left,
         notes=attacked.notes,
+        judges_latency=attack.judges_latency,
     )
     failures = Counter(measured.failures)
     missed = [f"the neighbour's {words} (x{number})" for words, number in failures.most_common(3)]
     missed += [f"before the attack: {words} (x{number})" for words, number in Counter(quiet.failures).most_common(2)]
     if limits.latency is not None and attack.judges_latency:
         missed += [] if measured.whole else ["no chat of the neighbour ended"]
-        for name, found in (("p50", result.p50), ("p99", result.p99)):
-            if found.value > limits.latency:
-                verdict = missed if found.low > limits.latency else result.undecided
-                verdict.append(f"{name} {found.value:.2f} times quiet")
     if result.upload > limits.upload:
         missed.append(f"the neighbour's upload took {result.upload:.1f} s")
     if result.memory > limits.memory:

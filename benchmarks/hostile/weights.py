@@ -133,6 +133,7 @@ async def greedy_answer(attacker: Attacker, words: str = QUESTION) -> str | None
     "huge-values",
     "adapters of 1.6e38 and NaN beside a victim, whose answer must not change",
     prepare=huge_values,
+    # The prompts' computation is ordinary use.
     honest="mild-values",
     place="unprobed",
 )
@@ -140,12 +141,13 @@ async def send_huge_values(attacker: Attacker) -> None:
     await use_beside_victim(attacker, huge_values())
 
 
-@attack("mild-values", "as huge-values, with ordinary numbers", shown=False)
+@attack("mild-values", "as huge-values, with ordinary numbers and one token", shown=False)
 async def send_mild_values(attacker: Attacker) -> None:
-    await use_beside_victim(attacker, {str(seed): tensors(8, 2, seed=seed) for seed in range(4)})
+    # Requests with huge values end at their first token, so these generate no more.
+    await use_beside_victim(attacker, {str(seed): tensors(8, 2, seed=seed) for seed in range(4)}, max_tokens=1)
 
 
-async def use_beside_victim(attacker: Attacker, values: dict[str, bytes]) -> None:
+async def use_beside_victim(attacker: Attacker, values: dict[str, bytes], max_tokens: int = 24) -> None:
     """Store adapters of these weights and generate with them, while the neighbour requests the same answer again."""
     expected = await greedy_answer(attacker)
     names = []
@@ -160,7 +162,7 @@ async def use_beside_victim(attacker: Attacker, values: dict[str, bytes]) -> Non
     async def one(index: int) -> None:
         while attacker.going and names:
             for name in names:
-                await attacker.chat("word " * (10 + 30 * index), model=name, max_tokens=24)
+                await attacker.chat("word " * (10 + 30 * index), model=name, max_tokens=max_tokens)
 
     async def victim() -> None:
         while attacker.going:
@@ -242,21 +244,34 @@ def many_adapters() -> list[bytes]:
     "adapter-cycling",
     "24 adapters of 5 MB in turn, one token each, so that caches hold nothing else",
     prepare=many_adapters,
+    # The uploads, and single tokens at the attack's rate, are ordinary use; loads and evictions are judged.
     honest="adapter-steady",
     # The 24 uploads, checked one at a time, precede the cycling.
     least_seconds=20.0,
 )
 async def cycle(attacker: Attacker) -> None:
-    await push_and_use(attacker, step=5)
+    names = await push_many(attacker)
+
+    async def one(index: int) -> None:
+        turn = index
+        while attacker.going and names:
+            await attacker.chat(model=names[turn % len(names)], max_tokens=1)
+            turn += 5
+
+    await attacker.side_by_side(8, one)
+    await delete_all(attacker, names)
 
 
 @attack("adapter-steady", "as adapter-cycling, with one of the adapters", prepare=many_adapters, shown=False)
 async def stay(attacker: Attacker) -> None:
-    await push_and_use(attacker, step=0)
+    names = await push_many(attacker)
+    if names:
+        await attacker.as_served(lambda _: attacker.chat(model=names[0], max_tokens=1))
+    await delete_all(attacker, names)
 
 
-async def push_and_use(attacker: Attacker, step: int) -> None:
-    """Store 24 adapters, then request single tokens. step: adapters from one request to the next; 0: only the first."""
+async def push_many(attacker: Attacker) -> list[str]:
+    """Store 24 adapters, as far as the time allows, and return their names."""
     names = []
     for index, weights in enumerate(many_adapters()):
         answer = await attacker.upload(f"cycle-{index}", {CONFIG: config(64), WEIGHTS: weights})
@@ -265,14 +280,10 @@ async def push_and_use(attacker: Attacker, step: int) -> None:
         if not attacker.going:
             break
     attacker.note(f"{len(names)} of 24 adapters stored")
+    return names
 
-    async def one(index: int) -> None:
-        turn = index
-        while attacker.going and names:
-            await attacker.chat(model=names[turn % len(names) if step else 0], max_tokens=1)
-            turn += step
 
-    await attacker.side_by_side(8, one)
+async def delete_all(attacker: Attacker, names: list[str]) -> None:
     for name in names:
         await attacker.call("DELETE", f"/v1/adapters/{name}")
 

@@ -1,0 +1,77 @@
+"""Verdicts of `benchmarks.hostile`: latencies against the limit and the controls, totals, and the JSON file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.hostile.ratios import Ratio
+from benchmarks.hostile.report import Report, show
+from benchmarks.hostile.run import Limits, Result
+
+
+def result(name: str, p50: float, low: float | None = None, **more: object) -> Result:
+    """Return a result whose p50 has an interval from `low`."""
+    return Result(name, p50=Ratio(p50, p50 if low is None else low, 2 * p50), p99=Ratio(1, 1, 1), **more)  # type: ignore[arg-type]
+
+
+def verdicts(report: Report) -> dict[str, tuple[bool, bool]]:
+    """Return whether each attack missed a limit, and whether it is undecided."""
+    return {each.name: (bool(each.all_missed), bool(each.undecided)) for each in report.attacks}
+
+
+def test_a_latency_is_missed_only_beyond_its_interval_and_the_controls():
+    report = Report(Limits(latency=1.2), None)
+    for each in (result("fast", 1.1), result("noisy", 1.4, low=1.1), result("slow", 1.5), result("slowest", 3.0)):
+        report.add(each)
+    assert verdicts(report) == {
+        "fast": (False, False),
+        "noisy": (False, True),
+        "slow": (True, False),
+        "slowest": (True, False),
+    }
+    report.add(result("busy-loop", 1.5))
+    assert verdicts(report)["slow"] == (False, True)
+    assert verdicts(report)["slowest"] == (True, False)
+    assert [each.of_control[0] for each in report.attacks] == pytest.approx([1.1 / 1.5, 1.4 / 1.5, 1.0, 2.0])
+
+
+def test_a_control_below_one_makes_no_attack_slower():
+    report = Report(Limits(latency=1.2), None)
+    report.add(result("nothing", 0.5))
+    report.add(result("fast", 1.1))
+    assert report.results[1].of_control[0] == 1.1
+    assert verdicts(report) == {"fast": (False, False)}
+
+
+def test_other_limits_and_attacks_that_fail_count_whatever_the_controls():
+    report = Report(Limits(latency=1.2), None)
+    report.add(result("busy-loop", 2.0))
+    report.add(result("leaky", 1.0, missed=["left: 1 leases"]))
+    report.add(Result("broken", missed=["not measured: OSError: gone"]))
+    report.add(result("unjudged", 9.0, judges_latency=False))
+    assert verdicts(report) == {"leaky": (True, False), "broken": (True, False), "unjudged": (False, False)}
+
+
+def test_the_file_has_the_results_after_each_attack(tmp_path: Path):
+    path = tmp_path / "hostile.json"
+    report = Report(Limits(), path)
+    for number, name in enumerate(("busy-loop", "first", "second"), 1):
+        report.add(result(name, 1.0))
+        assert [each["name"] for each in json.loads(path.read_bytes())][-1] == name
+        assert len(json.loads(path.read_bytes())) == number
+
+
+def test_the_totals_count_every_attack_once():
+    report = Report(Limits(latency=1.2), None)
+    for each in (result("nothing", 1.0), result("good", 1.0), result("bad", 2.0), result("unclear", 1.3, low=1.0)):
+        report.add(each)
+    assert report.totals().splitlines()[:3] == [
+        "total: 1 hold, 1 undecided, 1 missed",
+        "missed: bad",
+        "undecided: unclear",
+    ]
+    assert "of control p50 2.00" in show(report.attacks[1])
+    rows = report.table().splitlines()
+    assert rows[4].startswith("| bad | 2.00 [2.00 4.00] | 2.00 |")
+    assert rows[4].endswith("| **missed**: p50 2.00 times quiet |")
