@@ -1,0 +1,99 @@
+"""A tenant whose requests reach all engines through two gateways, beside a tenant of each engine that asks it directly.
+
+Each tenant always has requests waiting at every engine that it uses, so its share of the tokens is that of its weight.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import aiohttp
+
+from gateway.settings import Settings
+from testing.gateway.program import program
+from testing.gateway.upstream import TOKEN
+from testing.ports import free_ports
+
+SEATS = 4
+# Requests of each tenant at an engine at all times. Those of the spread tenant spend time in gateways too, more on a
+# busy machine.
+AT_ONCE, SPREAD_AT_ONCE = 8, 16
+TOLERANCE = 0.1
+MODEL = "tiny"
+BODY = {"model": MODEL, "prompt": "The quick brown fox", "max_tokens": 24, "ignore_eos": True, "stream": True}
+SPREAD = "spread"
+# The longest run sends more than a tenant's default limits allow.
+NO_RATES = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9}
+
+
+class Loops:
+    """Closed loops of requests. tokens: the tokens received by each."""
+
+    def __init__(self) -> None:
+        self.tokens: Counter[str] = Counter()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, name: str, url: str, headers: dict[str, str], concurrency: int) -> None:
+        self._tasks += [asyncio.create_task(self._loop(name, url, headers)) for _ in range(concurrency)]
+
+    async def _loop(self, name: str, url: str, headers: dict[str, str]) -> None:
+        while True:
+            # A connection of its own, so that any worker may answer.
+            async with (
+                aiohttp.ClientSession() as session,
+                session.post(f"{url}/v1/completions", json=BODY, headers=headers) as response,
+            ):
+                assert response.status == 200, await response.text()
+                async for line in response.content:
+                    self.tokens[name] += line.startswith(b"data: {")
+
+    async def run(self, seconds: float) -> Counter[str]:
+        """Return the tokens that each loop receives in this time. Raises the error of a loop that failed."""
+        before = self.tokens.copy()
+        await asyncio.wait(self._tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+        received = self.tokens - before
+        for task in self._tasks:
+            if task.done():
+                task.result()
+        return received
+
+    async def stop(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+@asynccontextmanager
+async def spread_tenant(of: Settings, weight: float = 1.0) -> AsyncIterator[Loops]:
+    """Run two gateways of two workers before the settings' engines, and the loops of all tenants.
+
+    weight: of the spread tenant. Each engine's own tenant has weight 1.
+    """
+    engines, loops = of.engines, Loops()
+    async with program(of, free_ports(2)) as (_, one), program(of, free_ports(2)) as (_, other):
+        spread = await one.tenant(SPREAD, weight=weight, max_concurrent=2 * SPREAD_AT_ONCE * len(engines), **NO_RATES)
+        try:
+            for gateway in (one, other):
+                loops.start(SPREAD, gateway.url, spread.headers, SPREAD_AT_ONCE * len(engines) // 2)
+            for number, url in enumerate(engines):
+                headers = {"x-loraplex-internal-token": TOKEN, "x-loraplex-tenant": f"own-{number}"}
+                loops.start(f"own-{number}", url, headers, AT_ONCE)
+            yield loops
+        finally:
+            await loops.stop()
+
+
+def entitled(engines: Sequence[str], weight: float) -> float:
+    """Return the spread tenant's part of all tokens by its weight."""
+    return weight / (weight + len(engines))
+
+
+def share(tokens: Counter[str]) -> float:
+    """Return the spread tenant's part of the tokens; 0 without tokens."""
+    return tokens[SPREAD] / tokens.total() if tokens.total() else 0.0
+
+
+def is_within(found: float, expected: float) -> bool:
+    """Return whether a share is within TOLERANCE of the expected one."""
+    return abs(found - expected) <= TOLERANCE * expected
