@@ -17,11 +17,7 @@ from testing.stack import ROOT
 SCENARIOS = ROOT / "examples" / "scenarios"
 RATES = ("rate", "start_rate", "end_rate")
 TIMES = ("on", "off", "over")
-LENGTHS = (
-    "tokens",
-    "min",
-    "max",
-)
+LENGTHS = ("tokens", "min", "max", "median")
 
 
 @dataclass(frozen=True)

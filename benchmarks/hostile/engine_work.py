@@ -103,7 +103,7 @@ async def completions_in_turn(attacker: Attacker, bodies: list[dict]) -> None:
 @attack(
     "huge-token-ids",
     "allowed_token_ids up to 2^31 - 1, stop ids, biases and bad words without sense",
-    # Of ten requests three are served, one of them with 16 choices. These are ordinary use.
+    # Three of ten requests are served, one of them with 16 choices. These are ordinary use.
     honest="token-ids-free",
 )
 async def token_ids(attacker: Attacker) -> None:
