@@ -16,7 +16,7 @@ from engine.scheduling.scheduler import Scheduler, StepLimits
 
 STEP_S = 0.02
 PREEMPT_AFTER_S = 0.25
-# Of the requests that the bound of the wait is checked with, in tokens.
+# Length in tokens of the longest prompt in the test of the bound.
 LONGEST_PROMPT = 60
 
 
