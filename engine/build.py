@@ -92,9 +92,9 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
         num_blocks = (config.kv_cache_memory or FIXED_KV_CACHE) // block_bytes
     else:
         with _fitting(platform, "max_num_batched_tokens", "a step of so many tokens does not fit; lower it"):
-            activations, graphs = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)
+            measured = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)
         # LoRA on embed_tokens and lm_head is outside of the pages, up to a quarter of their size.
-        needs = Needs(weights, on_device + on_device // 4, activations, graphs)
+        needs = Needs(weights, on_device + on_device // 4, measured.activations, measured.graphs, measured.seats)
         num_blocks = count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
     context = fit_context(config, context, num_blocks, num_blocks * block_bytes)
     limits = replace(limits, num_blocks=num_blocks, max_model_len=context)

@@ -43,20 +43,24 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes beside the KV cache. adapters: limit of the pages, and of LoRA on embed_tokens and lm_head."""
+    """Bytes beside the KV cache. adapters: limit of the pages, and of LoRA on embed_tokens and lm_head. seats: of the
+    tables by seat: token counts for penalties, and allowed tokens.
+    """
 
     weights: int
     adapters: int
     activations: int
     graphs: int
+    seats: int = 0
 
     @property
     def total(self) -> int:
-        return self.weights + self.adapters + self.activations + self.graphs
+        return self.weights + self.adapters + self.activations + self.graphs + self.seats
 
     def __str__(self) -> str:
         parts = [("weights", self.weights), ("adapters", self.adapters), ("activations", self.activations)]
-        shown = [f"{name} {mib(size)}" for name, size in [*parts, ("CUDA graphs", self.graphs)] if size]
+        parts += [("CUDA graphs", self.graphs), ("tables by seat", self.seats)]
+        shown = [f"{name} {mib(size)}" for name, size in parts if size]
         return ", ".join(shown)
 
 

@@ -26,6 +26,7 @@ from engine.build import (
 )
 from engine.config import SIMULATED, BatchSizes, EngineConfig
 from engine.execution.graphs import default_sizes, default_token_sizes
+from engine.execution.seats import seat_bytes
 from engine.gpus import GPUS
 from engine.memory import (
     FIXED_KV_CACHE,
@@ -186,6 +187,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
         on_device if share is None else on_device + on_device // 4,
         activation_bytes(model, sizes, dtype.itemsize),
         _graph_bytes(config, sizes, platform),
+        0 if platform.is_host else seat_bytes(sizes.max_num_seqs, model.vocab_size),
     )
     kv_bytes = kv_bytes_per_token(model, kv_dtype)
     num_blocks = _num_blocks(config, share, needs, kv_bytes * config.block_size, sizes)

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
+from typing import NamedTuple
 
 from engine.execution.runner import RunnerLimits, StepRunner
 from engine.execution.token_rules import AllowedTokens
@@ -58,6 +59,14 @@ def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
         request.blocks = list(range(-(-request.num_tokens // block_size)))
         plan[request] = request.num_to_compute
     runner.sample(runner.forward(plan)).wait()
+
+
+class Measured(NamedTuple):
+    """Bytes of a step's activations, of the seats' tables, and of all CUDA graphs."""
+
+    activations: int
+    seats: int
+    graphs: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +119,8 @@ class Rehearsal:
         make_runner: Callable[[RunnerLimits, Callable[[int, int], None]], StepRunner],
         platform: Platform,
         progress: Callable[[int, int], None],
-    ) -> tuple[int, int]:
-        """Return the bytes of a step's activations and of all CUDA graphs. progress: as in `warm_up`.
+    ) -> Measured:
+        """Return the bytes that a runner needs beside its KV cache. progress: as in `warm_up`.
 
         The steps run on a KV cache of few blocks. Of the graphs only the first are captured, and the others are assumed
         to take what the dearest of these added.
@@ -124,7 +133,7 @@ class Rehearsal:
         peak = platform.watch_peak()
         for shape in shapes:
             run_step(runner, shape, size)
-        activations = peak()
+        activations, seats = peak(), runner.seat_bytes
         if self._has_steps_without_graph:
             self.warm_up(runner, progress)
         runner.close()
@@ -132,7 +141,7 @@ class Rehearsal:
         graphs = _measure_graphs(partial(make_runner, few), peak) if few.graph_sizes else 0
         gc.collect()  # graphs and their closures refer to each other
         platform.release_memory()
-        return activations, graphs
+        return Measured(activations, seats, graphs)
 
     @property
     def _has_steps_without_graph(self) -> bool:

@@ -17,7 +17,7 @@ from adapters.tiers.device_pool import AdapterPool
 from engine.execution.graphs import GraphSizes, StepGraphs
 from engine.execution.layout import Layout, Planner, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
-from engine.execution.seats import DrawTable, TokenTable
+from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.request import Request, Status
@@ -96,6 +96,11 @@ class StepRunner(Protocol):
         """
         ...
 
+    @property
+    def seat_bytes(self) -> int:
+        """Return the bytes of the device's memory that the seats' tables keep, whatever the steps."""
+        ...
+
     def close(self) -> None:
         """Free the KV cache and the graphs."""
         ...
@@ -143,13 +148,19 @@ class Runner:
         self._last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=device)
         is_host = platform_of(device).is_host
         self._seats = Seats(
-            DrawTable(max_num_seqs), None if is_host else TokenTable(max_num_seqs, c.vocab_size, device)
+            DrawTable(max_num_seqs),
+            None if is_host else TokenTable(max_num_seqs, c.vocab_size, device),
+            None if is_host else AllowedTable(max_num_seqs, c.vocab_size, device),
         )
         self.graphs: StepGraphs | None = None
         if limits.graph_sizes or limits.graph_tokens:
             sizes = GraphSizes(limits.graph_sizes, limits.graph_tokens, max_num_seqs, max_blocks, block_size)
             with torch.inference_mode():
                 self.graphs = StepGraphs(decoder, adapters, self._last_tokens, sizes, progress)
+
+    @property
+    def seat_bytes(self) -> int:
+        return sum(table.num_bytes for table in (self._seats.tokens, self._seats.allowed) if table is not None)
 
     def close(self) -> None:
         """Free the KV cache and the graphs. The decoder can be attached again."""

@@ -5,15 +5,16 @@ Rows are independent: a request's draw depends on its own seed and position only
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.logit_edits import LogitEdits
+from engine.execution.logit_edits import BAN, Edits, KeptEdits, LogitEdits
 from engine.execution.masks import constrain
-from engine.execution.seats import DrawTable, TokenTable
+from engine.execution.seats import AllowedTable, DrawTable, TokenTable
+from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 from kernels.ops import Ops
@@ -27,28 +28,43 @@ LOGPROB_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Seats:
-    """State of the seats. tokens: None on the CPU, where each request has its own counts, which cost less there."""
+    """State of the seats. tokens, allowed: None on the CPU, where each request has its own counts and masks, which cost
+    less there.
+    """
 
     draws: DrawTable
     tokens: TokenTable | None
+    allowed: AllowedTable | None = None
+    edits: KeptEdits = field(default_factory=KeptEdits)
 
 
 def sample(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats) -> Tensor:
     """Return `[n]` int64, the next token of each request. logits: `[n, vocab]` fp32, edited in place; row i is
     `requests[i]`'s.
     """
-    constrain(logits, [request.mask for request in requests], ops)
-    if seats.tokens is not None:
-        seats.tokens.penalise(logits, requests, ops)
-    if any(r.params.edits_logits or (seats.tokens is None and r.params.penalises) for r in requests):
-        edit_logits(logits, requests, has_penalties=seats.tokens is None)
+    is_plain = all(request.is_plain for request in requests)
+    if not is_plain:
+        _change(logits, requests, ops, seats)
     if all(request.params.temperature == 0 for request in requests):
         tokens = likeliest(logits)
     else:
         tokens = ops.sample(logits, *upload(logits.device, seats.draws.columns(requests)))
-    if seats.tokens is not None:
+    if seats.tokens is not None and not is_plain:
         seats.tokens.add(requests, tokens)
     return tokens
+
+
+def _change(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats) -> None:
+    """Apply masks, penalties, bias and bans in place."""
+    masks = [request.mask for request in requests]
+    if seats.allowed is not None:
+        seats.allowed.forbid(logits, requests, ops)
+        masks = [None if isinstance(mask, AllowedTokens) else mask for mask in masks]
+    constrain(logits, masks, ops)
+    if seats.tokens is not None:
+        seats.tokens.penalise(logits, requests, ops)
+    if any(r.edits_logits or (seats.tokens is None and r.params.penalises) for r in requests):
+        edit_logits(logits, requests, seats.edits, has_penalties=seats.tokens is None)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -68,12 +84,13 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
 
 
-def edit_logits(logits: Tensor, requests: Sequence[Request], *, has_penalties: bool) -> None:
+def edit_logits(logits: Tensor, requests: Sequence[Request], kept: KeptEdits, *, has_penalties: bool) -> None:
     """Apply penalties, if `has_penalties`, bias and bans in place: one gather and scatter of each kind for all rows.
+    kept: bias and bans of the step before.
 
     A request whose edits fail ends by itself; no other row depends on it.
     """
-    scaled, lowered, biased, banned = _Edits(), _Edits(), _Edits(), _Edits()
+    scaled, lowered, biased, banned = Edits(), Edits(), Edits(), Edits()
     banned_where_masked: list[tuple[int, np.ndarray]] = []
     for row, request in enumerate(requests):
         try:
@@ -84,7 +101,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], *, has_penalties: b
                 biased.add(row, _edits(request).bias_ids, _edits(request).bias)
             for found in bans(request):
                 if request.mask is None:
-                    banned.add(row, found, 0.0)
+                    banned.add(row, found, BAN)
                 else:
                     banned_where_masked.append((row, found))
         except Exception:
@@ -99,10 +116,12 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], *, has_penalties: b
         rows, ids, penalty = lowered.upload(device)
         logits[rows, ids] = logits[rows, ids] - penalty
     if biased:
-        rows, ids, bias = biased.upload(device)
+        kept.biased = biased.upload_unless(kept.biased, device)
+        rows, ids, bias = kept.biased.tensors
         logits[rows, ids] = logits[rows, ids] + bias
     if banned:
-        rows, ids, _ = banned.upload(device)
+        kept.banned = banned.upload_unless(kept.banned, device)
+        rows, ids, _ = kept.banned.tensors
         logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
     for row, found in banned_where_masked:
         # A ban is skipped if it would leave no token: a mask may allow only the end, or only a banned word.
@@ -111,7 +130,7 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], *, has_penalties: b
         logits[row] = torch.where(rest.amax() > -torch.inf, rest, logits[row])
 
 
-def _add_penalties(row: int, request: Request, scaled: "_Edits", lowered: "_Edits") -> None:
+def _add_penalties(row: int, request: Request, scaled: Edits, lowered: Edits) -> None:
     p = request.params
     if p.repetition_penalty != 1.0:
         seen, _ = _edits(request).all.update(request.token_ids)
@@ -132,26 +151,6 @@ def bans(request: Request) -> Iterator[np.ndarray]:
             yield ids
     if request.num_output_tokens < p.min_tokens and request.stop_ids:
         yield _edits(request).ends
-
-
-class _Edits:
-    """(row, token, value) triples of many rows. Each (row, token) has one value."""
-
-    def __init__(self) -> None:
-        self._rows: list[np.ndarray] = []
-        self._ids: list[np.ndarray] = []
-        self._values: list[np.ndarray] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._rows)
-
-    def add(self, row: int, ids: np.ndarray, values: np.ndarray | float) -> None:
-        self._ids.append(ids)
-        self._rows.append(np.full(len(ids), row))
-        self._values.append(np.broadcast_to(np.asarray(values, np.float32), len(ids)))
-
-    def upload(self, device: torch.device) -> list[Tensor]:
-        return upload(device, [np.concatenate(part) for part in (self._rows, self._ids, self._values)])
 
 
 @dataclass(frozen=True, slots=True)

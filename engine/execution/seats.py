@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
 from engine.scheduling.request import Request
 from kernels.ops import Ops
@@ -24,6 +25,15 @@ class DrawColumns(NamedTuple):
     min_p: np.ndarray
     seeds: np.ndarray
     positions: np.ndarray
+
+
+def seat_bytes(max_num_seqs: int, vocab_size: int) -> int:
+    """Return the bytes on the device of a TokenTable and an AllowedTable."""
+    return max_num_seqs * (vocab_size + _num_words(vocab_size)) * torch.int32.itemsize
+
+
+def _num_words(vocab_size: int) -> int:
+    return -(-vocab_size // 32)
 
 
 class DrawTable:
@@ -68,6 +78,10 @@ class TokenTable:
         self._owners: list[Request | None] = [None] * max_num_seqs
         self._num_counted = [0] * max_num_seqs
 
+    @property
+    def num_bytes(self) -> int:
+        return self._counts.nbytes
+
     def penalise(self, logits: Tensor, requests: Sequence[Request], ops: Ops) -> None:
         """Apply penalties in place. logits: `[n, vocab]` fp32; row i is `requests[i]`'s. Every token of the requests
         must be known.
@@ -111,3 +125,44 @@ class TokenTable:
         row[used] = numbers
         row[prompt] += IN_PROMPT
         self._owners[request.seat], self._num_counted[request.seat] = request, len(text)
+
+
+class AllowedTable:
+    """Bits of `allowed_token_ids` by seat on the device, int32 `[max_num_seqs, ceil(vocab / 32)]`. A seat's row is
+    uploaded when a request with another set first draws in it.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device) -> None:
+        self._device = device
+        self._bits = torch.zeros(max_num_seqs, _num_words(vocab_size), dtype=torch.int32, device=device)
+        self._sets: list[AllowedTokens | None] = [None] * max_num_seqs
+
+    @property
+    def num_bytes(self) -> int:
+        return self._bits.nbytes
+
+    def forbid(self, logits: Tensor, requests: Sequence[Request], ops: Ops) -> None:
+        """Set the logits of tokens outside of the requests' sets to -inf in place. logits: `[n, vocab]` fp32; row i is
+        `requests[i]`'s. A row without a set is not changed.
+        """
+        rows, seats, new = [], [], []
+        for row, request in enumerate(requests):
+            if isinstance(request.mask, AllowedTokens):
+                rows.append(row)
+                seats.append(request.seat)
+                if self._sets[request.seat] is not request.mask:
+                    self._sets[request.seat] = request.mask
+                    new.append(request)
+        if new:
+            self._write(new)
+        if rows:
+            index, places = upload(self._device, (np.array(rows), np.array(seats)))
+            ops.forbid(logits, index, self._bits[places])
+
+    def _write(self, requests: Sequence[Request]) -> None:
+        bits = np.zeros((len(requests), self._bits.shape[1]), np.uint32)
+        for row, request in zip(bits, requests, strict=True):
+            assert isinstance(request.mask, AllowedTokens)
+            request.mask.fill(row)
+        seats, words = upload(self._device, (np.array([r.seat for r in requests]), bits.view(np.int32)))
+        self._bits[seats] = words

@@ -103,6 +103,10 @@ class SimulatedRunner:
         self._last_tokens[[request.seat for request in requests]] = tokens
         return SimulatedTokens(requests, tokens, launched.ends)
 
+    @property
+    def seat_bytes(self) -> int:
+        return 0
+
     def close(self) -> None:
         pass
 

@@ -185,7 +185,7 @@ class Request:
     served_digest: the adapter whose pages this request's steps read, "sha256:<digest>", "base" or "mixed"; None before
         the first step. The planner records it from the device pool's slots, never from `adapter_digest`, so it is
         a receipt.
-    is_plain: whether a step needs only its token: no mask, no edits of logits, no log-probabilities.
+    is_plain: whether a step needs only its token: no mask, penalties or edits of logits, no log-probabilities.
     turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
         and last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
@@ -262,7 +262,7 @@ class Request:
         self.mask: Matcher | AllowedTokens | None = new.params.allowed if self.matcher is None else self.matcher
         self.edits_logits = new.params.edits_logits
         keeps = new.params.logprobs is not None or new.params.keep_logits
-        self.is_plain = self.mask is None and not self.edits_logits and not keeps
+        self.is_plain = self.mask is None and not (self.edits_logits or new.params.penalises or keeps)
         self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []

@@ -66,13 +66,14 @@ def _show(found: "Estimate", load: "Load") -> None:
         ("adapters", needs.adapters, f"{m.num_pages:,} pages; {m.resident:,} of {load.adapters:,} adapters at once"),
         ("activations", needs.activations, "estimate; an engine on a GPU measures it"),
         ("CUDA graphs", needs.graphs, "estimate; an engine on a GPU measures it"),
+        ("tables by seat", needs.seats, "token counts for penalties, and allowed tokens"),
         ("KV cache", m.kv_cache, f"{m.kv_tokens:,} tokens; a request has at most {m.context:,}"),
     ]
     click.echo(f"{m.device}: {_gib(m.usable)} of {_gib(m.total)} usable")
     for name, num_bytes, note in rows:
         if num_bytes:
-            click.echo(f"  {name:<12} {_gib(num_bytes):>11}   {note}".rstrip())
-    click.echo(f"  {'sum':<12} {_gib(needs.total + m.kv_cache):>11}")
+            click.echo(f"  {name:<14} {_gib(num_bytes):>11}   {note}".rstrip())
+    click.echo(f"  {'sum':<14} {_gib(needs.total + m.kv_cache):>11}")
     click.echo(f"host: {_gib(m.host_adapters)} for adapters; {m.in_host:,} of {load.adapters:,} fit")
     click.echo(
         f"{t.streams:,} streams of {load.prompt_tokens:,} + {load.output_tokens:,} tokens, {t.adapters:,} adapters "

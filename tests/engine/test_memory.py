@@ -11,6 +11,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.execution.seats import seat_bytes
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.memory import Needs, Share, adapter_bytes, count_blocks
 from engine.scheduling.request import NewRequest, SamplingParams
@@ -121,6 +122,7 @@ def test_activations_are_measured_before_the_kv_blocks_are_counted(
     with caplog.at_level("INFO"):
         engine = make(model, request, adapter_memory=8 * MIB, max_num_seqs=4, enforce_eager=True)
     left = 90 * MIB - 30 * MIB - 10 * MIB - 10 * MIB
+    assert engine.runner.seat_bytes == 0
     shape = engine.runner.decoder.kv[0].k.shape
     per_block = 2 * engine.model_config.num_layers * shape[1] * shape[2] * shape[3] * 4
     assert engine.scheduler.cache.num_blocks == shape[0] == left // per_block
@@ -135,6 +137,25 @@ def test_activations_are_measured_before_the_kv_blocks_are_counted(
         answers.append([token for output in outputs_until_idle(each) for token in output.token_ids])
     assert len(answers[0]) == 8
     assert answers[0] == answers[1]
+
+
+def test_the_tables_by_seat_are_counted(
+    model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a GPU, token counts and allowed tokens have a row for each seat: these 2,000 seats take 3.2 MiB."""
+    card = Card(100 * MIB, weights=30 * MIB, activations=10 * MIB)
+    card.install(monkeypatch)
+    monkeypatch.setattr("engine.execution.runner.platform_of", lambda _: card)
+    options = {"adapter_memory": 8 * MIB, "max_num_batched_tokens": 2000, "enforce_eager": True}
+    with caplog.at_level("INFO"):
+        engine = make(model, request, max_num_seqs=2000, **options)
+    model_config = engine.model_config
+    tables = seat_bytes(2000, model_config.vocab_size)
+    assert 3 * MIB < tables == engine.runner.seat_bytes
+    kv = engine.runner.decoder.kv[0].k
+    left = 90 * MIB - 30 * MIB - 10 * MIB - 10 * MIB - tables
+    assert engine.scheduler.cache.num_blocks == left // (2 * model_config.num_layers * kv[0].nbytes)
+    assert "activations 10 MiB, tables by seat 3 MiB, KV cache 36 MiB" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.rehearsal import MEASURED_CAPTURES, Rehearsal
+from engine.execution.rehearsal import MEASURED_CAPTURES, Measured, Rehearsal
 from engine.execution.token_rules import AllowedTokens
 from engine.progress import CAPTURING, WARMING
 from engine.scheduling.request import NewRequest, SamplingParams
@@ -152,10 +152,10 @@ def test_graphs_count_by_the_first_captures(make_engine: Callable[..., Any], mon
         return 10 * MIB + (20 * MIB if held["captures"] else 0) + 3 * MIB * held["captures"]
 
     monkeypatch.setattr(Card, "watch_peak", lambda _: peak)
-    measured: list[tuple[int, int]] = []
+    measured: list[Measured] = []
     measure = Rehearsal.measure
 
-    def keep(self: Rehearsal, *given: Any) -> tuple[int, int]:
+    def keep(self: Rehearsal, *given: Any) -> Measured:
         measured.append(measure(self, *given))
         assert held["captures"] == MEASURED_CAPTURES
         return measured[-1]
@@ -164,4 +164,4 @@ def test_graphs_count_by_the_first_captures(make_engine: Callable[..., Any], mon
     _, _, said = make_engine()
     captures = max(total for phase, _, total in said if phase == CAPTURING)
     assert held["captures"] == MEASURED_CAPTURES + captures
-    assert measured == [(10 * MIB, 20 * MIB + 3 * MIB * captures)]
+    assert measured == [Measured(10 * MIB, 0, 20 * MIB + 3 * MIB * captures)]

@@ -2,8 +2,10 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -11,8 +13,9 @@ from torch import Tensor
 from engine.execution.logit_edits import TokenCounts
 from engine.execution.sampler import Seats, token_logprobs
 from engine.execution.sampler import sample as sample_on_device
-from engine.execution.seats import DrawTable, TokenTable
+from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.execution.transfer import upload
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from kernels import reference
 from kernels.cpu import sampling as cpu_sampling
@@ -199,33 +202,77 @@ def test_penalties_of_a_stream_are_those_of_its_text_at_once() -> None:
 
 
 def test_counts_on_the_device_give_the_logits_of_counts_on_the_host() -> None:
-    """Requests take, leave and share seats over many steps, and one is computed again; each step's logits are equal."""
+    """Requests take, leave and share seats over many steps, and one is computed again; each step's logits are equal,
+    by tables of counts, allowed tokens, bias and bans that stay on the device, and by edits made anew from the text.
+    """
     generator = random.Random(0)
-    seats = {True: Seats(DrawTable(3), TokenTable(3, 30, torch.device("cpu"))), False: Seats(DrawTable(3), None)}
+    device = torch.device("cpu")
+    tables = Seats(DrawTable(3), TokenTable(3, 30, device), AllowedTable(3, 30, device))
+    seats = {True: tables, False: Seats(DrawTable(3), None)}
+    sets = [None, None, AllowedTokens([1, 5, 29]), AllowedTokens([2, 3])]
     running: dict[int, tuple[Request, Request]] = {}
-    for step in range(60):
+    for step in range(150):
+        if step % 10 == 0:
+            seats[False] = Seats(DrawTable(3), None)
         for seat in range(3):
             if seat not in running or generator.random() < 0.1:
                 prompt = [generator.randrange(30) for _ in range(generator.randrange(1, 9))]
                 params: dict[str, Any] = {"repetition_penalty": generator.choice([1.0, 1.3])}
                 params |= {"frequency_penalty": generator.choice([0.0, 0.7]), "temperature": generator.choice([0, 1])}
                 params |= {"logit_bias": generator.choice([{}, {4: 2.0}]), "min_tokens": generator.choice([0, 3])}
+                params |= {"allowed": generator.choice(sets)}
+                params["bad_words"] = generator.choice([None, BannedWords([[4], [3, 5]])])
                 pair = request(step, prompt, **params), request(step, prompt, **params)
                 running[seat] = pair
                 for each in pair:
                     each.seat = seat
             elif generator.random() < 0.1:  # preempted, with another in its seat until it goes on
                 seats[True].tokens.penalise(torch.zeros(1, 30), [_stranger(seat)], TorchOps())  # type: ignore[union-attr]
+        order = generator.choice([[0, 1, 2], [0, 1, 2], [2, 0, 1]])
         logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(step))
         edited, tokens = {}, {}
         for which, on_device in ((0, True), (1, False)):
             edited[on_device] = logits.clone()
-            found = [running[seat][which] for seat in range(3)]
+            found = [running[seat][which] for seat in order]
             tokens[on_device] = sample_on_device(edited[on_device], found, TorchOps(), seats[on_device]).tolist()
             for each, token in zip(found, tokens[on_device], strict=True):
                 each.token_ids.append(token)
         torch.testing.assert_close(edited[True], edited[False])
         assert tokens[True] == tokens[False]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"allowed": AllowedTokens([3, 4])},
+        {"logit_bias": {3: 1.0, 5: -1.0}},
+        {"min_tokens": 99},
+    ],
+)
+def test_a_step_of_the_same_requests_uploads_no_edit_again(
+    params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the bytes of each step's uploads. A mask has 4 KiB."""
+    uploaded: list[int] = []
+
+    def counted(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        uploaded.append(sum(array.nbytes for array in arrays))
+        return upload(device, arrays)
+
+    for name in ("sampler", "seats", "masks"):
+        monkeypatch.setattr(f"engine.execution.{name}.upload", counted)
+    device = torch.device("cpu")
+    seats = Seats(DrawTable(2), TokenTable(2, 32768, device), AllowedTable(2, 32768, device))
+    requests = [request(1, temperature=0, **params), request(2, temperature=0, **params)]
+    requests[1].seat, requests[0].seat = 1, 0
+    sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats)
+    assert bool(uploaded) == bool(params)
+    uploaded.clear()
+    for _ in range(3):
+        sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats)
+    # The numbers of the rows and seats with a set are uploaded: two of 8 bytes each.
+    assert sum(uploaded) == 3 * (32 if "allowed" in params else 0)
 
 
 def _stranger(seat: int) -> Request:
