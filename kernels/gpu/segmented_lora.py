@@ -11,7 +11,9 @@ one scale, which multiplies the sum of the planes.
 
 The grids depend only on shapes: persistent programs process work lists whose length is stored on the device, so a CUDA
 graph replays with any mix of adapters, ranks and base rows (see `kernels.gpu.segments`). The lists hold each chunk's
-rank and pages, so a program waits for one load, by its chunk, before it reads an adapter's rows.
+rows, rank, scales and pages. An expand program loads these at once, by its chunk, so one load is between the list's
+length and an adapter's first rows of B. A shrink program also loads its tile's chunk before. Later rows' pages are
+loaded one tile ahead. Rows of x and y need one more load (`rows`), because they are sorted by adapter.
 
 Source: the two-step gather form of Punica's SGMV (Chen et al., 2023), with S-LoRA's unified rank pages.
 """
@@ -52,13 +54,14 @@ def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
     rank_padded = _rank_padded(segments)
     k_per_split = min(plan.k_per_split, -(-in_features // plan.block_k) * plan.block_k)
     split_k = -(-in_features // k_per_split)
+    scales = segments.chunk_scales(group.scales)
     planes = torch.empty((split_k, len(x), num_slices * rank_padded), dtype=torch.float32, device=x.device)
     most = segments.tiles.shape[1] * num_slices * split_k
     programs = min(most, plan.programs_per_sm * _num_sms(x.device))
     _shrink[(programs,)](
         x,
         group.a_pages,
-        group.scales,
+        scales,
         planes,
         segments.rows,
         segments.chunks,
@@ -71,7 +74,7 @@ def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
         programs,
         x.stride(0),
         group.a_pages.stride(0),
-        group.scales.stride(0),
+        scales.stride(0),
         MAX_PAGES=segments.pages.shape[1],
         IN_FEATURES=in_features,
         NUM_SLICES=num_slices,
@@ -96,11 +99,12 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
     offsets = group.offsets[1:] + (group.offsets[-1],) * (MAX_SLICES - num_slices)
     sizes = (end - start for start, end in zip(group.offsets, group.offsets[1:], strict=False))
     column_tiles = sum(-(-size // plan.block_n) for size in sizes)
+    scales = segments.chunk_scales(group.scales)
     programs = min((segments.chunks.shape[1] - 1) * column_tiles, plan.programs_per_sm * _num_sms(y.device))
     _expand[(programs,)](
         y,
         group.b_pages,
-        group.scales,
+        scales,
         group.row_scales,
         planes,
         segments.rows,
@@ -112,7 +116,7 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
         programs,
         y.stride(0),
         group.b_pages.stride(0),
-        group.scales.stride(0),
+        scales.stride(0),
         0 if group.row_scales is None else group.row_scales.stride(0),
         MAX_PAGES=segments.pages.shape[1],
         OFFSET_1=offsets[0],
@@ -166,7 +170,7 @@ def _num_sms(device: torch.device) -> int:
 _LENGTHS = ("num_tokens", "chunk_stride", "max_tiles", "programs")
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=("scales",))
 def _shrink(  # type: ignore[no-untyped-def]
     x,
     a_pages,
@@ -204,17 +208,18 @@ def _shrink(  # type: ignore[no-untyped-def]
         tile = item // (SPLIT_K * NUM_SLICES)
         chunk = tl.load(tiles + tile)
         r = tl.load(tiles + max_tiles + tile) * BLOCK_R + tl.arange(0, BLOCK_R)
-        slot = tl.load(chunks + chunk)
         start = tl.load(chunks + chunk_stride + chunk)
         length = tl.load(chunks + chunk_stride + chunk + 1) - start
-        if tl.load(scales + slot.to(tl.int64) * scale_stride + s) != 0.0:
+        rank_live = r < tl.load(chunks + 2 * chunk_stride + chunk)
+        # A page beyond the adapter's rank is loaded but not used: the load must not wait for the rank or the scale.
+        in_table = r < MAX_PAGES * PAGE_RANK
+        page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=in_table, other=0).to(tl.int64)
+        if tl.load(scales + chunk.to(tl.int64) * scale_stride + s) != 0.0:
             row_live = m < length
-            rank_live = r < tl.load(chunks + 2 * chunk_stride + chunk)
             row = start + m
             if rows is not None:
                 row = tl.load(rows + row, mask=row_live, other=0)
             row = row.to(tl.int64)
-            page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
             a_row = page * page_stride + (s * PAGE_RANK + r % PAGE_RANK) * IN_FEATURES
             x_at = x + row[:, None] * x_stride + split * K_PER_SPLIT + k[None, :]
             a_at = a_pages + a_row[None, :] + split * K_PER_SPLIT + k[:, None]
@@ -234,7 +239,7 @@ def _shrink(  # type: ignore[no-untyped-def]
             tl.store(planes + plane_row[:, None] + r[None, :], acc, mask=row_live[:, None] & rank_live[None, :])
 
 
-@triton.jit(do_not_specialize=_LENGTHS)
+@triton.jit(do_not_specialize=_LENGTHS, do_not_specialize_on_alignment=("scales",))
 def _expand(  # type: ignore[no-untyped-def]
     y,
     b_pages,
@@ -277,12 +282,14 @@ def _expand(  # type: ignore[no-untyped-def]
         first_tile = tl.where(s == 2, TILES_2, tl.where(s == 1, TILES_1, 0))
         first_column = tl.where(s == 2, OFFSET_2, tl.where(s == 1, OFFSET_1, 0))
         end_column = tl.where(s == 2, OFFSET_3, tl.where(s == 1, OFFSET_2, OFFSET_1))
-        slot = tl.load(chunks + chunk)
         start = tl.load(chunks + chunk_stride + chunk)
         length = tl.load(chunks + chunk_stride + chunk + 1) - start
-        scale = tl.load(scales + slot.to(tl.int64) * scale_stride + s)
+        rank = tl.load(chunks + 2 * chunk_stride + chunk)
+        scale = tl.load(scales + chunk.to(tl.int64) * scale_stride + s)
+        r = tl.arange(0, BLOCK_R)
+        # Loaded beside rank and scale; a page beyond the adapter's rank is not used.
+        page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=r < MAX_PAGES * PAGE_RANK, other=0)
         if scale != 0.0:
-            rank = tl.load(chunks + 2 * chunk_stride + chunk)
             row_live = m < length
             row = start + m
             if rows is not None:
@@ -297,24 +304,25 @@ def _expand(  # type: ignore[no-untyped-def]
             plane_stride = num_tokens.to(tl.int64) * (NUM_SLICES * RANK_PADDED)
             acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
             for r0 in range(0, rank, BLOCK_R):
-                r = r0 + tl.arange(0, BLOCK_R)
-                rank_live = r < rank
-                page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=rank_live, other=0).to(tl.int64)
-                b_row = page * page_stride + r % PAGE_RANK * OUT_FEATURES
+                at = r0 + r
+                rank_live = at < rank
+                b_row = page.to(tl.int64) * page_stride + at % PAGE_RANK * OUT_FEATURES
                 b_at = b_pages + b_row[:, None] + n[None, :]
                 b_tile = tl.load(b_at, mask=rank_live[:, None] & n_live[None, :], other=0.0)
-                h_at = planes + plane_row[:, None] + r[None, :]
+                h_at = planes + plane_row[:, None] + at[None, :]
                 h_mask = row_live[:, None] & rank_live[None, :]
                 h = tl.load(h_at, mask=h_mask, other=0.0)
                 for plane in tl.static_range(1, SPLIT_K):
                     h += tl.load(h_at + plane * plane_stride, mask=h_mask, other=0.0)
                 if row_scales is not None:
-                    scale_at = row_scales + page * row_scale_stride + s * PAGE_RANK + r % PAGE_RANK
+                    scale_at = row_scales + page.to(tl.int64) * row_scale_stride + s * PAGE_RANK + at % PAGE_RANK
                     # Multiplied by 512 until the end, so that h keeps its precision in fp16, where the scale alone is
                     # subnormal.
                     h *= (tl.load(scale_at, mask=rank_live, other=0.0) * 512.0)[None, :]
                     b_tile = b_tile.to(tl.float16).to(y_tile.dtype)
                 acc = tl.dot(h.to(b_tile.dtype), b_tile, acc, input_precision="ieee")
+                following = at + BLOCK_R
+                page = tl.load(pages + chunk * MAX_PAGES + following // PAGE_RANK, mask=following < rank, other=0)
             if row_scales is not None:
                 scale *= 1.0 / 512.0
             y_new = y_tile.to(tl.float32) + scale * acc

@@ -9,7 +9,7 @@ Up to `MAX_ROUTED` tokens (every decode step) the build is one launch of one pro
 whose cost is negligible in a prefill of that length. Both give the same tables.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -63,10 +63,12 @@ class Segments:
 
     active: False when the host knows that no token uses an adapter; `segmented_lora` then returns at once.
     rows: `[T]` token index at each sorted position, base tokens last; None if one adapter has all tokens, in order.
-    chunks: `[3, C + 1]` slot, first sorted position and rank of each chunk; a chunk ends where the next begins.
+    chunks: `[3, C + 1]` slot, first sorted position and rank of each chunk; a chunk ends where the next begins. The
+        slot of a chunk not in use is any valid one.
     pages: `[C, max_pages]` physical pages of each chunk's adapter, so that a kernel finds them by the chunk alone.
     tiles: `[2, X]` chunk and rank tile of each piece of shrink work.
     counts: `[2]` chunks and tiles in use.
+    scales: by the address of a pool's fp32 table of scales: the table `[num_slots, S]`, and its rows by chunk `[C, S]`.
     """
 
     plan: Plan
@@ -78,6 +80,27 @@ class Segments:
     pages: Tensor
     tiles: Tensor
     counts: Tensor
+    scales: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def chunk_scales(self, scales: Tensor) -> Tensor:
+        """Return the scales of each chunk's adapter, `[C, at least num_slices]`. scales: a group's, columns of its
+        pool's table.
+
+        All groups of a pool share one gather, so that no layer adds a launch. Raises ValueError for other scales.
+        """
+        width, storage = scales.stride(0), scales.untyped_storage()
+        column = scales.storage_offset()
+        if scales.dtype != torch.float32 or column + scales.shape[1] > width or scales.stride(1) != 1:
+            raise ValueError(f"scales: expected columns of a float32 table, got {scales.dtype} {scales.stride()}")
+        if storage.data_ptr() not in self.scales:
+            table = scales.as_strided((len(scales), width), (width, 1), 0)
+            self.scales[storage.data_ptr()] = table, table.index_select(0, self.chunks[0, :-1])
+        return self.scales[storage.data_ptr()][1][:, column:]
+
+    def refill_scales(self) -> None:
+        """Gather the scales again, in place, after the tables were refilled."""
+        for table, gathered in self.scales.values():
+            torch.index_select(table, 0, self.chunks[0, :-1], out=gathered)
 
 
 def build_segments(
@@ -142,6 +165,7 @@ def build_segments(
         )
     else:
         _sort(routing, target, target.rows)
+    target.refill_scales()
     return target
 
 
@@ -269,6 +293,7 @@ def _route(  # type: ignore[no-untyped-def]
     tl.store(chunks + chunk, slot, mask=begins_chunk)
     tl.store(chunks + chunk_stride + chunk, t, mask=begins_chunk)
     tl.store(chunks + chunk_stride + num_chunks, tl.sum(uses_adapter.to(tl.int32), 0))
+    tl.store(chunks + t, 0, mask=(t >= num_chunks) & (t < chunk_stride - 1))
 
     rank = tl.load(ranks + slot, mask=begins_chunk, other=0)
     tl.store(chunks + 2 * chunk_stride + chunk, rank, mask=begins_chunk)

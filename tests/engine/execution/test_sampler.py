@@ -260,12 +260,12 @@ def test_a_step_of_the_same_requests_uploads_no_edit_again(
         uploaded.append(sum(array.nbytes for array in arrays))
         return upload(device, arrays)
 
-    for name in ("sampler", "seats", "masks"):
+    for name in ("sampler", "seats", "masks", "logit_edits"):
         monkeypatch.setattr(f"engine.execution.{name}.upload", counted)
     device = torch.device("cpu")
     seats = Seats(DrawTable(2), TokenTable(2, 32768, device), AllowedTable(2, 32768, device))
     requests = [request(1, temperature=0, **params), request(2, temperature=0, **params)]
-    requests[1].seat, requests[0].seat = 1, 0
+    requests[0].seat, requests[1].seat = 0, 1
     sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats)
     assert bool(uploaded) == bool(params)
     uploaded.clear()
