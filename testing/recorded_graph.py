@@ -21,6 +21,22 @@ WAITING = {
 }
 
 
+def check_no_wait(func: Any, args: Any) -> None:
+    """Assert that an operation does not wait for the device: it reads no value, and selects by no mask."""
+    assert func not in WAITING, f"{func} waits for the device"
+    if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):
+        indices = [index for index in args[1] if index is not None]
+        assert not any(index.dtype in (torch.bool, torch.uint8) for index in indices), f"{func} by a mask waits"
+
+
+class NothingWaits(TorchDispatchMode):
+    """Asserts that no operation of torch in its context waits for the device. Kernel launches are not looked into."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        check_no_wait(func, args)
+        return func(*args, **kwargs or {})
+
+
 class _Recorder(TorchDispatchMode):
     """Appends every operation of torch to `work`, as a call that repeats it on the same memory."""
 
@@ -33,7 +49,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_launching:  # the interpreter's own
             return func(*args, **kwargs)
-        assert func not in WAITING, f"{func} waits for the device in a captured step"
+        check_no_wait(func, args)
         result = func(*args, **kwargs)
         self.work.append(lambda: _repeat(func, args, kwargs, result))
         return result

@@ -133,8 +133,17 @@ def _write(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
-def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64, outputs: int | None = None) -> None:
-    """Save a LoRA on every layer's q_proj, strong enough to change the generated text. outputs: its features out."""
+def save_adapter(
+    folder: Path,
+    rank: int = 4,
+    seed: int = 1,
+    hidden: int = 64,
+    outputs: int | None = None,
+    vocab_size: int | None = None,
+) -> None:
+    """Save a LoRA on every layer's q_proj, strong enough to change the generated text. outputs: its features out.
+    vocab_size: if given, the LoRA is also on embed_tokens and lm_head.
+    """
     import torch
     from safetensors.torch import save_file
 
@@ -145,6 +154,14 @@ def save_adapter(folder: Path, rank: int = 4, seed: int = 1, hidden: int = 64, o
         name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
         tensors[f"{name}.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
         tensors[f"{name}.lora_B.weight"] = torch.randn(outputs or hidden, rank, generator=generator)
+    targets = ["q_proj"]
+    if vocab_size is not None:
+        targets += ["embed_tokens", "lm_head"]
+        name = "base_model.model.model.embed_tokens.lora_embedding_"
+        tensors[f"{name}A"] = torch.randn(rank, vocab_size, generator=generator)
+        tensors[f"{name}B"] = torch.randn(hidden, rank, generator=generator)
+        tensors["base_model.model.lm_head.lora_A.weight"] = torch.randn(rank, hidden, generator=generator)
+        tensors["base_model.model.lm_head.lora_B.weight"] = torch.randn(vocab_size, rank, generator=generator)
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": 2 * rank}
-    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"target_modules": targets}))

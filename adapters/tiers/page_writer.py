@@ -134,6 +134,10 @@ def _cells(tensor: Tensor) -> Cells:
 def _fill_slices(target: _Slices, modules: Sequence["Rows | None"], rows: slice) -> None:
     """Write those rank rows of a group's modules to a page."""
     for s, module in enumerate(modules):
+        if module is not None and rows.stop <= len(module.a) and target.row_scales is None:
+            target.a[s] = module.a[rows]
+            target.b[s][:] = module.b[rows]
+            continue
         _fill(target.a[s], module and module.a[rows])
         _fill(target.b[s], module and module.b[rows])
         if target.row_scales is not None:
@@ -165,7 +169,7 @@ def rows_of(module: LoraModule, dtype: torch.dtype) -> Rows:
     A row's scale is the product of A's and B's, because both apply to its sum.
     """
     if dtype not in LARGEST:
-        return Rows(_cells(module.a), _cells(module.b.T), _NO_SCALES)
+        return Rows(_cells(module.a), _cells(module.b).T, _NO_SCALES)
     a, a_scales = quantize_rows(module.a, dtype)
     b, b_scales = quantize_rows(module.b.T, dtype)
     return Rows(_cells(a), _cells(b), _cells(a_scales * b_scales))

@@ -15,8 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
 from kernels.gpu.attention_work import WorkList, list_work
+from kernels.gpu.dependent_launch import can_launch_early, launch_options
 from kernels.gpu.fused import check_kv_scales
 from kernels.reference import LARGEST
 
@@ -73,6 +75,7 @@ def paged_attention(
     head_padded = max(16, triton.next_power_of_2(head_dim))
     for each in work if num_tokens else ():
         tile, group = each.tile, num_heads // num_kv_heads
+        early = can_launch_early(q.device)
         pieces = torch.empty((each.programs, 2, tile.block_m, head_dim), dtype=torch.float32, device=q.device)
         lse = torch.empty(pieces.shape[:-1], dtype=torch.float32, device=q.device)
         cut = torch.empty((each.programs, 2), dtype=torch.int32, device=q.device)
@@ -115,7 +118,18 @@ def paged_attention(
             num_stages=tile.num_stages,
         )
         _merge[(each.programs, each.block_q * group)](
-            out, pieces, lse, cut, each.tiles, query_start, each.tiles.shape[1], each.programs, **shared, num_warps=2
+            out,
+            pieces,
+            lse,
+            cut,
+            each.tiles,
+            query_start,
+            each.tiles.shape[1],
+            each.programs,
+            **shared,
+            EARLY=early,
+            num_warps=2,
+            **launch_options(early),
         )
     return out
 
@@ -326,9 +340,12 @@ def _merge(  # type: ignore[no-untyped-def]
     HEAD_PADDED: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     """Merge a row of the tile that a program has begun and later ones have continued, in their order."""
     PIECES: tl.constexpr = 16
+    if EARLY:
+        cuda.gdc_wait()
     program = tl.program_id(0)
     row = tl.program_id(1)
     tile = tl.load(cut + 2 * program)

@@ -24,7 +24,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import cuda
 
+from kernels.gpu.dependent_launch import can_launch_early, launch_options
 from kernels.gpu.segments import Segments
 from kernels.reference import LARGEST, LoraGroup
 
@@ -39,14 +41,15 @@ def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -
     shapes or dtypes.
     """
     if segments.active:
-        expand(y, shrink(x, group, segments), group, segments)
+        early = can_launch_early(x.device)
+        expand(y, shrink(x, group, segments, early=early), group, segments, early=early)
 
 
-def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
+def shrink(x: Tensor, group: LoraGroup, segments: Segments, *, early: bool = False) -> Tensor:
     """Return `x @ A.T` of every adapter row, fp32 planes `[split_k, T, num_slices * rank_padded]` in sorted order.
 
     Separate from `expand` so that it can run in parallel with the base projection on another stream. Requires
-    `segments.active`.
+    `segments.active`. early: see `kernels.gpu.dependent_launch`.
     """
     plan = segments.plan
     num_slices, in_features = group.a_pages.shape[1], group.a_pages.shape[3]
@@ -85,14 +88,20 @@ def shrink(x: Tensor, group: LoraGroup, segments: Segments) -> Tensor:
         BLOCK_M=plan.block_m,
         BLOCK_R=plan.block_r,
         BLOCK_K=plan.block_k,
+        EARLY=early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **launch_options(early),
     )
     return planes
 
 
-def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> None:
-    """Add `y[rows, slice s] += scale * planes.sum(0) @ B` in place; `planes` is the result of `shrink`."""
+def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments, *, early: bool = False) -> None:
+    """Add `y[rows, slice s] += scale * planes.sum(0) @ B` in place; `planes` is the result of `shrink`.
+
+    early: launch before `shrink` has ended, see `kernels.gpu.dependent_launch`. `shrink` must be the launch before this
+    one in the same stream, also early.
+    """
     plan = segments.plan
     num_slices = len(group.offsets) - 1
     _check(y, "y", group.offsets[-1], group, segments)
@@ -130,8 +139,10 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments) -> N
         BLOCK_M=plan.block_m,
         BLOCK_R=plan.block_r,
         BLOCK_N=plan.block_n,
+        EARLY=early,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **launch_options(early),
     )
 
 
@@ -198,7 +209,11 @@ def _shrink(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
+    if EARLY:
+        cuda.gdc_wait()
+        cuda.gdc_launch_dependents()
     EVEN_K: tl.constexpr = SPLIT_K * K_PER_SPLIT == IN_FEATURES
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
@@ -269,6 +284,7 @@ def _expand(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    EARLY: tl.constexpr,
 ):
     OUT_FEATURES: tl.constexpr = OFFSET_3
     TILES_1: tl.constexpr = (OFFSET_1 + BLOCK_N - 1) // BLOCK_N
@@ -289,6 +305,8 @@ def _expand(  # type: ignore[no-untyped-def]
         r = tl.arange(0, BLOCK_R)
         # Loaded beside rank and scale; a page beyond the adapter's rank is not used.
         page = tl.load(pages + chunk * MAX_PAGES + r // PAGE_RANK, mask=r < MAX_PAGES * PAGE_RANK, other=0)
+        if EARLY:  # the lists are older than shrink; planes and y may not be
+            cuda.gdc_wait()
         if scale != 0.0:
             row_live = m < length
             row = start + m

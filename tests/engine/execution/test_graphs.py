@@ -1,19 +1,24 @@
 """Steps from static buffers against freshly laid out steps; without a GPU, a replay repeats calls or recorded work."""
 
+import json
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution import graphs as graphs_module
-from engine.execution.graphs import StepGraphs, default_sizes, default_token_sizes
+from engine.execution.graphs import Shape, StepGraphs, default_sizes, default_token_sizes
 from engine.execution.layout import Layout, make_batch
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
@@ -21,7 +26,7 @@ from kernels.gpu.ops import TritonOps
 from kernels.ops import Ops
 from kernels.platform import platform_of
 from testing.engine import outputs_until_idle
-from testing.recorded_graph import RecordingPlatform
+from testing.recorded_graph import NothingWaits, RecordingPlatform
 from testing.tiny import save_adapter, save_model
 from wire.errors import ConfigError
 
@@ -39,6 +44,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_model(folder / "base", max_model_len=256)
     for i in range(3):
         save_adapter(folder / f"adapter-{i}", rank=(3, 8, 20)[i], seed=i)
+    vocab_size = json.loads((folder / "base" / "config.json").read_text())["vocab_size"]
+    for i in range(2):
+        save_adapter(folder / f"outside-{i}", rank=4 + 4 * i, seed=7 + i, vocab_size=vocab_size)
     return folder
 
 
@@ -194,19 +202,33 @@ def test_what_is_left_in_the_buffers_is_never_read(
     assert all(torch.equal(a, b) for a, b in zip(replayed, clean[1], strict=True)), "not the same bit for bit"
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
-def test_recorded_mixed_steps_equal_eager_steps(
-    seed: int, make_engine: Make, replayed: list[Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Prompts, decodes, adapters, prefix hits and an activated LoRA in fuzzed mixes: logits, keys and values
-    of a step are those of torch's ops on a freshly laid out batch, although a replay runs no Python of the step.
+@pytest.fixture
+def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[Shape, bool]]:
+    """Return a counter of the replays of each graph: its sizes, and whether it has LoRA."""
+    found: Counter[tuple[Shape, bool]] = Counter()
+    original = StepGraphs.__init__
+
+    def build(self: StepGraphs, *args: Any) -> None:
+        original(self, *args)
+        for key, replay in self._replays.items():
+            self._replays[key] = partial(count, key, replay)
+
+    def count(key: tuple[Shape, bool], replay: Callable[[], Tensor]) -> Tensor:
+        found[key] += 1
+        with _disable_current_modes():
+            return replay()
+
+    monkeypatch.setattr(StepGraphs, "__init__", build)
+    return found
+
+
+def compare_with_eager(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> set[tuple[bool, bool, bool]]:
+    """Compare every replay's logits, keys and values with those of torch's ops on a freshly laid out batch. Return a
+    set that receives the kinds of the steps: whether they have decodes, prompts, and adapters.
     """
-    monkeypatch.setattr(graphs_module, "platform_of", lambda device: RecordingPlatform(platform_of(device)))
-    engine, digests = make_engine(TritonOps, max_num_batched_tokens=40, max_num_seqs=3, sizes=(3,))
-    runner, plain = engine.runner, TorchOps()
+    runner, plain, kinds = engine.runner, TorchOps(), set()
     assert runner.graphs is not None
-    replay, kinds = runner.graphs.run, set()
+    replay = runner.graphs.run
 
     def compare(layout: Layout) -> Tensor | None:
         batch = make_batch(layout, 16, runner._last_tokens, engine.adapters)
@@ -224,23 +246,109 @@ def test_recorded_mixed_steps_equal_eager_steps(
         return logits
 
     monkeypatch.setattr(runner.graphs, "run", compare)
+    return kinds
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_recorded_mixed_steps_equal_eager_steps(
+    seed: int, make_engine: Make, replays: Counter[tuple[Shape, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts, decodes, adapters, prefix hits and an activated LoRA in fuzzed mixes: logits, keys and values
+    of a step are those of torch's ops on a freshly laid out batch, although a replay runs no Python of the step.
+    Every graph is replayed: two numbers of decodes, two buckets of tokens, with LoRA and without.
+    """
+    monkeypatch.setattr(graphs_module, "platform_of", lambda device: RecordingPlatform(platform_of(device)))
+    monkeypatch.setattr("engine.build.default_token_sizes", lambda _: (12, 40))
+    engine, digests = make_engine(TritonOps, max_num_batched_tokens=40, max_num_seqs=3, sizes=(1, 3))
+    kinds = compare_with_eager(engine, monkeypatch)
     generator = torch.Generator().manual_seed(seed)
 
     def draw(most: int) -> int:
         return int(torch.randint(most, (), generator=generator))
 
-    for i in range(6):
-        prompt = [2 + draw(50) for _ in range((1, 5, 30, 70)[draw(4)])]
+    def add(i: int, digest: str | None, lengths: tuple[int, ...]) -> None:
+        prompt = [2 + draw(50) for _ in range(lengths[draw(len(lengths))])]
         if i % 3 == 2:
             prompt = [7] * 20 + prompt  # a prefix that others have had
         params = SamplingParams(max_tokens=1 + draw(5), temperature=draw(2), seed=i, ignore_eos=True)
-        digest = [*digests, None][draw(4)]
         start = draw(len(prompt)) if digest is not None and draw(3) == 0 else 0
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digest, adapter_start=start))
+
+    for i in range(6):
+        add(i, [*digests, None][draw(4)], (1, 5, 30, 70))
         for _ in range(draw(3)):
             engine.step()
     list(outputs_until_idle(engine))
-    assert {(True, False, True), (True, True, True)} <= kinds, "decodes alone, and prompts beside decodes"
+    # What the draws left out: each graph alone, and the base model's prompts beside its decodes.
+    for digest in (None, digests[0]):
+        for lengths in ([6], [30], [3, 3], [30, 2]):
+            for i, length in enumerate(lengths):
+                params = SamplingParams(max_tokens=3 - i, temperature=0, ignore_eos=True)
+                engine.add_request(NewRequest(f"{i}", [9] * length, params, adapter_digest=digest))
+                engine.step()
+            list(outputs_until_idle(engine))
+    assert engine.runner.graphs is not None
+    assert {key for key, count in replays.items() if count} == set(engine.runner.graphs._replays)
+    mixes = {(True, False), (True, True), (False, True)}
+    assert {(*mix, has_lora) for mix in mixes for has_lora in (False, True)} <= kinds
+
+
+@pytest.mark.parametrize("ops", [TorchOps, pytest.param(TritonOps, marks=pytest.mark.heavy)])
+def test_steps_with_lora_on_the_embedding_and_the_head_replay_and_wait_for_nothing(
+    ops: type[Ops],
+    make_engine: Make,
+    model: Path,
+    replays: Counter[tuple[Shape, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine, digests = make_engine(ops, async_scheduling=True)
+    host = engine.adapters._host
+    outside = [host.add_path(model / f"outside-{i}") for i in range(2)]
+    load(engine, [*outside, digests[0]])
+    replays.clear()
+    steps, run_graph, rows = 0, StepGraphs.run, Counter[str]()
+
+    def watched(self: StepGraphs, layout: Layout) -> Tensor | None:
+        nonlocal steps
+        steps += 1
+        adapters = set(layout.adapters.tolist())
+        rows["embeddings"] += bool(adapters & engine.adapters.embeddings.keys())
+        rows["others"] += bool(adapters - engine.adapters.embeddings.keys())
+        with NothingWaits():
+            return run_graph(self, layout)
+
+    monkeypatch.setattr(StepGraphs, "run", watched)
+    compare_with_eager(engine, monkeypatch)
+    for i, digest in enumerate([outside[0], outside[1], digests[0], None]):
+        params = SamplingParams(max_tokens=3, temperature=0, ignore_eos=True)
+        engine.add_request(NewRequest(str(i), [3 + i, 9, 30][: 1 + i % 3], params, adapter_digest=digest))
+        engine.step()
+    list(outputs_until_idle(engine))
+    assert steps == sum(replays.values()) > 3, "a step left its graph"
+    assert min(rows.values()) > 2
+
+
+def test_graphs_keep_no_logits(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operation inside of a graph makes a tensor with a column for each token of the vocabulary."""
+    shapes: list[tuple[int, ...]] = []
+
+    class Keep(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **kwargs or {})
+            shapes.extend(tuple(leaf.shape) for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+            return result
+
+    def capture(self: Any, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
+        with Keep():
+            result = step()
+        return lambda: result, pool
+
+    monkeypatch.setattr("kernels.cpu.platform.CpuPlatform.capture", capture)
+    engine, _ = make_engine(TorchOps)
+    vocab_size = engine.model_config.vocab_size
+    assert any(engine.model_config.hidden_size in shape for shape in shapes)
+    assert not any(vocab_size in shape for shape in shapes)
 
 
 def test_steps_larger_than_every_graph_run_eagerly(

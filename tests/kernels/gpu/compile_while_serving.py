@@ -1,8 +1,8 @@
 """Engine on a GPU's path without a GPU: every launch compiles for an H200 and runs nothing; run by test_compiles.py.
 
-Tensors are in host memory and hold whatever they hold, and every sampled token is 0. The Python around the kernels is
-the real one: graphs, routing, sampling. Prints a JSON line with the kernels compiled before the engine was ready, and
-those compiled while it served fuzzed requests.
+Tensors are in host memory and hold zeros or whatever they hold, and every sampled token is 0. The Python around the
+kernels is the real one: graphs, routing, sampling. Prints a JSON line with the kernels compiled before the engine was
+ready, and those compiled while it served fuzzed requests.
 """
 
 import json
@@ -29,7 +29,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, SamplingParams
-from kernels.gpu import attention_work, segmented_lora
+from kernels.gpu import attention_work, paged_attention, segmented_lora
 from kernels.gpu.ops import TritonOps
 from testing.card import Card
 from testing.tiny import save_adapter, save_model
@@ -115,7 +115,9 @@ def serve(served: Engine, digests: list[str], seed: int) -> int:
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
     JITFunction.run = compile_only
+    torch.empty = torch.zeros  # type: ignore[assignment]  # no kernel writes the tables by which torch's ops gather
     segmented_lora._num_sms = attention_work._num_sms = lambda device: 132  # type: ignore[assignment]
+    segmented_lora.can_launch_early = paged_attention.can_launch_early = lambda device: True  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
         served, digests = make_engine(Path(folder))
         ready = dict(compiled)

@@ -66,9 +66,18 @@ def test_every_kernel_compiles_without_spilling(variants):
     assert all(variant["shared"] <= SHARED_MEMORY[90] for variant in variants)
 
 
+def test_kernels_that_launch_early_wait_for_the_kernel_before(variants):
+    """Programmatic dependent launch: shrink behind a product, expand behind shrink, merge behind attention."""
+    for kernel in ("_shrink", "_expand", "_merge"):
+        assert all(v["launches early"] and v["waits"] >= 1 for v in variants if v["kernel"] == kernel)
+    others = [v for v in variants if v["kernel"] not in ("_shrink", "_expand", "_merge")]
+    assert not any(v["launches early"] or v["waits"] for v in others)
+
+
 @pytest.mark.slow
 def test_every_kernel_compiles_for_an_a100():
     variants = compiled(80)
+    assert not any(v["launches early"] or v["waits"] for v in variants)
     assert {variant["kernel"] for variant in variants} == KERNELS
     # Prompts' tiles of Gemma's heads of 256 spill 280 bytes.
     assert [variant for variant in variants if variant["stack"] > 9 * FEW] == []
