@@ -86,7 +86,10 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     block_bytes = kv_bytes_per_token(model, kv_dtype) * config.block_size
     graph_tokens = default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else ()
     limits = RunnerLimits(0, config.block_size, sizes.max_num_seqs, context, kv_dtype, graph_sizes, graph_tokens)
-    rehearsal = Rehearsal(limits, sizes.max_num_batched_tokens, adapters.num_slots, most_prompt_logits(model))
+    most_drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
+    rehearsal = Rehearsal(
+        limits, sizes.max_num_batched_tokens, adapters.num_slots, most_prompt_logits(model), most_drafts
+    )
     warming = partial(progress, WARMING)
     if share is None:
         num_blocks = (config.kv_cache_memory or FIXED_KV_CACHE) // block_bytes

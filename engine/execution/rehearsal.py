@@ -35,13 +35,14 @@ SAMPLINGS = (
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A step. prompts: tokens of each prompt chunk. decodes: number of requests with a single token. adapters: slots in
-    turn over the requests; -1 is the base model. params: of every request.
+    turn over the requests; -1 is the base model. params: of every request. drafts: of each decode.
     """
 
     prompts: tuple[int, ...]
     decodes: int
     adapters: tuple[int, ...] = (-1,)
     params: SamplingParams = GREEDY
+    drafts: int = 0
 
 
 def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
@@ -54,11 +55,15 @@ def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
         if not count:  # a decode: its last token is an output
             request.token_ids.append(0)
             request.num_computed = 1
+            request.drafts = [0] * shape.drafts
         request.seat = seat
         request.adapter_slot = shape.adapters[seat % len(shape.adapters)]
-        request.blocks = list(range(-(-request.num_tokens // block_size)))
-        plan[request] = request.num_to_compute
-    runner.sample(runner.forward(plan)).wait()
+        request.blocks = list(range(-(-(request.num_tokens + len(request.drafts)) // block_size)))
+        plan[request] = request.num_to_compute + len(request.drafts)
+    launched = runner.forward(plan)
+    runner.sample(launched).wait()
+    if shape.drafts:
+        runner.sample_after_drafts(launched, list(plan), 1).wait()
 
 
 class Measured(NamedTuple):
@@ -72,13 +77,14 @@ class Measured(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
     """The steps of an engine with these sizes. num_slots: of adapters. most_prompt_logits: rows of logits that a step
-    computes for prompt_logprobs.
+    computes for prompt_logprobs. most_drafts: of a request in a step; 0 without speculation.
     """
 
     limits: RunnerLimits
     most_tokens: int
     num_slots: int
     most_prompt_logits: int
+    most_drafts: int = 0
 
     def largest_shapes(self) -> Iterator[Shape]:
         """Yield the steps that need the most memory: one long prompt, many prompts, or a prompt's log-probabilities."""
@@ -102,10 +108,20 @@ class Rehearsal:
                     shapes.append(Shape((tokens,), 0, adapters))
                 if beside:
                     shapes.append(Shape((tokens - beside,), beside, adapters))
+        shapes += self._draft_shapes(list(mixes))
         for params in SAMPLINGS[1:]:
             shapes += [Shape((), count, params=params) for count in _sizes(seats)]
             shapes.append(Shape((min(64, self.most_prompt_logits, longest),), 0, params=params))
         return shapes
+
+    def _draft_shapes(self, mixes: Sequence[tuple[int, ...]]) -> Iterator[Shape]:
+        """Yield decodes with drafts, in graphs and without: the fewest and the most drafts of a request."""
+        seats, longest = self.limits.max_num_seqs, max(1, self.limits.max_model_len - 1)
+        most_rows = min(max(seats, self.most_prompt_logits), self.most_tokens)
+        for drafts in {1, min(self.most_drafts, longest - 2)} if self.most_drafts else ():
+            for decodes in _sizes(min(seats, most_rows // (1 + drafts))):
+                for adapters in mixes:
+                    yield Shape((), decodes, adapters, drafts=drafts)
 
     def warm_up(self, runner: StepRunner, progress: Callable[[int, int], None]) -> None:
         """Run all shapes. progress: called with the number of steps done and of all."""

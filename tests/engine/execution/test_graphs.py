@@ -271,12 +271,12 @@ def test_recorded_mixed_steps_equal_eager_steps(
         prompt = [2 + draw(50) for _ in range(lengths[draw(len(lengths))])]
         if i % 3 == 2:
             prompt = [7] * 20 + prompt  # a prefix that others have had
-        params = SamplingParams(max_tokens=1 + draw(5), temperature=draw(2), seed=i, ignore_eos=True)
+        params = SamplingParams(max_tokens=1 + draw(3), temperature=draw(2), seed=i, ignore_eos=True)
         start = draw(len(prompt)) if digest is not None and draw(3) == 0 else 0
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digest, adapter_start=start))
 
     for i in range(6):
-        add(i, [*digests, None][draw(4)], (1, 5, 30, 70))
+        add(i, [*digests, None][draw(4)], (1, 5, 30, 50))
         for _ in range(draw(3)):
             engine.step()
     list(outputs_until_idle(engine))
@@ -284,7 +284,7 @@ def test_recorded_mixed_steps_equal_eager_steps(
     for digest in (None, digests[0]):
         for lengths in ([6], [30], [3, 3], [30, 2]):
             for i, length in enumerate(lengths):
-                params = SamplingParams(max_tokens=3 - i, temperature=0, ignore_eos=True)
+                params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
                 engine.add_request(NewRequest(f"{i}", [9] * length, params, adapter_digest=digest))
                 engine.step()
             list(outputs_until_idle(engine))

@@ -2,11 +2,12 @@
 
 Tensors are in host memory and hold zeros or whatever they hold, and every sampled token is 0. The Python around the
 kernels is the real one: graphs, routing, sampling. Prints a JSON line with the kernels compiled before the engine was
-ready, and those compiled while it served fuzzed requests.
+ready, and those compiled while it served fuzzed requests. The argument is a key of CASES.
 """
 
 import json
 import random
+import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -25,16 +26,24 @@ import engine.execution.sampler
 import engine.execution.transfer
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from engine.build import DTYPES
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.speculative_config import SpeculativeConfig
 from kernels.gpu import attention_work, paged_attention, segmented_lora
 from kernels.gpu.ops import TritonOps
 from testing.card import Card
 from testing.tiny import save_adapter, save_model
 from tests.kernels.gpu.compile_for_hopper import Driver
 
+# Options of the engine by case.
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {"async_scheduling": True},
+    "8 bits": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "lora_dtype": "fp8_e4m3", "async_scheduling": True},
+    "drafts": {"speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)},
+}
 launch = JITFunction.run
 compiled: Counter[str] = Counter()
 known: set[tuple[str, str]] = set()
@@ -55,7 +64,7 @@ class ZeroOps(TritonOps):
         return torch.zeros_like(super().sample(logits, *parameters))
 
 
-def make_engine(folder: Path) -> tuple[Engine, list[str]]:
+def make_engine(folder: Path, **options: Any) -> tuple[Engine, list[str]]:
     engine.build.pick_ops = lambda *_: ZeroOps()  # type: ignore[assignment]
     # A capture runs nothing here, so the warm-up must compile all.
     platform = Card(64 << 30)
@@ -67,27 +76,26 @@ def make_engine(folder: Path) -> tuple[Engine, list[str]]:
     engine.execution.sampler.mark_not_finite = lambda tokens, logits: tokens
     engine.execution.runner.mark_not_finite = lambda tokens, logits: tokens  # type: ignore[attr-defined]
     save_model(folder / "base", max_model_len=2048)
-    host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 24, torch.float32)
+    host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 24, DTYPES[options.get("dtype", "float32")])
     for i in range(3):
         save_adapter(folder / f"adapter-{i}", rank=(3, 8, 20)[i], seed=i)
     made = Engine(
         EngineConfig(
             model=str(folder / "base"),
-            dtype="float32",
             device="cpu",
             max_lora_rank=24,
             adapter_memory=8 << 20,
             kv_cache_memory=8 << 20,
             max_num_seqs=6,
             max_num_batched_tokens=512,
-            async_scheduling=True,
+            **{"dtype": "float32", **options},
         ),
         host,
     )
     return made, [host.add_path(folder / f"adapter-{i}") for i in range(3)]
 
 
-def serve(served: Engine, digests: list[str], seed: int) -> int:
+def serve(served: Engine, digests: list[str], seed: int, most_tokens: int) -> int:
     """Serve fuzzed requests and return the number of steps."""
     draw = random.Random(seed)
     for i in range(24):
@@ -101,7 +109,7 @@ def serve(served: Engine, digests: list[str], seed: int) -> int:
         new = NewRequest(
             f"{seed} {i}",
             prompt,
-            SamplingParams(max_tokens=draw.randrange(1, 5), ignore_eos=True, **params),
+            SamplingParams(max_tokens=draw.randrange(1, most_tokens), ignore_eos=True, **params),
             adapter_digest=draw.choice([*digests, None]),
         )
         served.add_request(new)
@@ -119,11 +127,13 @@ def main() -> None:
     segmented_lora._num_sms = attention_work._num_sms = lambda device: 132  # type: ignore[assignment]
     segmented_lora.can_launch_early = paged_attention.can_launch_early = lambda device: True  # type: ignore[assignment]
     with tempfile.TemporaryDirectory() as folder:
-        served, digests = make_engine(Path(folder))
+        options = CASES[sys.argv[1]]
+        served, digests = make_engine(Path(folder), **options)
         ready = dict(compiled)
         compiled.clear()
-        steps = serve(served, digests, 0)
-        print(json.dumps({"ready": ready, "serving": compiled, "steps": steps}))
+        steps = serve(served, digests, 0, 16 if "speculative_config" in options else 5)
+        drafted = sum(count.drafted for count in served.state().drafts)
+        print(json.dumps({"ready": ready, "serving": compiled, "steps": steps, "drafted": drafted}))
         served.close()
 
 

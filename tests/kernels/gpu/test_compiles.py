@@ -99,11 +99,14 @@ def test_other_lengths_compile_nothing(variants):
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []
 
 
-def test_a_serving_engine_compiles_nothing():
+@pytest.mark.parametrize("case", ["fp32", "8 bits", "drafts"])
+def test_a_serving_engine_compiles_nothing(case):
     """Fuzzed requests compile no kernel after the engine is ready: prompts and decodes in graphs and without, adapters,
-    penalties, masks, top-k and top-p, log-probabilities of prompts.
+    penalties, masks, top-k and top-p, log-probabilities of prompts. "8 bits": also in bf16, with keys, values and
+    adapters of 8 bits. "drafts": with speculative decoding.
     """
-    [found] = run_compiler("-m", "tests.kernels.gpu.compile_while_serving")
+    [found] = run_compiler("-m", "tests.kernels.gpu.compile_while_serving", case)
     assert found["serving"] == {}
     assert found["steps"] > 20
     assert {"_attend", "_expand", "_list_work", "_penalise", "_forbid", "_choose"} <= found["ready"].keys()
+    assert (found["drafted"] > 5) == (case == "drafts")
