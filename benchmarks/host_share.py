@@ -106,18 +106,20 @@ def profiled(wanted: bool) -> Iterator[None]:
 class ServedEngine:
     """A `loraplex engine` process. Its front is the event loop's thread."""
 
-    def __init__(self, model: Path, adapters: list[Path], device: str, flags: list[str]) -> None:
+    def __init__(
+        self, model: Path, adapters: list[Path], device: str, flags: list[str], start_seconds: float = 120
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the engine runs
         command = [sys.executable, "-m", "loraplex.cli", "engine", "--model", str(model), "--served-model-name", "base"]
-        command += ["--port", str(self.port), "--device", device, "--max-num-seqs", "256"]
+        command += ["--port", str(self.port), "--device", device]
         command += flags
         for i, path in enumerate(adapters):
             command += ["--lora-modules", f"adapter-{i}={path}"]
         self._process = subprocess.Popen(command, stdout=self._log, stderr=self._log)
         self._root = psutil.Process(self._process.pid)
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + start_seconds
         while not self._is_ready():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 self._log.seek(0)
@@ -248,7 +250,10 @@ def served(
             memory = 1 << 30 if device == "cpu" else MEMORY["kv_cache_memory"]
             with ExitStack() as stack:
                 engine = ServedEngine(
-                    model, adapters, device, ["--core", form, "--kv-cache-memory", str(memory), *flags]
+                    model,
+                    adapters,
+                    device,
+                    ["--core", form, "--kv-cache-memory", str(memory), "--max-num-seqs", "256", *flags],
                 )
                 stack.callback(engine.close)
                 yield f"{name}, {form}", asyncio.run(measure(engine))

@@ -7,7 +7,6 @@ runs the same program on toy shapes without a GPU, its kernels in Triton's inter
 
 import argparse
 import importlib
-import json
 import os
 import shutil
 import signal
@@ -46,7 +45,8 @@ SECTIONS = {
     "answers": Section("The engine's answers beside transformers and peft", 45, "whole_engine", "same_answers"),
     "engine": Section("The engine's speed beside transformers and peft", 150, "whole_engine", "speed", 2),
     "served": Section("The engine as it serves", 240, "served", "figures", 2),
-    "plans": Section("Other tile sizes", 60, "plans", "figures", 2),
+    "http": Section("The engine over HTTP", 140, "over_http", "figures", 2),
+    "plans": Section("Other tile sizes", 60, "plans", "figures"),
 }
 
 
@@ -69,40 +69,52 @@ def main() -> int:
             print("No GPU here: nothing was measured. `--dry-run` shows that the program runs.", file=sys.stderr)
             return 2
     if options.dry_run or options.section:
-        return run_here(options.section or list(SECTIONS), options.dry_run)
+        return run_here(options.section or list(SECTIONS), options.dry_run, options.out)
     suffix = f"-{options.part}" if options.part else ""
     return report(options.out or Path("docs/perf") / f"{date.today()}-gpu{suffix}.md", options.part)
 
 
-def run_here(names: list[str], is_dry: bool) -> int:
-    """Run the sections in this process and return 0 if all completed; an error ends only its own section."""
+def run_here(names: list[str], is_dry: bool, out: Path | None) -> int:
+    """Run the sections in this process and return 0 if all completed; an error ends only its own section. out: the page
+    to write too, or None.
+    """
     import torch
 
+    from benchmarks.gpu import results
     from benchmarks.gpu.machine import Machine, dry_machine
 
     torch.manual_seed(0)
     machine = dry_machine() if is_dry else Machine()
-    failed = 0
+    failed, printed_lines = 0, []
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+        printed_lines.append(line)
+
     for name in names:
         section = SECTIONS[name]
-        print(f"## {section.title}\n", flush=True)
+        say(f"## {section.title}\n")
         started = time.perf_counter()
         try:
             lines = getattr(importlib.import_module(f"benchmarks.gpu.{section.module}"), section.function)
             for line in lines(machine):
-                print(line, flush=True)
+                say(line)
         except Exception as error:  # noqa: BLE001
             # The report shows the error in place of the figures.
             failed += 1
-            print(f"\nFAILED: {type(error).__name__}: {str(error)[:2000]}", flush=True)
-        print(f"\n{time.perf_counter() - started:.0f} s\n", flush=True)
+            say(f"\nFAILED: {type(error).__name__}: {str(error)[:2000]}")
+        say(f"\n{time.perf_counter() - started:.0f} s\n")
+    if out is not None:
+        shown = results.write(out, "unknown", printed_lines, verdicts(printed_lines))
+        out.write_text("\n".join([*printed_lines, *shown, "", *results.predictions()]) + "\n")
     return 1 if failed else 0
 
 
 def report(out: Path, part: int | None) -> int:
-    """Run every section of the part in its own process; each line is in the report as soon as it is printed. The
-    verdicts are also written as JSON, beside the report.
+    """Run every section of the part in its own process; each line is in the report as soon as it is printed. Behind the
+    sections come verdicts, charts and predictions; all tables are also written as JSON, beside the report.
     """
+    from benchmarks.gpu import results
     from benchmarks.gpu.machine import Machine
 
     commit = "unknown"
@@ -126,7 +138,7 @@ def report(out: Path, part: int | None) -> int:
                 say(line)
                 lines.append(line)
         say("\n".join(summary(lines, failed)))
-    out.with_suffix(".json").write_text(json.dumps({"commit": commit, "verdicts": verdicts(lines)}, indent=1) + "\n")
+        say("\n".join(["", *results.write(out, commit, lines, verdicts(lines)), "", *results.predictions()]))
     print(f"written to {out}")
     return 1 if failed else 0
 

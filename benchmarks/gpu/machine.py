@@ -52,8 +52,11 @@ class Machine:
     """A GPU with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
 
     mixed_contexts, mixed_copies: contexts of one batch, and how often each. long_prompt: tokens of prompts that arrive
-    beside streams. new_tokens: decoded by each request of a whole-engine run. copies: sets of inputs over which a
-    kernel's calls rotate, so that no set is in the L2 cache when its call runs. candidates: of each kind of tile sizes.
+    beside streams. prefill_tokens: of a prompt that is timed alone. step_tokens: limit of a step of the engines.
+    new_tokens: decoded by each request of a whole-engine run. http_tokens, http_seconds, http_prompts: of each stream
+    over HTTP, of a measurement, and number of arriving prompts. start_seconds: limit of an engine's start. copies: sets
+    of inputs over which a kernel's calls rotate, so that no set is in the L2 cache when its call runs. candidates: of
+    each kind of tile sizes.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))
@@ -67,9 +70,15 @@ class Machine:
     mixed_contexts: tuple[int, ...] = (128, 512, 2048, 8192, 32768)
     mixed_copies: int = 3
     long_prompt: int = 2048
+    prefill_tokens: int = 4096
+    step_tokens: int = 8192
     engine_batches: tuple[int, ...] = (1, 64)
     engine_adapters: int = 16
     new_tokens: int = 64
+    http_tokens: int = 2000
+    http_seconds: float = 4.0
+    http_prompts: int = 8
+    start_seconds: float = 100.0
     disturbances: int = 20
     copies: int = 4
     candidates: int = 99
@@ -80,6 +89,9 @@ class Machine:
 
     def bandwidth(self) -> float:
         return measure.bandwidth()
+
+    def matrix_rate(self) -> float:
+        return measure.matrix_rate()
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
@@ -99,6 +111,9 @@ class DryMachine(Machine):
         return 1000 * (time.perf_counter() - started)
 
     def bandwidth(self) -> float:
+        return 1e9
+
+    def matrix_rate(self) -> float:
         return 1e9
 
     def synchronize(self) -> None:
@@ -121,9 +136,14 @@ def dry_machine() -> DryMachine:
         mixed_contexts=(5, 20, 200),
         mixed_copies=1,
         long_prompt=40,
+        prefill_tokens=50,
+        step_tokens=128,
         engine_batches=(1, 3),
         engine_adapters=2,
         new_tokens=2,
+        http_tokens=200,
+        http_seconds=0.2,
+        http_prompts=2,
         disturbances=2,
         copies=1,
         candidates=2,

@@ -3,7 +3,9 @@
 import statistics
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
+from benchmarks.gpu.decode import floor_ms, matrix_elements
 from benchmarks.gpu.files import write_adapter, write_model
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.whole_engine import running, scratch
@@ -12,34 +14,52 @@ from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 
 RANKS = (8, 16, 32, 64)
+STREAM_PROMPT = 32
 
 
 def figures(machine: Machine) -> Iterator[str]:
-    """Yield a line for each kind of load, beside the same streams without it, and its bound."""
+    """Yield a line for each kind of load, beside the same streams without it, its floor and its bound."""
     streams, found = max(machine.engine_batches), []
     counts = sorted({1, min(16, streams), streams})
     with scratch() as folder:
         model = write_model(machine.model, folder / "model", machine.dtype, machine.device)
-        paths = [
-            write_adapter(machine.model, folder / f"a{i}", RANKS[i % 4], machine.dtype, machine.device, i)
-            for i in range(counts[-1])
-        ]
+
+        def write(name: str, ranks: list[int]) -> list[Path]:
+            return [
+                write_adapter(machine.model, folder / f"{name}{i}", rank, machine.dtype, machine.device, i)
+                for i, rank in enumerate(ranks)
+            ]
+
+        mixed = [RANKS[i % len(RANKS)] for i in range(counts[-1])]
+        alike = [16] * machine.engine_adapters
         with running(machine, model, machine.dtype, max(RANKS), prefix_caching=True) as (engine, host):
-            digests = [host.add_path(path) for path in paths]
-            yield f"| {streams} streams | tokens/s | p50 of steps, ms | p99, ms | of the base's rate | bound |"
-            yield "|---|---|---|---|---|---|"
+            digests = [host.add_path(path) for path in write("mixed", mixed)]
+            columns = ["tokens/s", "p50 of steps, ms", "p99, ms", "floor, ms", "of the floor", "of the base", "bound"]
+            yield f"| {streams} streams | {' | '.join(columns)} |"
+            yield "|---|---|---|---|---|---|---|---|"
             base = measure(engine, machine, [None] * streams)
-            yield row("base", base, base, "")
+            floor = floor_of(machine, engine, streams, [])
+            yield row("base", base, base, floor, "at least 85 % of the floor")
+            found.append(asked(f"{streams} streams as served, of the memory's floor", reached(base, floor), least=0.85))
             for count in counts:
                 taken = measure(engine, machine, [digests[i % count] for i in range(streams)])
-                yield row(f"{count} adapters of ranks {RANKS}", taken, base, "at least 40 %")
+                floor = floor_of(machine, engine, streams, mixed[:count])
+                yield row(f"{count} adapters of ranks {RANKS}", taken, base, floor, "at least 40 % of the base")
                 found.append(asked(f"{count} adapters as served, of the base", ratio(taken, base), least=0.4))
+            digests = [host.add_path(path) for path in write("alike", alike)]
+            taken = measure(engine, machine, [digests[i % len(digests)] for i in range(streams)])
+            name = f"{len(alike)} adapters of rank 16"
+            floor = floor_of(machine, engine, streams, alike[:streams])
+            yield row(name, taken, base, floor, "at least 90 % of the base")
+            found.append(asked(f"{name} as served, of the base", ratio(taken, base), least=0.9))
             drawn = measure(engine, machine, [None] * streams, temperature=0.7, top_p=0.8, top_k=20)
-            yield row("top-k 20, top-p 0.8", drawn, base, "at least 95 %")
+            floor = floor_of(machine, engine, streams, [])
+            yield row("top-k 20, top-p 0.8", drawn, base, floor, "at least 95 % of the base")
             found.append(asked("top-k and top-p as served, of greedy", ratio(drawn, base), least=0.95))
             beside = measure(engine, machine, [None] * streams, arrivals=4)
-            yield row(f"4 prompts of {machine.long_prompt} arrive", beside, base, "")
+            yield row(f"4 prompts of {machine.long_prompt} arrive", beside, base, floor, "")
             yield ""
+            yield from prefill(engine, machine, found)
             yield from first_tokens(engine, machine, found)
     yield from ["", *found]
 
@@ -51,11 +71,43 @@ def ratio(taken: Times, base: Times) -> float:
     return (taken[0] / sum(taken[1])) / (base[0] / sum(base[1]))
 
 
-def row(name: str, taken: Times, base: Times, bound: str) -> str:
+def reached(taken: Times, floor: float) -> float:
+    """Return the share of the floor, in ms, that the median step reaches."""
+    return floor / (1000 * statistics.median(taken[1]))
+
+
+def floor_of(machine: Machine, engine: Engine, streams: int, ranks: list[int]) -> float:
+    """Return the floor of a decode step in the middle of `measure`, in ms."""
+    context = STREAM_PROMPT + machine.new_tokens // 2
+    return floor_ms(machine, engine.model_config, [context] * streams, float(machine.dtype.itemsize), ranks)
+
+
+def row(name: str, taken: Times, base: Times, floor: float, bound: str) -> str:
     tokens, seconds = taken
     middle, late = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
     rate = tokens / sum(seconds)
-    return f"| {name} | {rate:.0f} | {1000 * middle:.2f} | {1000 * late:.2f} | {ratio(taken, base):.0%} | {bound} |"
+    times = f"{1000 * middle:.2f} | {1000 * late:.2f} | {floor:.2f} | {reached(taken, floor):.0%}"
+    return f"| {name} | {rate:.0f} | {times} | {ratio(taken, base):.0%} | {bound} |"
+
+
+def prefill(engine: Engine, machine: Machine, found: list[str]) -> Iterator[str]:
+    """Time whole steps of one new prompt against the rate of matrix products: the least of three prompts' times."""
+    c, count = engine.model_config, machine.prefill_tokens
+    seconds = []
+    for i in range(3):
+        tokens = [(19 * i + 23 * j + j * j) % (c.vocab_size - 2) + 2 for j in range(count)]
+        tokens[0] = 2 + i  # no prefix in the cache
+        started = time.perf_counter()
+        engine.add_request(NewRequest(f"prefill {i}", tokens, SamplingParams(max_tokens=1, temperature=0)))
+        while engine.has_work():
+            engine.step()
+        seconds.append(time.perf_counter() - started)
+    head = c.hidden_size * c.vocab_size
+    operations = 2 * count * (matrix_elements(c) - head) + 2 * head
+    operations += 2 * count * count * c.num_heads * c.head_dim * c.num_layers  # causal: half of both products
+    share = operations / min(seconds) / machine.matrix_rate()
+    yield f"prompt of {count}: {1000 * min(seconds):.1f} ms, {share:.0%} of the matrix rate"
+    found.append(asked(f"prefill of {count} tokens, of the matrix rate", share, least=0.6))
 
 
 def measure(
@@ -65,7 +117,7 @@ def measure(
     vocab_size = engine.model_config.vocab_size
     settings = {"temperature": 0, "ignore_eos": True, "seed": 0, **sampling}
     for i, adapter in enumerate(adapters):
-        tokens = [(31 * i + 7 * j) % (vocab_size - 2) + 2 for j in range(32)]
+        tokens = [(31 * i + 7 * j) % (vocab_size - 2) + 2 for j in range(STREAM_PROMPT)]
         params = SamplingParams(max_tokens=machine.new_tokens + 2, **settings)  # type: ignore[arg-type]
         engine.add_request(NewRequest(f"stream {i}", tokens, params, adapter_digest=adapter))
     while not all(request.is_decoding for request in engine.scheduler.requests.values()):

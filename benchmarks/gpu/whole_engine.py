@@ -42,7 +42,7 @@ def running(
         dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
         device=machine.device.type,  # type: ignore[arg-type]
         max_num_seqs=max(machine.engine_batches) + 8,
-        max_num_batched_tokens=2048,
+        max_num_batched_tokens=machine.step_tokens,
         kv_cache_memory=(8 << 30) if is_card else (64 << 20),
         adapter_memory=(6 << 30) if is_card else (64 << 20),
         max_lora_rank=max_rank,

@@ -1,6 +1,7 @@
 """The kernel benchmarks run on any machine: measured on a GPU, checked against the reference elsewhere."""
 
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu import results
 from benchmarks.gpu.__main__ import SECTIONS
 from benchmarks.kernels import run
 
@@ -33,7 +35,7 @@ class Blocked:
         if name.partition(".")[0] in {"redis", "sqlalchemy", "msgspec", "llguidance", "gguf"}:
             raise ImportError(f"{name} is not on a bare machine with a GPU")
 sys.meta_path.insert(0, Blocked())
-sys.argv = ["gpu", "--dry-run"]
+sys.argv = ["gpu", "--dry-run", "--out", OUT]
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
 
@@ -41,15 +43,66 @@ runpy.run_module("benchmarks.gpu", run_name="__main__")
 @pytest.mark.heavy
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_every_section_of_the_gpu_report_runs_dry_without_the_gateways_packages():
-    ended = subprocess.run(
-        [sys.executable, "-c", BLOCK], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
-    )
+def test_every_section_of_the_gpu_report_runs_dry_without_the_gateways_packages(tmp_path):
+    ended = run_dry(f"OUT = {str(tmp_path / 'gpu.md')!r}\n{BLOCK}")
     assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
     assert "FAILED" not in ended.stdout
     assert ended.stdout.count("| as peft") == 2
     assert ended.stdout.count("equal to the reference") == len(run.BENCHMARKS)
     assert [f"## {section.title}" in ended.stdout for section in SECTIONS.values()] == [True] * len(SECTIONS)
+    written = json.loads((tmp_path / "gpu.json").read_text())
+    columns = {column for table in written["tables"] for column in table["columns"]}
+    assert {"step, ms", "floor, ms", "of the floor", "tokens/s", "of the base"} <= columns
+    assert any("prefill of 50 tokens, of the matrix rate" in verdict["what"] for verdict in written["verdicts"])
+    page = (tmp_path / "gpu.md").read_text()
+    assert "![served](gpu-served.svg)" in page
+    assert "<rect" in (tmp_path / "gpu-served.svg").read_text()
+    assert "| rank 16 | 99.6 % |" in page, "the predictions"
+    assert "Not measured: the engine's HTTP server needs packages" in page
+
+
+@pytest.mark.heavy
+@pytest.mark.usefixtures("starts_servers")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_section_over_http_runs_dry():
+    ended = run_dry(
+        "import runpy, sys; sys.argv = ['gpu', '--dry-run', '--section', 'http']; "
+        "runpy.run_module('benchmarks.gpu', run_name='__main__')"
+    )
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    assert "| 3, 2 adapters of rank 16 |" in ended.stdout
+    assert "first token of a prompt of 40 beside 3 streams" in ended.stdout
+
+
+def test_a_reports_tables_become_json_and_charts(tmp_path):
+    page = """## Decode
+| batch | KV | step, ms | floor, ms | of the floor |
+|---|---|---|---|---|
+| 1 | bf16 | 4.0 | 3.5 | 88% |
+| 8 | bf16 | 4.2 | 3.6 | 86% |
+text
+## Served
+| 64 streams | tokens/s |
+|---|---|
+| base | 9000 |
+"""
+    shown = results.write(tmp_path / "r.md", "abc", page.splitlines(), [])
+    assert shown == ["![decode](r-decode.svg)", "![served](r-served.svg)"]
+    written = json.loads((tmp_path / "r.json").read_text())
+    assert [table["section"] for table in written["tables"]] == ["Decode", "Served"]
+    assert written["tables"][0]["rows"] == [["1", "bf16", "4.0", "3.5", "88%"], ["8", "bf16", "4.2", "3.6", "86%"]]
+    assert "bf16 (floor)" in (tmp_path / "r-decode.svg").read_text()
+
+
+def test_each_call_of_make_gpu_takes_at_most_9_minutes():
+    for part in (1, 2):
+        assert sum(section.seconds for section in SECTIONS.values() if section.part == part) <= 530
+
+
+def run_dry(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+    )
 
 
 @pytest.mark.gpu

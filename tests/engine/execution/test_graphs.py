@@ -280,7 +280,7 @@ def test_recorded_mixed_steps_equal_eager_steps(
         for _ in range(draw(3)):
             engine.step()
     list(outputs_until_idle(engine))
-    # What the draws left out: each graph alone, and the base model's prompts beside its decodes.
+    # Each graph alone, and the base model's prompts beside its decodes, which the draws may have left out.
     for digest in (None, digests[0]):
         for lengths in ([6], [30], [3, 3], [30, 2]):
             for i, length in enumerate(lengths):

@@ -38,7 +38,7 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
 
 # The compute capability without its point.
-ARCHITECTURE = int(sys.argv[1]) if len(sys.argv) > 1 else 90
+ARCHITECTURE = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 90
 # Triton has no fp8_e4m3 before sm_89.
 DTYPES = (torch.bfloat16, *((torch.float8_e4m3fn,) if ARCHITECTURE >= 89 else ()), torch.int8)
 

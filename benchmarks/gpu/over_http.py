@@ -1,0 +1,129 @@
+"""End to end over HTTP: a `loraplex engine` whose core has a process of its own, and streams from another process."""
+
+import asyncio
+import json
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+from benchmarks.gpu.decode import floor_ms
+from benchmarks.gpu.files import write_adapter, write_model
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.whole_engine import scratch
+from benchmarks.kernels.measure import asked
+from engine.model.families import parse_model_config
+
+if TYPE_CHECKING:
+    from benchmarks.host_share import ServedEngine, Stream
+
+RANK, PROMPT_TOKENS = 16, 32
+
+
+def figures(machine: Machine) -> Iterator[str]:
+    """Yield tokens a second of streams, by number and adapters, and the first token of prompts that arrive beside."""
+    try:
+        from benchmarks.host_share import ServedEngine
+        from testing.tiny import save_byte_level_tokenizer
+    except ImportError as error:
+        yield f"Not measured: the engine's HTTP server needs packages that this machine lacks ({error})."
+        return
+    # A tokenizer's file must not have more tokens than the model.
+    raw = machine.model | {"vocab_size": max(1000, machine.model["vocab_size"])}
+    with scratch() as folder:
+        model = write_model(raw, folder / "model", machine.dtype, machine.device)
+        save_byte_level_tokenizer(model)
+        paths = [
+            write_adapter(raw, folder / f"a{i}", RANK, machine.dtype, machine.device, i)
+            for i in range(machine.engine_adapters)
+        ]
+        flags = [
+            "--core",
+            "process",
+            "--max-num-batched-tokens",
+            str(machine.step_tokens),
+            "--max-lora-rank",
+            str(RANK),
+        ]
+        if machine.device.type == "cpu":
+            flags += ["--kv-cache-memory", str(64 << 20), "--adapter-memory", str(64 << 20)]
+        engine = ServedEngine(model, paths, machine.device.type, flags, start_seconds=machine.start_seconds)
+        try:
+            yield from asyncio.run(_measured(machine, engine))
+        finally:
+            engine.close()
+
+
+async def _measured(machine: Machine, engine: "ServedEngine") -> list[str]:
+    c = parse_model_config(machine.model)
+    lines = [
+        "| streams | tokens/s | step, ms | floor, ms | of the floor | front, µs a token |",
+        "|---|---|---|---|---|---|",
+    ]
+    found, base = [], {}
+    for number in machine.engine_batches:
+        for count in (0, machine.engine_adapters):
+            rate, front = await _rate(machine, engine, number, count)
+            taken = 1000 * number / rate
+            contexts = [PROMPT_TOKENS + machine.http_tokens // 2] * number
+            floor = floor_ms(machine, c, contexts, float(machine.dtype.itemsize), [RANK] * min(count, number))
+            name = f"{number}, {count} adapters of rank {RANK}" if count else f"{number}, base"
+            lines.append(f"| {name} | {rate:.0f} | {taken:.2f} | {floor:.2f} | {floor / taken:.0%} | {front:.0f} |")
+            if count:
+                found.append(asked(f"HTTP, {name}, of the base's rate", rate / base[number], least=0.9))
+            else:
+                base[number] = rate
+                found.append(asked(f"HTTP, {name}, of the memory's floor", floor / taken, least=0.85))
+    number = max(machine.engine_batches)
+    async with _streams(machine, engine, number, machine.engine_adapters):
+        waits = [await _first_token(machine, engine, i) for i in range(machine.http_prompts)]
+    lines += ["", f"first token of a prompt of {machine.long_prompt} beside {number} streams: median "]
+    lines[-1] += f"{1000 * statistics.median(waits):.0f} ms, longest {1000 * max(waits):.0f} ms"
+    return [*lines, "", *found]
+
+
+async def _rate(machine: Machine, engine: "ServedEngine", number: int, count: int) -> tuple[float, float]:
+    """Return tokens a second of all streams, and the front's CPU time of a token in microseconds."""
+    async with _streams(machine, engine, number, count):
+        before, cpu, began = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
+        await asyncio.sleep(machine.http_seconds)
+        after, cpu_after, ended = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
+    tokens = after["generated_tokens"] - before["generated_tokens"]
+    return tokens / (ended - began), 1e6 * (cpu_after[0] - cpu[0]) / max(1, tokens)
+
+
+@asynccontextmanager
+async def _streams(machine: Machine, engine: "ServedEngine", number: int, count: int) -> AsyncIterator[None]:
+    """Keep streams open during the block, which begins once all of them decode."""
+    opened = [
+        await _open(
+            engine, f"adapter-{i % count}" if count else "base", range(i, i + PROMPT_TOKENS), machine.http_tokens
+        )
+        for i in range(number)
+    ]
+    for stream in opened:
+        await asyncio.wait_for(stream.has_first.wait(), 60)
+    try:
+        yield
+    finally:
+        for stream in opened:
+            stream.transport.abort()
+
+
+async def _first_token(machine: Machine, engine: "ServedEngine", number: int) -> float:
+    stream = await _open(engine, "base", [7 * number + j for j in range(machine.long_prompt)], 1)
+    await asyncio.wait_for(stream.has_first.wait(), 60)
+    stream.transport.abort()
+    return (stream.first or 0.0) - stream.sent
+
+
+async def _open(engine: "ServedEngine", model: str, tokens: Sequence[int], max_tokens: int) -> "Stream":
+    from benchmarks.host_share import Stream
+
+    body = {"model": model, "stream": True, "max_tokens": max_tokens, "ignore_eos": True, "temperature": 0}
+    data = json.dumps(body | {"prompt": [token % 900 + 2 for token in tokens]}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+    connect = asyncio.get_running_loop().create_connection
+    _, stream = await connect(lambda: Stream(head + data), "127.0.0.1", engine.port)
+    return stream
