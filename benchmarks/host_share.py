@@ -1,18 +1,22 @@
 """The host's share of a step, on a simulated device (`--device simulated:STEP_MS,MS_PER_TOKEN`).
 
     python -m benchmarks.host_share [--seconds 8] [--core process,thread] [--only TEXT] [--json FILE] [--profile]
-                                    [-- ENGINE FLAGS]
+                                    [--fronts 4] [-- ENGINE FLAGS]
 
 Measures, without a server, the CPU time of the engine's core per step. Then it starts a `loraplex engine` in each form
 of its core, streams from it over HTTP, and measures the CPU time of the HTTP front per streamed token, the share of the
 device's rate that 64 streams reach, and the time to the first token of a long prompt beside 8 streams; and on the CPU
 itself, the rate of 1 and 16 streams. Figures are CPU times where possible. Run nothing else on the machine at the same
 time.
+
+One measure is for a core that has a CPU of its own: its process is pinned to CPU 0, the front and the client to CPU 1,
+and beside them `--fronts` processes that do a front's work without a pause (JSON, SSE events, UTF-8).
 """
 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 import statistics
@@ -143,6 +147,14 @@ class ServedEngine:
         rest = sum(t.user_time + t.system_time if hasattr(t, "user_time") else t.user + t.system for t in others)
         return front.user_time + front.system_time, front.system_time, rest
 
+    @property
+    def front(self) -> psutil.Process:
+        return self._root
+
+    def core_processes(self) -> list[psutil.Process]:
+        """Return the core's process, if it has one of its own."""
+        return self._root.children()
+
     def close(self) -> None:
         self._process.send_signal(signal.SIGTERM)
         self._process.wait(60)
@@ -225,8 +237,62 @@ async def first_tokens(engine: ServedEngine, repeats: int) -> Figures:
     return {"median_s": statistics.median(found), "worst_s": max(found)}
 
 
+def work_as_a_front() -> None:
+    """Do the work of a front for ever: decode outputs, encode events."""
+    event = {"id": "cmpl-0", "object": "text_completion", "model": "base", "choices": [{"index": 0, "text": "é a"}]}
+    while True:
+        for _ in range(64):
+            json.loads(f"data: {json.dumps(event)}\n\n".encode().decode()[6:])
+
+
+@contextmanager
+def beside_fronts(engine: ServedEngine, number: int) -> Iterator[None]:
+    """Pin the engine's core to CPU 0, its front, this process and `number` busy processes to CPU 1. Raises RuntimeError
+    without two CPUs, or if the core has no process of its own.
+    """
+    usable = os.sched_getaffinity(0)
+    if not {0, 1} <= usable:
+        raise RuntimeError(f"expected the CPUs 0 and 1, this process may use {sorted(usable)}")
+    cores = engine.core_processes()
+    if not cores:
+        raise RuntimeError("expected a core in a process of its own (--core process)")
+    _pin([engine.front], {1})
+    _pin(cores, {0})
+    os.sched_setaffinity(0, {1})
+    fronts = [multiprocessing.get_context("spawn").Process(target=work_as_a_front, daemon=True) for _ in range(number)]
+    for front in fronts:
+        front.start()  # inherits this process's CPU
+    try:
+        yield
+    finally:
+        for front in fronts:
+            front.kill()
+            front.join()
+        os.sched_setaffinity(0, usable)
+
+
+def _pin(processes: list[psutil.Process], cpus: set[int]) -> None:
+    """Pin all threads of the processes."""
+    for process in processes:
+        for thread in process.threads():
+            os.sched_setaffinity(thread.id, cpus)
+
+
+async def rate_beside_fronts(engine: ServedEngine, seconds: float, fronts: int) -> Figures:
+    """Measure 64 streams while other fronts use the second CPU."""
+    with beside_fronts(engine, fronts):
+        found = await rate(engine, 64, seconds)
+    return found | {"of_the_device": found["tokens_per_s"] * DECODE_MS / 64e3}
+
+
 def served(
-    model: Path, adapters: list[Path], flags: list[str], forms: list[str], seconds: float, only: str
+    model: Path,
+    adapters: list[Path],
+    flags: list[str],
+    forms: list[str],
+    seconds: float,
+    only: str,
+    fronts: int,
 ) -> Iterator[tuple[str, Figures]]:
     """Yield each measure's name and figures, in each form of the core."""
 
@@ -245,8 +311,12 @@ def served(
         ("CPU, 16 streams", "cpu", streams_of(16)),
         ("CPU, 1 stream", "cpu", streams_of(1)),
     ]
+    alone = f"64 streams, a step every 4.5 ms, {fronts} fronts' load on the other CPU"
+    measures.append((alone, f"simulated:{DECODE_MS},0", lambda e: rate_beside_fronts(e, seconds, fronts)))
     for name, device, measure in measures:
         for form in forms if only in name else ():
+            if name == alone and form != "process":
+                continue
             memory = 1 << 30 if device == "cpu" else MEMORY["kv_cache_memory"]
             with ExitStack() as stack:
                 engine = ServedEngine(
@@ -266,6 +336,7 @@ def main() -> None:
     parser.add_argument("--core", default="process,thread", help="forms of the core, in turn")
     parser.add_argument("--only", default="", help="measure only what has this text in its name")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--fronts", type=int, default=4, help="busy processes beside the front")
     parser.add_argument("--profile", action="store_true", help="show where the core's time goes, and stop")
     parser.add_argument("flags", nargs="*", help="flags of the served engine")
     flags = parser.parse_args()
@@ -284,7 +355,9 @@ def main() -> None:
             steps = 300 if flags.profile else 1500
             show(f"core, {number} streams", core_steps(model, adapters, number, steps, flags.profile))
         if not flags.profile:
-            for name, figures in served(model, adapters, flags.flags, flags.core.split(","), flags.seconds, flags.only):
+            forms = flags.core.split(",")
+            measured = served(model, adapters, flags.flags, forms, flags.seconds, flags.only, flags.fronts)
+            for name, figures in measured:
                 show(name, figures)
     if flags.json is not None:
         flags.json.write_text(json.dumps(found, indent=2) + "\n")

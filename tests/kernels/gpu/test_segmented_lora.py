@@ -279,6 +279,16 @@ def test_one_launch_builds_the_tables_that_sorting_does(num_tokens, plan, popula
     assert torch.equal(routed.chunks[0, :num_chunks], expected.chunks[0, :num_chunks])
     assert torch.equal(routed.chunks[1, : num_chunks + 1], expected.chunks[1, : num_chunks + 1])
     assert torch.equal(routed.tiles[:, :num_tiles], expected.tiles[:, :num_tiles])
+    # The scales of a pool's groups, columns of one table, are gathered once, by chunk.
+    table = torch.rand(len(RANKS), 7, generator=torch.Generator().manual_seed(9)).to(device)
+    slots = expected.chunks[0, :num_chunks].long()
+    for segments in (routed, expected):
+        for start, end in ((0, 3), (3, 4), (4, 7)):
+            found = segments.chunk_scales(table[:, start:end])
+            assert torch.equal(found[:num_chunks, : end - start], table[slots, start:end])
+        assert len(segments.scales) == 1
+    with pytest.raises(ValueError, match="scales: expected columns of a float32 table"):
+        routed.chunk_scales(table.T)
 
 
 @pytest.mark.parametrize("plan", [DECODE, PREFILL], ids=["decode", "prefill"])
