@@ -42,7 +42,7 @@ types: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/loraplex bench --tenants .loraplex/demo.json --n 64 --c 16
 
-# Tests and measures kernels and engine on this machine's GPU in about 14 minutes, with the torch and triton of PYTHON;
+# Tests and measures kernels and engine on this machine's GPU in about 16 minutes, with the torch and triton of PYTHON;
 # `make gpu FLAGS='--part 1'` and `--part 2` take at most 9 minutes each.
 # `make gpu FLAGS=--dry-run` shows without a GPU that all of it runs.
 gpu:
