@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -25,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy/kubernetes"
 KUSTOMIZATION = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())
 OBJECTS = [made for file in KUSTOMIZATION["resources"] for made in yaml.safe_load_all((FOLDER / file).read_text())]
-MONITORS = list(yaml.safe_load_all((FOLDER / "monitoring/servicemonitors.yaml").read_text()))
+MONITORING = FOLDER / "monitoring"
+MONITORS = list(yaml.safe_load_all((MONITORING / "servicemonitors.yaml").read_text()))
+RULES = yaml.safe_load((MONITORING / "prometheusrule.yaml").read_text())
 SCHEMAS = json.loads((ROOT / "tests/schemas/kubernetes-1.34.json").read_text())
 # The values that deploy/README.md puts into the secret.
 SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", (ROOT / "deploy/README.md").read_text()))
@@ -80,7 +83,7 @@ def test_kustomize_renders_the_folder(components: str, tmp_path: Path):
     ran = subprocess.run([kubectl, "kustomize", str(tmp_path / "kubernetes")], capture_output=True, check=False)
     assert ran.returncode == 0, ran.stderr.decode()
     rendered = list(yaml.safe_load_all(ran.stdout))
-    expected = OBJECTS + (MONITORS if components else [])
+    expected = OBJECTS + ([*MONITORS, RULES] if components else [])
     named = sorted((made["kind"], made["metadata"]["name"]) for made in expected)
     assert sorted((made["kind"], made["metadata"]["name"]) for made in rendered) == named
     assert [problems(made) for made in rendered if made["kind"] in SCHEMAS["kinds"] and problems(made)] == []
@@ -127,6 +130,20 @@ def test_prometheus_scrapes_each_program_under_the_names_of_the_alerts():
         [endpoint] = monitor["spec"]["endpoints"]
         assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
     assert {monitor["metadata"]["name"] for monitor in MONITORS} == {"gateway", "engine"}
+
+
+def test_the_rule_manifest_has_the_alerts_of_prometheus(tmp_path: Path):
+    assert RULES["kind"] == "PrometheusRule"
+    assert RULES["spec"] == yaml.safe_load((ROOT / "deploy/alerts.yml").read_text())
+    files = set(yaml.safe_load((MONITORING / "kustomization.yaml").read_text())["resources"])
+    assert files == {"servicemonitors.yaml", "prometheusrule.yaml"}
+    # The generator changes nothing as long as the rules are the same, comments included.
+    copy = tmp_path / "kubernetes" / "monitoring"
+    shutil.copytree(MONITORING, copy)
+    shutil.copy(ROOT / "deploy/alerts.yml", tmp_path)
+    (copy / "prometheusrule.yaml").unlink()
+    subprocess.run([sys.executable, str(copy / "make_rules.py")], check=True)
+    assert (copy / "prometheusrule.yaml").read_text() == (MONITORING / "prometheusrule.yaml").read_text()
 
 
 def test_the_gateways_environment_is_a_whole_configuration(tmp_path: Path):

@@ -45,11 +45,17 @@ def push(name: str, path: Path, base: str | None, tenant: str | None, gateway: G
     engine takes long.
 
     The content of the version that NAME refers to adds no version. A large upload is sent in parts. If it breaks, the
-    same command goes on where it was.
+    same command goes on where it was. A warning says if the adapter's config names another base model than the one
+    that the gateway chose.
     """
     made = gateway.run(lambda client: _push(client, tenant, name, path, _named(base)))
     click.echo(f"pushed {made['name']} version {made['version']}, rank {made['rank']}, {made['digest']}")
     _note_state(made)
+    # Imported here, so that the command line starts without numpy.
+    from loraplex.trained_base import base_warning
+
+    if (warning := base_warning(path, made.get("base"))) is not None:
+        click.echo(f"warning: {warning}", err=True)
 
 
 async def _push(
