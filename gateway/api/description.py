@@ -7,6 +7,7 @@ from typing import Any
 
 from aiohttp import web
 
+from gateway.api.parameters import find_parameter
 from gateway.api.requests.fields import json_response
 from gateway.api.route import Route, Upload
 from wire.openapi import Route as Described
@@ -51,7 +52,7 @@ def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:
             route = by_place[path, method]
             operation["parameters"] = [
                 *(_parameter(name, "path", required=True) for name in names),
-                *(_parameter(name, "query", required=False) for name in route.query or ()),
+                *(_query_parameter(route, name) for name in route.query or ()),
             ]
             operation["security"] = [] if route.is_open else [{"key": []}]
             if route.request is Upload:
@@ -63,6 +64,13 @@ def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:
 def _described(route: Route) -> Described:
     body = None if route.request is Upload else route.request
     return Described(route.method, route.canonical, route.summary, body, route.response, streams=route.streams)
+
+
+def _query_parameter(route: Route, name: str) -> dict[str, Any]:
+    described = _parameter(name, "query", required=False)
+    if (known := find_parameter(route.canonical, name)) is not None:
+        described |= {"schema": known.schema, "description": known.text}
+    return described
 
 
 def _parameter(name: str, place: str, *, required: bool) -> dict[str, Any]:

@@ -6,7 +6,7 @@ of the key or session in use. Limits of a key need no bound, because the tenant'
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -18,6 +18,7 @@ from gateway.api.requests.named_models import check_names
 from gateway.errors import BadRequest, Forbidden
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.keys.keys import KEY_ID, ApiKey, Keys, unknown_key
+from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import Tenant
 
 Label = Annotated[str, Meta(max_length=100)]
@@ -188,19 +189,53 @@ def check_future(expires_at: datetime | None) -> None:
         raise BadRequest("expires_at: expected a moment in the future, within 100 years.", param="expires_at")
 
 
-def describe_key(key: ApiKey) -> dict[str, Any]:
+class ShownKey(Limits, frozen=True, kw_only=True, omit_defaults=False):  # type: ignore[call-arg]
+    """A key without its secret, with its own limits. tenant: null for an operator's key.
+
+    key: the secret, in the answer that creates the key.
+    """
+
+    object: Literal["api_key"] = "api_key"
+    id: str
+    tenant: str | None
+    label: str
+    role: str | None
+    scopes: list[str]
+    allowed_models: Sequence[str] | None
+    created_at: datetime
+    expires_at: datetime | None
+    revoked_at: datetime | None
+    last_used_at: datetime | None
+    key: str | UnsetType = UNSET
+
+
+class KeyList(Struct, frozen=True, kw_only=True):
+    """Keys. total: their number on all pages, of an answer in pages."""
+
+    object: Literal["list"] = "list"
+    data: list[ShownKey]
+    total: int | UnsetType = UNSET
+    has_more: bool | UnsetType = UNSET
+
+
+class RevokedKey(Struct, frozen=True, kw_only=True):
+    object: Literal["api_key"] = "api_key"
+    id: str
+    revoked: bool = True
+
+
+def describe_key(key: ApiKey) -> ShownKey:
     """Return a key as the API shows it, without the secret."""
-    return {
-        "object": "api_key",
-        "id": key.id,
-        "tenant": key.tenant.name if key.tenant else None,
-        "label": key.label,
-        "role": tenant_role(key.scopes) if key.tenant else admin_role(key.scopes),
-        "scopes": sorted(key.scopes),
-        "allowed_models": key.allowed_models,
+    return ShownKey(
+        id=key.id,
+        tenant=key.tenant.name if key.tenant else None,
+        label=key.label,
+        role=tenant_role(key.scopes) if key.tenant else admin_role(key.scopes),
+        scopes=sorted(key.scopes),
+        allowed_models=key.allowed_models,
         **msgspec.structs.asdict(key.limits),
-        "created_at": key.created_at,
-        "expires_at": key.expires_at,
-        "revoked_at": key.revoked_at,
-        "last_used_at": key.last_used_at,
-    }
+        created_at=key.created_at,
+        expires_at=key.expires_at,
+        revoked_at=key.revoked_at,
+        last_used_at=key.last_used_at,
+    )

@@ -6,7 +6,7 @@ from gateway.api.adapters.saved_mixtures import NewMixture, SavedMixtureRoutes
 from gateway.api.adapters.versions import AdapterVersions, NewTargets, VersionChanges
 from gateway.api.admin.keys import KeyRoutes
 from gateway.api.golden.handlers import GoldenRoutes, NewGolden
-from gateway.api.key_manager import KeyChanges, NewKey, Rotation
+from gateway.api.key_manager import KeyChanges, KeyList, NewKey, RevokedKey, Rotation, ShownKey
 from gateway.api.route import Route
 from gateway.api.uploads.resumable import ResumableUploads
 
@@ -70,10 +70,18 @@ def mixture_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
 
 def key_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
     one, of, made = f"{path}/{{id}}", KeyRoutes, "Create an API key of a tenant; only this answer contains it."
+    changed = "Change the label and limits of a key."
     return (
-        route("POST", path, of.create, made, query=FORCE, request=NewKey),
-        route("GET", path, of.list, "List a tenant's keys."),
-        route("POST", f"{one}/rotate", of.rotate, "Replace a key of the own tenant.", request=Rotation),
-        route("PATCH", one, of.change, "Change the label and limits of a key.", request=KeyChanges),
-        route("DELETE", one, of.revoke, "Revoke a key of the own tenant."),
+        route("POST", path, of.create, made, query=FORCE, request=NewKey, response=ShownKey),
+        route("GET", path, of.list, "List a tenant's keys.", response=KeyList),
+        route(
+            "POST",
+            f"{one}/rotate",
+            of.rotate,
+            "Replace a key of the own tenant.",
+            request=Rotation,
+            response=ShownKey,
+        ),
+        route("PATCH", one, of.change, changed, request=KeyChanges, response=ShownKey),
+        route("DELETE", one, of.revoke, "Revoke a key of the own tenant.", response=RevokedKey),
     )

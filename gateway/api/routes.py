@@ -11,20 +11,19 @@ from gateway.api.adapters.routes import ADAPTER_ROUTES
 from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
 from gateway.api.admin.bases import AdminBases, BaseChanges, NewBase
-from gateway.api.admin.engines import AdminEngines, EngineUrl
+from gateway.api.admin.engines import AdminEngines, EngineList, EngineUrl, ShownEngine
 from gateway.api.admin.fleet_views import FleetViews
 from gateway.api.admin.keys import LIST_QUERY as KEY_LIST
 from gateway.api.admin.keys import KeyRoutes
 from gateway.api.admin.plans import AdminPlans, NewPlan, PlanPrices
 from gateway.api.admin.prices import AdminPrices, NewPrice
 from gateway.api.admin.refusals import QUERY as REFUSALS
-from gateway.api.admin.refusals import AdminRefusals
+from gateway.api.admin.refusals import AdminRefusals, RefusalsAnswer
 from gateway.api.admin.routes import Admin
 from gateway.api.admin.search import AdminSearch, SearchResult
 from gateway.api.admin.sessions import AdminSessions
 from gateway.api.admin.settings import AdminSettings
 from gateway.api.admin.tenant_bulk import AdminTenantBulk, NewBulk
-from gateway.api.admin.tenant_limits import TenantLimits, TenantLimitsLeft
 from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
@@ -32,13 +31,12 @@ from gateway.api.health import Health, MetricsPage
 from gateway.api.home import Home
 from gateway.api.inference.completions import Completions
 from gateway.api.key import KeyInfo, OwnKey
-from gateway.api.key_manager import KeyChanges, NewAdminKey, Rotation
+from gateway.api.key_manager import KeyChanges, KeyList, NewAdminKey, RevokedKey, Rotation, ShownKey
 from gateway.api.models import Models
 from gateway.api.reports.routes import REPORTS
-from gateway.api.reports.usage import Usage
+from gateway.api.reports.usage import Usage, UsageAnswer
 from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
 from gateway.api.reports.usage_export import ROWS_QUERY, UsageExport
-from gateway.api.reports.usage_pruning import NewPruning, Pruned, UsagePruning
 from gateway.api.route import Route, Upload
 from gateway.api.route_groups import FORCE, key_routes
 from gateway.api.webhook_manager import NewWebhook
@@ -104,7 +102,17 @@ API: dict[type, tuple[Route, ...]] = {
             response=KeyInfo,
         ),
     ),
-    Usage: (Route("GET", "/v1/usage", Usage.get, "Report the tenant's usage.", scope="usage", query=REPORT),),
+    Usage: (
+        Route(
+            "GET",
+            "/v1/usage",
+            Usage.get,
+            "Report the tenant's usage.",
+            scope="usage",
+            query=REPORT,
+            response=UsageAnswer,
+        ),
+    ),
     Admin: (
         _admin("POST", f"{TENANT}/adapters", Admin.push_adapter, "Upload an adapter for a tenant.", request=Upload),
         _admin("GET", f"{TENANT}/adapters", Admin.list_adapters, "List a tenant's adapters."),
@@ -115,40 +123,46 @@ API: dict[type, tuple[Route, ...]] = {
             "Remove adapters that no name refers to.",
             query=("dry_run",),
         ),
-        _admin("GET", "/admin/api/usage", Admin.usage, "Report the usage of tenants.", query=("tenant", *REPORT)),
+        _admin(
+            "GET",
+            "/admin/api/usage",
+            Admin.usage,
+            "Report the usage of tenants.",
+            query=("tenant", *REPORT),
+            response=UsageAnswer,
+        ),
         _admin("GET", "/admin/api/version", Admin.version, "Return the gateway's version."),
         _admin("GET", "/admin/api/queue", Admin.queue, "Show each tenant's requests, service and share."),
     ),
     AdminRefusals: (
-        _admin("GET", "/admin/api/refusals", AdminRefusals.get, "Report why requests were refused.", query=REFUSALS),
+        _admin(
+            "GET",
+            "/admin/api/refusals",
+            AdminRefusals.get,
+            "Report why requests were refused.",
+            query=REFUSALS,
+            response=RefusalsAnswer,
+        ),
     ),
     UsageExport: (
         _admin("GET", "/admin/api/usage/export", UsageExport.get, "Return a file of usage.", query=EXPORT_QUERY),
         _admin("GET", "/admin/api/usage/rows", UsageExport.rows, "Return a file of usage rows.", query=ROWS_QUERY),
-    ),
-    UsagePruning: (
-        _admin(
-            "POST",
-            "/admin/api/usage/prune",
-            UsagePruning.prune,
-            "Remove usage rows of the days before a date; sums stay.",
-            query=("dry_run",),
-            request=NewPruning,
-            response=Pruned,
-        ),
     ),
     Engines: (
         Route("POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement),
         Route("DELETE", "/internal/engines", Engines.withdraw, "Withdraw an engine.", request=Announcement),
     ),
     AdminEngines: (
-        _admin("GET", "/admin/api/engines", AdminEngines.list, "List the engines and their health."),
+        _admin(
+            "GET", "/admin/api/engines", AdminEngines.list, "List the engines and their health.", response=EngineList
+        ),
         _admin(
             "POST",
             "/admin/api/engines/drain",
             AdminEngines.drain,
             "Stop new requests to an engine.",
             request=EngineUrl,
+            response=ShownEngine,
         ),
         _admin(
             "POST",
@@ -261,15 +275,6 @@ API: dict[type, tuple[Route, ...]] = {
         ),
         _admin("DELETE", TENANT, AdminTenants.delete, "Delete a tenant; its usage is kept."),
     ),
-    TenantLimits: (
-        _admin(
-            "GET",
-            f"{TENANT}/limits",
-            TenantLimits.get,
-            "Return what is left of a tenant's limits.",
-            response=TenantLimitsLeft,
-        ),
-    ),
     AdminSearch: (
         _admin(
             "GET",
@@ -299,11 +304,33 @@ API: dict[type, tuple[Route, ...]] = {
             KeyRoutes.create_admin,
             "Create an admin key; only this answer contains it.",
             request=NewAdminKey,
+            response=ShownKey,
         ),
-        _admin("GET", "/admin/api/keys", KeyRoutes.list_admin, "List admin keys, or all keys.", query=KEY_LIST),
-        _admin("POST", "/admin/api/keys/{id}/rotate", KeyRoutes.rotate_any, "Replace a key.", request=Rotation),
-        _admin("PATCH", KEY, KeyRoutes.change_any, "Change the label and limits of a key.", request=KeyChanges),
-        _admin("DELETE", KEY, KeyRoutes.revoke_any, "Revoke a key."),
+        _admin(
+            "GET",
+            "/admin/api/keys",
+            KeyRoutes.list_admin,
+            "List admin keys, or all keys.",
+            query=KEY_LIST,
+            response=KeyList,
+        ),
+        _admin(
+            "POST",
+            f"{KEY}/rotate",
+            KeyRoutes.rotate_any,
+            "Replace a key.",
+            request=Rotation,
+            response=ShownKey,
+        ),
+        _admin(
+            "PATCH",
+            KEY,
+            KeyRoutes.change_any,
+            "Change the label and limits of a key.",
+            request=KeyChanges,
+            response=ShownKey,
+        ),
+        _admin("DELETE", KEY, KeyRoutes.revoke_any, "Revoke a key.", response=RevokedKey),
     ),
     AdminSessions: (
         _admin(

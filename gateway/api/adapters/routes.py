@@ -11,7 +11,7 @@ from gateway.api.adapters.probes import ProbeRoutes
 from gateway.api.adapters.saved_mixtures import SavedMixtureRoutes
 from gateway.api.adapters.use import AdapterUseRoutes
 from gateway.api.adapters.versions import AdapterVersions
-from gateway.api.admin.adapters import LIST_QUERY, AdminAdapters
+from gateway.api.admin.adapters import LIST_QUERY, AdapterPage, AdminAdapters
 from gateway.api.admin.tenant_chats import TenantChats
 from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.route import Route, Upload
@@ -143,6 +143,13 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
         ),
     ),
     AdminAdapters: (
-        _admin("GET", "/admin/api/adapters", AdminAdapters.list, "List the adapters of all tenants.", query=LIST_QUERY),
+        _admin(
+            "GET",
+            "/admin/api/adapters",
+            AdminAdapters.list,
+            "List the adapters of all tenants.",
+            query=LIST_QUERY,
+            response=AdapterPage,
+        ),
     ),
 }

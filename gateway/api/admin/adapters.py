@@ -1,9 +1,11 @@
 """`/admin/api/adapters`: the adapters of all tenants in one list."""
 
 from collections.abc import Sequence
-from typing import Any
+from datetime import datetime
+from typing import Literal
 
 from aiohttp import web
+from msgspec import Struct
 
 from gateway.api.adapters.versions import describe_content
 from gateway.api.requests.fields import json_response, parse_text, read_flag, read_limit, read_number, read_sort
@@ -14,6 +16,37 @@ from wire.digests import bare_digest, digest_name, named_digest
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "limit")
 DEFAULT_ROWS, MAX_RANK = 50, 4096
+
+
+class ShownAdapter(Struct, frozen=True, kw_only=True):
+    """An adapter of a tenant. resident: URLs of the engines that hold it in device memory. See ListedAdapter."""
+
+    object: Literal["adapter"] = "adapter"
+    tenant: str
+    name: str
+    version: int | None
+    state: str
+    digest: str | None
+    rank: int | None
+    size_bytes: int
+    created_at: datetime
+    pinned: bool
+    newest_version: int | None
+    newest_state: str
+    versions: int
+    base: str | None
+    requests_24h: int
+    last_used: datetime | None
+    resident: list[str]
+
+
+class AdapterPage(Struct, frozen=True, kw_only=True):
+    """Page of adapters. total: their number on all pages."""
+
+    object: Literal["list"] = "list"
+    data: list[ShownAdapter]
+    total: int
+    has_more: bool
 
 
 class AdminAdapters:
@@ -32,7 +65,7 @@ class AdminAdapters:
         )
         data = [describe_listed(each, resident_on(self._registry, each.digest)) for each in page.adapters]
         more = number * limit < page.total
-        return json_response({"object": "list", "data": data, "total": page.total, "has_more": more})
+        return json_response(AdapterPage(data=data, total=page.total, has_more=more))
 
 
 def read_filter(request: web.Request) -> ListFilter:
@@ -57,17 +90,16 @@ def resident_on(registry: Registry, digest: str) -> list[str]:
     return sorted(engine.url for engine in registry.up if digest and digest in engine.resident)
 
 
-def describe_listed(adapter: ListedAdapter, resident: Sequence[str]) -> dict[str, Any]:
+def describe_listed(adapter: ListedAdapter, resident: Sequence[str]) -> ShownAdapter:
     """Return a listed adapter as the API shows it. resident: the URLs of its engines."""
-    return {
-        "object": "adapter",
-        "tenant": adapter.tenant,
+    return ShownAdapter(
+        tenant=adapter.tenant,
         **describe_content(adapter),
-        "newest_version": adapter.newest,
-        "newest_state": adapter.newest_state,
-        "versions": adapter.versions,
-        "base": None if adapter.base is None else digest_name(adapter.base),
-        "requests_24h": adapter.requests,
-        "last_used": adapter.last_used,
-        "resident": resident,
-    }
+        newest_version=adapter.newest,
+        newest_state=adapter.newest_state,
+        versions=adapter.versions,
+        base=None if adapter.base is None else digest_name(adapter.base),
+        requests_24h=adapter.requests,
+        last_used=adapter.last_used,
+        resident=list(resident),
+    )

@@ -1,7 +1,7 @@
 """`/admin/api/engines`: the engines with their health, and their drains."""
 
 import logging
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -10,7 +10,7 @@ from gateway.access.scopes import ACTOR
 from gateway.api.requests.fields import json_response, read_body
 from gateway.errors import RecordNotFound, Unavailable
 from gateway.fleet.drains import Drains
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine import Drained, EngineRecord
 from gateway.fleet.registry import Registry
 from gateway.records.audit import Audit
 
@@ -23,6 +23,30 @@ class EngineUrl(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     url: Annotated[str, msgspec.Meta(min_length=1, max_length=512)]
 
 
+class ShownEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine. reason: why it gets no requests; null if it does. state: the engine's last report."""
+
+    object: Literal["engine"] = "engine"
+    url: str
+    kind: str
+    healthy: bool
+    available: bool
+    health: str
+    drained: Drained | None
+    reason: str | None
+    in_flight: int
+    load: float
+    limit: float
+    resident: list[str]
+    host: list[str]
+    state: dict[str, Any]
+
+
+class EngineList(msgspec.Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ShownEngine]
+
+
 class AdminEngines:
     """Operator's routes for engines. While SQL is unavailable, a drain takes effect without an audit entry."""
 
@@ -32,7 +56,7 @@ class AdminEngines:
         self._audit = audit
 
     async def list(self, _: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [describe_engine(e) for e in self._registry.engines]})
+        return json_response(EngineList(data=[describe_engine(engine) for engine in self._registry.engines]))
 
     async def drain(self, request: web.Request) -> web.Response:
         """Stop new requests to an engine; its running requests continue. A repetition changes nothing."""
@@ -78,21 +102,19 @@ def find_engine(registry: Registry, url: str) -> EngineRecord:
     raise RecordNotFound(f"There is no engine at {url[:200]}; known are: {known}.", param="url")
 
 
-def describe_engine(engine: EngineRecord) -> dict[str, Any]:
-    drained = engine.drained
-    return {
-        "object": "engine",
-        "url": engine.url,
-        "kind": engine.address.traits.name,
-        "healthy": engine.is_up,
-        "available": engine.available,
-        "health": engine.condition.health,
-        "drained": None if drained is None else {"at": drained.at, "by": drained.by},
-        "reason": engine.fault,
-        "in_flight": engine.requests.in_flight,
-        "load": engine.load,
-        "limit": engine.max_in_flight,
-        "resident": sorted(engine.resident),
-        "host": sorted(engine.host),
-        "state": engine.state.reported,
-    }
+def describe_engine(engine: EngineRecord) -> ShownEngine:
+    return ShownEngine(
+        url=engine.url,
+        kind=engine.address.traits.name,
+        healthy=engine.is_up,
+        available=engine.available,
+        health=engine.condition.health,
+        drained=engine.drained,
+        reason=engine.fault,
+        in_flight=engine.requests.in_flight,
+        load=engine.load,
+        limit=engine.max_in_flight,
+        resident=sorted(engine.resident),
+        host=sorted(engine.host),
+        state=engine.state.reported,
+    )

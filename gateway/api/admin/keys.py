@@ -7,7 +7,16 @@ from aiohttp import web
 
 from gateway.access.scopes import ACTOR
 from gateway.api.adapters.caller import AdapterCaller, find_caller, read_small
-from gateway.api.key_manager import KeyChanges, KeyManager, NewAdminKey, NewKey, Rotation, describe_key
+from gateway.api.key_manager import (
+    KeyChanges,
+    KeyList,
+    KeyManager,
+    NewAdminKey,
+    NewKey,
+    RevokedKey,
+    Rotation,
+    describe_key,
+)
 from gateway.api.requests.fields import json_response, read_body, read_flag, read_limit, read_number, read_sort
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.quota.quota import Quota
@@ -45,14 +54,12 @@ class KeyRoutes:
     async def list(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
         keys = await self._manager.list(caller.tenant)
-        return json_response({"object": "list", "data": [describe_key(key) for key in keys]})
+        return json_response(KeyList(data=[describe_key(key) for key in keys]))
 
     async def list_admin(self, request: web.Request) -> web.Response:
         """List the admin keys, those of `?tenant=`, or with `?all=true` all keys."""
         if not request.query:
-            return json_response(
-                {"object": "list", "data": [describe_key(key) for key in await self._manager.list(None)]}
-            )
+            return json_response(KeyList(data=[describe_key(key) for key in await self._manager.list(None)]))
         which, (sort, descending) = read_key_filter(request), read_sort(request, SORTS, "created_at")
         if which.tenant is None and not read_flag(request, "all"):
             which = msgspec.structs.replace(which, tenant="")
@@ -61,7 +68,7 @@ class KeyRoutes:
             which, sort=sort, descending=descending, limit=limit, offset=(number - 1) * limit
         )
         data = await in_pieces(keys, describe_key)
-        return json_response({"object": "list", "data": data, "total": total, "has_more": number * limit < total})
+        return json_response(KeyList(data=data, total=total, has_more=number * limit < total))
 
     async def rotate(self, request: web.Request) -> web.Response:
         """Rotate a tenant's own key."""
@@ -100,8 +107,8 @@ class KeyRoutes:
 
 
 def _shown_once(key: ApiKey, clear: str) -> web.Response:
-    return json_response({**describe_key(key), "key": clear}, status=201)
+    return json_response(msgspec.structs.replace(describe_key(key), key=clear), status=201)
 
 
 def _revoked(request: web.Request) -> web.Response:
-    return json_response({"object": "api_key", "id": request.match_info["id"], "revoked": True})
+    return json_response(RevokedKey(id=request.match_info["id"]))

@@ -1,16 +1,32 @@
 """`/admin/api/refusals`: refused requests by tenant, limit and code, and the reserved tokens that stay unused."""
 
 from datetime import UTC, datetime, timedelta
+from typing import Literal
 
-import msgspec
 from aiohttp import web
+from msgspec import structs
 
 from gateway.api.requests.fields import json_response, parse_period, parse_text
 from gateway.errors import BadRequest
-from gateway.records.requests.refusal_report import GROUPS, LIMITED, GroupBy, RefusalFilter, RefusalReport
+from gateway.records.requests.refusal_report import (
+    GROUPS,
+    LIMITED,
+    GroupBy,
+    RefusalFilter,
+    RefusalReport,
+    RefusalSums,
+    Reserved,
+)
 
 QUERY = ("tenant", "code", "limit_name", "status", "since", "until", "group_by")
 ALL = "all"
+
+
+class RefusalsAnswer(RefusalSums, frozen=True, kw_only=True):
+    """Refusals of a period, and reserved against settled tokens by tenant."""
+
+    object: Literal["refusals"] = "refusals"
+    reserved: list[Reserved]
 
 
 class AdminRefusals:
@@ -26,7 +42,7 @@ class AdminRefusals:
         which = read_refusal_filter(request)
         sums = await self._report.sums(which, since=since, until=until, group_by=read_group(request))
         reserved = await self._report.reserved(since=since, until=until, tenant=which.tenant)
-        return json_response({"object": "refusals", **msgspec.to_builtins(sums), "reserved": reserved})
+        return json_response(RefusalsAnswer(**structs.asdict(sums), reserved=reserved))
 
 
 def read_refusal_filter(request: web.Request) -> RefusalFilter:

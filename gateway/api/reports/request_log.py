@@ -1,25 +1,51 @@
 """The request log and the activity: `/admin/api/requests`, `/admin/api/activity`, and `/v1/requests` for a tenant."""
 
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.reports.money import with_money
+from gateway.api.reports.money import priced, priced_struct, with_money
 from gateway.api.requests.fields import json_response, parse_period, parse_text, read_limit
 from gateway.api.requests.log_filter import read_log_filter
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
 from gateway.records.activity.periods import STEPS
-from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, steps
+from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, Step, steps
 from gateway.sharing.turns import turns_of_reports
 
 DEFAULT_ENTRIES = 50
 DEFAULT_GROUPS = 8
 # Fields that only operators see.
 OPERATORS = ("engine", "tenant_id")
+
+
+# Types of the fields that only the story of one request has.
+_STORY: dict[str, Any] = {"object": Literal["request"], "currency": str, "steps": list[Step]}
+LoggedRequest: Any = priced_struct("LoggedRequest", LogEntry)
+OwnLoggedRequest: Any = priced_struct("OwnLoggedRequest", LogEntry, OPERATORS)
+RequestStory: Any = priced_struct("RequestStory", LogEntry, **_STORY)
+OwnRequestStory: Any = priced_struct("OwnRequestStory", LogEntry, OPERATORS, **_STORY)
+
+
+class RequestPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Page of requests. currency: of the costs. next: `after` of the next page; null on the last one."""
+
+    object: Literal["list"] = "list"
+    currency: str
+    data: list[LoggedRequest]
+    next: str | None
+
+
+class OwnRequestPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Page of a tenant's own requests; see RequestPage."""
+
+    object: Literal["list"] = "list"
+    currency: str
+    data: list[OwnLoggedRequest]
+    next: str | None
 
 
 class RequestLogRoutes:
@@ -32,11 +58,13 @@ class RequestLogRoutes:
 
     async def list(self, request: web.Request) -> web.Response:
         """List requests of all tenants or of `?tenant=`, newest first."""
-        return self._answer(await self._page(request, read_log_filter(request)), ())
+        page = await self._page(request, read_log_filter(request))
+        data = [priced(LoggedRequest, entry) for entry in page.entries]
+        return json_response(RequestPage(currency=self._currency, data=data, next=page.next))
 
     async def get(self, request: web.Request) -> web.Response:
         entry = await self._log.find(request.match_info["id"])
-        return self._one(entry, ())
+        return self._one(entry, RequestStory)
 
     async def list_own(self, request: web.Request) -> web.Response:
         """List the tenant's requests to the models that the key may use."""
@@ -44,7 +72,9 @@ class RequestLogRoutes:
         own = {"tenant_id": principal.tenant.id, "models": principal.allowed_models}
         which = msgspec.structs.replace(read_log_filter(request), **own)
         async with self._reads.turn(principal.tenant.id):
-            return self._answer(await self._page(request, which), OPERATORS)
+            page = await self._page(request, which)
+        data = [priced(OwnLoggedRequest, entry) for entry in page.entries]
+        return json_response(OwnRequestPage(currency=self._currency, data=data, next=page.next))
 
     async def get_own(self, request: web.Request) -> web.Response:
         principal = request[PRINCIPAL]
@@ -52,21 +82,16 @@ class RequestLogRoutes:
             entry = await self._log.find(request.match_info["id"], tenant_id=principal.tenant.id)
         if entry is not None and not principal.may_use(entry.model or ""):
             entry = None
-        return self._one(entry, OPERATORS)
+        return self._one(entry, OwnRequestStory)
 
     async def _page(self, request: web.Request, which: LogFilter) -> LogPage:
         limit = read_limit(request, DEFAULT_ENTRIES, MAX_PAGE)
         return await self._log.page(which, after=parse_text(request.query, "after"), limit=limit)
 
-    def _answer(self, page: LogPage, hidden: tuple[str, ...]) -> web.Response:
-        entries = [_shown(entry, hidden) for entry in page.entries]
-        return json_response({"object": "list", "currency": self._currency, "data": entries, "next": page.next})
-
-    def _one(self, entry: LogEntry | None, hidden: tuple[str, ...]) -> web.Response:
+    def _one(self, entry: LogEntry | None, kind: Any) -> web.Response:
         if entry is None:
             raise RecordNotFound("There is no such request on record. It may still be running.", param="id")
-        shown = _shown(entry, hidden)
-        return json_response({"object": "request", "currency": self._currency, **shown, "steps": steps(entry)})
+        return json_response(priced(kind, entry, object="request", currency=self._currency, steps=steps(entry)))
 
 
 class ActivityRoutes:
@@ -90,13 +115,6 @@ class ActivityRoutes:
         )
         found = with_money(msgspec.to_builtins(report))
         return json_response({"object": "activity", "currency": self._currency, **found})
-
-
-def _shown(entry: LogEntry, hidden: tuple[str, ...]) -> dict[str, Any]:
-    found: dict[str, Any] = msgspec.to_builtins(entry)
-    for name in hidden:
-        del found[name]
-    return with_money(found)
 
 
 def _read_step(request: web.Request) -> int | None:

@@ -1,10 +1,19 @@
-"""Routes of the request log and the activity, a part of the table in `gateway/api/routes.py`."""
+"""Routes of reports, limits and the removal of usage; a part of the table in `gateway/api/routes.py`."""
 
 from collections.abc import Mapping
 
+from gateway.api.admin.tenant_limits import TenantLimits, TenantLimitsLeft
 from gateway.api.reports.audit import QUERY as AUDIT_QUERY
 from gateway.api.reports.audit import OwnAudit
-from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
+from gateway.api.reports.request_log import (
+    ActivityRoutes,
+    OwnRequestPage,
+    OwnRequestStory,
+    RequestLogRoutes,
+    RequestPage,
+    RequestStory,
+)
+from gateway.api.reports.usage_pruning import NewPruning, Pruned, UsagePruning
 from gateway.api.route import Route
 
 FILTERS = (
@@ -20,6 +29,7 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "List requests, refused ones too.",
             scope="admin",
             query=("tenant", "engine", *FILTERS),
+            response=RequestPage,
         ),
         Route(
             "GET",
@@ -28,6 +38,7 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "Return the story of a request.",
             scope="admin",
             query=(),
+            response=RequestStory,
         ),
         Route(
             "GET",
@@ -36,6 +47,7 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "List the tenant's requests, refused ones too.",
             scope="usage",
             query=FILTERS,
+            response=OwnRequestPage,
         ),
         Route(
             "GET",
@@ -44,6 +56,7 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "Return the story of a tenant's request.",
             scope="usage",
             query=(),
+            response=OwnRequestStory,
         ),
     ),
     OwnAudit: (
@@ -64,6 +77,29 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "Report the activity of a period, for charts.",
             scope="admin",
             query=("since", "until", "tenant", "model", "engine", "group_by", "order", "limit", "step"),
+        ),
+    ),
+    TenantLimits: (
+        Route(
+            "GET",
+            "/admin/api/tenants/{tenant}/limits",
+            TenantLimits.get,
+            "Return what is left of a tenant's limits.",
+            scope="admin",
+            query=(),
+            response=TenantLimitsLeft,
+        ),
+    ),
+    UsagePruning: (
+        Route(
+            "POST",
+            "/admin/api/usage/prune",
+            UsagePruning.prune,
+            "Remove usage rows of the days before a date; sums stay.",
+            scope="admin",
+            query=("dry_run",),
+            request=NewPruning,
+            response=Pruned,
         ),
     ),
 }

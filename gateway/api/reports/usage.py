@@ -1,18 +1,36 @@
 """Usage reports: `/v1/usage` for the tenant itself, and the same report for operators."""
 
-from typing import Any
+from typing import Any, Literal
 
-import msgspec
 from aiohttp import web
+from msgspec import Struct, defstruct
 
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.reports.money import with_money
+from gateway.api.reports.money import priced, priced_struct
 from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.errors import BadRequest
-from gateway.records.money.usage_report import GROUPS, UsageReport
+from gateway.records.money.prices import exact_money
+from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
 from gateway.sharing.turns import turns_of_reports
 
 MAX_GROUPS = 1000
+
+
+UsageGroup: Any = priced_struct("UsageGroup", UsageSums)
+COUNTS = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens")
+UsageTotal: Any = defstruct(
+    "UsageTotal", [*((name, int) for name in (*COUNTS, "cost_micros")), ("cost", str)], frozen=True, kw_only=True
+)
+
+
+class UsageAnswer(Struct, frozen=True, kw_only=True):
+    """Page of a report. currency: of the costs. next: `after` of the next page; null on the last one."""
+
+    object: Literal["usage"] = "usage"
+    currency: str
+    data: list[UsageGroup]
+    total: UsageTotal
+    next: str | None
 
 
 class Usage:
@@ -46,9 +64,11 @@ async def usage_answer(request: web.Request, report: UsageReport, currency: str,
         limit=read_limit(request, MAX_GROUPS, MAX_GROUPS),
         **which,
     )
-    groups = [with_money(msgspec.to_builtins(sums)) for sums in page.groups]
-    total = with_money(page.total)
-    return json_response({"object": "usage", "currency": currency, "data": groups, "total": total, "next": page.next})
+    groups = [priced(UsageGroup, sums) for sums in page.groups]
+    cost = page.total["cost"]
+    counts = {name: page.total[name] for name in COUNTS}
+    total = UsageTotal(**counts, cost=exact_money(cost), cost_micros=cost)
+    return json_response(UsageAnswer(currency=currency, data=groups, total=total, next=page.next))
 
 
 def _read_groups(request: web.Request) -> list[str]:

@@ -2,12 +2,20 @@
 
 import re
 
+import msgspec
+import pytest
 from aiohttp import web
 
+from gateway.api.parameters import OF_ROUTE, PARAMETERS, find_parameter
+from gateway.api.route import Route
 from gateway.api.routes import ROUTES
 from gateway.app import make_app
-from testing.gateway.running import Gateway, settings
+from testing.gateway.running import Gateway, settings, until
 from testing.gateway.upstream import Upstream
+
+
+def str_of(route: Route) -> str:
+    return f"{route.method} {route.canonical}"
 
 
 async def test_every_route_is_described(tmp_path, model_dir, upstream: Upstream, redis_url: str):
@@ -35,3 +43,76 @@ async def test_the_description_is_published(gateway: Gateway):
     assert made["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/NewTenant")
     [parameter] = published["paths"]["/v1/models/{name}"]["get"]["parameters"]
     assert (parameter["name"], parameter["required"]) == ("name", True)
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route.scope != "page" and route.query], ids=str_of)
+def test_every_query_parameter_has_a_type_and_a_description(route: Route):
+    if "/login" in route.path:
+        return
+    for name in route.query or ():
+        found = find_parameter(route.canonical, name)
+        assert found is not None, name
+        assert found.text.endswith(".")
+        assert found.schema
+
+
+def test_no_description_of_a_parameter_is_left_over():
+    used = {(route.canonical, name) for route in ROUTES for name in route.query or ()}
+    assert OF_ROUTE.keys() <= used
+    assert PARAMETERS.keys() <= {name for _, name in used}
+
+
+async def test_values_of_the_described_types_are_accepted_and_others_refused(gateway: Gateway):
+    """The description has no choice that its route refuses, and the route no other one."""
+    published = (await gateway.nobody.get("/openapi.json")).json["paths"]
+    checked = 0
+    for path in ("/admin/api/tenants", "/admin/api/adapters", "/admin/api/keys", "/admin/api/activity",
+                 "/admin/api/refusals"):  # fmt: skip
+        for parameter in published[path]["get"]["parameters"]:
+            assert parameter["description"]
+            name, schema = parameter["name"], parameter["schema"]
+            more = "&all=true" if path == "/admin/api/keys" and name != "all" else ""
+            for value in schema.get("enum", ()):
+                assert (await gateway.admin.get(f"{path}?{name}={value}{more}")).status == 200, (path, name, value)
+            bounds = [schema[key] + step for key, step in (("minimum", -1), ("maximum", 1)) if key in schema]
+            for value in ["none-such"] if "enum" in schema else bounds:
+                assert (await gateway.admin.get(f"{path}?{name}={value}{more}")).status == 400, (path, name, value)
+                checked += 1
+    assert checked > 12
+
+
+# GET routes whose answers have a struct of their own; the others are described as objects.
+TYPED = (
+    "/admin/api/adapters",
+    "/admin/api/engines",
+    "/admin/api/keys",
+    "/admin/api/refusals",
+    "/admin/api/requests",
+    "/admin/api/requests/{id}",
+    "/admin/api/search",
+    "/admin/api/tenants/{tenant}/keys",
+    "/admin/api/tenants/{tenant}/limits",
+    "/admin/api/usage",
+)
+
+
+async def test_answers_are_of_the_described_types(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    asked = await acme.chat()
+
+    async def recorded() -> bool:
+        return bool((await gateway.admin.get("/admin/api/requests")).json["data"])
+
+    await until(recorded)
+    values = {"{tenant}": "acme", "{id}": asked.headers["x-request-id"], "search": "search?q=acme"}
+    published = (await gateway.nobody.get("/openapi.json")).json
+    kinds = {route.canonical: route.response for route in ROUTES if route.method == "GET"}
+    for path in TYPED:
+        url = re.sub(r"{\w+}|search", lambda found: values[found[0]], path)
+        answer = await gateway.admin.get(url)
+        assert answer.status == 200, url
+        described = published["paths"][path]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
+        schema = published["components"]["schemas"][described["$ref"].rpartition("/")[2]]
+        assert answer.json.keys() <= schema["properties"].keys()
+        assert set(schema.get("required", ())) <= answer.json.keys()
+        msgspec.json.decode(answer.body, type=kinds[path])
