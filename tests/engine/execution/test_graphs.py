@@ -284,7 +284,7 @@ def test_recorded_mixed_steps_equal_eager_steps(
     for digest in (None, digests[0]):
         for lengths in ([6], [30], [3, 3], [30, 2]):
             for i, length in enumerate(lengths):
-                params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+                params = SamplingParams(max_tokens=len(lengths) + 1 - i, temperature=0, ignore_eos=True)
                 engine.add_request(NewRequest(f"{i}", [9] * length, params, adapter_digest=digest))
                 engine.step()
             list(outputs_until_idle(engine))
