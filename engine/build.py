@@ -14,6 +14,7 @@ from adapters.manifest import BaseShape
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
 from engine.config import SIMULATED, BatchSizes, EngineConfig, StepTime
+from engine.draft import Draft, find_draft, num_weights
 from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.rehearsal import Rehearsal
 from engine.execution.runner import Runner, RunnerLimits, StepRunner
@@ -31,10 +32,13 @@ from engine.memory import (
     open_share,
 )
 from engine.model.config import ModelConfig, read_config
+from engine.model.decoder import Decoder
 from engine.model.families import load_decoder, parse_model_config
 from engine.progress import CAPTURING, WARMING, Progress
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.registry import make_policy
+from engine.scheduling.proposer import Proposer
+from engine.speculative_config import refused
 from kernels.platform import Platform, default_device, pick_ops, platform_of
 from kernels.reference import LARGEST
 from kernels.threads import usable_cpus
@@ -50,7 +54,8 @@ DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Parts of an engine. The adapters' pages, the KV caches and the decoder's weights are on the same device.
-    step_bytes: of the weights that every step reads; 0 on a simulated device.
+    step_bytes: of the weights that every step reads; 0 on a simulated device. proposer: the draft model, if there is
+    one.
     """
 
     model: ModelConfig
@@ -61,6 +66,7 @@ class Parts:
     adapters: AdapterPool
     runner: StepRunner
     policy: Policy
+    proposer: Proposer | None
 
 
 def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Parts:
@@ -71,21 +77,25 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     device = resolve_device(config)
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
     platform = platform_of(device)
+    found_draft = find_draft(config, model, platform)
     check_memory(config, platform)
     share = open_share(config, platform)
     _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)
     sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
     graph_sizes = resolve_graph_sizes(config, device, sizes.max_num_seqs)
+    graph_tokens = default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else ()
+    limits = RunnerLimits(0, config.block_size, sizes.max_num_seqs, context, kv_dtype, graph_sizes, graph_tokens)
     loaded = (_load_decoder if platform.has_ops else _simulate)(config, model, device, context, progress)
+    draft = None if found_draft is None else _load_draft(*found_draft, device, limits, sizes, progress)
     platform.release_memory()  # temporary tensors of the load are not counted as weights
     weights = 0 if share is None else platform.used_memory() - share.before
     shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, weights)
     host_cache.limit_to(host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu"))))
     adapters = _adapter_pool(config, shape, host_cache, on_device, lora_dtype, device, loaded.pack)
-    block_bytes = kv_bytes_per_token(model, kv_dtype) * config.block_size
-    graph_tokens = default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else ()
-    limits = RunnerLimits(0, config.block_size, sizes.max_num_seqs, context, kv_dtype, graph_sizes, graph_tokens)
+    # A block of the draft model's cache belongs to each block of the base model's.
+    token_bytes = kv_bytes_per_token(model, kv_dtype) + (0 if draft is None else draft.kv_bytes)
+    block_bytes = token_bytes * config.block_size
     most_drafts = 0 if config.speculative_config is None else config.speculative_config.num_speculative_tokens
     rehearsal = Rehearsal(
         limits, sizes.max_num_batched_tokens, adapters.num_slots, most_prompt_logits(model), most_drafts
@@ -96,6 +106,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     else:
         with _fitting(platform, "max_num_batched_tokens", "a step of so many tokens does not fit; lower it"):
             measured = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)
+            measured = measured if draft is None else measured.with_draft(draft.measure(platform, warming))
         # LoRA on embed_tokens and lm_head is outside of the pages, up to a quarter of their size.
         needs = Needs(weights, on_device + on_device // 4, measured.activations, measured.graphs, measured.seats)
         num_blocks = count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
@@ -104,13 +115,18 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     runner = loaded.make_runner(adapters, limits, partial(progress, CAPTURING))
     if platform.has_ops and not platform.is_host:
         replace(rehearsal, limits=limits).warm_up(runner, warming)
-    policy = make_policy(
+    proposer = None if draft is None else draft.start(config, num_blocks, loaded.num_weights, platform, warming)
+    policy = _make_policy(config)
+    return Parts(model, device, sizes, limits, loaded.step_bytes, adapters, runner, policy, proposer)
+
+
+def _make_policy(config: EngineConfig) -> Policy:
+    return make_policy(
         config.scheduler,
         slack=config.fair_slack,
         preempt_behind=config.preempt_behind,
         preempt_after=config.preempt_after,
     )
-    return Parts(model, device, sizes, limits, loaded.step_bytes, adapters, runner, policy)
 
 
 @contextmanager
@@ -125,11 +141,13 @@ def _fitting(platform: Platform, field: str, problem: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready to run. step_bytes: of the weights that every step reads. pack: packs a dense weight.
-    make_runner: called with adapters, sizes, and a function of the number of captured graphs and of all graphs.
+    """A model that is ready to run. step_bytes, num_weights: bytes and number of the weights that every step reads.
+    pack: packs a dense weight. make_runner: called with adapters, sizes, and a function of the number of captured
+    graphs and of all graphs.
     """
 
     step_bytes: int
+    num_weights: int
     pack: Callable[[Any], LinearWeights]
     make_runner: Callable[[AdapterPool, RunnerLimits, Callable[[int, int], None]], StepRunner]
 
@@ -137,16 +155,44 @@ class Loaded:
 def _load_decoder(
     config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: Progress
 ) -> Loaded:
-    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
-    ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    with _fitting(platform_of(device), "model", "its weights do not fit; use a smaller model, or end other processes"):
-        decoder = load_decoder(Path(config.model), model, ops, dtype, device, context, progress, config.quantization)
+    decoder = _open_decoder(config, model, device, context, progress)
 
     def make_runner(adapters: AdapterPool, limits: RunnerLimits, captured: Callable[[int, int], None]) -> Runner:
         return Runner(decoder, adapters, limits, device, captured)
 
+    def pack(weight: Any) -> LinearWeights:
+        return decoder.ops.pack(dense(weight))
+
     step_bytes = sum(matrix.num_bytes for matrix in decoder.weights.matrices)
-    return Loaded(step_bytes, lambda weight: ops.pack(dense(weight)), make_runner)
+    return Loaded(step_bytes, num_weights(decoder.weights), pack, make_runner)
+
+
+def _open_decoder(
+    config: EngineConfig, model: ModelConfig, device: torch.device, context: int, progress: Progress
+) -> Decoder:
+    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
+    ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
+    with _fitting(platform_of(device), "model", "its weights do not fit; use a smaller model, or end other processes"):
+        return load_decoder(Path(config.model), model, ops, dtype, device, context, progress, config.quantization)
+
+
+def _load_draft(
+    config: EngineConfig,
+    model: ModelConfig,
+    device: torch.device,
+    base: RunnerLimits,
+    sizes: BatchSizes,
+    progress: Progress,
+) -> Draft:
+    """Load the draft model. config, model: its own, see `find_draft`. base: sizes of the base model's runner."""
+    context = min(base.max_model_len, model.max_position_embeddings)
+    _, kv_dtype, _ = resolve_dtypes(config, model)
+    try:
+        decoder = _open_decoder(config, model, device, context, progress)
+    except ConfigError as error:
+        raise refused("model", error.message) from error
+    limits = replace(base, max_model_len=context, kv_dtype=kv_dtype)
+    return Draft(decoder, limits, sizes.max_num_batched_tokens, kv_bytes_per_token(model, kv_dtype))
 
 
 def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
@@ -155,7 +201,7 @@ def _simulate(config: EngineConfig, model: ModelConfig, *_: object) -> Loaded:
     def make_runner(adapters: AdapterPool, limits: RunnerLimits, _: object) -> SimulatedRunner:
         return SimulatedRunner(model.vocab_size, adapters, limits, step_time)
 
-    return Loaded(0, dense, make_runner)
+    return Loaded(0, 0, dense, make_runner)
 
 
 def _adapter_pool(

@@ -24,6 +24,7 @@ from engine.progress import Progress
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
+from engine.scheduling.proposer import PromptLookups
 from engine.scheduling.request import NewRequest, Request, RequestOutput
 from engine.scheduling.scheduler import Scheduler, StepLimits
 from engine.state import EngineFacts, EngineState
@@ -94,7 +95,11 @@ class Engine:
         if speculation is not None:
             most_logits = max(parts.sizes.max_num_seqs, most_prompt_logits(self.model_config))
             self.scheduler.drafter = Drafter(
-                speculation, self.scheduler.cache, parts.policy, min(most_logits, parts.sizes.max_num_batched_tokens)
+                parts.proposer or PromptLookups(speculation.prompt_lookup_min, speculation.prompt_lookup_max),
+                speculation.num_speculative_tokens,
+                self.scheduler.cache,
+                parts.policy,
+                min(most_logits, parts.sizes.max_num_batched_tokens),
             )
         self._dtype, kv_dtype, _ = resolve_dtypes(config, self.model_config)
         kv_bytes = kv_bytes_per_token(self.model_config, kv_dtype)
@@ -180,7 +185,7 @@ class Engine:
         now = time.perf_counter()
         # The step ran from its start, or from the end of the step before it if that was later.
         seconds = now - max(step.started, self._last_commit)
-        if not step.is_short and not num_drafts:
+        if not step.is_short and not num_drafts and (drafter is None or drafter.is_typical):
             self._pacer.observe(seconds, step.num_decodes, step.num_prompt_tokens)
         if drafter is not None and not step.is_short and not step.num_prompt_tokens:
             drafter.observe(seconds, step.num_decodes, num_drafts)

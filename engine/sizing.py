@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ from engine.build import (
     resolve_dtypes,
 )
 from engine.config import SIMULATED, BatchSizes, EngineConfig
+from engine.draft import find_draft
 from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.seats import seat_bytes
 from engine.gpus import GPUS
@@ -176,7 +177,8 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     # The host's share includes the process itself, as in `engine.build`; the engine's is like this one.
     process = 0 if share is None else platform.used_memory() - share.before
     weights = describe_weights(config, raw, model, target.ops, context)
-    loaded = weights.num_bytes + process
+    draft = _describe_draft(config, model, target, context)
+    loaded = weights.num_bytes + draft.weights + process
     sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     on_device = adapter_bytes(config, share, loaded)
@@ -185,13 +187,14 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     needs = Needs(
         loaded,
         on_device if share is None else on_device + on_device // 4,
-        activation_bytes(model, sizes, dtype.itemsize),
-        _graph_bytes(config, sizes, platform),
-        0 if platform.is_host else seat_bytes(sizes.max_num_seqs, model.vocab_size),
+        max(draft.activations, activation_bytes(model, sizes, dtype.itemsize)),
+        _graph_bytes(config, sizes, platform) + draft.graphs,
+        _seat_bytes(sizes, model, platform) + draft.seats,
     )
     kv_bytes = kv_bytes_per_token(model, kv_dtype)
-    num_blocks = _num_blocks(config, share, needs, kv_bytes * config.block_size, sizes)
-    kv_cache = num_blocks * config.block_size * kv_bytes
+    block_bytes = (kv_bytes + draft.kv_bytes) * config.block_size
+    num_blocks = _num_blocks(config, share, needs, block_bytes, sizes)
+    kv_cache = num_blocks * block_bytes
     host = host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")))
     total = platform.total_memory()
     memory = Memory(
@@ -227,6 +230,34 @@ def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Target
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
     return Target(platform, ops, None, REACHED_CPU if platform.is_host else REACHED_GPU)
+
+
+class DraftNeeds(NamedTuple):
+    """Bytes of a draft model. kv_bytes: of a token's keys and values."""
+
+    weights: int = 0
+    activations: int = 0
+    graphs: int = 0
+    seats: int = 0
+    kv_bytes: int = 0
+
+
+def _describe_draft(config: EngineConfig, model: ModelConfig, target: Target, context: int) -> DraftNeeds:
+    """Return what the draft model needs; nothing without one. Raises ConfigError for one that cannot be served."""
+    found = find_draft(config, model, target.platform)
+    if found is None:
+        return DraftNeeds()
+    draft_config, draft = found
+    raw = read_config(Path(draft_config.model))
+    dtype, kv_dtype, _ = resolve_dtypes(draft_config, draft)
+    sizes = BatchSizes.of(config, is_gpu=not target.platform.is_host)
+    return DraftNeeds(
+        describe_weights(draft_config, raw, draft, target.ops, min(context, draft.max_position_embeddings)).num_bytes,
+        activation_bytes(draft, sizes, dtype.itemsize),
+        _graph_bytes(config, sizes, target.platform),
+        _seat_bytes(sizes, draft, target.platform),
+        kv_bytes_per_token(draft, kv_dtype),
+    )
 
 
 def describe_weights(
@@ -278,6 +309,10 @@ def _graph_bytes(config: EngineConfig, sizes: BatchSizes, platform: Platform) ->
         return 0
     decodes = default_sizes(sizes.max_num_seqs) if config.cuda_graph_sizes is None else config.cuda_graph_sizes
     return (len(decodes) + len(default_token_sizes(sizes.max_num_batched_tokens))) * GRAPH_BYTES
+
+
+def _seat_bytes(sizes: BatchSizes, model: ModelConfig, platform: Platform) -> int:
+    return 0 if platform.is_host else seat_bytes(sizes.max_num_seqs, model.vocab_size)
 
 
 def _num_blocks(config: EngineConfig, share: Share | None, needs: Needs, block_bytes: int, sizes: BatchSizes) -> int:

@@ -1,7 +1,7 @@
 """Configuration of speculative decoding, in vLLM's form. No torch."""
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 from wire.errors import ConfigError
@@ -10,30 +10,43 @@ MOST_DRAFTS, LONGEST_LOOKUP = 32, 64
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
 
 
+# Fields by method; the first two are required, and so is the model.
+FIELDS = {
+    "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("method", "num_speculative_tokens", "model"),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
     """Drafts of a step: `method` proposes at most `num_speculative_tokens` tokens after a request's newest one.
 
-    prompt_lookup_min, prompt_lookup_max: number of last tokens that must occur before in prompt or answer, and that are
-    compared. If only one is given, the other has the same value. Raises ConfigError for a value out of range.
+    prompt_lookup_min, prompt_lookup_max: of `ngram`: number of last tokens that must occur before in prompt or answer,
+    and that are compared. If only one is given, the other has the same value. model: of `draft_model`: a model folder
+    or a .gguf file. Raises ConfigError for a value out of range.
     """
 
     method: str
     num_speculative_tokens: int
     prompt_lookup_max: int = 0
     prompt_lookup_min: int = 0
+    model: str = ""
 
     def __post_init__(self) -> None:
-        if self.method != "ngram":
-            raise _refused("method", f"expected ngram (prompt lookup), which needs no draft model; got {self.method!r}")
+        if self.method not in FIELDS:
+            raise refused("method", f"expected ngram (prompt lookup) or draft_model, got {self.method!r}")
         _check("num_speculative_tokens", self.num_speculative_tokens, MOST_DRAFTS)
+        if self.method == "draft_model":
+            if not isinstance(self.model, str) or not self.model:
+                raise refused("model", f"expected a model folder or a .gguf file, got {self.model!r}")
+            return
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         given = (least or most or DEFAULT_MIN, most or least or DEFAULT_MAX)
         for name, value in zip(("prompt_lookup_min", "prompt_lookup_max"), given, strict=True):
             _check(name, value, LONGEST_LOOKUP)
             object.__setattr__(self, name, value)
         if self.prompt_lookup_min > self.prompt_lookup_max:
-            raise _refused("prompt_lookup_min", f"expected at most prompt_lookup_max ({most}), got {least}")
+            raise refused("prompt_lookup_min", f"expected at most prompt_lookup_max ({most}), got {least}")
 
     @classmethod
     def parse(cls, text: str) -> "SpeculativeConfig":
@@ -45,23 +58,26 @@ class SpeculativeConfig:
         if not isinstance(given, dict):
             example = '{"method": "ngram", "num_speculative_tokens": 4}'
             raise ConfigError("speculative_config", f"expected a JSON object such as {example}, got {text!r}")
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                raise _refused(name, f"unknown; known are {', '.join(known)}")
+        method = given.get("method")
+        known = FIELDS.get(method if isinstance(method, str) else "", FIELDS["ngram"])
         for name in known[:2]:
             if name not in given:
-                raise _refused(name, "expected a value, got none")
+                raise refused(name, "expected a value, got none")
+        if method in FIELDS:
+            for name in given:
+                if name not in known:
+                    raise refused(name, f"unknown; known are {', '.join(known)}")
         for name in known[2:]:
-            if name in given:
+            if name in given and name != "model":
                 _check(name, given[name], LONGEST_LOOKUP)
-        return cls(**given)
+        return cls(**{name: value for name, value in given.items() if name in known})
 
 
 def _check(name: str, value: Any, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise _refused(name, f"expected a whole number from 1 to {most}, got {value!r}")
+        raise refused(name, f"expected a whole number from 1 to {most}, got {value!r}")
 
 
-def _refused(name: str, message: str) -> ConfigError:
+def refused(name: str, message: str) -> ConfigError:
+    """Return the error about a field of the configuration."""
     return ConfigError("speculative_config", f"{name}: {message}")

@@ -1,7 +1,7 @@
 """Drafts for tests: engines whose every step has some, all sampling features at once, and answers to compare."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import strategies as st
 
 from engine.execution.token_rules import AllowedTokens, BannedWords
-from engine.scheduling.drafter import Drafter
+from engine.scheduling.proposer import PromptLookups, Proposal
 from engine.scheduling.request import Grammar, NewRequest, Request, RequestOutput, SamplingParams
 from engine.scheduling.step_times import StepTimes
 from testing.engine import outputs_until_idle
@@ -37,14 +37,20 @@ def guessing() -> Iterator[dict[str, list[int]]]:
         truth: dict[str, list[int]] = {}
         rng = random.Random(0)
 
-        def propose(drafter: Drafter, request: Request) -> tuple[list[int], list[float]]:
+        found: dict[Request, list[int]] = {}
+
+        def chances(lookups: PromptLookups, request: Request, most: int) -> list[float]:
             done, wanted = request.num_output_tokens, rng.randrange(7)
             drafts = truth[request.request_id][done : done + rng.randrange(wanted + 1)]
             drafts += [rng.randrange(VOCAB) for _ in range(wanted - len(drafts))]
-            drafts = drafts[: max(0, request.params.max_tokens - done - 1)]
-            return drafts, [1.0] * len(drafts)
+            found[request] = drafts[: max(0, request.params.max_tokens - done - 1)]
+            return [1.0] * len(found[request])
 
-        patch.setattr(Drafter, "_propose", propose)
+        def propose(lookups: PromptLookups, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
+            return {request: Proposal(found[request][:number]) for request, number in numbers.items()}
+
+        patch.setattr(PromptLookups, "chances", chances)
+        patch.setattr(PromptLookups, "propose", propose)
         yield truth
 
 

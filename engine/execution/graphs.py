@@ -98,10 +98,11 @@ class StepGraphs:
         self._hidden = torch.zeros(sizes.max_num_seqs, width, dtype=dtype, device=self._device)
         self._fields = {shape: self._upload(_empty_fields(shape)) for shape in shapes}
         self._replays: dict[tuple[Shape, bool], Replay] = {}
+        kinds = (True, False) if lora.page_rank else (False,)
         for shape in sorted(shapes, reverse=True):
-            for with_lora in (True, False):
+            for with_lora in kinds:
                 self._replays[shape, with_lora] = self._capture(shape, with_lora)
-                progress(len(self._replays), 2 * len(shapes))
+                progress(len(self._replays), len(kinds) * len(shapes))
 
     def run(self, layout: Layout) -> Tensor | None:
         """Return the logits of the layout's `logits_rows`. Return None for a step without a graph: one that is larger

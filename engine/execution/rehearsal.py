@@ -73,6 +73,11 @@ class Measured(NamedTuple):
     seats: int
     graphs: int
 
+    def with_draft(self, draft: "Measured") -> "Measured":
+        """Return the bytes together with a draft model's. Only one of the models computes at a time."""
+        activations = max(self.activations, draft.activations)
+        return Measured(activations, self.seats + draft.seats, self.graphs + draft.graphs)
+
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
@@ -166,8 +171,8 @@ class Rehearsal:
 
     @property
     def _slots(self) -> tuple[int, ...]:
-        """Return two slots, or fewer if there are fewer; the pages of an empty slot are not read."""
-        return tuple(range(min(2, self.num_slots)))
+        """Return two slots, or fewer; the pages of an empty slot are not read. Without slots: the base model."""
+        return tuple(range(min(2, self.num_slots))) or (-1,)
 
 
 class _Enough(Exception):

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from adapters.tiers.device_pool import AdapterPool
 from engine.execution.graphs import GraphSizes, StepGraphs
 from engine.execution.layout import Layout, Planner, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
@@ -21,7 +20,7 @@ from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.request import Request, Status
-from kernels.ops import KvCache
+from kernels.ops import KvCache, LoraTables
 from kernels.platform import Fence, platform_of
 from kernels.reference import LARGEST
 
@@ -106,6 +105,13 @@ class StepRunner(Protocol):
         ...
 
 
+class AdapterTables(LoraTables, Protocol):
+    """Tables of a runner's adapters: the device pool, or none. slot_digests: see `Planner`."""
+
+    @property
+    def slot_digests(self) -> list[str]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RunnerLimits:
     """Sizes of a runner.
@@ -130,7 +136,7 @@ class Runner:
     def __init__(
         self,
         decoder: Decoder,
-        adapters: AdapterPool,
+        adapters: AdapterTables,
         limits: RunnerLimits,
         device: torch.device,
         progress: Callable[[int, int], None] = lambda *_: None,

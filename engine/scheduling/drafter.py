@@ -6,23 +6,16 @@ prompts have drafts. Their number follows from measured times: a draft is planne
 is worth the time that it adds. Knows no tensors.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, MutableMapping
 from typing import NamedTuple
 
 from engine.scheduling.cost import DRAFT, step_cost
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.policies.policy import Policy
-from engine.scheduling.prompt_lookup import PromptLookup, Rates
+from engine.scheduling.proposer import Proposal, Proposer
 from engine.scheduling.request import NOT_FINITE, Request, Status
 from engine.scheduling.step_times import StepTimes
-from engine.speculative_config import SpeculativeConfig
 
-# Rates of an adapter's first request, and the weight of a prediction in the rates of an adapter's next request.
-FIRST_FRESH, FIRST_NEXT = 0.5, 0.8
-OF_ADAPTER = 0.02
-# Pairs of tenant and adapter whose rates are kept, the most recently used ones.
-KEPT_RATES = 1024
 # Adapters with counts of their own; further ones share the counts of OTHERS.
 COUNTED_ADAPTERS = 50
 OTHERS = "others"
@@ -37,30 +30,35 @@ class DraftCount(NamedTuple):
 
 
 class Drafter:
-    """Source and judge of an engine's drafts. Call its methods in this order: `extend` at the end of a plan, `confirm`
-    after each commit, `end_step`, `observe`.
+    """Judge of an engine's drafts. Call its methods in this order: `extend` at the end of a plan, `confirm` after each
+    commit, `end_step`, `observe`.
     """
 
-    def __init__(self, config: SpeculativeConfig, cache: KVCache, policy: Policy, most_rows: int) -> None:
-        """most_rows: limit of a step's newest tokens and drafts, each of which has a row of logits."""
-        self._config, self._cache, self._policy, self._most_rows = config, cache, policy, most_rows
+    def __init__(self, proposer: Proposer, most_drafts: int, cache: KVCache, policy: Policy, most_rows: int) -> None:
+        """most_drafts: limit of a request's drafts in a step. most_rows: limit of a step's newest tokens and drafts,
+        each of which has a row of logits.
+        """
+        self._proposer, self._most_drafts, self._most_rows = proposer, most_drafts, most_rows
+        self._cache, self._policy = cache, policy
         self._times = StepTimes()
-        self._rates: OrderedDict[tuple[str, str], Rates] = OrderedDict()
         self._drafted: list[Request] = []
         self._counts: dict[str, list[int]] = {}
+        self.is_typical = True  # whether the last step's time is like that of other steps with so many drafts
 
     def extend(self, plan: MutableMapping[Request, int]) -> None:
         """Add drafts to a plan that has decodes only, as long as they pay."""
-        num_decodes = len(plan)
+        num_decodes, self.is_typical = len(plan), True
         if not self._times.may_draft(num_decodes):
             return
         if not self._times.pays(1.0, num_decodes, 0, num_decodes):
             self._times.forget(num_decodes)
             return
-        chosen = self._choose([(r, *self._propose(r)) for r in plan if r.can_draft], num_decodes)
-        for request, drafts in chosen.items():
-            if drafts := self._make_room(request, drafts):
-                self._plan(request, drafts, plan)
+        chosen = self._choose({r: self._chances(r) for r in plan if r.can_draft}, num_decodes)
+        numbers = {r: room for r, number in chosen.items() if (room := self._make_room(r, number))}
+        if numbers:
+            for request, proposal in self._proposer.propose(numbers).items():
+                self._plan(request, proposal, plan)
+            self.is_typical = not self._proposer.is_catching_up
 
     def confirm(self, moved: Iterable[Request]) -> list[Request]:
         """Return the requests whose newest token is their next draft. The step has computed it, so the token after it
@@ -92,68 +90,51 @@ class Drafter:
 
     def observe(self, seconds: float, num_decodes: int, num_drafts: int) -> None:
         """Record the time of a step without prompts."""
-        self._times.observe(seconds, num_decodes, num_drafts)
+        if self.is_typical:
+            self._times.observe(seconds, num_decodes, num_drafts)
+        self.is_typical = True
 
     def counts(self) -> tuple[DraftCount, ...]:
         """Return the drafts since the engine's start by adapter."""
         return tuple(DraftCount(adapter, *counts) for adapter, counts in self._counts.items())
 
-    def _propose(self, request: Request) -> tuple[list[int], list[float]]:
-        """Return a request's drafts, and the probability that all up to each of them are accepted."""
-        shared = self._shared_rates(request)
-        if request.lookup is None:
-            rates = Rates(shared.fresh, shared.next)
-            request.lookup = PromptLookup(self._config.prompt_lookup_min, self._config.prompt_lookup_max, rates)
-        lookup = request.lookup
-        for is_true, is_fresh in lookup.follow(request.token_ids):
-            shared.observe(is_true, is_fresh=is_fresh, weight=OF_ADAPTER)
+    def _chances(self, request: Request) -> list[float]:
+        """Return the probability that all of the request's first 1, 2, ... drafts are accepted."""
         left = request.params.max_tokens - request.num_output_tokens - 1
-        drafts = lookup.propose(min(self._config.num_speculative_tokens, left)) if left > 0 else []
-        return drafts, lookup.chances(len(drafts))
+        return self._proposer.chances(request, max(0, min(self._most_drafts, left)))
 
-    def _shared_rates(self, request: Request) -> Rates:
-        """Return the rates of the request's adapter. Tenants share none, so that no tenant's steps show the texts of
-        another.
+    def _choose(self, chances: Mapping[Request, list[float]], num_decodes: int) -> Mapping[Request, int]:
+        """Return the number of drafts that pay, the likeliest first over all requests. A request's own drafts become
+        less likely one after the other, so each draft comes after those before it.
         """
-        key = request.tenant_id, request.adapter_digest or ""
-        rates = self._rates.setdefault(key, Rates(FIRST_FRESH, FIRST_NEXT))
-        self._rates.move_to_end(key)
-        if len(self._rates) > KEPT_RATES:
-            self._rates.popitem(last=False)
-        return rates
-
-    def _choose(
-        self, proposed: list[tuple[Request, list[int], list[float]]], num_decodes: int
-    ) -> Mapping[Request, list[int]]:
-        """Return the drafts that pay, the likeliest first over all requests. A request's own drafts become less likely
-        one after the other, so each draft comes after those before it.
-        """
-        chances = [(chance, i) for i, (_, _, each) in enumerate(proposed) for chance in each]
-        chances.sort(key=lambda entry: -entry[0])
-        expected, numbers = float(num_decodes), [0] * len(proposed)
-        for number, (chance, i) in enumerate(chances[: max(0, self._most_rows - num_decodes)]):
+        drafts = [(chance, request) for request, each in chances.items() for chance in each]
+        drafts.sort(key=lambda entry: -entry[0])
+        expected, numbers = float(num_decodes), dict[Request, int]()
+        for number, (chance, request) in enumerate(drafts[: max(0, self._most_rows - num_decodes)]):
             if not self._times.pays(chance, num_decodes, number, expected):
                 break
-            numbers[i] += 1
+            numbers[request] = numbers.get(request, 0) + 1
             expected += chance
-        if chances and not any(numbers):
+        if drafts and not numbers:
             self._times.forget(num_decodes)
-        return {request: drafts[:n] for (request, drafts, _), n in zip(proposed, numbers, strict=True) if n}
+        return numbers
 
-    def _make_room(self, request: Request, drafts: list[int]) -> list[int]:
-        """Return the drafts that have room in the cache. Nothing gives way to a draft."""
-        if not self._cache.grow(request, request.num_tokens + len(drafts)):
-            del drafts[len(request.blocks) * self._cache.block_size - request.num_tokens :]
-        return drafts
+    def _make_room(self, request: Request, number: int) -> int:
+        """Return how many of the drafts have room in the cache. Nothing gives way to a draft."""
+        if self._cache.grow(request, request.num_tokens + number):
+            return number
+        return min(number, len(request.blocks) * self._cache.block_size - request.num_tokens)
 
-    def _plan(self, request: Request, drafts: list[int], plan: MutableMapping[Request, int]) -> None:
+    def _plan(self, request: Request, proposal: Proposal, plan: MutableMapping[Request, int]) -> None:
+        drafts = proposal.drafts
         request.drafts, request.num_drafted = drafts, len(drafts)
         self._drafted.append(request)
         self._count(request)[0] += len(drafts)
         plan[request] += len(drafts)
         cost = DRAFT * len(drafts)
         request.charged += cost
-        self._policy.charge(request, cost)
+        # The work of the proposal is done, whether the step runs or not.
+        self._policy.charge(request, cost + proposal.cost)
 
     def _count(self, request: Request) -> list[int]:
         """Return the counts of the request's adapter, drafted and accepted."""

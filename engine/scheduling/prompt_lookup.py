@@ -5,30 +5,12 @@ Knows one sequence, and neither its request nor the engine.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-# Weight of the newest prediction in a rate: a place that is copied is recognised within a few tokens.
-NEWEST = 0.15
-
-
-class Rates:
-    """Shares of predictions that came true, as moving averages: `fresh` for the first token after a found place, `next`
-    for those after predictions that came true.
-    """
-
-    __slots__ = ("fresh", "next")
-
-    def __init__(self, fresh: float, next_: float) -> None:
-        self.fresh = fresh
-        self.next = next_
-
-    def observe(self, is_true: bool, *, is_fresh: bool, weight: float = NEWEST) -> None:
-        """Count a prediction."""
-        if is_fresh:
-            self.fresh += (is_true - self.fresh) * weight
-        else:
-            self.next += (is_true - self.next) * weight
+if TYPE_CHECKING:
+    from engine.scheduling.rates import Rates
 
 
 class PromptLookup:
@@ -39,7 +21,7 @@ class PromptLookup:
 
     __slots__ = ("_is_fresh", "_least", "_length", "_most", "_source", "_text", "rates")
 
-    def __init__(self, least: int, most: int, rates: Rates) -> None:
+    def __init__(self, least: int, most: int, rates: "Rates") -> None:
         """least, most: number of last tokens that must occur before, and that are compared."""
         self._least, self._most = least, most
         self._text = np.empty(0, np.int32)
@@ -69,13 +51,17 @@ class PromptLookup:
         self._append(new)
         return found
 
-    def propose(self, most: int) -> list[int]:
-        """Return at most `most` tokens that may follow the text."""
+    def find(self) -> bool:
+        """Return whether the end of the text occurs before."""
         if self._source < 0:
             self._source = self._find()
             self._is_fresh = True
-            if self._source < 0:
-                return []
+        return self._source >= 0
+
+    def propose(self, most: int) -> list[int]:
+        """Return at most `most` tokens that may follow the text."""
+        if not self.find():
+            return []
         found: list[int] = self._text[self._source : min(self._source + most, self._length)].tolist()
         period = self._length - self._source
         while len(found) < most:  # the text repeats its own end
@@ -84,8 +70,7 @@ class PromptLookup:
 
     def chances(self, number: int) -> list[float]:
         """Return the probability that all of the first 1, 2, ... `number` proposed tokens come true."""
-        first = self.rates.fresh if self._is_fresh else self.rates.next
-        return [first * self.rates.next**i for i in range(number)]
+        return self.rates.chances(number, is_fresh=self._is_fresh)
 
     def _append(self, token_ids: Sequence[int]) -> None:
         end = self._length + len(token_ids)

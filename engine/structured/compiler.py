@@ -107,6 +107,10 @@ class Matcher:
             return False
         return taken
 
+    def copy(self) -> "Matcher":
+        """Return a matcher in the same state that advances independently."""
+        return Matcher(self._state.deep_copy(), self._end_ids, self.param, self._mask_time)
+
     @property
     def error(self) -> str:
         return self._fault or _first_line(self._state.get_error())

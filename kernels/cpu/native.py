@@ -220,7 +220,9 @@ class NativeForward:
             to.cos_sin = layer.cos_sin.data_ptr()
             to.cache = _cache(caches)
             to.window = layer.sliding_window
-            to.lora = (structs.LoraGroup * 4)(*(_lora_group(groups[name]) for name in ("qkv", "o", "gate_up", "down")))
+            if groups:  # a draft model has none
+                names = ("qkv", "o", "gate_up", "down")
+                to.lora = (structs.LoraGroup * 4)(*(_lora_group(groups[name]) for name in names))
         first = weights.layers[0]
         hidden, intermediate = weights.embedding.in_features, first.down.in_features
         self._model = structs.Model(

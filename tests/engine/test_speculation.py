@@ -84,7 +84,7 @@ def guesses() -> Iterator[dict[str, list[int]]]:
         ({"dtype": "float32"}, 12),
         ({"dtype": "bfloat16"}, 12),
         ({"dtype": "float32", "quantization": "int8"}, 5),
-        ({"dtype": "bfloat16", "quantization": "int4"}, 5),
+        ({"dtype": "bfloat16", "quantization": "int4", "kv_cache_dtype": "int8"}, 5),
         ({"dtype": "bfloat16", "quantization": "int8", "kv_cache_dtype": "int8"}, 5),
     ],
     ids=lambda value: "-".join(value.values()) if isinstance(value, dict) else str(value),
@@ -237,7 +237,7 @@ def read_metrics(server: RunningServer) -> str:
 
 
 def test_counts_of_drafts_have_a_bounded_number_of_labels() -> None:
-    drafter = Drafter(NGRAM, None, None, 64)  # type: ignore[arg-type]
+    drafter = Drafter(None, 5, None, None, 64)  # type: ignore[arg-type]
     for i in range(80):
         new = NewRequest("r", [1], SamplingParams(), adapter_digest=f"{i:064x}")
         drafter._count(Request(new))[0] += 1

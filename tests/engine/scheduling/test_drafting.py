@@ -11,7 +11,9 @@ from engine.config import EngineConfig
 from engine.scheduling.cost import DRAFT, step_cost
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
-from engine.scheduling.prompt_lookup import PromptLookup, Rates
+from engine.scheduling.prompt_lookup import PromptLookup
+from engine.scheduling.proposer import PromptLookups
+from engine.scheduling.rates import Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler, StepLimits
 from engine.scheduling.step_times import STEPS_UNTIL_PLAIN, StepTimes
@@ -106,7 +108,7 @@ def make(prompt: list[int], **params: Any) -> Made:
     """Return a scheduler with one request that decodes, of whose steps all drafts pay."""
     cache = KVCache(8, 4)
     scheduler = Scheduler(cache, pool_of(EveryAdapter(), 1, Worker()), StepLimits(4, 32))
-    drafter = Drafter(SpeculativeConfig("ngram", 6, 2, 1), cache, scheduler.policy, 32)
+    drafter = Drafter(PromptLookups(1, 2), 6, cache, scheduler.policy, 32)
     scheduler.drafter = drafter
     drafter._times.observe(1.0, 1, 0)
     drafter._times.observe(1.0, 1, 1)
@@ -186,6 +188,12 @@ def test_nothing_gives_way_to_a_draft() -> None:
         ('{"num_speculative_tokens": 3}', "method: expected a value"),
         ('{"method": "eagle", "num_speculative_tokens": 3}', "method: expected ngram"),
         ('{"method": "ngram", "num_speculative_tokens": 3, "model": "m"}', "model: unknown"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3}', "model: expected a model folder"),
+        ('{"method": "draft_model", "num_speculative_tokens": 3, "model": 5}', "model: expected a model folder"),
+        (
+            '{"method": "draft_model", "num_speculative_tokens": 3, "model": "m", "prompt_lookup_min": 2}',
+            "prompt_lookup_min: unknown; known are method, num_speculative_tokens, model",
+        ),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: expected a whole number"),
         ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: expected a whole number"),
         ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 0}', "prompt_lookup_max: expected"),
@@ -204,5 +212,7 @@ def test_a_bad_configuration_names_its_field(text: str, names: str) -> None:
 def test_a_configuration_is_vllms() -> None:
     parsed = SpeculativeConfig.parse('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4}')
     assert parsed == SpeculativeConfig("ngram", 3, prompt_lookup_max=4, prompt_lookup_min=4)
+    draft = SpeculativeConfig.parse('{"method": "draft_model", "model": "m", "num_speculative_tokens": 3}')
+    assert draft == SpeculativeConfig("draft_model", 3, model="m")
     with pytest.raises(ConfigError, match="async_scheduling: "):
         EngineConfig(model="m", async_scheduling=True, speculative_config=parsed)

@@ -1,0 +1,172 @@
+"""Drafts by a smaller model of the same vocabulary, with a KV cache of its own and without adapters.
+
+A request that drafts has a twin, whose tokens are the request's and then the drafts. The twin samples with the
+request's parameters, seed and positions, so that similar models draw the same tokens. A proposal first computes the
+tokens that the draft model has not seen, for all requests in one batch, and then one draft of each request a pass.
+
+A request far behind (a new prompt, or one that had no drafts for a while) has no drafts until it has caught up, over
+several steps, while other requests draft.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from engine.execution.runner import StepRunner
+from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.proposer import Proposal
+from engine.scheduling.rates import OF_ADAPTER, Rates, SharedRates
+from engine.scheduling.request import NOT_FINITE, NewRequest, Request, Status
+
+# Work that a step may spend on requests that are far behind, in tokens of the base model.
+CATCH_UP = 32
+# Tokens that a request may be behind beyond its drafts: a step without drafts now and then measures the plain time.
+USUAL_GAP = 2
+# Share by which the rates of a request without drafts move towards those of a first request.
+RECOVERY = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class DraftSizes:
+    """Sizes of a draft model's work. context: maximum tokens of a sequence. most_tokens: of a pass. most_drafts: of a
+    request in a step. token_cost: work of a token relative to the base model's.
+    """
+
+    context: int
+    most_tokens: int
+    most_drafts: int
+    token_cost: float
+
+
+@dataclass(slots=True)
+class _Follower:
+    """A request's state in the draft model. drafts: the last proposal, after the first `start` tokens."""
+
+    twin: Request
+    rates: Rates
+    start: int = 0
+    drafts: list[int] = field(default_factory=list)
+
+
+class DraftModel:
+    """Proposer that runs a draft model. It waits for the device in each pass."""
+
+    def __init__(self, runner: StepRunner, cache: KVCache, sizes: DraftSizes) -> None:
+        """cache: the blocks of the runner's KV cache, which only this object uses."""
+        self.cache, self._runner, self._sizes = cache, runner, sizes
+        self._followers: dict[Request, _Follower] = {}
+        self._rates = SharedRates()
+        self.is_catching_up = False
+
+    def chances(self, request: Request, most: int) -> list[float]:
+        """Return the chances of drafts; none where catching up costs more than the answer's remaining tokens."""
+        shared, follower = self._rates.of(request), self._followers.get(request)
+        rates, num_behind = shared if follower is None else follower.rates, len(request.token_ids)
+        if follower is None or not follower.drafts:
+            rates.recover(RECOVERY)
+        if follower is not None:
+            self._follow(request, follower, shared)
+            num_behind = follower.twin.num_to_compute
+        num_left = request.params.max_tokens - request.num_output_tokens
+        if self._is_behind(num_behind) and num_behind * self._sizes.token_cost > num_left:
+            return []
+        return rates.chances(min(most, self._sizes.context - len(request.token_ids)), is_fresh=True)
+
+    def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
+        self._drop_ended()
+        drafting, spent = self._begin(numbers), dict.fromkeys(numbers, 0)
+        self.is_catching_up = any(self._is_behind(self._followers[request].twin.num_to_compute) for request in drafting)
+        while drafting:
+            sampled = self._run(drafting)
+            for request, num_tokens in drafting.items():
+                spent[request] += num_tokens
+            going_on = [r for r in drafting if self._take(self._followers[r], sampled, numbers[r])]
+            drafting = dict.fromkeys(going_on, 1)
+        return {
+            request: Proposal(list(self._followers[request].drafts), num_tokens * self._sizes.token_cost)
+            for request, num_tokens in spent.items()
+        }
+
+    def _is_behind(self, num_missing: int) -> bool:
+        return num_missing > self._sizes.most_drafts + USUAL_GAP
+
+    def _follow(self, request: Request, follower: _Follower, shared: Rates) -> None:
+        """Compare the last drafts with the request's tokens, and replace the twin's tokens by these."""
+        twin, num_equal = follower.twin, follower.start
+        for draft, token in zip(follower.drafts, request.token_ids[follower.start :], strict=False):
+            is_fresh = num_equal == follower.start
+            follower.rates.observe(draft == token, is_fresh=is_fresh)
+            shared.observe(draft == token, is_fresh=is_fresh, weight=OF_ADAPTER)
+            if draft != token:
+                break
+            num_equal += 1
+        del twin.token_ids[num_equal:]
+        twin.token_ids += request.token_ids[num_equal:]
+        twin.num_computed = min(twin.num_computed, num_equal, len(twin.token_ids) - 1)
+        follower.start, follower.drafts = len(twin.token_ids), []
+
+    def _begin(self, numbers: Mapping[Request, int]) -> dict[Request, int]:
+        """Return the tokens that each request's first pass computes. Those that lack least come first."""
+        left, left_behind = self._sizes.most_tokens, int(CATCH_UP / self._sizes.token_cost)
+        begun: dict[Request, int] = {}
+        for request in numbers:
+            if request not in self._followers:
+                self._followers[request] = self._start(request)
+            self._followers[request].twin.seat = request.seat
+        for request in sorted(numbers, key=lambda r: self._followers[r].twin.num_to_compute):
+            twin = self._followers[request].twin
+            num_tokens = min(twin.num_to_compute, left)
+            if self._is_behind(twin.num_to_compute):
+                num_tokens = min(num_tokens, left_behind)
+                left_behind -= num_tokens
+            if num_tokens > 0 and self.cache.grow(twin, len(twin.token_ids) + numbers[request] - 1):
+                begun[request] = num_tokens
+                left -= num_tokens
+                if request.matcher is not None:
+                    twin.matcher = twin.mask = request.matcher.copy()
+        return begun
+
+    def _start(self, request: Request) -> _Follower:
+        """Return the state of a request that the draft model has not seen, with the cached blocks of its beginning."""
+        new = NewRequest(
+            request.request_id,
+            request.token_ids[: request.num_prompt_tokens],
+            replace(request.params, grammar=None, logprobs=None, prompt_logprobs=None),
+            tenant_id=request.tenant_id,
+            cache_salt=request.cache_salt,
+            prefix_keys=() if request.adapter_digest is not None else request.block_hashes,
+        )
+        twin = Request(new, seed=request.seed, stop_ids=request.stop_ids)
+        twin.token_ids += request.token_ids[request.num_prompt_tokens :]
+        self.cache.start(twin, self.cache.find_prefix(twin))
+        shared = self._rates.of(request)
+        return _Follower(twin, Rates(shared.fresh, shared.next), len(twin.token_ids))
+
+    def _run(self, plan: Mapping[Request, int]) -> Mapping[Request, int]:
+        """Run a pass. Return the twins' next tokens, of those whose tokens are all computed."""
+        twins = {self._followers[request].twin: num_tokens for request, num_tokens in plan.items()}
+        sampled = self._runner.sample(self._runner.forward(twins)).wait()
+        for request, num_tokens in plan.items():
+            follower = self._followers[request]
+            computed = follower.twin.num_computed + num_tokens
+            if computed <= follower.start:  # tokens of the request itself, whose blocks keep their content
+                self.cache.advance(follower.twin, computed)
+            else:
+                follower.twin.num_computed = computed
+        return sampled
+
+    def _take(self, follower: _Follower, sampled: Mapping[Request, int], most: int) -> bool:
+        """Append a draft, if the pass has given one. Return whether another one may follow it."""
+        twin, drafts = follower.twin, follower.drafts
+        token = sampled.get(twin, NOT_FINITE)
+        if token == NOT_FINITE or twin.error is not None:
+            return False
+        twin.token_ids.append(token)
+        drafts.append(token)
+        if token in twin.stop_ids or len(drafts) >= most:
+            return False
+        return twin.matcher is None or (twin.matcher.advance(token) and not twin.matcher.ended)
+
+    def _drop_ended(self) -> None:
+        """Free the blocks of requests that do not run any more. Those of a preempted one keep their content."""
+        for request in [request for request in self._followers if request.status is not Status.RUNNING]:
+            self.cache.free(self._followers.pop(request).twin)

@@ -1,0 +1,62 @@
+"""Sources of drafts: the interface, and prompt lookup. Knows no tensors."""
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+from engine.scheduling.prompt_lookup import PromptLookup
+from engine.scheduling.rates import OF_ADAPTER, Rates, SharedRates
+from engine.scheduling.request import Request
+
+
+class Proposal(NamedTuple):
+    """A request's drafts. cost: of the work to find them, in prompt tokens (see `engine.scheduling.cost`)."""
+
+    drafts: list[int]
+    cost: float = 0.0
+
+
+class Proposer(Protocol):
+    """Source of drafts for all requests of a step.
+
+    is_catching_up: whether the last `propose` did more work than usual, so that the step's time means nothing.
+    """
+
+    @property
+    def is_catching_up(self) -> bool: ...
+
+    def chances(self, request: Request, most: int) -> list[float]:
+        """Return the probability that all of the request's next 1, 2, ... drafts are accepted, for at most `most`
+        drafts. Every earlier draft of the request has been accepted or dropped.
+        """
+        ...
+
+    def propose(self, numbers: Mapping[Request, int]) -> Mapping[Request, Proposal]:
+        """Return as many drafts as wanted, or fewer, for each of these requests. Called after `chances` in each step
+        that may have drafts.
+        """
+        ...
+
+
+class PromptLookups:
+    """Prompt lookup in each request's own text (`engine.scheduling.prompt_lookup`)."""
+
+    is_catching_up = False
+
+    def __init__(self, least: int, most: int) -> None:
+        """least, most: number of last tokens that must occur before, and that are compared."""
+        self._least, self._most = least, most
+        self._rates = SharedRates()
+
+    def chances(self, request: Request, most: int) -> list[float]:
+        shared = self._rates.of(request)
+        if request.lookup is None:
+            request.lookup = PromptLookup(self._least, self._most, Rates(shared.fresh, shared.next))
+        for is_true, is_fresh in request.lookup.follow(request.token_ids):
+            shared.observe(is_true, is_fresh=is_fresh, weight=OF_ADAPTER)
+        return request.lookup.chances(most) if most > 0 and request.lookup.find() else []
+
+    def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
+        return {
+            request: Proposal([] if request.lookup is None else request.lookup.propose(number))
+            for request, number in numbers.items()
+        }
