@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from engine.execution.runner import StepRunner
 from engine.scheduling.kv_cache import KVCache
-from engine.scheduling.proposer import Proposal
-from engine.scheduling.rates import OF_ADAPTER, Rates, SharedRates
+from engine.scheduling.proposer import Proposal, SharedRates
+from engine.scheduling.rates import OF_ADAPTER, Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, Status
 
 # Work that a step may spend on requests that are far behind, in tokens of the base model.

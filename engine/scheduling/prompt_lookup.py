@@ -5,12 +5,10 @@ Knows one sequence, and neither its request nor the engine.
 """
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from engine.scheduling.rates import Rates
+from engine.scheduling.rates import Rates
 
 
 class PromptLookup:
@@ -21,7 +19,7 @@ class PromptLookup:
 
     __slots__ = ("_is_fresh", "_least", "_length", "_most", "_source", "_text", "rates")
 
-    def __init__(self, least: int, most: int, rates: "Rates") -> None:
+    def __init__(self, least: int, most: int, rates: Rates) -> None:
         """least, most: number of last tokens that must occur before, and that are compared."""
         self._least, self._most = least, most
         self._text = np.empty(0, np.int32)

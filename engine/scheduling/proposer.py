@@ -1,11 +1,15 @@
 """Sources of drafts: the interface, and prompt lookup. Knows no tensors."""
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from engine.scheduling.prompt_lookup import PromptLookup
-from engine.scheduling.rates import OF_ADAPTER, Rates, SharedRates
+from engine.scheduling.rates import FIRST_FRESH, FIRST_NEXT, OF_ADAPTER, Rates
 from engine.scheduling.request import Request
+
+# Pairs of tenant and adapter whose rates are kept, the most recently used ones.
+KEPT_RATES = 1024
 
 
 class Proposal(NamedTuple):
@@ -35,6 +39,23 @@ class Proposer(Protocol):
         that may have drafts.
         """
         ...
+
+
+class SharedRates:
+    """Rates with which an adapter's next request begins. Tenants share none, so that no tenant's steps show the texts
+    of another.
+    """
+
+    def __init__(self) -> None:
+        self._rates: OrderedDict[tuple[str, str], Rates] = OrderedDict()
+
+    def of(self, request: Request) -> Rates:
+        key = request.tenant_id, request.adapter_digest or ""
+        rates = self._rates.setdefault(key, Rates(FIRST_FRESH, FIRST_NEXT))
+        self._rates.move_to_end(key)
+        if len(self._rates) > KEPT_RATES:
+            self._rates.popitem(last=False)
+        return rates
 
 
 class PromptLookups:

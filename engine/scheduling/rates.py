@@ -1,16 +1,10 @@
-"""Measured probabilities that drafts are accepted, by request and by adapter."""
-
-from collections import OrderedDict
-
-from engine.scheduling.request import Request
+"""Measured probabilities that drafts are accepted."""
 
 # Weight of the newest prediction in a rate: a place that is copied is recognised within a few tokens.
 NEWEST = 0.15
 # Rates of an adapter's first request, and the weight of a prediction in the rates of an adapter's next request.
 FIRST_FRESH, FIRST_NEXT = 0.5, 0.8
 OF_ADAPTER = 0.02
-# Pairs of tenant and adapter whose rates are kept, the most recently used ones.
-KEPT_RATES = 1024
 
 
 class Rates:
@@ -40,20 +34,3 @@ class Rates:
         """Return the probability that all of the first 1, 2, ... `number` predictions come true."""
         first = self.fresh if is_fresh else self.next
         return [first * self.next**i for i in range(number)]
-
-
-class SharedRates:
-    """Rates with which an adapter's next request begins. Tenants share none, so that no tenant's steps show the texts
-    of another.
-    """
-
-    def __init__(self) -> None:
-        self._rates: OrderedDict[tuple[str, str], Rates] = OrderedDict()
-
-    def of(self, request: Request) -> Rates:
-        key = request.tenant_id, request.adapter_digest or ""
-        rates = self._rates.setdefault(key, Rates(FIRST_FRESH, FIRST_NEXT))
-        self._rates.move_to_end(key)
-        if len(self._rates) > KEPT_RATES:
-            self._rates.popitem(last=False)
-        return rates
