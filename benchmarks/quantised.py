@@ -4,41 +4,46 @@ keys and values in int8 beside bf16, on long contexts.
     python -m benchmarks.quantised [--shape demo|1b] [--rounds 5] [--out docs/perf/FILE.md]
     python -m benchmarks.quantised --only-kv
 
-`demo` is SmolLM2-135M-Instruct, with perplexity and top-1 agreement against fp32 on a fixed text
-(quantised_text.txt). `1b` has the shape of Llama-3.2-1B and random weights, which fit no cache. All engines are in this
-process, and each round measures all of them, so that the machine's changes meet all alike; figures are medians of the
-rounds. Run nothing else on the machine at the same time.
+`demo` is SmolLM2-135M-Instruct, with perplexity and top-1 agreement against fp32 on a fixed text (quantised_text.txt),
+also of quantised checkpoints that are written from it: GGUF Q8_0, Q4_0 and Q4_1, GPTQ, AWQ and FP8, each rounded to the
+nearest value without calibration. Its weights come from a Q4_1 file (`loraplex.models`), so Q4_1 shows that file's own
+loss only where it is rounded again. `1b` has the shape of Llama-3.2-1B and random weights, which fit no cache. All
+engines are in this process, and each round measures all of them, so that the machine's changes meet all alike; figures
+are medians of the rounds. Run nothing else on the machine at the same time.
 """
 
 import argparse
 import gc
 import json
-import math
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
-from safetensors.torch import save_file
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from benchmarks.random_models import save_random_model
 from benchmarks.sweep import make_adapters
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.weights import LinearWeights
 from loraplex.models import ensure_demo_model
+from testing import gguf_files, quantised_files
 from testing.engine import outputs_until_idle
 from wire.text.tokenizer import Tokenizer
 
@@ -49,37 +54,17 @@ KV_CHUNKS = 8  # chunks of the text with keys and values in int8
 NUM_ADAPTERS, RANK, PROMPT = 16, 16, 512
 STEPS = 14  # decode steps measured in a round
 LONG, LONG_STREAMS = 4000, 4  # tokens of a long prompt, and streams after such prompts
-LLAMA_1B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048,
-    "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 64, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "tie_word_embeddings": True,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}, "dtype": "bfloat16", "eos_token_id": 2,
-}  # fmt: skip
+# Checkpoints that are written for the quality table: their quantization_config, and the writer of a matrix.
+CHECKPOINTS: dict[str, tuple[dict[str, Any], Callable[[Tensor], quantised_files.Written]]] = {
+    "GPTQ int4": ({"quant_method": "gptq", "bits": 4}, partial(quantised_files.gptq, bits=4, symmetric=True)),
+    "AWQ int4": ({"quant_method": "awq", "bits": 4, "version": "GEMM"}, quantised_files.awq),
+    "FP8": (
+        {"quant_method": "compressed-tensors", "format": "float-quantized"},
+        partial(quantised_files.fp8, kind="channel"),
+    ),
+}
 # Aims against bf16, by scheme: memory at most, the others at least. Decode steps at c=1 are aims of the 1B shape.
 AIMS = {"int8": (0.55, 1.7, 1.0, 0.9), "int4": (0.32, 2.2, 1.0, 0.9)}
-
-
-def save_random_model(folder: Path) -> Path:
-    """Write a model of Llama-3.2-1B's shape. Every tensor is a piece of one block of random numbers."""
-    c = LLAMA_1B
-    hidden, inner, kv = c["hidden_size"], c["intermediate_size"], c["num_key_value_heads"] * c["head_dim"]
-    shapes = {"model.embed_tokens": (c["vocab_size"], hidden)}
-    sizes = {"self_attn.q": (hidden, hidden), "self_attn.k": (kv, hidden), "self_attn.v": (kv, hidden)}
-    sizes |= {"self_attn.o": (hidden, hidden), "mlp.gate": (inner, hidden), "mlp.up": (inner, hidden)}
-    sizes["mlp.down"] = (hidden, inner)
-    for layer in range(c["num_hidden_layers"]):
-        shapes |= {f"model.layers.{layer}.{name}_proj": size for name, size in sizes.items()}
-    block = (torch.randn(1 << 24, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
-    tensors = {}
-    for i, (name, shape) in enumerate(shapes.items()):
-        count = math.prod(shape)
-        tensors[name + ".weight"] = block.roll(7919 * i).repeat(-(-count // len(block)))[:count].view(shape)
-    names = ["input_layernorm", "post_attention_layernorm"]
-    norms = [f"layers.{layer}.{name}" for layer in range(c["num_hidden_layers"]) for name in names]
-    tensors |= {f"model.{name}.weight": torch.ones(hidden, dtype=torch.bfloat16) for name in [*norms, "norm"]}
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(c))
-    return folder
 
 
 @dataclass
@@ -96,9 +81,16 @@ class Measured:
 
     @classmethod
     def start(
-        cls, model: Path, adapters: list[Path], quantization: str, dtype: str = "bfloat16", kv_dtype: str = "auto"
+        cls,
+        model: Path,
+        adapters: list[Path],
+        quantization: str,
+        dtype: str = "bfloat16",
+        kv_dtype: str = "auto",
+        base: Path | None = None,
     ) -> "Measured":
-        host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, getattr(torch, dtype))
+        """base: folder with the model's config.json; default: the model."""
+        host = HostCache(None, BaseShape.from_config_dir(base or model), 1 << 30, getattr(torch, dtype))
         began = time.perf_counter()
         config = EngineConfig(
             model=str(model), dtype=dtype, quantization=quantization, device="cpu", max_lora_rank=RANK,  # type: ignore[arg-type]
@@ -120,9 +112,13 @@ class Measured:
         self.with_adapters.append(self._decode_ms(16, self.digests, vocab_size))
         request = NewRequest("p", _tokens(5, PROMPT, vocab_size), SamplingParams(max_tokens=1, ignore_eos=True))
         self.engine.add_request(request)
+        self.prefill.append(1e3 * self.until_idle_s())
+
+    def until_idle_s(self) -> float:
+        """Run the added requests and return the seconds."""
         began = time.perf_counter()
         list(outputs_until_idle(self.engine))
-        self.prefill.append(1e3 * (time.perf_counter() - began))
+        return time.perf_counter() - began
 
     def _decode_ms(self, streams: int, digests: list[str], vocab_size: int) -> float:
         """Return the median time of a step in which each stream decodes a token."""
@@ -183,23 +179,40 @@ def perplexity(logits: Tensor, token_ids: list[int]) -> float:
     return float(torch.cat(losses).mean().exp())
 
 
-def quality_table(model: Path) -> list[str]:
+def save_checkpoints(model: Path, scratch: Path) -> dict[str, Path]:
+    """Write the model's matrices in the forms of quantised checkpoints. Return the paths by name."""
+    weights = {name: tensor.float() for name, tensor in load_file(model / "model.safetensors").items()}
+    plain = scratch / "fp32"
+    plain.mkdir()
+    save_file(weights, plain / "model.safetensors", {"format": "pt"})
+    (plain / "config.json").write_text((model / "config.json").read_text())
+    found: dict[str, Path] = {}
+    for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1):
+        found[f"GGUF {kind.name}"] = gguf_files.write(plain, scratch / f"{kind.name}.gguf", kind)
+    for name, (config, quantise) in CHECKPOINTS.items():
+        quantised_files.write(plain, scratch / name.replace(" ", "-"), config, quantise)
+        found[name] = scratch / name.replace(" ", "-")
+    return found
+
+
+def quality_table(model: Path, scratch: Path) -> list[str]:
     """Return a table of each scheme's perplexity, and its agreement with fp32 weights, inputs and sums."""
     ids = Tokenizer.from_dir(model).encode(TEXT.read_text())
     ids = ids[: len(ids) // CHUNK * CHUNK]
     lines = ["| weights | dtype | perplexity | most likely token as in fp32 | KL divergence from fp32 |"]
     lines.append("|---|---|---|---|---|")
     expected: Tensor | None = None
-    for name, quantization in SCHEMES.items():
+    rows = [("unquantised" if kind == "none" else kind, model, kind) for kind in SCHEMES.values()]
+    rows += [(name, path, "auto") for name, path in save_checkpoints(model, scratch).items()]
+    for shown, path, quantization in rows:
         for dtype in ("float32", "bfloat16"):
-            measured = Measured.start(model, [], quantization, dtype)
+            measured = Measured.start(path, [], quantization, dtype, base=model)
             logits = measured.logits(ids)
             measured.close()
             expected = logits if expected is None else expected
             same = (logits.argmax(-1) == expected.argmax(-1)).float().mean()
             target = expected.log_softmax(-1)
             divergence = (target.exp() * (target - logits.log_softmax(-1))).sum(-1).mean()
-            shown = "unquantised" if quantization == "none" else name
             lines.append(f"| {shown} | {dtype} | {perplexity(logits, ids):.2f} | {same:.1%} | {divergence:.4f} |")
             print(lines[-1], flush=True)
     return [*lines, "", f"{len(ids)} tokens in chunks of {CHUNK}.", ""]
@@ -308,13 +321,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also append the tables here, as Markdown")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch, chosen_model(args.shape, args.data_dir, Path(scratch)) as model:
-        if args.only_kv:
-            print("\n".join(kv_table(model, args.rounds)))
-            return
         title = "SmolLM2-135M-Instruct" if args.shape == "demo" else "Llama-3.2-1B's shape, random weights"
         lines = [f"## {title}, {date.today()}, {os.cpu_count()} cores", ""]
-        lines += speed_table(model, Path(scratch), args.rounds, args.shape == "1b")
-        lines += ["", *quality_table(model), *kv_table(model, args.rounds)] if args.shape == "demo" else [""]
+        if not args.only_kv:
+            lines += [*speed_table(model, Path(scratch), args.rounds, args.shape == "1b"), ""]
+        if args.shape == "demo":
+            if not args.only_kv:
+                lines += quality_table(model, Path(scratch))
+            lines += kv_table(model, args.rounds)
     print("\n".join(lines))
     if args.out:
         with args.out.open("a") as file:

@@ -1,13 +1,15 @@
-"""Speculative decoding by prompt lookup, on and off in turn in one run: tokens a second, accepted drafts, equality.
+"""Speculative decoding, on and off in turn in one run: tokens a second, accepted drafts, equality.
 
     python -m benchmarks.speculation [--rounds 5] [--seconds 420] [--out docs/perf/FILE.md]
+    python -m benchmarks.speculation --model BIG --draft-model SMALL
 
-SmolLM2-135M-Instruct in bf16 with an adapter of rank 16 for each stream. Copy-heavy requests are those that prompt
-lookup is for: a code edit, a summary with quotes, and a rewritten JSON document, as completions whose beginning shows
-the task, because a model of this size does not follow such instructions. The worst case are answers sampled at
-temperature 1 to prompts of random tokens, in which nothing repeats. Both engines are in this process; each round runs
-every load on both, in alternating order, so that the machine's changes meet both alike. Each answer ends where the
-model ends it, and must be the same on both engines. Run nothing else on the machine at the same time.
+By prompt lookup: SmolLM2-135M-Instruct, or another model, in bf16 with an adapter of rank 16 for each stream.
+Copy-heavy requests are those that prompt lookup is for: a code edit, a summary with quotes, and a rewritten JSON
+document, as chats of one message each; `--show` prints the answers, which tell whether the model copies. The worst case
+are answers sampled at temperature 1 to prompts of random tokens, in which nothing repeats. With `--draft-model`, a
+third engine drafts by that model, which must have the same vocabulary; it has no aims. All engines are in this process;
+each round runs every load on each, in alternating order, so that the machine's changes meet all alike. Each answer ends
+where the model ends it, and must be the same on all engines. Run nothing else on the machine at the same time.
 """
 
 import argparse
@@ -130,23 +132,40 @@ def loads(tokenizer: Tokenizer, vocab_size: int) -> dict[str, tuple[list[Job], i
     }
 
 
-def table(off: Side, on: Side) -> list[str]:
+def table(off: Side, others: dict[str, Side]) -> list[str]:
+    """Return a table of each load on the engine without drafts and on those with drafts, by their name."""
     lines = [
-        "| load | tokens | off, tokens/s | on, tokens/s | ratio | aim | tokens a step | drafts accepted | equal |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| load | drafts by | tokens | off, tokens/s | on, tokens/s | ratio | aim | tokens a step | accepted | equal |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for load, aim in AIMS.items():
-        ratio = statistics.median(a / b for a, b in zip(off.seconds[load], on.seconds[load], strict=True))
-        rates = [side.tokens[load] / statistics.median(side.seconds[load]) for side in (off, on)]
-        drafted, accepted = on.drafts[load]
-        equal = sum(a == b for a, b in zip(off.answers[load], on.answers[load], strict=True))
-        mark = "" if ratio >= aim else ", **missed**"
-        lines.append(
-            f"| {load} | {on.tokens[load]} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {aim}{mark} "
-            f"| {on.tokens[load] / max(1, off.tokens[load]) * off.steps[load] / on.steps[load]:.2f} "
-            f"| {accepted} of {drafted} | {equal} of {len(on.answers[load])} |"
-        )
+        for name, on in others.items():
+            ratio = statistics.median(a / b for a, b in zip(off.seconds[load], on.seconds[load], strict=True))
+            rates = [side.tokens[load] / statistics.median(side.seconds[load]) for side in (off, on)]
+            drafted, accepted = on.drafts[load]
+            equal = sum(a == b for a, b in zip(off.answers[load], on.answers[load], strict=True))
+            mark = "none" if name != "ngram" else str(aim) if ratio >= aim else f"{aim}, **missed**"
+            by_step = on.tokens[load] / max(1, off.tokens[load]) * off.steps[load] / on.steps[load]
+            lines.append(
+                f"| {load} | {name} | {on.tokens[load]} | {rates[0]:.0f} | {rates[1]:.0f} | {ratio:.2f} | {mark} "
+                f"| {by_step:.2f} | {accepted} of {drafted} | {equal} of {len(on.answers[load])} |"
+            )
     return lines
+
+
+def run_rounds(sides: list[Side], work: dict[str, tuple[list[Job], int]], rounds: int, seconds: float) -> int:
+    """Run every load on each side in each round. Return the number of measured rounds."""
+    began = time.perf_counter()
+    for number in range(rounds + 1):
+        if number > 1 and time.perf_counter() - began > seconds:
+            return number - 1
+        for load, (jobs, streams) in work.items():
+            for side in sides if number % 2 else reversed(sides):
+                side.run(load, jobs, streams)
+            if number == 0:  # the first round touches memory for the first time
+                for side in sides:
+                    side.seconds[load].clear()
+    return rounds
 
 
 def main() -> None:
@@ -156,34 +175,34 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--show", action="store_true", help="Print the answers.")
+    parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
+    parser.add_argument("--draft-model", type=Path, help="also draft by this smaller model of the same vocabulary")
     parser.add_argument("--data-dir", type=Path, default=Path(".loraplex/models"))
     parser.add_argument("--out", type=Path, help="also append the table here, as Markdown")
     args = parser.parse_args()
-    began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
-        model = ensure_demo_model(args.data_dir)
+        model = args.model or ensure_demo_model(args.data_dir)
         tokenizer = Tokenizer.from_dir(model)
         adapters = make_adapters(BaseShape.from_config_dir(model), Path(scratch), 8, RANK)
+        speculation = {"ngram": SpeculativeConfig("ngram", args.drafts)}
+        if args.draft_model:
+            speculation[args.draft_model.name] = SpeculativeConfig(
+                "draft_model", args.drafts, model=str(args.draft_model)
+            )
         off = Side.start(model, adapters, None, args.dtype)
-        on = Side.start(model, adapters, SpeculativeConfig("ngram", args.drafts), args.dtype)
+        others = {name: Side.start(model, adapters, each, args.dtype) for name, each in speculation.items()}
         work = loads(tokenizer, off.engine.model_config.vocab_size)
-        for number in range(args.rounds + 1):
-            if number > 1 and time.perf_counter() - began > args.seconds:
-                break
-            for load, (jobs, streams) in work.items():
-                for side in (off, on) if number % 2 else (on, off):
-                    side.run(load, jobs, streams)
-                if number == 0:  # the first round touches memory for the first time
-                    off.seconds[load].clear()
-                    on.seconds[load].clear()
-    lines = [f"{date.today()}, {os.cpu_count()} cores, {args.dtype}, {args.drafts} drafts, {number} rounds:", ""]
-    lines += table(off, on)
+        rounds = run_rounds([off, *others.values()], work, args.rounds, args.seconds)
+    lines = [
+        f"{date.today()}, {os.cpu_count()} cores, {model.name}, {args.dtype}, {args.drafts} drafts, {rounds} rounds:"
+    ]
+    lines += ["", *table(off, others)]
     print("\n".join(lines))
     for load, answers in off.answers.items() if args.show else ():
         for answer in answers:
             print(f"--- {load}\n{tokenizer.decode(answer)}")
-    on.close()
-    off.close()
+    for side in (*others.values(), off):
+        side.close()
     if args.out:
         with args.out.open("a") as file:
             file.write("\n".join([*lines, ""]) + "\n")

@@ -19,8 +19,7 @@ from engine.model.gguf.tokenizer import read_tokenizer
 from engine.model.rope import rope_frequencies
 from engine.model.weights import open_weights
 from kernels import reference
-from testing import tiny
-from tests.engine.model import gguf_files
+from testing import gguf_files, tiny
 from wire.errors import ConfigError
 from wire.text.tokenizer import Tokenizer, TokenizerError
 

@@ -18,8 +18,8 @@ from engine.model.quantised.methods import METHODS
 from engine.model.weights import Checkpoint, base_tensor, open_weights
 from kernels import reference
 from kernels.cpu.plain import TorchOps
+from testing import quantised_files as files
 from testing.tiny import save_model
-from tests.engine.model import quantised_files as files
 from wire.errors import ConfigError
 
 CPU = torch.device("cpu")

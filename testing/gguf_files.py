@@ -50,25 +50,10 @@ def write(
     config = json.loads((model / "config.json").read_text())
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     writer = GGUFWriter(out, architecture)
-    writer.add_block_count(config["num_hidden_layers"])
-    writer.add_context_length(config["max_position_embeddings"])
-    writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
-    writer.add_head_count(heads)
-    writer.add_head_count_kv(kv_heads)
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer.add_key_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
-    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
-    if config.get("sliding_window") and architecture == "llama":
-        writer.add_sliding_window(config["sliding_window"])
+    add_config(writer, config, architecture)
     for key, value in (rope or {}).items():
         add = writer.add_string if isinstance(value, str) else writer.add_float32
         add(f"{architecture}.rope.scaling.{key}", value)
-    writer.add_vocab_size(config["vocab_size"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
     if vocabulary:
         add_vocabulary(writer, model)
     for name, tensor in load_file(model / "model.safetensors").items():
@@ -85,6 +70,27 @@ def write(
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def add_config(writer: GGUFWriter, config: dict[str, Any], architecture: str = "llama") -> None:
+    """Write the fields of a config.json."""
+    heads = config["num_attention_heads"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    if config.get("sliding_window") and architecture == "llama":
+        writer.add_sliding_window(config["sliding_window"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
 
 
 def quantized(tensor: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
