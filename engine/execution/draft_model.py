@@ -130,7 +130,7 @@ class DraftModel:
         new = NewRequest(
             request.request_id,
             request.token_ids[: request.num_prompt_tokens],
-            replace(request.params, grammar=None, logprobs=None, prompt_logprobs=None),
+            replace(request.params, logprobs=None, prompt_logprobs=None),
             tenant_id=request.tenant_id,
             cache_salt=request.cache_salt,
             prefix_keys=() if request.adapter_digest is not None else request.block_hashes,
