@@ -1,6 +1,7 @@
 """Types of the gateway's settings. Each states its range or choices and the text of its error."""
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from ipaddress import IPv4Network, IPv6Network, ip_network
 from pathlib import Path
@@ -29,6 +30,8 @@ MIN_SECRET_CHARS = 16
 OFF = "off"
 # Accepted texts of a setting that is true or false.
 FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}
+# Fields of the template of a trace's URL.
+TRACE_FIELDS = ("request_id", "since", "until")
 # Words after "expected" for types without metadata.
 PLAIN = {bool: "true or false", Path: "a folder"}
 
@@ -119,6 +122,15 @@ def _check_database_url(url: str) -> None:
         raise ValueError
 
 
+def _check_trace_url(url: str) -> None:
+    """Raise ValueError for a template that is no http(s) URL, or has unknown fields or no `{request_id}`."""
+    parts, used = urlsplit(url), re.findall(r"\{(\w+)\}", url)
+    if parts.scheme not in ("http", "https") or not parts.hostname or "{" in parts.netloc or not url.isprintable():
+        raise ValueError
+    if " " in url or "request_id" not in used or not set(used) <= set(TRACE_FIELDS):
+        raise ValueError
+
+
 def _check_smtp_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("smtp", "smtps") or not parts.hostname or parts.path.strip("/") or parts.query:
@@ -166,6 +178,9 @@ ImportSources = Annotated[tuple[str, ...], _expects("prefixes", _check_import_so
 Networks = Annotated[tuple[str, ...], _expects("networks", _check_networks)]
 Origins = Annotated[tuple[str, ...], _expects("origins", _check_origins)]
 SmtpUrl = Annotated[str, _expects("a URL like smtp://user:password@host:587 or smtps://host", _check_smtp_url)]
+TraceUrl = Annotated[
+    str, _expects("an http(s) URL with {request_id}, and maybe {since} and {until}, after its host", _check_trace_url)
+]
 MailAddress = Annotated[str, _expects("an e-mail address", pattern=r"^[A-Za-z0-9._%+-]+@[A-Za-z0-9.-]+\Z")]
 Hosts = Annotated[tuple[str, ...], _expects("names of hosts")]
 Issuer = Annotated[str, _expects("a provider's URL that starts with https://", _check_issuer)]

@@ -140,6 +140,8 @@ class Settings:
     webhook_http_hosts: types.Hosts = ()
     # Whether a client's `traceparent` decides if the spans of its request are recorded.
     trust_traceparent: bool = False
+    # Template of the URL of a request's trace, for the link on the request's page; None: no link.
+    trace_url: types.TraceUrl | None = None
     # Time for which running streams continue after SIGTERM.
     shutdown_seconds: types.Seconds = 20.0
     # Time before that in which `/readyz` returns 503 but requests are accepted, so that load balancers switch over.

@@ -91,6 +91,11 @@ def test_the_short_form_for_one_base_model_is_both_settings_or_none(environ: dic
             ("CORS_ORIGINS", origin)
             for origin in ("*", "null", "https://a.example/x", "https://*.a.example", "a.example")
         ),
+        ("TRACE_URL", "https://traces.example"),
+        ("TRACE_URL", "javascript:alert('{request_id}')"),
+        ("TRACE_URL", "https://{request_id}.example/"),
+        ("TRACE_URL", "https://traces.example/{request_id}?from={from}"),
+        ("TRACE_URL", "https://traces.example/{request_id} x"),
         ("CURRENCY", "euro"),
         ("LOG_FORMAT", "xml"),
         ("IMPORT_SOURCES", "file:///adapters#1"),

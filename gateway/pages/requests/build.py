@@ -18,6 +18,6 @@ def build_request_pages(frame: Frame, resources: Resources, records: Records) ->
     refusals = RefusalReport(resources.database, timedelta(hours=settings.minute_sums_hours))
     return [
         AdminRefusals(report=refusals),
-        RequestPages(frame, records.request_log, settings.currency),
+        RequestPages(frame, records.request_log, settings.currency, settings.trace_url),
         RefusalPages(frame, refusals, settings.currency),
     ]

@@ -1,10 +1,12 @@
 """Pages of the request log: `/admin/requests`, its exports, and one request."""
 
 import math
+import re
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -55,16 +57,20 @@ AROUND = timedelta(minutes=1)
 
 
 class RequestPages:
-    """Pages of the request log. currency: of costs. The console's pages (console/requests.py) replace the hooks."""
+    """Pages of the request log. The console's pages (console/requests.py) replace the hooks.
+
+    currency: of costs. trace_url: template of a trace's URL, None for no links to traces.
+    """
 
     columns: Sequence[Column] = COLUMNS
     fields: Sequence[str] = FIELDS
     filters: Sequence[str] = FILTERS
 
-    def __init__(self, frame: Frame, log: RequestLog, currency: str) -> None:
+    def __init__(self, frame: Frame, log: RequestLog, currency: str, trace_url: str | None = None) -> None:
         self._frame = frame
         self._log = log
         self._currency = currency
+        self._trace_url = trace_url
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """Return a page of the log, or with `?format=` all of it. An error of the filter is shown at its field."""
@@ -148,12 +154,22 @@ class RequestPages:
             },
             "limit_title": limit_title,
             "answer_ids": [entry.request_id.replace("req_", prefix, 1) for prefix in ("chatcmpl-", "cmpl-")],
+            "trace": None if self._trace_url is None else trace_link(self._trace_url, entry),
             "around": {
                 "tenant": entry.tenant,
                 "since": as_field(entry.at - AROUND),
                 "until": as_field(entry.at + AROUND + timedelta(seconds=1)),
             },
         }
+
+
+def trace_link(template: str, entry: LogEntry) -> str:
+    """Return the URL of the request's trace. The times, in Unix milliseconds, are AROUND before and after it."""
+    whole = timedelta(milliseconds=entry.latency_ms)
+    values = {"request_id": entry.request_id}
+    for name, at in (("since", entry.at - whole - AROUND), ("until", entry.at + whole + AROUND)):
+        values[name] = str(round(1000 * at.timestamp()))
+    return re.sub(r"\{(\w+)\}", lambda match: quote(values[match[1]], safe=""), template)
 
 
 def _table(request: web.Request, page: LogPage, columns: Sequence[Column]) -> Table:

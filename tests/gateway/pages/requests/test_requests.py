@@ -6,10 +6,12 @@ import json
 import re
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from html import unescape
 
+import msgspec
 import pytest
 
-from gateway.pages.requests.log import RequestPages
+from gateway.pages.requests.log import RequestPages, trace_link
 from gateway.records.database import Database
 from gateway.records.requests.log import RequestLog
 from testing.gateway.rows import NOON, row
@@ -148,6 +150,31 @@ async def test_the_way_of_a_request(reader: Reader, database: Database):
     assert "the same adapter" in text
     [around] = re.findall(r'href="([^"]+)">Requests of this tenant within a minute', text)
     assert "since=2026-01-01T11%3A59%3A00&amp;until=2026-01-01T12%3A01%3A01" in around
+
+
+async def test_a_request_links_to_its_trace(world: World, database: Database, starts_servers: None):
+    await fill(database, row("req_a1", created_at=NOON, latency_ms=1000))
+    url = "https://traces.example/?tags=%7B%22id%22%3A%22{request_id}%22%7D&from={since}&to={until}"
+    pages = RequestPages(world.frame, RequestLog(database), "EUR", url)
+    async with serving({"/admin/requests/{id}": pages.one}) as reader:
+        _, text = await reader.get("/admin/requests/req_a1")
+        [shown] = re.findall(r'href="([^"]+)" rel="noreferrer">Trace</a>', text)
+        at = 1000 * int(NOON.timestamp())
+        times = f"&from={at - 61_000}&to={at + 61_000}"
+        assert unescape(shown) == f"https://traces.example/?tags=%7B%22id%22%3A%22req_a1%22%7D{times}"
+        world.visitor = world.person("tenant_admin")
+        _, text = await reader.get("/admin/requests/req_a1")
+        assert "traces.example" not in text
+
+
+async def test_a_trace_link_escapes_the_id(database: Database):
+    await fill(database, row("req_a1"))
+    entry = await RequestLog(database).find("req_a1")
+    assert entry is not None
+    hostile = msgspec.structs.replace(entry, request_id="req_&x=1#'\"{since}")
+    assert trace_link("https://t.example/{request_id}", hostile) == (
+        "https://t.example/req_%26x%3D1%23%27%22%7Bsince%7D"
+    )
 
 
 async def test_a_row_without_times_still_has_a_page(reader: Reader, database: Database):
