@@ -17,7 +17,6 @@ from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.admin.adapters import AdminAdapters
 from gateway.api.admin.alerts import AdminWebhooks
 from gateway.api.admin.audit import AdminAudit
-from gateway.api.admin.bases import AdminBases
 from gateway.api.admin.keys import KeyRoutes
 from gateway.api.admin.plans import AdminPlans
 from gateway.api.admin.prices import AdminPrices
@@ -123,7 +122,6 @@ async def build(settings: Settings) -> Gateway:
         _build_imports(resources, records, billing, intake),
         AdminWebhooks(manager=manager, events=alerts.events),
         ProbeRoutes(records.tenants, probes, validation, billing.quota),
-        AdminBases(records.bases, serving.registry, probes, records.prices, records.price_list, records.auth),
         *_adapter_handlers(pages.frame, resources, records, billing, serving, intake, golden),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
         Description(lambda: describe_routes(ROUTES)),

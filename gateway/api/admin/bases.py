@@ -107,7 +107,17 @@ class AdminBases:
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a base model and return 201."""
-        given = await read_body(request, NewBase)
+        base = await self.add_base(await read_body(request, NewBase), request[ACTOR])
+        return json_response(describe_base(base, base.digest), status=201)
+
+    async def change(self, request: web.Request) -> web.Response:
+        """Drain, resume, retire or replace a base model, or change its tokenizer."""
+        given, force = await read_body(request, BaseChanges), read_flag(request, "force")
+        base = await self.change_base(request.match_info["name"], given, request[ACTOR], force=force)
+        return json_response(describe_base(base, base.digest))
+
+    async def add_base(self, given: NewBase, actor: str) -> Base:
+        """Add a base model and return it. Raises BadRequest, Conflict, NameTaken."""
         name = given.name
         check_text(name, "name")
         if not MODEL.fullmatch(name) or name in (EVERYTHING, ALL_ADAPTERS):
@@ -127,17 +137,16 @@ class AdminBases:
             shape=_shape(config),
             context_length=given.context_length or _context(config),
         )
-        base = await self._bases.add(base, request[ACTOR])
+        base = await self._bases.add(base, actor)
         if given.price is not None:
-            await self._prices.put(name, given.price.price(), request[ACTOR])
+            await self._prices.put(name, given.price.price(), actor)
             await self._known.refresh()
         await self._auth.catch_up()
-        return json_response(describe_base(base, base.digest), status=201)
+        return base
 
-    async def change(self, request: web.Request) -> web.Response:
-        """Drain, resume, retire or replace a base model, or change its tokenizer."""
-        given = await read_body(request, BaseChanges)
-        changes = {name: value for name, value in msgspec.structs.asdict(given).items() if value is not UNSET}
+    async def change_base(self, name: str, given: BaseChanges, actor: str, *, force: bool = False) -> Base:
+        """Change a base model and return it. Raises BadRequest, Conflict, NameTaken, RecordNotFound."""
+        changes = {field: value for field, value in msgspec.structs.asdict(given).items() if value is not UNSET}
         if "digest" in changes:
             changes["digest"] = _bare(changes["digest"])
         config = changes.pop("config", None)
@@ -149,9 +158,7 @@ class AdminBases:
             changes.setdefault("context_length", _context(config))
         if not changes:
             raise BadRequest("Expected a field to change: state, digest, tokenizer, config or context_length.")
-        name, force = request.match_info["name"], read_flag(request, "force")
-        base = await self._bases.change(name, changes, request[ACTOR], force=force)
-        return json_response(describe_base(base, base.digest))
+        return await self._bases.change(name, changes, actor, force=force)
 
 
 def describe_base(base: Base, digest: str | None) -> dict[str, Any]:

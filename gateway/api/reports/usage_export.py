@@ -94,31 +94,26 @@ class UsageExport:
 
         Raises BadRequest, and Unavailable if too many exports are running.
         """
-        form, group_by = _read_format(request), _read_groups(request)
+        form, group_by = read_format(request), _read_groups(request)
         since, until = parse_period(request.query)
-        fields = [field for field in FIELDS if _is_in(field.name, group_by)]
         parts = self._sums(group_by, read_usage_filter(request), since, until)
-        return await self._send(request, f"usage-{'-'.join(group_by)}", form, fields, parts)
+        return await self._send(request, f"usage-{'-'.join(group_by)}", form, fields_of(group_by), parts)
 
     async def rows(self, request: web.Request) -> web.StreamResponse:
         """Stream the ledger's rows in the format of `?format=`, the oldest first. Raises like `get`."""
-        form, (since, until) = _read_format(request), parse_period(request.query)
+        form, (since, until) = read_format(request), parse_period(request.query)
         parts = self._report.stream_rows(read_usage_filter(request), since, until, AT_ONCE)
         return await self._send(request, "usage-rows", form, ROW_FIELDS, parts)
 
     async def _send(
         self, request: web.Request, name: str, form: str, fields: Sequence[Field], parts: Parts
     ) -> web.StreamResponse:
-        """Stream a file. form: of FORMATS. parts: its rows, without the currency."""
+        """Stream a file. parts: its rows, without the currency."""
         if self._places.locked():
             raise Unavailable(f"{EXPORTS} exports are running; try again when one has ended.")
         async with self._places:
             try:
-                # The first part is read before the answer begins, so that an error still sets the HTTP status.
-                first: list[dict[str, Any]] = await anext(parts, [])
-                rows = self._with_currency(first, parts)
-                encoded = {"csv": _csv, "json": _json, "parquet": _parquet}[form](rows, fields)
-                return await send_file(request, f"{name}.{form}", FORMATS[form], encoded)
+                return await send_rows(request, f"{name}.{form}", fields, parts, self._currency)
             finally:
                 await parts.aclose()
 
@@ -129,10 +124,28 @@ class UsageExport:
             async for part in parts:
                 yield [msgspec.structs.asdict(sums) for sums in part]
 
-    async def _with_currency(self, first: list[dict[str, Any]], parts: Parts) -> Rows:
-        yield [row | {"currency": self._currency} for row in first]
-        async for part in parts:
-            yield [row | {"currency": self._currency} for row in part]
+
+def fields_of(group_by: Sequence[str]) -> list[Field]:
+    """Return the fields of a file of sums by these groups."""
+    return [field for field in FIELDS if _is_in(field.name, group_by)]
+
+
+async def send_rows(
+    request: web.Request, name: str, fields: Sequence[Field], parts: Parts, currency: str
+) -> web.StreamResponse:
+    """Stream rows as a file, whose name ends with one of FORMATS. Raises what `parts` raises before its first part."""
+    form = name.rpartition(".")[2]
+    # The first part is read before the answer begins, so that an error still sets the HTTP status.
+    first: list[dict[str, Any]] = await anext(parts, [])
+    rows = _with_currency(first, parts, currency)
+    encoded = {"csv": _csv, "json": _json, "parquet": _parquet}[form](rows, fields)
+    return await send_file(request, name, FORMATS[form], encoded)
+
+
+async def _with_currency(first: list[dict[str, Any]], parts: Parts, currency: str) -> Rows:
+    yield [row | {"currency": currency} for row in first]
+    async for part in parts:
+        yield [row | {"currency": currency} for row in part]
 
 
 def _is_in(name: str, group_by: Sequence[str]) -> bool:
@@ -146,7 +159,7 @@ def read_usage_filter(request: web.Request) -> UsageFilter:
     return UsageFilter(tenant=tenant, models=None if model is None else [model], key_id=key)
 
 
-def _read_format(request: web.Request) -> str:
+def read_format(request: web.Request) -> str:
     given = request.query.get("format", "")
     if given not in FORMATS:
         raise BadRequest(f"format: expected one of {', '.join(FORMATS)}.", param="format")

@@ -1,27 +1,38 @@
-"""`/console/usage`: the tenant's tokens and cost by day, model or key."""
+"""`/console/usage`: the tenant's tokens and cost by time, model, key or end user, and its files."""
 
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import AsyncGenerator, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
+from gateway.api.reports.usage_export import FORMATS, fields_of, read_format, send_rows
 from gateway.errors import BadRequest
-from gateway.pages.console.access import ConsolePages, needs
+from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.frame.frame import link
 from gateway.pages.parts import periods
 from gateway.pages.parts.periods import LAST_MONTH, MONTH, PagePeriod, read_period, segments_of
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table
-from gateway.records.money.prices import MICRO_UNITS, exact_money
+from gateway.pages.parts.tables import Column, fill, read_table
+from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.money.usage_report import UsagePage, UsageSums
+from gateway.sharing.turns import Turns
 
 QUERY = (*periods.QUERY[:3], "by", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", MONTH, LAST_MONTH)
-BY = {"day": "Day", "model": "Model", "key": "Key"}
-# Most rows; the sums are of all of them.
-MAX_ROWS = 5000
+BY = {"day": "Day", "hour": "Hour", "month": "Month", "model": "Model", "key": "Key", "end_user": "End user"}
+TIMES = {"hour": "%Y-%m-%d %H:00", "day": "%Y-%m-%d", "month": "%B %Y"}
+# Groups whose change since the period before is shown. End users have no sums, and their rows are read once only.
+COMPARED = {"model": "model", "key": "key_id"}
+# Most rows of the page, whose sums are of all rows, and of a file, which is refused beyond it.
+MAX_ROWS, MAX_FILE_ROWS = 5000, 20_000
+# Rows of a file that are encoded at a time, a few ms of the event loop; files that are sent at once, one of a tenant.
+AT_ONCE, FILES = 200, 8
+# Longest period whose chart has a point for each hour.
+HOURLY = timedelta(days=3)
+MEASURES = ("cost", "requests", "prompt_tokens", "cached_tokens", "completion_tokens")
 SUMS = (
     Column("requests", "Requests", numeric=True),
     Column("prompt_tokens", "In", numeric=True, hint="Prompt tokens, cached ones included"),
@@ -29,33 +40,37 @@ SUMS = (
     Column("completion_tokens", "Out", numeric=True, hint="Tokens of answers"),
     Column("cost", "Cost", numeric=True),
 )
+CHANGE = Column("change", "Change", numeric=True, sortable=False, hint="Of the cost, since the period before")
 GROUP_COLUMNS = {
-    "day": Column("day", "Day (UTC)", value=lambda row: row.day.strftime("%Y-%m-%d")),
+    **{by: Column(by, f"{BY[by]} (UTC)") for by in TIMES},
     "model": Column("model", "Model"),
     "key": Column("key", "Key", value=lambda row: row.key or row.key_id),
+    "end_user": Column("end_user", "End user"),
 }
 
 
 class ConsoleUsage(ConsolePages):
     """Page of usage and cost."""
 
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        self._files = Turns(FILES)
+
     @needs("usage")
     async def show(self, request: web.Request) -> web.StreamResponse:
-        """Return the page, or its table as CSV. An error of the period is shown above the table."""
+        """Return the page, or a file of its groups. An error of the query is shown above the table."""
         principal, now = request[PRINCIPAL], datetime.now(UTC)
         errors: dict[str, str] = {}
         by, span = "day", PagePeriod(MONTH, periods.month_start(now), now)
         try:
             by, span = _read_group(request), read_period(request, MONTH, now)
+            if request.query.get("format"):
+                return await self._file(request, principal, by, span)
+            context = await self._figures(request, principal, by, span)
         except BadRequest as error:
             errors[error.param or ""] = error.message
-        columns = (GROUP_COLUMNS[by], *SUMS)
-        table = read_table(request, "usage", columns, "day" if by == "day" else "-cost")
-        async with self.console.reads.turn(principal.tenant.id):
-            found = await self._page(principal, by, span)
-            days = found if by == "day" else await self._page(principal, "day", span)
-        if request.query.get("format") == "csv" and not errors:
-            return csv_response(f"usage-by-{by}", _csv_columns(by, self.console.currency), found.groups)
+            by = "day"
+            context = await self._figures(request, principal, by, span)
         return self.console.frame.render(
             request,
             "console/usage.html",
@@ -63,26 +78,73 @@ class ConsoleUsage(ConsolePages):
             status=400 if errors else 200,
             errors=errors,
             by=by,
+            by_title=BY[by].lower(),
+            time_format=TIMES.get(by),
             groups=[(title, link(request, by=name, sort=None), name == by) for name, title in BY.items()],
             span=span,
             periods=segments_of(request, span, PERIODS),
-            table=fill(table, found.groups),
-            total=found.total,
-            is_partial=found.next is not None,
             principal=principal,
-            charts=_charts(days.groups, self.console.currency),
+            before_title=f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
+            **context,
         )
 
-    async def _page(self, principal: TenantPrincipal, by: str, span: PagePeriod) -> UsagePage:
-        """Return the sums of the models that the key may use."""
+    async def _figures(
+        self, request: web.Request, principal: TenantPrincipal, by: str, span: PagePeriod
+    ) -> dict[str, Any]:
+        """Return the table, the tiles' sums with their changes, and the charts. Raises BadRequest."""
+        columns = (GROUP_COLUMNS[by], *SUMS, *((CHANGE,) if by in COMPARED else ()))
+        step = by if by in TIMES else "hour" if span.until - span.since <= HOURLY else "day"
+        earlier = span._replace(name="", since=span.before, until=span.before_until)
+        async with self.console.reads.turn(principal.tenant.id):
+            found = await self._page(principal, (by,), span)
+            steps = found if by == step else await self._page(principal, (step,), span)
+            before = await self._page(principal, (by,) if by in COMPARED else (), earlier)
+        table = fill(read_table(request, "usage", columns, by if by in TIMES else "-cost"), found.groups)
+        table.csv, table.formats = False, tuple(FORMATS)
+        costs = {getattr(row, COMPARED[by]): row.cost for row in before.groups} if by in COMPARED else {}
+        return {
+            "table": table,
+            "total": found.total,
+            "changes": {name: _change(found.total[name], before.total[name]) for name in MEASURES},
+            "change_of": lambda row: _change(row.cost, costs.get(getattr(row, COMPARED[by]))),
+            "has_change": by in COMPARED,
+            "is_partial": found.next is not None,
+            "charts": _charts(steps.groups, step, self.console.currency),
+        }
+
+    async def _file(
+        self, request: web.Request, principal: TenantPrincipal, by: str, span: PagePeriod
+    ) -> web.StreamResponse:
+        """Send the period's groups. They are read first, so that a slow client holds no connection of the database.
+
+        Raises BadRequest.
+        """
+        form = read_format(request)
+        async with self._files.turn(principal.tenant.id):
+            async with self.console.reads.turn(principal.tenant.id):
+                found = await self._page(principal, (by,), span, MAX_FILE_ROWS)
+            if found.next is not None:
+                raise BadRequest(f"until: expected a period with at most {MAX_FILE_ROWS:,} rows.", param="until")
+            parts = _parts(found.groups)
+            return await send_rows(request, f"usage-by-{by}.{form}", fields_of((by,)), parts, self.console.currency)
+
+    async def _page(
+        self, principal: TenantPrincipal, group_by: Sequence[str], span: PagePeriod, limit: int = MAX_ROWS
+    ) -> UsagePage:
+        """Return the sums of the models that the key may use. Raises BadRequest."""
         return await self.console.records.report.page(
-            (by,),
+            group_by,
             tenant_id=principal.tenant.id,
             models=principal.allowed_models,
             since=span.since,
             until=span.until,
-            limit=MAX_ROWS,
+            limit=limit,
         )
+
+
+async def _parts(groups: Sequence[UsageSums]) -> AsyncGenerator[list[dict[str, Any]]]:
+    for first in range(0, len(groups), AT_ONCE):
+        yield [msgspec.structs.asdict(sums) for sums in groups[first : first + AT_ONCE]]
 
 
 def _read_group(request: web.Request) -> str:
@@ -92,29 +154,25 @@ def _read_group(request: web.Request) -> str:
     return by
 
 
-def _csv_columns(by: str, currency: str) -> list[Column]:
-    names = [GROUP_COLUMNS[by], *([Column("key_id", "Key's id")] if by == "key" else ())]
-    money = [
-        Column("cost", "Cost", value=lambda row: exact_money(row.cost)),
-        Column("currency", "Currency", value=lambda _: currency),
-    ]
-    return [*names, *SUMS[:-1], *money]
+def _change(now: int, before: int | None) -> float | None:
+    """Return the relative difference; None without a value before."""
+    return None if not before else (now - before) / before
 
 
-def _charts(days: Sequence[UsageSums], currency: str) -> list[tuple[str, str, dict[str, Any]]]:
-    """Return (id, title, data) of the charts by day; none for a single day."""
-    if len(days) < 2:
+def _charts(rows: Sequence[UsageSums], step: str, currency: str) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return (id, title, data) of the charts by step; none for a single one."""
+    if len(rows) < 2:
         return []
-    times = [int(row.day.timestamp()) for row in days if row.day is not None]
+    times = [int(getattr(row, step).timestamp()) for row in rows]
 
     def bars(unit: str, series: dict[str, list[float]]) -> dict[str, Any]:
         shown = [{"name": name, "values": values} for name, values in series.items()]
         return {"times": times, "unit": unit, "series": shown, "stacked": False, "kind": "bar"}
 
-    cost = {"Cost": [round(row.cost / MICRO_UNITS, 6) for row in days]}
+    cost = {"Cost": [round(row.cost / MICRO_UNITS, 6) for row in rows]}
     tokens: dict[str, list[float]] = {
-        "In": [row.prompt_tokens for row in days],
-        "Out": [row.completion_tokens for row in days],
+        "In": [row.prompt_tokens for row in rows],
+        "Out": [row.completion_tokens for row in rows],
     }
     lines = bars("", tokens) | {"kind": "line"}
-    return [("cost", "Cost by day", bars(currency, cost)), ("tokens", "Tokens by day", lines)]
+    return [("cost", f"Cost by {step}", bars(currency, cost)), ("tokens", f"Tokens by {step}", lines)]

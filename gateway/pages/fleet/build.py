@@ -2,12 +2,15 @@
 
 from typing import Any
 
+from gateway.api.admin.bases import AdminBases
 from gateway.api.admin.engines import AdminEngines
 from gateway.api.admin.fleet_views import FleetViews, Residents
+from gateway.pages.fleet.bases import BasePages
 from gateway.pages.fleet.engines import EnginePages
 from gateway.pages.fleet.fairness import FairnessPages
 from gateway.pages.frame.frame import Frame
 from gateway.parts import Records, Serving
+from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.residency import Residency
 from gateway.resources import Resources
 
@@ -17,9 +20,15 @@ def build_fleet_pages(frame: Frame, resources: Resources, records: Records, serv
     registry, history = serving.registry, serving.history
     acts = AdminEngines(registry=registry, drains=serving.drains, audit=records.audit)
     residents = Residents(registry=registry, rates=serving.fleet.rates, residency=Residency(resources.database))
+    probes = Probes(resources.database)
+    bases = AdminBases(records.bases, registry, probes, records.prices, records.price_list, records.auth)
     return [
         acts,
-        EnginePages(frame=frame, registry=registry, history=history, residents=residents, acts=acts),
+        bases,
+        BasePages(frame=frame, records=records, registry=registry, probes=probes, acts=bases),
+        EnginePages(
+            frame=frame, registry=registry, history=history, residents=residents, acts=acts, bases=records.bases
+        ),
         FleetViews(registry=registry, history=history, residents=residents),
         FairnessPages(frame=frame, fairness=serving.fairness, gate=serving.gate),
     ]

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, NamedTuple
 
 from aiohttp import web
@@ -17,7 +18,9 @@ from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.strip import EngineView, view_engine
 from gateway.pages.parts.charts import thin
+from gateway.pages.parts.links import Links
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.records.bases.registry import Bases
 from wire.responses import StepSecond
 
 # Points of a chart; more samples are thinned out.
@@ -25,9 +28,10 @@ MAX_POINTS = 240
 
 
 class EngineRow(NamedTuple):
-    """An engine in the table."""
+    """An engine in the table. base: the name of its base model; None if it is not on record."""
 
     view: EngineView
+    base: str | None
     kind: str
     version: str
     in_flight: int
@@ -66,7 +70,11 @@ COLUMNS = (
     Column("loads", "Loads", numeric=True, hint="Adapters loaded, and below those evicted, since the engine's start"),
     Column("drained", "", sortable=False),
 )
-CSV_COLUMNS = (*COLUMNS, Column("evictions", "Evictions"), Column("preemptions", "Preemptions"))
+CSV_COLUMNS = (
+    *COLUMNS[:-1],
+    *(Column(key, key) for key in ("base", "kind", "version", "slots", "evictions", "preemptions", "drained")),
+)
+HISTORY_COLUMNS = (Column("at", "When"), Column("state", "State"), Column("reason", "Reason"))
 
 
 MATRIX = (
@@ -87,12 +95,14 @@ class EnginePages:
         history: History,
         residents: Residents,
         acts: AdminEngines,
+        bases: Bases,
     ) -> None:
         self._frame = frame
         self._registry = registry
         self._history = history
         self._residents = residents
         self._acts = acts
+        self._bases = bases
 
     async def list(self, request: web.Request) -> web.Response:
         table = read_table(request, "engines", COLUMNS, "url")
@@ -100,7 +110,11 @@ class EnginePages:
         rows = [self._row(engine, now) for engine in self._registry.engines]
         wanted = request.query.get("q", "").strip().lower()
         state = request.query.get("state", "")
-        kept = [row for row in rows if wanted in row.url.lower() and (not state or row.state.startswith(state))]
+        kept = [
+            row
+            for row in rows
+            if wanted in f"{row.url} {row.base or ''}".lower() and (not state or row.state.startswith(state))
+        ]
         if request.query.get("format") == "csv":
             return csv_response("engines", CSV_COLUMNS, kept)
         queue = thin(list(self._history.queue), MAX_POINTS)
@@ -120,6 +134,8 @@ class EnginePages:
     async def one(self, request: web.Request) -> web.Response:
         engine = find_engine(self._registry, request.query.get("url", ""))
         history = self._history.of(engine.url)
+        if request.query.get("format") == "csv":
+            return csv_response("health-history", HISTORY_COLUMNS, list(reversed(history.changes)))
         return self._frame.render(
             request,
             "engine.html",
@@ -146,6 +162,7 @@ class EnginePages:
             title="Where adapters are resident",
             table=fill(table, rows),
             engines=engines,
+            links_of=partial(_adapter_links, Links(request)),
             missing=matrix.missing,
         )
 
@@ -188,6 +205,7 @@ class EnginePages:
         queried = reported.get("prefix_query_tokens")
         return EngineRow(
             view=view_engine(engine, now),
+            base=None if engine.base is None else self._bases.name_of(engine.base),
             kind=engine.address.traits.name,
             version=str(state.version or "")[:64],
             in_flight=engine.requests.in_flight,
@@ -204,6 +222,16 @@ class EnginePages:
             preemptions=reported.get("preemptions"),
             drained=engine.drained is not None,
         )
+
+
+def _adapter_links(links: Links, row: ResidentRow) -> list[tuple[str, str | None]]:
+    """Return each name of a row, with the URL of its version's page."""
+    found = []
+    for name in row.names:
+        adapter, _, version = name.rpartition("@")
+        url = links.adapter(*adapter.split("/", 1))
+        found.append((name, url if url is None or "?" in url else f"{url}?version={version}#version"))
+    return found
 
 
 def _tier_on(index: int) -> Callable[[ResidentRow], str]:

@@ -21,18 +21,23 @@ LONG_WAIT, MANY_ROWS = 5.0, 1000
 MOST_TENANTS = 3
 
 
+STATE = ("Show the state", "/admin/settings?tab=state")
+ENGINES = ("Show the engines", "/admin/engines")
+# Acts for faulty parts; the others have STATE.
+PART_ACTS = {"engines": ENGINES, "tokenizer": ("Show the base models", "/admin/engines/bases")}
+
+
 class Entry(NamedTuple):
-    """Entry of the list. act: the link's title, and its URL; None without one."""
+    """Entry of the list. act: the link's title, and its URL."""
 
     level: Level
     text: str | Markup
-    act: tuple[str, str] | None
+    act: tuple[str, str]
 
     def described(self) -> dict[str, Any]:
         """Return the entry for JSON, with plain text."""
         text = self.text.striptags() if isinstance(self.text, Markup) else self.text
-        act = None if self.act is None else {"title": self.act[0], "url": self.act[1]}
-        return {"level": self.level, "text": text, "act": act}
+        return {"level": self.level, "text": text, "act": {"title": self.act[0], "url": self.act[1]}}
 
 
 class Needs:
@@ -45,8 +50,11 @@ class Needs:
         self._concerns = Concerns([], [], [], [])
         self._read_at = 0.0
 
-    async def entries(self, status: Status) -> list[Entry]:
-        """Return the entries, the worst first. Records in them are older while the database is unavailable."""
+    async def entries(self, status: Status, *, may_bill: bool = True) -> list[Entry]:
+        """Return the entries, the worst first. Records in them are older while the database is unavailable.
+
+        may_bill: whether the reader may change budgets; otherwise the act for a budget is the tenant's page.
+        """
         if time.monotonic() - self._read_at > FRESH_SECONDS or not self._read_at:
             # Set before the read, so that only one viewer reads; the others get the last result.
             self._read_at = time.monotonic()
@@ -54,7 +62,7 @@ class Needs:
                 self._concerns = await self._records.read()
             except Unavailable:
                 self._read_at = 0.0
-        found = [*self._of_memory(status), *self._of_records()]
+        found = [*self._of_memory(status), *self._of_records(may_bill)]
         return sorted(found, key=lambda entry: ("bad", "warn", "good").index(entry.level))
 
     def _of_memory(self, status: Status) -> list[Entry]:
@@ -63,7 +71,7 @@ class Needs:
             Entry(
                 part.level,
                 Markup("{} {} faulty: {}.").format(part.title, verb_of(part.title), part.text.rstrip(".")),
-                None,
+                PART_ACTS.get(part.name, STATE),
             )
             for part in status.faults
         ]
@@ -74,16 +82,16 @@ class Needs:
                 found.append(Entry(engine.level, text, act))
         if status.waiting and status.longest_wait > LONG_WAIT:
             text = f"{status.waiting:,} requests wait for an engine, the longest for {status.longest_wait:.0f} s."
-            found.append(Entry("warn", text, ("Show the engines", "/admin/engines")))
+            found.append(Entry("warn", text, ENGINES))
         if self._ledger.waiting > MANY_ROWS:
             text = f"The ledger is behind: {self._ledger.waiting:,} usage rows wait for the database."
-            found.append(Entry("warn", text, None))
+            found.append(Entry("warn", text, STATE))
         if self._ledger.rejected:
-            text = f"The database refused {self._ledger.rejected:,} usage rows; they are in the table usage_rejected."
-            found.append(Entry("bad", text, None))
+            text = f"The database refused {self._ledger.rejected:,} usage rows; they are missing in usage and cost."
+            found.append(Entry("bad", text, ("Show the rows", "/admin/settings?tab=rejected")))
         return found
 
-    def _of_records(self) -> list[Entry]:
+    def _of_records(self, may_bill: bool) -> list[Entry]:
         found: list[Entry] = []
         text: str | Markup
         for budget in self._concerns.budgets:
@@ -92,7 +100,9 @@ class Needs:
                 *(budget.tenant, self._money(budget.spent), self._money(budget.budget), PERIOD_WORDS[budget.period]),
                 100 * budget.spent / budget.budget,
             )
-            found.append(Entry(level, text, ("Change the budget", f"/admin/tenants/{budget.tenant}")))
+            page = f"/admin/tenants/{budget.tenant}"
+            act = ("Change the budget", f"{page}/budget") if may_bill else ("Show the limits", f"{page}?tab=limits")
+            found.append(Entry(level, text, act))
         for refused in self._concerns.refused:
             tenants, more = refused.tenants[:MOST_TENANTS], len(refused.tenants) - MOST_TENANTS
             named = f"{', '.join(tenants)}{f' and {more:,} more' if more > 0 else ''}"

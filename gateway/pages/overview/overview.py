@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
+from gateway.access.sessions import VISITOR
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest, Unavailable
 from gateway.fleet.history import History
 from gateway.pages.frame.filters import short
 from gateway.pages.frame.frame import Frame
+from gateway.pages.frame.navigation import VIEWER
 from gateway.pages.frame.strip import Strip
 from gateway.pages.overview.attention import Needs
 from gateway.pages.parts.charts import means
@@ -31,10 +33,13 @@ LEAST_RATE = 0.1
 class Figures(NamedTuple):
     """Figures of a period for the tiles, and their relative changes from the period before; None without one.
 
-    rates: texts beside `requests` and `tokens`.
+    prompt, cached, tokens: tokens in, those of them from a cache, and tokens out. rates: texts beside `requests` and
+    `tokens`.
     """
 
     requests: int
+    prompt: int
+    cached: int
     tokens: int
     rates: dict[str, str]
     errors: float | None
@@ -93,7 +98,7 @@ class Overview:
             charts=[] if report is None else charts(report, group),
             sparks={} if report is None else _sparks(report),
             utilisation=self._history.utilisation(int(now.timestamp())),
-            needs=await self._needs.entries(status),
+            needs=await self._needs.entries(status, may_bill=request[VISITOR].role != VIEWER),
         )
 
 
@@ -106,6 +111,8 @@ def figures(report: ActivityReport) -> Figures:
     limited, limited_before = (_count_refusals(report.refusals, 429, flag) for flag in (False, True))
     changes = {
         "requests": _change(now.requests, before.requests),
+        "prompt": _change(now.prompt_tokens, before.prompt_tokens),
+        "cached": _change(now.cached_tokens, before.cached_tokens),
         "tokens": _change(now.completion_tokens, before.completion_tokens),
         "cost": _change(now.cost, before.cost),
         "errors": _change(_ratio(errors, attempts), _ratio(errors_before, attempts_before)),
@@ -115,6 +122,8 @@ def figures(report: ActivityReport) -> Figures:
     }
     return Figures(
         requests=now.requests,
+        prompt=now.prompt_tokens,
+        cached=now.cached_tokens,
         tokens=now.completion_tokens,
         rates={
             "requests": _rate_text(now.requests / seconds),
@@ -163,7 +172,7 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
     ]
     return [
         ("requests", f"Requests {by}", stacked("per s", per_second("requests"))),
-        ("tokens", f"Output tokens {by}", stacked("per s", per_second("completion_tokens"))),
+        ("tokens", f"Tokens out {by}", stacked("per s", per_second("completion_tokens"))),
         ("cost", f"Cost {by}", stacked("currency", costs)),
         ("ttft", "Time to first token", lines(report.times.ttft)),
         ("failed", "Errors and refusals by reason", {"times": times, "unit": "", "series": failed, "stacked": True}),
@@ -176,6 +185,8 @@ def _sparks(report: ActivityReport) -> dict[str, list[float | None]]:
     ttft = report.times.ttft
     curves: dict[str, list[float | None]] = {
         "requests": list(report.curve.requests),
+        "prompt": list(report.curve.prompt_tokens),
+        "cached": list(report.curve.cached_tokens),
         "tokens": list(report.curve.completion_tokens),
         "cost": list(report.curve.cost),
         "ttft50": [None if each is None else each.p50 for each in ttft],

@@ -23,6 +23,8 @@ ACTIONS = {
     "adapter.push": "Adapter uploaded",
     "adapter.rollback": "Adapter rolled back",
     "adapter.version": "Version changed",
+    "base.add": "Base model added",
+    "base.change": "Base model changed",
     "engine.drain": "Engine drained",
     "engine.resume": "Engine resumed",
     "key.create": "Key created",

@@ -15,6 +15,7 @@ from gateway.pages.settings.settings import SettingPages
 from gateway.parts import Billing, Records
 from gateway.records.events.webhook_list import TargetLists
 from gateway.records.keys.session_list import SessionLists
+from gateway.records.money.rejected_usage import RejectedUsage
 from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.resources import Resources
 
@@ -44,5 +45,6 @@ def build_setting_pages(
             keys=records.key_lists,
             sessions=records.sessions,
             session_lists=SessionLists(database, timedelta(seconds=settings.session_idle_seconds)),
+            rejected=RejectedUsage(database),
         ),
     ]

@@ -26,6 +26,7 @@ SETTING_PAGES: dict[type, tuple[Route, ...]] = {
     ),
     SettingPages: (
         _page("GET", "/admin/settings", SettingPages.show, "Return the page of settings.", query=settings.QUERY),
+        _form("GET", "/admin/settings/sessions/{id}/end", SettingPages.end_session, "Ask whether to end a session."),
         _form("POST", "/admin/settings/sessions/{id}/end", SettingPages.end_session, "End a session from the page."),
     ),
     AuditPages: (

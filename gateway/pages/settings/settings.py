@@ -5,21 +5,24 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.access.sessions import VISITOR, Sessions
 from gateway.api.condition import Conditions
-from gateway.api.requests.fields import parse_text
+from gateway.api.requests.fields import parse_text, read_number
 from gateway.api.shown_settings import ShownSetting
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
-from gateway.pages.parts.tables import Column, csv_response, fill, read_page, read_table, send_csv
+from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
 from gateway.records.keys.list import KeyFilter, KeyLists, Sort
 from gateway.records.keys.session_list import SessionFilter, SessionLists
 from gateway.records.keys.session_list import Sort as SessionSort
+from gateway.records.money.rejected_usage import RejectedUsage
 
 SETTINGS = "/admin/settings"
+SESSIONS = f"{SETTINGS}?tab=sessions"
 QUERY = ("tab", "q", "changed", "tenant", "sort", "page", "format", "done")
 SETTING_COLUMNS = (
     Column("name", "Setting"),
@@ -40,6 +43,11 @@ SESSION_COLUMNS = (
     Column("last_used_at", "Last use", hint="Exact to a minute"),
     Column("expires_at", "Ends"),
 )
+REJECTED_COLUMNS = (
+    Column("rejected_at", "Time", sortable=False),
+    Column("reason", "Reason", sortable=False),
+    Column("event", "Usage event", sortable=False),
+)
 
 
 class SettingPages:
@@ -54,6 +62,7 @@ class SettingPages:
         keys: KeyLists,
         sessions: Sessions,
         session_lists: SessionLists,
+        rejected: RejectedUsage,
     ) -> None:
         self._frame = frame
         self._shown = shown
@@ -61,9 +70,10 @@ class SettingPages:
         self._keys = keys
         self._sessions = sessions
         self._session_lists = session_lists
+        self._rejected = rejected
 
     async def show(self, request: web.Request) -> web.StreamResponse:
-        """Return a tab of the page. Only the tabs of keys and sessions need the database."""
+        """Return a tab of the page. Only those of keys, sessions and rejected usage need the database."""
         return await show_tab(
             request,
             self._frame,
@@ -74,15 +84,27 @@ class SettingPages:
                 "migrations": ("Migrations", self._migrations),
                 "keys": ("Admin keys", self._admin_keys),
                 "sessions": ("Sessions", self._session_part),
+                "rejected": ("Rejected usage", self._rejected_part),
             },
             title="Settings",
             done="The session is ended." if request.query.get("done") == "ended" else None,
         )
 
     async def end_session(self, request: web.Request) -> web.StreamResponse:
-        """End a session at once. It may be the visitor's own."""
-        await self._sessions.close(request.match_info["id"], request[ACTOR])
-        raise web.HTTPSeeOther(f"{SETTINGS}?tab=sessions&done=ended")
+        """Ask whether to end a session; with a confirmed form, end it at once. It may be the visitor's own."""
+        session_id = request.match_info["id"]
+        if request.get(FORM) is not None:
+            await self._sessions.close(session_id, request[ACTOR])
+            raise web.HTTPSeeOther(f"{SESSIONS}&done=ended")
+        session = await self._session_lists.get(session_id)
+        return self._frame.confirm(
+            request,
+            title="End a session",
+            name="",
+            text=f"The browser of {session.label} ({session.role.replace('_', ' ')}) is logged out at once.",
+            button="End the session",
+            cancel=SESSIONS,
+        )
 
     async def _state(self, _: web.Request) -> dict[str, Any]:
         return {"condition": await self._conditions.read()}
@@ -123,3 +145,10 @@ class SettingPages:
         if request.query.get("format") == "csv":
             return await send_csv(request, "sessions", (Column("id", "Id"), *SESSION_COLUMNS), read)
         return {"table": await read_page(table, read), "own": request[VISITOR].session_id}
+
+    async def _rejected_part(self, request: web.Request) -> dict[str, Any] | web.StreamResponse:
+        if request.query.get("format") == "csv":
+            columns = (Column("id", "Id"), *REJECTED_COLUMNS)
+            return await send_csv(request, "rejected-usage", columns, self._rejected.page)
+        page = read_number(request, "page", 1, 1_000_000) or 1
+        return {"table": await read_page(Table("rejected", REJECTED_COLUMNS, page=page), self._rejected.page)}

@@ -8,7 +8,7 @@ import msgspec
 from sqlalchemy import and_, delete, func, insert, select
 
 from gateway.errors import RecordNotFound
-from gateway.records.adapters.rows import check_possible, unknown_version
+from gateway.records.adapters.rows import READY, check_possible, unknown_version
 from gateway.records.bases.base import FIRST, Binding
 from gateway.records.changes import count_change
 from gateway.records.database import Database
@@ -132,6 +132,15 @@ class Probes:
         async with self._database.read() as connection:
             rows = (await connection.execute(select(ranked).where(ranked.c.n <= PER_TENANT))).all()
         return [Unprobed(row.tenant_name, row.name, row.version, row.digest, row.base_id or FIRST) for row in rows]
+
+    async def adapters_by_base(self) -> dict[str, int]:
+        """Return the number of adapters with a version that is served or validated, by their base's id."""
+        own = adapter_versions.c
+        base_id = func.coalesce(own.base_id, FIRST)
+        query = select(base_id, func.count(own.adapter_id.distinct())).group_by(base_id)
+        async with self._database.read() as connection:
+            rows = await connection.execute(query.where(own.state.in_((READY, "validating"))))
+            return {row[0]: row[1] for row in rows}
 
     async def bound(self) -> Sequence[Bound]:
         """Return the versions that are not rejected, by tenant, name and number."""

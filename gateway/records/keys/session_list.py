@@ -6,6 +6,7 @@ from typing import Any, Literal, get_args
 import msgspec
 from sqlalchemy import ColumnElement, func, or_, select
 
+from gateway.errors import RecordNotFound
 from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
 from gateway.records.tables import tenants
@@ -71,6 +72,14 @@ class SessionLists:
             rows = (await connection.execute(found.limit(limit).offset(offset))).all()
             total = (await connection.execute(counted)).scalar_one()
         return [SessionRow(**row._mapping) for row in rows], total
+
+    async def get(self, session_id: str) -> SessionRow:
+        """Return a session. Raises RecordNotFound."""
+        async with self._database.read() as connection:
+            row = (await connection.execute(_QUERY.where(sessions.c.id == session_id))).one_or_none()
+        if row is None:
+            raise RecordNotFound("There is no session with this id.", param="id")
+        return SessionRow(**row._mapping)
 
 
 _JOINED: Any = sessions.outerjoin(tenants, tenants.c.id == sessions.c.tenant_id)

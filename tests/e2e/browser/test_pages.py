@@ -11,6 +11,10 @@ ADMIN_PAGES = (
     "/admin/engines/one?url={engine}",
     "/admin/engines/residency",
     "/admin/engines/drain?url={engine}",
+    "/admin/engines/bases",
+    "/admin/engines/bases/new",
+    "/admin/engines/bases/edit?name=base",
+    "/admin/engines/bases/drain?name=base",
     "/admin/fairness",
     "/admin/tenants",
     "/admin/tenants/-/new",
@@ -42,7 +46,7 @@ ADMIN_PAGES = (
     "/admin/alerts/pager",
     "/admin/alerts/pager/edit",
     "/admin/alerts/pager/delete",
-    *(f"/admin/settings?tab={tab}" for tab in ("state", "settings", "migrations", "keys", "sessions")),
+    *(f"/admin/settings?tab={tab}" for tab in ("state", "settings", "migrations", "keys", "sessions", "rejected")),
 )
 REFUSED = "/admin/?period=year"
 

@@ -2,14 +2,19 @@
 
 import csv
 import io
+import json
 import re
+from datetime import UTC, datetime, timedelta
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from gateway.billing.writer import UsageWriter
 from gateway.pages.console.help import fill_names, render
+from gateway.records.database import Database
+from testing.gateway.rows import row
 from testing.gateway.running import Answer, Client, Gateway, until
 from tests.gateway.api.test_adapters import files, push
 
@@ -130,21 +135,54 @@ async def test_the_own_log_has_refusals_and_no_engine(gateway: Gateway):
         assert "no request" in text(await browser.get("/console/requests/req_none"), 404)
 
 
-async def test_usage_by_day_model_and_key(gateway: Gateway):
+async def test_usage_by_each_group_and_as_each_file(gateway: Gateway):
     acme = await gateway.tenant("acme")
     await gateway.admin.call("PUT", "/admin/api/prices/base", json={"input": 1_000_000, "output": 1_000_000})
-    assert (await acme.complete(max_tokens=2)).status == 200
+    assert (await acme.complete(max_tokens=2, user="ann")).status == 200
     await settled(acme, 1)
     [cost] = [row["cost"] for row in await acme.usage()]
+    groups = {"day": r"20\d\d-\d\d-\d\d", "hour": r"20\d\d-\d\d-\d\d \d\d:00", "month": r"[A-Z][a-z]+ 20\d\d"}
+    groups |= {"model": "base", "key": "without a label", "end_user": "ann"}
     async with gateway.browser(acme.key, "/console") as browser:
-        for by, shown in (("day", r"20\d\d-\d\d-\d\d"), ("model", "base"), ("key", "without a label")):
-            assert re.search(
-                rf'<th scope="row" class="wrap">{shown}', text(await browser.get(f"/console/usage?by={by}"))
-            )
-            [row] = csv.DictReader(io.StringIO(text(await browser.get(f"/console/usage?by={by}&format=csv"))))
+        for by, shown in groups.items():
+            path = f"/console/usage?by={by}"
+            page = text(await browser.get(path))
+            assert re.search(rf'<th scope="row" class="wrap">{shown}', page), by
+            assert all(f"format={form}" in page for form in ("csv", "json", "parquet"))
+            [row] = csv.DictReader(io.StringIO(text(await browser.get(f"{path}&format=csv"))))
             assert (row["requests"], row["cost"], row["currency"]) == ("1", cost, "USD")
+            [row] = json.loads(text(await browser.get(f"{path}&format=json")))
+            assert (row["tenant"], row["requests"], row["cost"], row["currency"]) == ("acme", 1, cost, "USD")
+            file = await browser.get(f"{path}&format=parquet")
+            assert (file.status, file.body[:4], file.body[-4:]) == (200, b"PAR1", b"PAR1")
+        assert "format: expected one of" in text(await browser.get("/console/usage?format=xls"), 400)
+        too_long = text(await browser.get("/console/usage?by=end_user&since=2020-01-01"), 400)
+        assert "31 days" in too_long
         assert "No requests in this period" in text(await browser.get("/console/usage?period=last_month"))
         assert "by: expected one of" in text(await browser.get("/console/usage?by=engine"), 400)
+
+
+async def test_usage_is_compared_with_the_period_before(gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    tenant_id = (await gateway.admin.get("/admin/api/tenants/acme")).json["id"]
+    database, now = Database(f"sqlite:///{tmp_path}/gateway.db"), datetime.now(UTC)
+    own = {"tenant_id": tenant_id, "prompt_tokens": 10}
+    await UsageWriter(database).write(
+        [
+            row("req_1", created_at=now - timedelta(hours=30), cost=1_000_000, model="old", **own),
+            row("req_2", created_at=now - timedelta(hours=2), cost=2_000_000, model="old", **own),
+            row("req_3", created_at=now - timedelta(hours=1), cost=1_000_000, model="fresh", **own),
+        ]
+    )
+    await database.close()
+    async with gateway.browser(acme.key, "/console") as browser:
+        page = text(await browser.get("/console/usage?period=24h&by=model"))
+        tiles, table = page.split("</thead>")
+        assert re.search(
+            r'Cost</span>.*?3\.00.*?</span> 200 %<span class="sr"> more than the period before', tiles, re.S
+        )
+        assert re.search(r">fresh</th>.*?>new</span>", table.replace("\n", ""))
+        assert re.search(r">old</th>.*? 100 %", table.replace("\n", ""))
 
 
 @pytest.fixture

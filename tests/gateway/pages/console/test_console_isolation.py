@@ -26,7 +26,7 @@ class Stage:
 
     def path(self, route: Route) -> str:
         """Return the route's path with the other tenant's names."""
-        values = {"tenant": "globex", "name": SECRET, "model": SECRET, "plan": "gold"}
+        values = {"tenant": "globex", "name": SECRET, "model": SECRET, "plan": "gold", "act": "drain"}
         values |= {"id": self.request_id if "/requests/" in route.path else self.key_id}
         return re.sub(r"{(\w+)}", lambda found: values[found[1]], route.canonical)
 
@@ -71,6 +71,8 @@ async def test_no_page_shows_another_tenants_records(stage: Stage):
         "?by=key",
         "?by=model",
         "?format=csv",
+        *(f"?by={by}" for by in ("hour", "month", "end_user")),
+        *(f"?by={by}&format={form}" for by in ("key", "end_user", "model") for form in ("csv", "json", "parquet")),
     )
     found = {}
     for browser in stage.browsers:

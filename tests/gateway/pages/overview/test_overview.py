@@ -6,8 +6,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
+from gateway.api.health import State
+from gateway.fleet.health import Health as EngineHealth
+from gateway.pages.frame.strip import TITLES
 from gateway.pages.overview import attention
+from gateway.records.events.attention import Budget, Concerns, RejectedVersion
+from gateway.records.keys.expiring import ExpiringKey
+from gateway.records.requests.refusal_report import Refused
 from testing.gateway.running import Browser, Gateway, until
+from tests.gateway.pages.conftest import SINCE, World
 
 
 async def words(browser: Browser, path: str = "/admin/") -> str:
@@ -26,11 +33,57 @@ async def test_a_few_requests_are_a_number_and_many_are_a_rate_too(gateway: Gate
     async with gateway.browser() as browser:
 
         async def are_counted() -> bool:
-            return "Requests 30 Output" in re.sub(r" [^ ]+ %[^%]*? than the period before| –", "", await words(browser))
+            return "Requests 30 Tokens in" in re.sub(
+                r" [^ ]+ %[^%]*? than the period before| –", "", await words(browser)
+            )
 
         await until(are_counted)
         # The period is of whole minutes, two at most.
         assert re.search(r"Requests 30 · 0\.(25|5) per s ", await words(browser, f"/admin/?since={since:%FT%T}"))
+        text = await words(browser)
+        assert re.search(r"Tokens in [1-9]\d* .*Cached \d+ .*Tokens out [1-9]\d* ", text), text
+
+
+class Away:
+    """Ledger with rows that wait, and rows that the database refused."""
+
+    waiting, rejected = 2000, 3
+
+
+class Records:
+    """Reader of one record of each kind."""
+
+    async def read(self) -> Concerns:
+        at = datetime(2026, 11, 1, tzinfo=UTC)
+        keys = [ExpiringKey("k1", "ci", at, *owner) for owner in (("t1", "acme"), (None, None))]
+        return Concerns(
+            budgets=[Budget("acme", 9, 10, "month")],
+            keys=keys,
+            rejected=[RejectedVersion("acme", "pirate", 2, at)],
+            refused=[Refused("requests_per_minute", 3, ["acme"])],
+        )
+
+
+async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gateway):
+    world.states = {name: State("away", SINCE) for name in (*TITLES, "unheard_of")}
+    world.engine("http://e1").condition.health = EngineHealth.DOWN
+    world.gate.waiting, world.gate.longest_wait = 9, 60.0
+    needs = attention.Needs(Records(), Away(), str)  # type: ignore[arg-type]
+    entries = await needs.entries(world.strip.read())
+    # Parts, engine, queue, two of the ledger, budget, limit, two keys, version.
+    assert len(entries) == len(TITLES) + 1 + 9
+    async with gateway.browser() as browser:
+        await gateway.tenant("acme")
+        for entry in entries:
+            assert entry.act is not None, entry
+            title, url = entry.act
+            assert title
+            status = (await browser.get(url)).status
+            assert status == (404 if "/engines/one" in url else 200), url
+    [budget] = [entry.act[1] for entry in entries if "spent" in entry.text]
+    assert budget == "/admin/tenants/acme/budget"
+    seen = await needs.entries(world.strip.read(), may_bill=False)
+    assert [entry.act[1] for entry in seen if "spent" in entry.text] == ["/admin/tenants/acme?tab=limits"]
 
 
 async def test_refusals_of_the_last_hour_need_attention(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):

@@ -4,13 +4,17 @@ import csv
 import re
 from collections.abc import AsyncIterator
 from dataclasses import fields
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy import insert
 
 from gateway.alerts.signing import signed_headers
 from gateway.api.shown_settings import SET, shown_settings
-from gateway.records.database import migrations
+from gateway.records.database import Database, migrations
+from gateway.records.tables import usage_rejected
 from gateway.settings import Settings
 from testing.gateway.running import ADMIN_KEY, PEPPER, Answer, Browser, Gateway, until
 from testing.gateway.webhooks import Target, webhook_target
@@ -238,11 +242,28 @@ async def test_a_session_is_ended(gateway: Gateway, browser: Browser):
             row for row in (await gateway.admin.get("/admin/api/sessions")).json["data"] if row["role"] == "viewer"
         ]
         assert (await viewer.get("/admin/settings")).status == 200
+        asked = text(await browser.get(f"/admin/settings/sessions/{session['id']}/end"))
+        assert "End the session" in asked
+        assert (await viewer.get("/admin/settings")).status == 200
         ended = await browser.submit(f"/admin/settings/sessions/{session['id']}/end")
         assert ended.headers["Location"] == "/admin/settings?tab=sessions&done=ended"
         assert (await viewer.get("/admin/settings")).status == 303
     assert (await browser.submit("/admin/settings/sessions/0123456789abcdef/end")).status == 404
     assert "alert(1)" in text(await browser.get("/admin/settings?tab=keys"))
+
+
+async def test_rejected_usage_is_listed_without_running_its_texts(gateway: Gateway, tmp_path: Path):
+    database = Database(f"sqlite:///{tmp_path}/gateway.db")
+    event = {"id": "0" * 64, "event": f'{{"tenant": "{HOSTILE}"', "reason": f"not a row {HOSTILE}"}
+    async with database.write() as connection:
+        await connection.execute(insert(usage_rejected).values(**event, rejected_at=datetime.now(UTC)))
+    await database.close()
+    async with gateway.browser() as browser:
+        page = text(await browser.get("/admin/settings?tab=rejected"))
+        assert "not a row" in page
+        assert HOSTILE not in page
+        [row] = csv.DictReader(text_of_csv(await browser.get("/admin/settings?tab=rejected&format=csv")).splitlines())
+        assert row["reason"] == f"not a row {HOSTILE}"
 
 
 def text_of_csv(answer: Answer) -> str:
@@ -254,7 +275,7 @@ async def test_viewers_read_and_tenants_see_nothing(gateway: Gateway, target: Ta
     await gateway.admin.call("PUT", "/admin/api/webhooks/pager", json={"url": target.url})
     acme = await gateway.tenant("acme", budget_per_month=1_000_000)
     pages = [f"alerts?tab={tab}" for tab in ("events", "targets", "thresholds")] + ["alerts/pager"]
-    pages += [f"settings?tab={tab}" for tab in ("state", "settings", "migrations", "keys", "sessions")]
+    pages += [f"settings?tab={tab}" for tab in ("state", "settings", "migrations", "keys", "sessions", "rejected")]
     viewer_key = await role(gateway, "viewer")
     async with gateway.browser(viewer_key) as viewer, gateway.browser(await role(gateway, "billing")) as billing:
         for page in pages:
