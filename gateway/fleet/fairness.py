@@ -204,6 +204,13 @@ class Fairness:
             if each in self._known
         ]
 
+    def of(self, tenant_id: str) -> TenantFairness | None:
+        """Return a tenant's row; None without requests now or service in the last hour."""
+        now, hour, places = self.now, self.hour, self._gate.tenants()
+        if tenant_id not in self._known or (tenant_id not in places and tenant_id not in hour.service):
+            return None
+        return self._row(tenant_id, places.get(tenant_id), self._engine_waits()[tenant_id], now, hour)
+
     def preemptions(self) -> list[PreemptionRow]:
         """Return the counts that the engines report, the largest first. An unknown tenant is shown by its id."""
         rows = [

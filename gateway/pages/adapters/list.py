@@ -11,6 +11,7 @@ from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.links import Links
+from gateway.pages.parts.states import TONES
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
 
@@ -29,15 +30,6 @@ COLUMNS = (
 )
 STATE_OPTIONS = (("", "any"), *((state, state) for state in STATES))
 UNUSED_OPTIONS = (("", "any"), ("true", "not for 30 days"))
-# Colours of the states' badges.
-TONES = {
-    "ready": "good",
-    "validating": "info",
-    "uploading": "info",
-    "rejected": "bad",
-    "retired": "quiet",
-    "deleted": "quiet",
-}
 # Maximum rows of a CSV file.
 MAX_CSV = 20_000
 

@@ -12,11 +12,12 @@ from gateway.api.adapters.caller import AdapterCaller
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.fleet.engine import AdapterTier
 from gateway.fleet.warming import Warming
-from gateway.pages.adapters.list import TONES
 from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import read_period, segments_of
+from gateway.pages.parts.states import TONES
+from gateway.pages.parts.tables import Column, csv_response
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.adapters.aliases import Alias, Targets
 from gateway.records.adapters.catalog import Catalog
@@ -28,7 +29,7 @@ from gateway.records.adapters.use import AdapterUses, Change
 from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenants
 
-QUERY = ("tab", "version", "period", "done")
+QUERY = ("tab", "version", "period", "done", "table", "format")
 TABS = (("versions", "Versions"), ("use", "Use"), ("changes", "Changes"))
 PERIODS = ("24h", "7d", "30d")
 # Banners after an action, by the value of `done`.
@@ -109,7 +110,7 @@ class AdapterPages:
         self._warming = warming
 
     async def show(self, request: web.Request) -> web.Response:
-        """Show the tab of the query. Raises RecordNotFound, BadRequest."""
+        """Show the tab of the query, or send its versions or aliases as CSV. Raises RecordNotFound, BadRequest."""
         adapter = await find_adapter(request, self._tenants)
         tab = request.query.get("tab", "versions")
         if tab not in dict(TABS):
@@ -118,6 +119,8 @@ class AdapterPages:
         aliases = await self._catalog.aliases.list(adapter.tenant, adapter.name)
         shown = {"versions": self._versions, "use": self._use, "changes": self._changes}[tab]
         present = [each for each in versions if each.state != "deleted"]
+        if request.query.get("format") == "csv":
+            return _csv(request, present, aliases)
         latest = next((alias.targets[0].version for alias in aliases if alias.alias == "latest"), None)
         return self._frame.render(
             request,
@@ -210,6 +213,23 @@ class AdapterPages:
     ) -> dict[str, Any]:
         changes = await self._uses.changes(adapter.tenant, adapter.name, by_tenant=not adapter.is_operators)
         return {"changes": [(change, _what(change)) for change in changes]}
+
+
+VERSION_FIELDS = ("version", "state", "digest", "rank", "num_bytes", "pinned", "created_at", "expires_at")
+VERSION_COLUMNS = tuple(Column(name, name) for name in VERSION_FIELDS)
+ALIAS_COLUMNS = (
+    Column("alias", "alias"),
+    Column("targets", "targets", value=lambda row: shown_targets(row.targets)),
+)
+
+
+def _csv(request: web.Request, versions: Sequence[Version], aliases: Sequence[Alias]) -> web.Response:
+    """Return the table of the query's `table` as CSV. Raises BadRequest."""
+    tables = {"versions": (VERSION_COLUMNS, versions), "aliases": (ALIAS_COLUMNS, aliases)}
+    name = request.query.get("table") or "versions"
+    if name not in tables:
+        raise BadRequest(f"table: expected one of {', '.join(tables)}.", param="table")
+    return csv_response(name, *tables[name])
 
 
 def earlier_targets(alias: Alias, served: set[int]) -> Targets | None:

@@ -12,8 +12,9 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.adapters import read_filter
 from gateway.errors import BadRequest
 from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
-from gateway.pages.adapters.list import STATE_OPTIONS, TONES, UNUSED_OPTIONS
+from gateway.pages.adapters.list import STATE_OPTIONS, UNUSED_OPTIONS
 from gateway.pages.console.access import Console, ConsolePages, needs
+from gateway.pages.parts.states import TONES
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
 from gateway.records.adapters.catalog import Adapter, Model
 from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter, Sort

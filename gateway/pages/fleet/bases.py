@@ -13,8 +13,8 @@ from gateway.errors import GatewayError, RecordNotFound
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
-from gateway.pages.money.prices import read_price
 from gateway.pages.parts.answers import error_field, error_text, is_confirmed, read_form, typing_error
+from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.adapters.probes import Probes

@@ -32,6 +32,7 @@ COLUMNS = (
     Column("p95", "Wait p95", numeric=True),
     Column("service", "Counter", numeric=True, hint="Tokens of service per weight, over all gateway processes"),
 )  # fmt: skip
+PREEMPTIONS = tuple(Column(name, name) for name in ("tenant", "by", "number", "engine"))
 
 
 class FairnessPages:
@@ -50,6 +51,8 @@ class FairnessPages:
         rows = self._fairness.tenants()
         kept = [row for row in rows if wanted in row.tenant.lower() and _is(row, state)]
         if request.query.get("format") == "csv":
+            if request.query.get("table") == "preemptions":
+                return csv_response("preemptions", PREEMPTIONS, self._fairness.preemptions())
             return csv_response("fairness", COLUMNS, kept)
         p50, p95 = self._fairness.waits()
         return self._frame.render(

@@ -40,7 +40,10 @@ FLEET_PAGES: dict[type, tuple[Route, ...]] = {
     ),
     FairnessPages: (
         _page(
-            "/admin/fairness", FairnessPages.page, "Return the page of the tenants' shares.", query=(*LISTED, "state")
+            "/admin/fairness",
+            FairnessPages.page,
+            "Return the page of the tenants' shares.",
+            query=(*LISTED, "state", "table"),
         ),
         Route(
             "GET",

@@ -9,9 +9,9 @@ from gateway.access.scopes import ACTOR
 from gateway.api.admin.plans import NewPlan
 from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
-from gateway.pages.money.prices import AMOUNTS, read_price
 from gateway.pages.parts.answers import error_field, is_confirmed, read_form, typing_error
 from gateway.pages.parts.forms import read_terms, term_groups, terms_text
+from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money

@@ -1,7 +1,5 @@
 """Pages of prices."""
 
-from collections.abc import Mapping
-
 from aiohttp import web
 
 from gateway.access.page_guard import FORM
@@ -11,13 +9,12 @@ from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, GatewayError, RecordNotFound
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import is_confirmed, typing_error
-from gateway.pages.parts.forms import read_money
+from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
 from gateway.records.money.prices import EVERYTHING
 
 PRICES = "/admin/prices"
-AMOUNTS = (("input", "Input"), ("output", "Output"), ("cached", "Cached"))
 PRICE_COLUMNS = (
     Column("model", "Model"),
     Column("input", "Input", numeric=True, value=lambda row: row.price.input),
@@ -99,21 +96,3 @@ class PricePages:
     async def _refresh(self) -> None:
         await self._records.price_list.refresh()
         await self._records.auth.catch_up()
-
-
-def read_price(form: Mapping[str, str], prefix: str, errors: dict[str, str]) -> dict[str, int]:
-    """Return the amounts of a price; empty if all fields are. Adds a message to `errors` for each wrong field."""
-    texts = {name: form.get(prefix + name, "").strip() for name, _ in AMOUNTS}
-    price = {}
-    if not any(texts.values()) and prefix:
-        return {}
-    for name, text in texts.items():
-        if not text and name == "cached":
-            continue
-        try:
-            price[name] = read_money(text)
-            if price[name] > 10**9:
-                raise ValueError("Expected at most 1,000 per million tokens.")
-        except ValueError as error:
-            errors[prefix + name] = str(error)
-    return price

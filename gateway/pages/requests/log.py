@@ -17,14 +17,13 @@ from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.limit_titles import limit_title
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import as_field
+from gateway.pages.parts.states import OUTCOMES, outcome
 from gateway.pages.parts.tables import ROWS, Column, Table
 from gateway.pages.requests.export import FIELDS, export_log
 from gateway.pages.requests.request_texts import (
-    OUTCOMES,
     amount,
     decode_rate,
     explain,
-    outcome,
     reason,
     settled_tokens,
     stages,

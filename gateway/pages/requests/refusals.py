@@ -24,7 +24,7 @@ from gateway.records.requests.refusal_report import (
     RefusalSums,
 )
 
-QUERY = (*periods.QUERY, "tenant", "code", "limit_name", "status", "group_by", "sort", "page", "format")
+QUERY = (*periods.QUERY, "tenant", "code", "limit_name", "status", "group_by", "sort", "page", "format", "table")
 PERIODS = ("1h", "24h", "7d", "30d")
 COLUMNS = (
     Column("tenant", "Tenant"),
@@ -64,14 +64,13 @@ class RefusalPages:
                 raise
             errors[error.param or ""] = error.message
             return self._show(request, now, errors=errors)
-        if request.query.get("format") == "csv":
+        is_csv = request.query.get("format") == "csv"
+        if is_csv and request.query.get("table") != "reserved":
             return csv_response("refusals", COLUMNS, sums.causes)
-        reserved = Table(
-            "reserved",
-            RESERVED_COLUMNS,
-            rows=await self._report.reserved(since=span.since, until=span.until, tenant=which.tenant),
-            csv=False,
-        )
+        rows = await self._report.reserved(since=span.since, until=span.until, tenant=which.tenant)
+        if is_csv:
+            return csv_response("reserved-tokens", RESERVED_COLUMNS[:-1], rows)
+        reserved = Table("reserved", RESERVED_COLUMNS, rows=rows, csv=False)
         return self._show(
             request, now, span=span, sums=sums, table=fill(table, sums.causes), group_by=group_by, reserved=reserved
         )

@@ -1,24 +1,12 @@
 """Texts about one request: its outcome in words, its stages with their times, and the limit that refused it."""
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from gateway.pages.parts.limit_titles import limit_title
 from gateway.quota.kinds import KINDS
 from gateway.records.money.prices import format_money
-from gateway.records.requests.log import NOT_ADMITTED, LogEntry
+from gateway.records.requests.log import LogEntry
 
-Tone = Literal["good", "warn", "bad", "info", "quiet"]
-
-OUTCOMES: dict[str, tuple[str, Tone]] = {
-    "ok": ("completed", "good"),
-    "cancelled": ("client left", "quiet"),
-    "revoked": ("key revoked", "warn"),
-    "limited": ("ended by a limit", "warn"),
-    "refused": ("refused by the engine", "warn"),
-    "error": ("failed", "bad"),
-    "abandoned": ("gateway died", "bad"),
-    NOT_ADMITTED: ("refused", "warn"),
-}
 KIND_OF = {kind.name: kind for kind in KINDS}
 OWNERS = {"tenant": "the tenant", "key": "the key", "model": "the model"}
 
@@ -35,14 +23,6 @@ class Stage(NamedTuple):
     @property
     def length(self) -> int:
         return self.end - self.start
-
-
-def outcome(entry: LogEntry) -> tuple[str, Tone]:
-    """Return the outcome in words, and the tone of its badge."""
-    words, tone = OUTCOMES.get(entry.status, (entry.status, "quiet"))
-    if entry.status == NOT_ADMITTED and (entry.http_status or 0) >= 500:
-        tone = "bad"
-    return words, tone
 
 
 def stages(entry: LogEntry) -> list[Stage]:

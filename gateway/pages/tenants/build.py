@@ -3,21 +3,27 @@
 from typing import Any
 
 from gateway.api.key_manager import KeyManager
+from gateway.fleet.fairness import Fairness
 from gateway.pages.frame.frame import Frame
 from gateway.pages.tenants.forms import TenantForms
+from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.keys import KeyPages
 from gateway.pages.tenants.page import TenantPage
 from gateway.pages.tenants.tenants import TenantPages
 from gateway.parts import Records
 from gateway.quota.quota import Quota
+from gateway.records.activity.activity import Activity
 
 
-def build_tenant_pages(frame: Frame, records: Records, quota: Quota, currency: str) -> list[Any]:
+def build_tenant_pages(
+    frame: Frame, records: Records, quota: Quota, activity: Activity, fairness: Fairness, currency: str
+) -> list[Any]:
     """Return the objects of these pages. currency: of budgets."""
+    glance = Glance(fairness, activity, records.request_log, records.adapter_list, currency)
     manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
     return [
         TenantPages(frame, records),
         TenantForms(frame, records, currency),
-        TenantPage(frame, records, quota, currency),
+        TenantPage(frame, records, quota, currency, glance),
         KeyPages(frame, records, manager),
     ]

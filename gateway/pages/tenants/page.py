@@ -1,6 +1,7 @@
-"""Page of one tenant: its usage, limits with what is left of them, keys and changes."""
+"""Page of one tenant: its usage, share and adapters, limits with what is left of them, keys and changes."""
 
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -8,21 +9,29 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.errors import Unavailable
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.audit_rows import audit_row, audit_table
+from gateway.pages.parts.audit_rows import CSV_COLUMNS as AUDIT_CSV_COLUMNS
+from gateway.pages.parts.audit_rows import audit_csv, audit_row, audit_table
 from gateway.pages.parts.forms import NAMES, TITLES, term_text
+from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
 from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
-from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
+from gateway.pages.parts.links import Links
+from gateway.pages.parts.states import TONES, outcome
+from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, fill, read_table
 from gateway.pages.tenants.forms import LIST
+from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.tenants import DONE, USE_HINT
 from gateway.parts import Records
 from gateway.quota.kinds import REQUEST_KINDS
 from gateway.quota.peek import Left
+from gateway.quota.periods import PERIOD_WORDS
 from gateway.quota.quota import Quota
+from gateway.records.money.prices import exact_money
+from gateway.records.tenants.list import tightest_budget
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.tenants.terms import NO_TERMS, own_terms, sources
 
-QUERY = ("tab", "sort", "page", "after", "done")
+QUERY = ("tab", "sort", "page", "after", "format", "done")
 DAYS = 30
 USAGE_COLUMNS = (
     Column("model", "Model"),
@@ -38,44 +47,60 @@ LIMIT_COLUMNS = (
     Column("source", "From", sortable=False, hint="The tenant itself, its plan, or the default"),
     Column("resets_at", "All free again", sortable=False, hint="If nothing more is used"),
 )
+LIMIT_CSV_COLUMNS = (
+    LIMIT_COLUMNS[0],
+    Column("text", "Value"),
+    Column("used", "Used"),
+    *LIMIT_COLUMNS[2:],
+)
 
 
 class TenantPage:
     """Page of one tenant. currency: of its budgets."""
 
-    def __init__(self, frame: Frame, records: Records, quota: Quota, currency: str) -> None:
+    def __init__(self, frame: Frame, records: Records, quota: Quota, currency: str, glance: Glance) -> None:
         self._frame = frame
         self._records = records
         self._quota = quota
         self._currency = currency
+        self._glance = glance
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         tenant = await self._records.tenants.get(request.match_info["tenant"])
         tabs = {"usage": self._usage, "limits": self._limits, "keys": self._keys, "audit": self._audit}
         tab = request.query.get("tab", "usage")
         tab = tab if tab in tabs else "usage"
-        months = await self._records.tenant_lists.months([tenant])
+        shown = await tabs[tab](request, tenant)
+        if isinstance(shown, web.StreamResponse):
+            return shown
+        month = (await self._records.tenant_lists.months([tenant]))[tenant.id]
         return self._frame.render(
             request,
             "tenant.html",
             title=tenant.name,
             tenant=tenant,
-            month=months[tenant.id],
+            month=month,
+            tightest=tightest_budget(tenant, month),
+            period_words=PERIOD_WORDS,
+            fairness=self._glance.fairness.of(tenant.id),
             use_hint=USE_HINT,
             tab=tab,
             tabs=_tabs(request, tenant, tab),
             done=DONE.get(request.query.get("done", "")),
-            **{"is_away": False} | await tabs[tab](request, tenant),
+            **{"is_away": False} | shown,
         )
 
-    async def _usage(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+    async def _usage(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
         since = datetime.now(UTC) - timedelta(days=DAYS)
         page = await self._records.report.page(("model",), tenant_id=tenant.id, since=since, limit=1000)
-        table = fill(read_table(request, "usage", USAGE_COLUMNS, "-cost"), page.groups)
-        table.csv = False
-        return {"table": table}
+        table = read_table(request, "usage", USAGE_COLUMNS, "-cost")
+        if request.query.get("format") == "csv":
+            columns = (*USAGE_COLUMNS[:-1], Column("cost", "Cost", value=lambda row: exact_money(row.cost)))
+            return csv_response(f"usage-{tenant.name}", columns, page.groups)
+        seen = {"table": fill(table, page.groups), "links": Links(request), "outcome": outcome, "tones": TONES}
+        return seen | await self._glance.read(tenant)
 
-    async def _limits(self, _: web.Request, tenant: Tenant) -> dict[str, Any]:
+    async def _limits(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
         left: dict[str, Left] = {}
         is_away = False
         try:
@@ -96,19 +121,23 @@ class TenantPage:
                 rows.append(soft_row(tenant, name, month, origin[name], self._currency))
             else:
                 rows.append(LimitRow(title, text, origin[name]))
-        return {"table": Table("limits", LIMIT_COLUMNS, rows, csv=False), "is_away": is_away}
+        if request.query.get("format") == "csv":
+            return csv_response(f"limits-{tenant.name}", LIMIT_CSV_COLUMNS, rows)
+        return {"table": Table("limits", LIMIT_COLUMNS, rows), "is_away": is_away}
 
-    async def _keys(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+    async def _keys(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
         table = read_table(request, "keys", KEY_COLUMNS, "-created_at")
         keys = await self._records.keys.list(tenant)
-        table.csv = False
+        if request.query.get("format") == "csv":
+            return csv_response(f"keys-{tenant.name}", KEY_CSV_COLUMNS, keys)
         return key_context(fill(table, keys))
 
-    async def _audit(self, request: web.Request, tenant: Tenant) -> dict[str, Any]:
+    async def _audit(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
+        if request.query.get("format") == "csv":
+            return await audit_csv(request, partial(self._records.audit.list, tenant=tenant.name), AUDIT_CSV_COLUMNS)
         after = request.query.get("after") or None
         entries, has_more = await self._records.audit.list(tenant=tenant.name, after=after, limit=ROWS)
         table = audit_table(request, [audit_row(entry) for entry in entries], has_more=has_more)
-        table.csv = False
         return {"table": table}
 
 

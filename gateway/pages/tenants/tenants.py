@@ -30,11 +30,11 @@ USE_HINT = "Last use of any of its keys: also by a log-in, a refused request, or
 COLUMNS = (
     Column("name", "Tenant", value=lambda row: row[0].name),
     Column("state", "State", sortable=False, value=lambda row: "suspended" if row[0].suspended else "active"),
-    Column("plan", "Plan", sortable=False, value=lambda row: row[0].plan),
+    Column("plan", "Plan", value=lambda row: row[0].plan),
     Column("spend", "Budget used", numeric=True, value=lambda row: row[1].spend, hint=BUDGET_HINT),
-    Column("forecast", "Forecast", numeric=True, sortable=False, value=lambda row: row[1].forecast),
+    Column("forecast", "Forecast", numeric=True, value=lambda row: row[1].forecast),
     Column("requests", "Requests", numeric=True, value=lambda row: row[1].requests, hint=REQUESTS_HINT),
-    Column("last_used_at", "Key last used", sortable=False, value=lambda row: row[1].last_used_at, hint=USE_HINT),
+    Column("last_used_at", "Key last used", value=lambda row: row[1].last_used_at, hint=USE_HINT),
     Column("tags", "Tags", sortable=False, value=lambda row: " ".join(row[0].tags)),
     Column("created", "Created", value=lambda row: row[0].created_at),
 )

@@ -6,7 +6,21 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
-from sqlalchemy import ColumnElement, Float, Row, Select, Subquery, and_, case, cast, func, or_, select
+from sqlalchemy import (
+    ColumnElement,
+    Float,
+    Row,
+    Select,
+    Subquery,
+    and_,
+    case,
+    cast,
+    extract,
+    func,
+    literal,
+    or_,
+    select,
+)
 
 from gateway.errors import BadRequest
 from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, BY_LETTER
@@ -16,15 +30,19 @@ from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.money.usage_rows import UsageFilter, rows_of
 from gateway.records.pieces import in_pieces, read_rows
 from gateway.records.sums import int_sum
-from gateway.records.tables import api_keys, tenants
+from gateway.records.tables import UtcDateTime, api_keys, tenants
 from gateway.records.tenants.limits import limit_value
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
-Sort = Literal["name", "spend", "requests", "created"]
-SORTS = get_args(Sort)
+CursorSort = Literal["name", "spend", "requests", "created"]
+# The values of the other orders change with time, so their pages have offsets and no cursors.
+Sort = CursorSort | Literal["plan", "forecast", "last_used_at"]
+SORTS = get_args(CursorSort)
 # Number of past days whose mean spend is expected for each remaining day of the month.
 FORECAST_DAYS = 7
 DAY, HOUR = timedelta(days=1), timedelta(hours=1)
+# Place of tenants that were never used in the order of the last use.
+LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 class TenantFilter(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +112,7 @@ class TenantLists:
         Raises BadRequest for a cursor of another order.
         """
         now = datetime.now(UTC)
-        found, order = _matching(which, sort, now, await self._sums(now))
+        found, order = _matching(which, sort, now, await self._sums(now), self._database.dialect)
         query = found.order_by(order.desc() if descending else order, tenants.c.name).limit(limit + 1).offset(offset)
         if after is not None:
             query = query.where(_behind(after, sort, descending, order))
@@ -103,7 +121,7 @@ class TenantLists:
             total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
         shown = await in_pieces(rows[:limit], read_tenant)
         months = await self.months(shown, now)
-        last = rows[limit - 1] if len(rows) > limit else None
+        last = rows[limit - 1] if len(rows) > limit and sort in SORTS else None
         return TenantPage(
             rows=[(tenant, months[tenant.id]) for tenant in shown],
             total=total,
@@ -113,7 +131,7 @@ class TenantLists:
     async def all(self, which: TenantFilter) -> list[Tenant]:
         """Return all matching tenants, in the order of their ids."""
         now = datetime.now(UTC)
-        found, _ = _matching(which, "name", now, await self._sums(now))
+        found, _ = _matching(which, "name", now, await self._sums(now), self._database.dialect)
         async with self._database.read() as connection:
             return await read_rows(connection, found.order_by(tenants.c.id), read_tenant)
 
@@ -154,7 +172,8 @@ class TenantLists:
         starts = {kind: period_start(kind, now) for kind in sorted(BUDGET)}
         complete, which = await self._tenant_sums.complete(), UsageFilter(tenant_ids=ids)
         since = min(recent, *starts.values())
-        rows = rows_of(self._database.dialect, ("day",), which, since, None, by_tenant=complete)
+        # The sums by tenant name their tenants only in a report by tenant.
+        rows = rows_of(self._database.dialect, ("tenant", "day"), which, since, None, by_tenant=complete)
         assert rows is not None
         day, cost = rows.c.day, rows.c.cost
         in_month = day >= month
@@ -187,21 +206,29 @@ def _use(row: Row[Any], kind: str) -> BudgetUse:
     return BudgetUse(BUDGET_PERIOD[kind], getattr(row, f"spent_{kind}"), getattr(row, f"budget_{kind}") or 0)
 
 
-def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) -> tuple[Select[Any], ColumnElement[Any]]:
+def _matching(
+    which: TenantFilter, sort: Sort, now: datetime, sums: Subquery, dialect: str
+) -> tuple[Select[Any], ColumnElement[Any]]:
     """Select the matching tenants, and return the column that orders them, which is also labelled `sorted_by`."""
     source: Any = tenants
     conditions: list[ColumnElement[bool]] = []
-    order: ColumnElement[Any] = tenants.c.created_at if sort == "created" else tenants.c.name
-    if sort in ("spend", "requests") or which.over_budget is not None:
+    orders: dict[str, ColumnElement[Any]] = {"created": tenants.c.created_at, "plan": func.coalesce(tenants.c.plan, "")}
+    order = orders.get(sort, tenants.c.name)
+    if sort in ("spend", "requests", "forecast") or which.over_budget is not None:
         # Only this filter or sort needs the sums of all tenants. The sums shown on a page are read by its tenants' ids.
         source = source.outerjoin(sums, sums.c.tenant_id == tenants.c.id)
         if sort in ("spend", "requests"):
             order = func.coalesce(sums.c[sort], 0)
+        if sort == "forecast":
+            order = func.coalesce(_forecast(sums, now, dialect), 0)
         if which.over_budget is not None:
             conditions.append(or_(*(_over(sums, kind, which.over_budget) for kind in sorted(BUDGET))))
-    if which.idle_days is not None:
+    if which.idle_days is not None or sort == "last_used_at":
         used = _used()
         source = source.outerjoin(used, used.c.tenant_id == tenants.c.id)
+        if sort == "last_used_at":
+            order = func.coalesce(used.c.used_at, LONG_AGO, type_=used.c.used_at.type)
+    if which.idle_days is not None:
         since = now - timedelta(days=which.idle_days)
         conditions.append(or_(used.c.used_at.is_(None), used.c.used_at < since))
     if which.plan is not None:
@@ -214,6 +241,25 @@ def _matching(which: TenantFilter, sort: Sort, now: datetime, sums: Subquery) ->
         texts = (tenants.c.name, tenants.c.display_name, tenants.c.external_id, tenants.c.contact)
         conditions.append(or_(*(func.lower(text).contains(which.q.lower(), autoescape=True) for text in texts)))
     return select(tenants, order.label("sorted_by")).select_from(source).where(*conditions), order
+
+
+def _forecast(sums: Subquery, now: datetime, dialect: str) -> ColumnElement[Any]:
+    """Return the forecast of `_month` as SQL."""
+    month, _, today = _periods(now)
+    left = ((month + 32 * DAY).replace(day=1) - now) / DAY
+    days = _days_before(today, dialect)
+    whole = case((days > FORECAST_DAYS, float(FORECAST_DAYS)), else_=days)
+    first = _days_before(now, dialect)
+    hour = HOUR / DAY
+    rate = case((days >= 1, sums.c.recent / whole), else_=sums.c.today / case((first < hour, hour), else_=first))
+    return sums.c.spend + rate * left
+
+
+def _days_before(at: datetime, dialect: str) -> ColumnElement[Any]:
+    """Return the days from a tenant's creation to a moment."""
+    if dialect == "postgresql":
+        return extract("epoch", literal(at, UtcDateTime()) - tenants.c.created_at) / 86400.0
+    return func.julianday(literal(at, UtcDateTime())) - func.julianday(tenants.c.created_at)
 
 
 def _share(sums: Subquery, kind: str) -> ColumnElement[Any]:
