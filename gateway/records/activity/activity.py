@@ -10,7 +10,19 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Subquery, and_, func, or_, select, union, union_all
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Select,
+    Subquery,
+    and_,
+    func,
+    literal_column,
+    or_,
+    select,
+    union,
+    union_all,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest
@@ -32,10 +44,11 @@ from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_B
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import ALL_TENANTS
-from gateway.records.sums import int_sum
 from gateway.records.tables import tenants
 
 MAX_GROUPS = 50
+# Name of the subqueries with the rows of a period.
+ROWS = "covered"
 # Tenants whose models are ranked, for each model to find.
 OWNERS_EACH = 4
 
@@ -123,15 +136,18 @@ class _Kept(msgspec.Struct, frozen=True):
     ids: Sequence[int] | Select[int] | None = None
 
     def select(self, segments: Segments, names: Sequence[str]) -> Subquery:
-        """Return the sums of the segments with these columns, beside `start` and `series_id`."""
+        """Return the sums of the segments with these columns, beside `start` and `series_id`, as the subquery ROWS."""
         parts = []
         for level, start, end in segments:
             table = ACTIVITY[level]
             # Series of known ids are read by the index of ids, all series of a kind by the primary key.
             which = table.c.kind.in_(self.kinds) if self.ids is None else table.c.series_id.in_(self.ids)
-            columns = (table.c.start, table.c.series_id, *(table.c[name] for name in names))
+            columns: list[ColumnElement[Any]] = [table.c.start, table.c.series_id]
+            if names:
+                # One text for all of them, which is built and compiled much faster than sixty columns.
+                columns.append(literal_column(", ".join(names)))
             parts.append(select(*columns).where(which, table.c.start >= start, table.c.start < end))
-        return union_all(*parts).subquery()
+        return union_all(*parts).subquery(ROWS)
 
 
 async def _find(connection: AsyncConnection, *which: ColumnElement[bool]) -> list[int]:
@@ -175,22 +191,30 @@ async def _grouped(connection: AsyncConnection, scope: Scope, group_by: GroupBy)
     return _Kept((MODEL, BASE))
 
 
-def _totals(rows: Subquery, names: Sequence[str]) -> list[ColumnElement[Any]]:
-    return [int_sum(rows.c[name]).label(name) for name in names]
+# Sums as `int_sum` makes them, of the subqueries ROWS. Made once: sixty sums take 10 ms of the event loop to build.
+_SUMS = {
+    name: literal_column(f"CAST(coalesce(sum({ROWS}.{name}), 0) AS BIGINT)", BigInteger).label(name)
+    for name in (*COLUMNS, "requests")
+}
+
+
+def _totals(names: Sequence[str]) -> list[ColumnElement[Any]]:
+    """Return the sums of columns of the subquery ROWS."""
+    return [_SUMS[name] for name in names]
 
 
 async def _by_step(connection: AsyncConnection, kept: _Kept, segments: Segments, step: int) -> dict[int, Values]:
     """Return the sums of each step that has any."""
     rows = kept.select(segments, COLUMNS)
     at = (rows.c.start - rows.c.start % step).label("at")
-    found = await connection.execute(select(at, *_totals(rows, COLUMNS)).group_by(at))
+    found = await connection.execute(select(at, *_totals(COLUMNS)).group_by(at))
     return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in found}
 
 
 async def _by_series(connection: AsyncConnection, kept: _Kept, segments: Segments) -> dict[int, Values]:
     """Return the sums of each series."""
     rows = kept.select(segments, COLUMNS)
-    found = await connection.execute(select(rows.c.series_id, *_totals(rows, COLUMNS)).group_by(rows.c.series_id))
+    found = await connection.execute(select(rows.c.series_id, *_totals(COLUMNS)).group_by(rows.c.series_id))
     return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in found}
 
 
@@ -222,7 +246,7 @@ async def _rank(
     """Return the first series with their amounts, and the number of series with requests."""
     names = ("prompt_tokens", "completion_tokens") if order == "tokens" else (order,)
     rows = kept.select(segments, names)
-    amount = sum((func.sum(rows.c[name]) for name in names[1:]), func.sum(rows.c[names[0]]))
+    amount: ColumnElement[Any] = literal_column(" + ".join(f"sum({ROWS}.{name})" for name in names))
     query = select(rows.c.series_id, amount, func.count().over()).group_by(rows.c.series_id)
     found = (await connection.execute(query.order_by(amount.desc(), rows.c.series_id).limit(top))).all()
     return [(row[0], int(row[1])) for row in found], found[0][2] if found else 0
@@ -240,7 +264,7 @@ async def _groups(
     before = await _by_series(connection, kept, segments[2])
     rows = kept.select(segments[0], SHOWN)
     at = (rows.c.start - rows.c.start % period.step).label("at")
-    query = select(rows.c.series_id, at, *_totals(rows, SHOWN)).group_by(rows.c.series_id, at)
+    query = select(rows.c.series_id, at, *_totals(SHOWN)).group_by(rows.c.series_id, at)
     curves: dict[int, dict[int, Values]] = {series_id: {} for series_id in ids}
     for row in await connection.execute(query):
         curves[row[0]][row[1]] = dict(zip(SHOWN, row[2:], strict=True))
@@ -285,13 +309,13 @@ async def _refusals(
             )
             for level, start, end in covered
         ]
-        return union_all(*parts).subquery()
+        return union_all(*parts).subquery(ROWS)
 
     async def totals(covered: Segments, step: int) -> Iterable[Any]:
         rows = rows_of(covered)
         at = rows.c.start - rows.c.start % step
         keys = (rows.c.code, rows.c.status, rows.c.limit_name, at.label("at"))
-        return await connection.execute(select(*keys, *_totals(rows, ("requests",))).group_by(*keys))
+        return await connection.execute(select(*keys, *_totals(("requests",))).group_by(*keys))
 
     curves: dict[tuple[str, int, str], dict[int, int]] = {}
     for code, status, limit, at, number in await totals(segments[0], period.step):
