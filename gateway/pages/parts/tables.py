@@ -12,7 +12,7 @@ from wire.csv_cells import csv_lines
 
 ROWS = 50
 # Maximum rows of a CSV file, and those that are read and encoded at a time: a few ms of the event loop.
-MAX_CSV, CSV_AT_ONCE = 10_000, 200
+MAX_CSV, CSV_AT_ONCE = 10_000, 100
 
 ReadRows = Callable[..., Awaitable[tuple[Sequence[Any], int]]]
 """Reader of the rows from `offset` on, `limit` at most, and of the number of all rows."""

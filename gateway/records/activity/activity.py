@@ -144,7 +144,7 @@ class _Kept(msgspec.Struct, frozen=True):
             which = table.c.kind.in_(self.kinds) if self.ids is None else table.c.series_id.in_(self.ids)
             columns: list[ColumnElement[Any]] = [table.c.start, table.c.series_id]
             if names:
-                # One text for all of them, which is built and compiled much faster than sixty columns.
+                # A single text is built and compiled much faster than sixty columns.
                 columns.append(literal_column(", ".join(names)))
             parts.append(select(*columns).where(which, table.c.start >= start, table.c.start < end))
         return union_all(*parts).subquery(ROWS)

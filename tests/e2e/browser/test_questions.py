@@ -36,13 +36,13 @@ async def test_the_four_questions_are_answered_by_clicks(gateway, upstream, brow
         page = operator.page
         await operator.log_in("/admin", ADMIN_KEY)
 
-        # Which tenant cost most this week?
+        # The tenant that cost most this week.
         await page.click(".tile:has-text('Cost')")
         await page.click(".segments a:text-is('7 d')")
         await page.wait_for_selector(".segments a[aria-current=true]:text-is('7 d')")
         assert await page.locator("#usage tbody th").first.inner_text() == "acme"
 
-        # Why did acme get 429s at 10:40?
+        # The reason for acme's 429s at a time such as 10:40.
         await page.click(".brand")
         await page.click(".attention li:has-text('requests per minute') a, nav a:has-text('Why 429')")
         await page.fill("#f-tenant", "acme")
@@ -52,7 +52,7 @@ async def test_the_four_questions_are_answered_by_clicks(gateway, upstream, brow
         finding = await page.inner_text(".findings li")
         assert "acme: 2 requests were refused by the limit requests per minute of the tenant" in finding
 
-        # Where is adapter pirate resident?
+        # The engine on which the adapter pirate is resident.
         await page.click(".brand")
         await page.click("nav a:has-text('Engines')")
         await page.click("a:has-text('Residency of adapters')")
@@ -62,7 +62,7 @@ async def test_the_four_questions_are_answered_by_clicks(gateway, upstream, brow
         host = upstream.url.split("//")[1]
         assert host in await page.inner_text(".matrix thead")
 
-        # Roll acme's adapter back: the row links to the adapter.
+        # Roll acme's adapter back; its row links to its page.
         await page.click(".matrix a:text-is('acme/pirate@2')")
         await page.click("tr:has-text(':latest') a:text-is('Roll back')")
         await page.click("main form button:has-text('Roll back')")

@@ -156,8 +156,9 @@ async def see(who: Person, path: str, selector: str) -> None:
 # Prices belong to the role billing, with their deletion.
 PRICES = "/admin/prices"
 # Pages that each role of operators may see, with the buttons and links there that only greater roles may use.
-READ = ("/admin/", "/admin/engines", "/admin/engines/residency", "/admin/tenants", "/admin/tenants/acme",
-        "/admin/tenants/acme?tab=limits", "/admin/tenants/acme?tab=keys", "/admin/tenants/acme?tab=audit",
+READ = ("/admin/", "/admin/engines", "/admin/engines/residency", "/admin/engines/bases",
+        "/admin/tenants", "/admin/tenants/acme", "/admin/tenants/acme?tab=limits",
+        "/admin/tenants/acme?tab=keys", "/admin/tenants/acme?tab=audit",
         "/admin/keys", "/admin/adapters", "/admin/plans", PRICES, "/admin/audit")  # fmt: skip
 OF_OPERATORS = re.compile(r"(New|Suspend|Resume|Edit|Delete|Drain|Rotate|Revoke|Upload|Create|Change all)\b")
 OF_BILLING = re.compile(r"(Budget$|Set\b|Save\b)")
