@@ -33,7 +33,7 @@ class Stage:
     def leaks(self, answer: Answer, path: str) -> list[str]:
         """Return the names of the other tenant in an answer, beside those that the path itself had."""
         shown = answer.body.decode(errors="replace") + str(dict(answer.headers))
-        for known in sorted({*path.split("/"), path}, key=len, reverse=True):
+        for known in sorted({*re.split("[/?]", path), path}, key=len, reverse=True):
             shown = (
                 shown.replace(known, "") if known in (SECRET, self.key_id, self.request_id, "globex", path) else shown
             )
