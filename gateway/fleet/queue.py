@@ -1,9 +1,9 @@
 """Queue of requests while the engines are full: bounded, ordered by priority and fair share.
 
-Lower priority numbers go first. Among equals, the tenant with the least service per weight goes first
-(`service_counters.py`), so engines that do not distinguish tenants are shared fairly too. Within a tenant, the request
-with the earliest deadline goes first (`wire/deadlines.py`). When the queue is full, the request that would be served
-last is refused, whether new or waiting.
+Lower priority numbers go first, with ageing (`waiting.py`). Among equals, the tenant with the least service per weight
+goes first (`service_counters.py`), so engines that do not distinguish tenants are shared fairly too. Within a tenant,
+the request with the earliest deadline goes first (`wire/deadlines.py`). When the queue is full, the request that would
+be served last is refused, whether new or waiting.
 
 A tenant below its share of the places does not wait: it is admitted beyond the engines' capacity, and until the excess
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers
@@ -14,13 +14,14 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gateway.errors import Overloaded
 from gateway.fleet.service_counters import ServiceCounters
+from gateway.fleet.waiting import Waiting
 from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
 LONGEST_RETRY_SECONDS = 60
@@ -96,10 +97,6 @@ def _ignore_admission(_place: Place, _seconds: float) -> None:
     pass
 
 
-def _own_order(place: Place) -> tuple[float, int]:
-    return place.deadline, place.arrival
-
-
 class Gate:
     """Admission of requests to the engines.
 
@@ -114,7 +111,8 @@ class Gate:
         self._counters = counters
         self._max_waiting = max_waiting
         self._max_seconds = max_seconds
-        self._waiting: list[Place] = []
+        self._waiting: Waiting[Place] = Waiting(counters.counter)
+        counters.watch(self._waiting.reorder)
         # Admitted requests that have not ended, and by tenant the number of those that still hold a place.
         self._admitted: set[Place] = set()
         self._inside: Counter[str] = Counter()
@@ -184,8 +182,8 @@ class Gate:
     @property
     def longest_wait(self) -> float:
         """Return the longest wait of the waiting requests, in seconds."""
-        now = time.monotonic()
-        return now - min((place.arrived for place in self._waiting), default=now)
+        oldest = self._waiting.oldest()
+        return 0.0 if oldest is None else time.monotonic() - oldest.arrived
 
     def by_tenant(self) -> list[TenantPlaces]:
         """Return the tenants with requests at the gate, the least served first."""
@@ -216,12 +214,11 @@ class Gate:
         """Return the waiting request that is admitted next, None if there is room for none."""
         capacity = self._capacity() if self._waiting else None
         if capacity is None or self._num_inside < capacity.own:
-            return self._first(self._waiting)
+            return self._waiting.first()
         # Every share is at least one request, so many tenants could exceed the places without this limit.
         if self._num_inside >= capacity.own + capacity.places:
             return None
-        below = [p for p in self._waiting if self._inside[p.tenant_id] < self._share(p.tenant_id, capacity.places)]
-        return self._first(below)
+        return self._waiting.first(lambda tenant: self._inside[tenant] < self._share(tenant, capacity.places))
 
     def _share(self, tenant_id: str, places: int) -> int:
         """Return the number of places that the tenant gets without a wait: at least one."""
@@ -250,10 +247,10 @@ class Gate:
 
     async def _wait(self, place: Place) -> None:
         place.turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(place)
+        self._waiting.add(place)
         self.admit()
         if len(self._waiting) > self._max_waiting:
-            self._end_wait(self._last(), False)
+            self._end_wait(self._waiting.last(), False)
         if not place.turn.done():
             place.on_wait()
         try:
@@ -274,25 +271,11 @@ class Gate:
 
     def _end_wait(self, place: Place, admitted: bool) -> bool:
         """End a place's wait. Returns False if its request is already being cancelled."""
-        self._waiting.remove(place)
+        self._waiting.remove(place, admitted=admitted and not place.turn.done())
         if place.turn.done():
             return False
         place.turn.set_result(admitted)
         return True
-
-    def _first(self, places: Sequence[Place]) -> Place | None:
-        """Return the request to admit next: the request of the next tenant that has the earliest deadline."""
-        turn = min(places, key=self._order, default=None)
-        own = (place for place in places if turn is not None and place.tenant_id == turn.tenant_id)
-        return min(own, key=_own_order, default=None)
-
-    def _last(self) -> Place:
-        """Return the waiting request that would be admitted last."""
-        turn = max(self._waiting, key=self._order)
-        return max((place for place in self._waiting if place.tenant_id == turn.tenant_id), key=_own_order)
-
-    def _order(self, place: Place) -> tuple[int, float, int]:
-        return (place.priority, self._counters.counter(place.tenant_id), place.arrival)
 
     def _refusal(self, reason: str) -> Overloaded:
         """Build the refusal. Its Retry-After is the estimated time until the present requests have ended."""

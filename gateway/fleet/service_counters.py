@@ -29,6 +29,8 @@ class ServiceCounters:
     def __init__(self) -> None:
         # Called with a tenant and each cost charged to it; a refund is negative.
         self.observe_charge: Callable[[str, float], None] = _ignore
+        # Called with a tenant after a change of its counter, or with None after a change of all counters.
+        self._watchers: list[Callable[[str | None], None]] = []
         self._requests: Counter[str] = Counter()
         # Tenants with a request since the last exchange: a request may come and go between two of them.
         self._seen: set[str] = set()
@@ -40,6 +42,10 @@ class ServiceCounters:
         # Sums of the weights of the tenants that are active here, and of those that are active in other processes only.
         self._weight_here = 0.0
         self._weight_elsewhere = 0.0
+
+    def watch(self, watcher: Callable[[str | None], None]) -> None:
+        """Call `watcher` after each change of counters of tenants with requests: see `_watchers`."""
+        self._watchers.append(watcher)
 
     def enter(self, tenant: str, weight: float) -> None:
         """Count a request of the tenant as present, until `leave`."""
@@ -65,6 +71,8 @@ class ServiceCounters:
     def charge(self, tenant: str, cost: float) -> None:
         """Add `cost / weight` to the tenant's counter."""
         self._unshared[tenant] = self._unshared.get(tenant, 0.0) + cost / self._weights[tenant]
+        for changed in self._watchers:
+            changed(tenant)
         self.observe_charge(tenant, cost)
 
     def share(self, tenant: str) -> float:
@@ -96,6 +104,8 @@ class ServiceCounters:
             self._processes[tenant] = max(1, processes)
             if not change.is_active and tenant not in self._seen | self._requests.keys():
                 self._forget(tenant)
+        for changed in self._watchers:
+            changed(None)
 
     def exchange_failed(self) -> None:
         """Share the places among this process's tenants alone until the next exchange.

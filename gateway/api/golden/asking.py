@@ -23,6 +23,7 @@ from gateway.fleet.answers import Fields, decode_field, read_answer
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Bill, Fleet
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.waiting import LAST_TENANT
 from gateway.metrics import Metrics
 from gateway.records.adapters.catalog import Model
 from gateway.records.adapters.golden import GoldenAnswer, GoldenPrompt
@@ -30,8 +31,8 @@ from gateway.records.tenants.tenants import Tenant
 from wire.deadlines import MOST_PRIORITY
 from wire.model_names import version_name
 
-# Priorities of free requests: as a tenant's (clients' tenants have 0 to 9), and among the tenant's own requests.
-LAST_TENANT, LAST_OWN = 10, MOST_PRIORITY
+# Priority of free requests among the tenant's own requests. As a tenant's it is LAST_TENANT.
+LAST_OWN = MOST_PRIORITY
 MAX_ANSWER_BYTES = 2**18
 
 

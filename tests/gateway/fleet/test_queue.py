@@ -103,6 +103,20 @@ async def test_the_lowest_number_goes_first(crowd: Crowd):
     assert order == ["zero", "five", "nine"]
 
 
+async def test_a_high_number_gets_its_turn_beside_low_ones_without_end(crowd: Crowd, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.fleet.waiting.PRIORITY_S", 0.01)
+    await crowd.come("zero", priority=0)
+    nine = await crowd.come("nine", priority=9)
+    until = asyncio.get_running_loop().time() + 5.0
+    turns = 0
+    while not nine.inside:
+        assert asyncio.get_running_loop().time() < until
+        await crowd.come("zero", priority=0)
+        await crowd.end_anyone()
+        turns += 1
+    assert turns > 1
+
+
 async def test_the_least_served_tenant_goes_first_by_weight(crowd: Crowd):
     await crowd.come("light", tokens=10)
     for _ in range(8):
@@ -247,6 +261,15 @@ async def test_tokens_are_charged_while_they_are_generated():
     await crowd.come("is silent")
     assert await crowd.end(talks) == "is silent"
     await crowd.close()
+
+
+async def test_charges_reorder_the_requests_that_wait_already(crowd: Crowd):
+    talks = await crowd.come("talks")
+    await crowd.come("talks")
+    await crowd.come("is silent")
+    talks.tokens = 50
+    crowd.gate.charge()
+    assert await crowd.end(talks) == "is silent"
 
 
 def test_a_generated_token_costs_more_than_one_of_a_prompt():
