@@ -115,7 +115,7 @@ def test_the_order_is_that_of_the_slow_twin(steps: list[Any]):
 
 
 class Crowd:
-    """One place, for which tenants of priority 0 always wait. admitted: priorities, one each second."""
+    """Queue of a single place with tenants of priority 0 always waiting. admitted: priorities, one each second."""
 
     def __init__(self) -> None:
         self.now = 0.0
