@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from loraplex.bench.load import Target
-from loraplex.bench.session import Plan, fixed, run_benchmark
+from loraplex.bench.session import BenchRun, fixed, run_benchmark
 from loraplex.bench.workload import Workload
 from loraplex.models import ensure_demo_model
 
@@ -117,7 +117,7 @@ def load(url: str, models: list[str], n: int, concurrency: int, words: int, outp
 
 
 def _run(url: str, targets: tuple[Target, ...], workload: Workload) -> dict[str, Any]:
-    report = run_benchmark(Plan(url, fixed(workload.load(targets)), "against vLLM", with_overhead=False))
+    report = run_benchmark(BenchRun(url, fixed(workload.load(targets)), "against vLLM", with_overhead=False))
     [run] = report["runs"]
     if run["all"]["failed"]:
         sys.exit(f"{run['all']['failed']} requests failed, the first: {run['first_error']}")

@@ -140,7 +140,8 @@ class FusedForward(Protocol):
 class Ops(Protocol):
     """The ops of a backend.
 
-    A step builds one `plan` and passes it to every op. Semantics are those of `kernels.reference`.
+    Each step builds its tables once (`step_tables`) and passes them to every op as `step`. Semantics are those of
+    `kernels.reference`.
     """
 
     def serves(self, scheme: Scheme) -> bool:
@@ -155,7 +156,7 @@ class Ops(Protocol):
         """Return the whole forward pass over these caches and pages as one call, or None if the backend has none."""
         ...
 
-    def plan(self, batch: Batch, lora: LoraTables | None) -> Any: ...
+    def step_tables(self, batch: Batch, lora: LoraTables | None) -> Any: ...
 
     def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the embeddings of tokens, `[T, hidden]`. weights: unpacked if dense, else packed."""
@@ -165,14 +166,14 @@ class Ops(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: Any) -> Tensor: ...
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, step: Any) -> Tensor: ...
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: Any, norms: HeadNorms | None = None
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, step: Any, norms: HeadNorms | None = None
     ) -> Tensor: ...
 
     def paged_attention(
-        self, q: Tensor, kv: KvCache, plan: Any, scale: float, sliding_window: int, softcap: float = 0.0
+        self, q: Tensor, kv: KvCache, step: Any, scale: float, sliding_window: int, softcap: float = 0.0
     ) -> Tensor: ...
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...

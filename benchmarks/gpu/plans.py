@@ -1,7 +1,7 @@
 """Comparison of candidate tile sizes.
 
-The first line of each table is the one in use (`kernels.gpu.segments.PLANS`, `kernels.gpu.attention_work.DECODE` and
-`PREFILL`) and should be the fastest.
+The first line of each table is the one in use (`kernels.gpu.segments.TILE_SIZES`, `kernels.gpu.attention_work.DECODE`
+and `PREFILL`) and should be the fastest.
 """
 
 from collections.abc import Iterator, Sequence
@@ -114,14 +114,14 @@ def _attention(
 
 
 def _lora(
-    machine: Machine, width: int, bounds: tuple[int, ...], num_rows: int, adapters: int, plan: segments.Plan
+    machine: Machine, width: int, bounds: tuple[int, ...], num_rows: int, adapters: int, tile_sizes: segments.TileSizes
 ) -> float:
     pages, slices = 2 * adapters, len(bounds) - 1
     device, dtype = machine.device, machine.dtype
     index = torch.arange(num_rows, dtype=torch.int32, device=device) % adapters
     page_table = torch.arange(pages, dtype=torch.int32, device=device).view(adapters, 2)
     routing = LoraRouting(index, page_table, torch.full((adapters,), 16, dtype=torch.int32, device=device))
-    tables = build_segments(routing, PAGE_RANK, num_adapters=adapters, plan=plan)
+    tables = build_segments(routing, PAGE_RANK, num_adapters=adapters, tile_sizes=tile_sizes)
     groups = [
         LoraGroup(
             torch.randn(pages, slices, PAGE_RANK, width, dtype=dtype, device=device),

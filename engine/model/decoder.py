@@ -72,7 +72,7 @@ class Decoder(ABC):
 
         Launches only device work that a graph can contain.
         """
-        return self.run_layers(inputs, self.ops.plan(batch, self._lora))[batch.logits_rows]
+        return self.run_layers(inputs, self.ops.step_tables(batch, self._lora))[batch.logits_rows]
 
     def logits(self, hidden: Tensor, head_rows: Mapping[int, Tensor]) -> Tensor:
         """Return `[L, vocab]` fp32 logits. head_rows: the rows of each slot with LoRA on lm_head."""
@@ -84,7 +84,7 @@ class Decoder(ABC):
         return self.finish_logits(logits)
 
     @abstractmethod
-    def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
+    def run_layers(self, residual: Tensor, step: Any) -> Tensor:
         """Return the input of lm_head for every row, `[T, hidden]`. residual: the embeddings; overwritten."""
 
     def finish_logits(self, logits: Tensor) -> Tensor:
@@ -95,19 +95,19 @@ class Decoder(ABC):
         """Return a layer's rank pages by group of projections."""
         return self._lora.groups[layer] if self._lora is not None else {}
 
-    def attend(self, x: Tensor, layer: int, plan: Any) -> Tensor:
+    def attend(self, x: Tensor, layer: int, step: Any) -> Tensor:
         """Return the output of a layer's attention, before any norm, and write its keys and values. x: its normed
         input, `[T, hidden]`.
         """
         w, ops, groups, kv = self.weights.layers[layer], self.ops, self.groups(layer), self.kv[layer]
-        qkv = ops.linear(x, w.qkv, groups.get("qkv"), plan)
+        qkv = ops.linear(x, w.qkv, groups.get("qkv"), step)
         norms = None
         if w.q_norm is not None and w.k_norm is not None:
             norms = HeadNorms(w.q_norm, w.k_norm, self.config.rms_norm_eps)
-        q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, plan, norms)
+        q = ops.rope_and_write_kv(qkv, w.cos_sin, kv, step, norms)
         scale, softcap = self.weights.attention_scale, self.weights.attention_softcap
-        x = ops.paged_attention(q, kv, plan, scale, w.sliding_window, softcap)
-        return ops.linear(x.view(len(x), -1), w.o, groups.get("o"), plan)
+        x = ops.paged_attention(q, kv, step, scale, w.sliding_window, softcap)
+        return ops.linear(x.view(len(x), -1), w.o, groups.get("o"), step)
 
 
 class Projections(TypedDict):

@@ -122,18 +122,18 @@ class GemmaDecoder(Decoder):
         super().__init__(config, ops, weights)
         self._logits_softcap = c.logits_softcap
 
-    def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
+    def run_layers(self, residual: Tensor, step: Any) -> Tensor:
         w, ops, eps = self.weights, self.ops, self.config.rms_norm_eps
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
         for i, layer in enumerate(w.layers):
             groups = self.groups(i)
-            x = self.attend(x, i, plan)
+            x = self.attend(x, i, step)
             assert layer.attention_output_norm is not None
             assert layer.mlp_output_norm is not None
             x = ops.rms_norm(x, layer.attention_output_norm, eps)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.linear(x, layer.gate_up, groups.get("gate_up"), plan)
-            x = ops.linear(ops.gelu_and_mul(x), layer.down, groups.get("down"), plan)
+            x = ops.linear(x, layer.gate_up, groups.get("gate_up"), step)
+            x = ops.linear(ops.gelu_and_mul(x), layer.down, groups.get("down"), step)
             x = ops.rms_norm(x, layer.mlp_output_norm, eps)
             following = w.layers[i + 1].input_norm if i + 1 < len(w.layers) else w.norm
             x = ops.add_rms_norm(x, residual, following, eps)

@@ -82,15 +82,15 @@ class LlamaDecoder(Decoder):
         )
         super().__init__(config, ops, weights)
 
-    def run_layers(self, residual: Tensor, plan: Any) -> Tensor:
+    def run_layers(self, residual: Tensor, step: Any) -> Tensor:
         w, ops, eps = self.weights, self.ops, self.config.rms_norm_eps
         x = ops.rms_norm(residual, w.layers[0].input_norm, eps)
         for i, layer in enumerate(w.layers):
             groups = self.groups(i)
-            x = self.attend(x, i, plan)
+            x = self.attend(x, i, step)
             x = ops.add_rms_norm(x, residual, layer.mlp_norm, eps)
-            x = ops.linear(x, layer.gate_up, groups.get("gate_up"), plan)
-            x = ops.linear(ops.silu_and_mul(x), layer.down, groups.get("down"), plan)
+            x = ops.linear(x, layer.gate_up, groups.get("gate_up"), step)
+            x = ops.linear(ops.silu_and_mul(x), layer.down, groups.get("down"), step)
             following = w.layers[i + 1].input_norm if i + 1 < len(w.layers) else w.norm
             x = ops.add_rms_norm(x, residual, following, eps)
         return x

@@ -31,7 +31,7 @@ _SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 @dataclass(slots=True)
-class NativePlan:
+class NativeStepTables:
     """A step's LoRA routing in the library's form. `keep` holds the objects that its pointers refer to."""
 
     batch: Batch
@@ -121,14 +121,14 @@ class NativeOps:
     def forward(self, dtype: torch.dtype, model: structs.Model, step: structs.Step) -> None:
         self._functions[dtype]["forward"](byref(model), byref(step))
 
-    def plan(self, batch: Batch, lora: LoraTables | None) -> NativePlan:
+    def step_tables(self, batch: Batch, lora: LoraTables | None) -> NativeStepTables:
         found = routing_of(batch, lora)
         if found is None:
-            return NativePlan(batch, None, ())
+            return NativeStepTables(batch, None, ())
         assert lora is not None
         most = int(found.ranks.numpy()[list(batch.adapter_slots)].max())
         routing, keep = route(found, lora.page_rank, -(-most // lora.page_rank) * lora.page_rank)
-        return NativePlan(batch, routing, keep)
+        return NativeStepTables(batch, routing, keep)
 
     def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         if weights.scheme == DENSE:
@@ -151,12 +151,12 @@ class NativeOps:
         )
         return out
 
-    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: NativePlan) -> Tensor:
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, step: NativeStepTables) -> Tensor:
         y = torch.empty(len(x), weights.out_features, dtype=x.dtype)
         lora, routing, h = None, None, None
-        if group is not None and plan.routing is not None:
-            lora, routing = byref(_lora_group(group)), byref(plan.routing)
-            h = torch.empty(_shrunk_size(plan, len(group.offsets) - 1), dtype=x.dtype)
+        if group is not None and step.routing is not None:
+            lora, routing = byref(_lora_group(group)), byref(step.routing)
+            h = torch.empty(_shrunk_size(step, len(group.offsets) - 1), dtype=x.dtype)
         self._functions[x.dtype]["linear"](
             x.data_ptr(), byref(_packed(weights)), lora, routing, y.data_ptr(), h.data_ptr() if h is not None else None,
             len(x), self.threads,
@@ -164,7 +164,7 @@ class NativeOps:
         return y
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: NativePlan, norms: HeadNorms | None = None
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, step: NativeStepTables, norms: HeadNorms | None = None
     ) -> Tensor:
         """Rotate q inside qkv and return a view of it, `[T, num_heads, D]`; store k and v."""
         if norms is not None:
@@ -174,16 +174,16 @@ class NativeOps:
                 part.copy_(self.rms_norm(part.reshape(-1, part.shape[2]), weight, norms.eps).view(part.shape))
         shape = _cache_shape(kv.k, qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1])
         self._functions[qkv.dtype]["rope_and_write_kv"](
-            qkv.data_ptr(), plan.batch.positions.data_ptr(), cos_sin.data_ptr(), byref(_cache(kv)),
-            plan.batch.slot_mapping.data_ptr(), len(qkv), byref(shape),
+            qkv.data_ptr(), step.batch.positions.data_ptr(), cos_sin.data_ptr(), byref(_cache(kv)),
+            step.batch.slot_mapping.data_ptr(), len(qkv), byref(shape),
         )  # fmt: skip
         return qkv.view(len(qkv), -1, shape.dim)[:, : shape.heads]
 
     def paged_attention(
-        self, q: Tensor, kv: KvCache, plan: NativePlan, scale: float, sliding_window: int, softcap: float = 0.0
+        self, q: Tensor, kv: KvCache, step: NativeStepTables, scale: float, sliding_window: int, softcap: float = 0.0
     ) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype)
-        b = plan.batch
+        b = step.batch
         attention = structs.Attention(
             _cache_shape(kv.k, q.shape[1]), q.data_ptr(), q.stride(0), _cache(kv),
             b.block_tables.data_ptr(), b.query_start.data_ptr(), b.context_lens.data_ptr(), out.data_ptr(),
@@ -246,10 +246,10 @@ class NativeForward:
             self._capacity = max(64, 1 << (batch.num_tokens - 1).bit_length())
             self._workspaces = [torch.empty(self._capacity * width, dtype=self._dtype) for width in self._widths]
             self._rounded = torch.empty(self._capacity * self._rounded_width, dtype=torch.uint8)
-        plan = self._ops.plan(batch, lora)
+        tables = self._ops.step_tables(batch, lora)
         logits = torch.empty(len(batch.logits_rows), self._weights.lm_head.out_features)
-        h = torch.empty(_shrunk_size(plan, 3), dtype=self._dtype)
-        routing = last_routing = plan.routing
+        h = torch.empty(_shrunk_size(tables, 3), dtype=self._dtype)
+        routing = last_routing = tables.routing
         last_keep: tuple[object, ...] = ()  # kept until the call has ended
         if routing is not None and lora is not None and len(logits) < batch.num_tokens:
             last = LoraRouting(batch.adapter_index[batch.logits_rows], lora.page_table, lora.ranks)
@@ -301,10 +301,10 @@ def segments(adapter_index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return order, np.array(items, np.int32).reshape(-1, 3)
 
 
-def _shrunk_size(plan: NativePlan, slices: int) -> int:
-    if plan.routing is None:
+def _shrunk_size(step: NativeStepTables, slices: int) -> int:
+    if step.routing is None:
         return 0
-    return plan.batch.num_tokens * slices * plan.routing.width
+    return step.batch.num_tokens * slices * step.routing.width
 
 
 def _packed(weights: LinearWeights) -> structs.Packed:

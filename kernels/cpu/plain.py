@@ -15,7 +15,7 @@ from kernels.weights import LinearWeights, Scheme
 
 
 @dataclass(frozen=True, slots=True)
-class TorchPlan:
+class TorchStepTables:
     batch: Batch
     routing: LoraRouting | None
     query_bounds: list[int]
@@ -38,8 +38,8 @@ class TorchOps:
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         return None
 
-    def plan(self, batch: Batch, lora: LoraTables | None) -> TorchPlan:
-        return TorchPlan(batch, routing_of(batch, lora), batch.query_start.tolist(), batch.context_lens.tolist())
+    def step_tables(self, batch: Batch, lora: LoraTables | None) -> TorchStepTables:
+        return TorchStepTables(batch, routing_of(batch, lora), batch.query_start.tolist(), batch.context_lens.tolist())
 
     def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.embed(weights, token_ids, dtype)
@@ -50,25 +50,25 @@ class TorchOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return reference.add_rms_norm(x, residual, weight, eps)
 
-    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: TorchPlan) -> Tensor:
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, step: TorchStepTables) -> Tensor:
         y = reference.linear(x, weights)
-        if group is not None and plan.routing is not None:
-            reference.segmented_lora(y, x, group, plan.routing)
+        if group is not None and step.routing is not None:
+            reference.segmented_lora(y, x, group, step.routing)
         return y
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TorchPlan, norms: HeadNorms | None = None
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, step: TorchStepTables, norms: HeadNorms | None = None
     ) -> Tensor:
-        b = plan.batch
+        b = step.batch
         return reference.rope_and_write_kv(
             qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales, norms
         )
 
     def paged_attention(
-        self, q: Tensor, kv: KvCache, plan: TorchPlan, scale: float, sliding_window: int, softcap: float = 0.0
+        self, q: Tensor, kv: KvCache, step: TorchStepTables, scale: float, sliding_window: int, softcap: float = 0.0
     ) -> Tensor:
         out = torch.empty_like(q)
-        bounds, lengths = plan.query_bounds, plan.context_lens
+        bounds, lengths = step.query_bounds, step.context_lens
         decodes = [i for i in range(len(lengths)) if bounds[i + 1] - bounds[i] == 1]
         if decodes:
             rows = torch.tensor([bounds[i] for i in decodes])
@@ -77,7 +77,7 @@ class TorchOps:
             seen = key_at < ends
             if sliding_window:
                 seen &= key_at >= ends - sliding_window
-            tables = plan.batch.block_tables[decodes]
+            tables = step.batch.block_tables[decodes]
             out[rows] = self._attend(q[rows][:, None], kv, tables, seen[:, None], scale, softcap)[:, 0]
         for i in range(len(lengths)):
             start, end = bounds[i], bounds[i + 1]
@@ -88,7 +88,7 @@ class TorchOps:
             seen = key_at <= query_at
             if sliding_window:
                 seen &= key_at > query_at - sliding_window
-            tables = plan.batch.block_tables[i : i + 1]
+            tables = step.batch.block_tables[i : i + 1]
             out[start:end] = self._attend(q[start:end][None], kv, tables, seen[None], scale, softcap)[0]
         return out
 

@@ -19,7 +19,7 @@ from kernels.weights import DENSE, GROUPS, LinearWeights, Scheme
 MANY_ROWS = 256
 
 
-class TritonPlan:
+class TritonStepTables:
     """A step's work lists, each built when the first layer needs it and shared by all layers."""
 
     def __init__(self, batch: Batch, routing: LoraRouting | None) -> None:
@@ -33,7 +33,7 @@ class TritonPlan:
             # Tables depend only on shapes: a graph replays with any mix of adapters, and a step without a graph uses
             # the kernels that the graphs have compiled.
             is_small = self.batch.max_query_len == 1 or self.batch.num_tokens < MANY_ROWS
-            self._segments[page_rank] = build_segments(routing, page_rank, plan=DECODE if is_small else PREFILL)
+            self._segments[page_rank] = build_segments(routing, page_rank, tile_sizes=DECODE if is_small else PREFILL)
         return self._segments[page_rank]
 
     def attention(self, num_heads: int, num_kv_heads: int, sliding_window: int) -> list[WorkList]:
@@ -76,8 +76,8 @@ class TritonOps:
     def fuse(self, weights: DecoderWeights, kv: list[KvCache], lora: LoraTables) -> None:
         return None
 
-    def plan(self, batch: Batch, lora: LoraTables | None) -> TritonPlan:
-        return TritonPlan(batch, routing_of(batch, lora))
+    def step_tables(self, batch: Batch, lora: LoraTables | None) -> TritonStepTables:
+        return TritonStepTables(batch, routing_of(batch, lora))
 
     def embed(self, weights: LinearWeights, token_ids: Tensor, dtype: torch.dtype) -> Tensor:
         return reference.embed(weights, token_ids, dtype)
@@ -88,10 +88,10 @@ class TritonOps:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
         return fused.add_rms_norm(x, residual, weight, eps)
 
-    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, plan: TritonPlan) -> Tensor:
-        if group is None or plan.routing is None:
+    def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, step: TritonStepTables) -> Tensor:
+        if group is None or step.routing is None:
             return _product(x, weights)
-        segments = plan.segments(plan.routing, group.a_pages.shape[2])
+        segments = step.segments(step.routing, group.a_pages.shape[2])
         if self._side is None and x.is_cuda:
             self._side = torch.cuda.Stream(x.device)  # created in the warm-up run: a capture cannot create streams
         if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
@@ -108,17 +108,17 @@ class TritonOps:
         return y
 
     def rope_and_write_kv(
-        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, plan: TritonPlan, norms: HeadNorms | None = None
+        self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, step: TritonStepTables, norms: HeadNorms | None = None
     ) -> Tensor:
-        b = plan.batch
+        b = step.batch
         return fused.rope_and_write_kv(
             qkv, b.positions, cos_sin, kv.k, kv.v, b.slot_mapping, kv.k_scales, kv.v_scales, norms
         )
 
     def paged_attention(
-        self, q: Tensor, kv: KvCache, plan: TritonPlan, scale: float, sliding_window: int, softcap: float = 0.0
+        self, q: Tensor, kv: KvCache, step: TritonStepTables, scale: float, sliding_window: int, softcap: float = 0.0
     ) -> Tensor:
-        b = plan.batch
+        b = step.batch
         return paged_attention(
             q,
             kv.k,
@@ -128,7 +128,7 @@ class TritonOps:
             b.context_lens,
             scale,
             sliding_window,
-            plan.attention(q.shape[1], kv.k.shape[1], sliding_window),
+            step.attention(q.shape[1], kv.k.shape[1], sliding_window),
             kv.k_scales,
             kv.v_scales,
             softcap,

@@ -34,33 +34,32 @@ MAX_SLICES = 3
 
 
 def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, segments: Segments) -> None:
-    """Add every token's LoRA delta to y in place; does nothing if `segments.active` is False.
+    """Add every token's LoRA delta to y in place.
 
     y `[T, offsets[-1]]`, x `[T, in_features]`: one dtype (fp32, fp16 or bf16), also the pages' dtype unless they have 8
     bits; last dimension contiguous. Base rows of y are neither read nor written. Raises ValueError for unsuitable
     shapes or dtypes.
     """
-    if segments.active:
-        early = can_launch_early(x.device)
-        expand(y, shrink(x, group, segments, early=early), group, segments, early=early)
+    early = can_launch_early(x.device)
+    expand(y, shrink(x, group, segments, early=early), group, segments, early=early)
 
 
 def shrink(x: Tensor, group: LoraGroup, segments: Segments, *, early: bool = False) -> Tensor:
     """Return `x @ A.T` of every adapter row, fp32 planes `[split_k, T, num_slices * rank_padded]` in sorted order.
 
-    Separate from `expand` so that it can run in parallel with the base projection on another stream. Requires
-    `segments.active`. early: see `kernels.gpu.dependent_launch`.
+    Separate from `expand` so that it can run in parallel with the base projection on another stream. early: see
+    `kernels.gpu.dependent_launch`.
     """
-    plan = segments.plan
+    tile_sizes = segments.tile_sizes
     num_slices, in_features = group.a_pages.shape[1], group.a_pages.shape[3]
     _check(x, "x", in_features, group, segments)
     rank_padded = _rank_padded(segments)
-    k_per_split = min(plan.k_per_split, -(-in_features // plan.block_k) * plan.block_k)
+    k_per_split = min(tile_sizes.k_per_split, -(-in_features // tile_sizes.block_k) * tile_sizes.block_k)
     split_k = -(-in_features // k_per_split)
     scales = segments.chunk_scales(group.scales)
     planes = torch.empty((split_k, len(x), num_slices * rank_padded), dtype=torch.float32, device=x.device)
     most = segments.tiles.shape[1] * num_slices * split_k
-    programs = min(most, plan.programs_per_sm * _num_sms(x.device))
+    programs = min(most, tile_sizes.programs_per_sm * _num_sms(x.device))
     _shrink[(programs,)](
         x,
         group.a_pages,
@@ -85,12 +84,12 @@ def shrink(x: Tensor, group: LoraGroup, segments: Segments, *, early: bool = Fal
         RANK_PADDED=rank_padded,
         SPLIT_K=split_k,
         K_PER_SPLIT=k_per_split,
-        BLOCK_M=plan.block_m,
-        BLOCK_R=plan.block_r,
-        BLOCK_K=plan.block_k,
+        BLOCK_M=tile_sizes.block_m,
+        BLOCK_R=tile_sizes.block_r,
+        BLOCK_K=tile_sizes.block_k,
         EARLY=early,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=tile_sizes.num_warps,
+        num_stages=tile_sizes.num_stages,
         **launch_options(early),
     )
     return planes
@@ -102,14 +101,14 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments, *, e
     early: launch before `shrink` has ended, see `kernels.gpu.dependent_launch`. `shrink` must be the launch before this
     one in the same stream, also early.
     """
-    plan = segments.plan
+    tile_sizes = segments.tile_sizes
     num_slices = len(group.offsets) - 1
     _check(y, "y", group.offsets[-1], group, segments)
     offsets = group.offsets[1:] + (group.offsets[-1],) * (MAX_SLICES - num_slices)
     sizes = (end - start for start, end in zip(group.offsets, group.offsets[1:], strict=False))
-    column_tiles = sum(-(-size // plan.block_n) for size in sizes)
+    column_tiles = sum(-(-size // tile_sizes.block_n) for size in sizes)
     scales = segments.chunk_scales(group.scales)
-    programs = min((segments.chunks.shape[1] - 1) * column_tiles, plan.programs_per_sm * _num_sms(y.device))
+    programs = min((segments.chunks.shape[1] - 1) * column_tiles, tile_sizes.programs_per_sm * _num_sms(y.device))
     _expand[(programs,)](
         y,
         group.b_pages,
@@ -136,12 +135,12 @@ def expand(y: Tensor, planes: Tensor, group: LoraGroup, segments: Segments, *, e
         PAGE_RANK=segments.page_rank,
         RANK_PADDED=_rank_padded(segments),
         SPLIT_K=planes.shape[0],
-        BLOCK_M=plan.block_m,
-        BLOCK_R=plan.block_r,
-        BLOCK_N=plan.block_n,
+        BLOCK_M=tile_sizes.block_m,
+        BLOCK_R=tile_sizes.block_r,
+        BLOCK_N=tile_sizes.block_n,
         EARLY=early,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_warps=tile_sizes.num_warps,
+        num_stages=tile_sizes.num_stages,
         **launch_options(early),
     )
 
@@ -167,7 +166,7 @@ def _check(rows: Tensor, name: str, width: int, group: LoraGroup, segments: Segm
 
 
 def _rank_padded(segments: Segments) -> int:
-    block_r = segments.plan.block_r
+    block_r = segments.tile_sizes.block_r
     return -(-segments.pages.shape[1] * segments.page_rank // block_r) * block_r
 
 

@@ -1,9 +1,8 @@
 """Routing of a step's tokens to LoRA adapters, built once and read by every layer.
 
-Tokens are sorted by adapter and divided into chunks of at most `plan.block_m` rows of one adapter. Everything is built
-on the device of `adapter_index`, without a host sync, into tables whose sizes depend only on shapes; `counts` on the
-device holds the part in use. A CUDA graph can therefore contain the build, or read tables that
-`build_segments(..., out=...)` refills, and replay with any mix of adapters.
+Tokens are sorted by adapter and divided into chunks of at most `tile_sizes.block_m` rows of one adapter. Everything is
+built on the device of `adapter_index`, without a host sync, into tables whose sizes depend only on shapes; `counts` on
+the device holds the part in use. A CUDA graph can therefore contain the build, and replay with any mix of adapters.
 
 Up to `MAX_ROUTED` tokens (every decode step) the build is one launch of one program. Longer inputs use a few torch ops,
 whose cost is negligible in a prefill of that length. Both give the same tables.
@@ -20,7 +19,7 @@ from kernels.reference import LoraRouting
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TileSizes:
     """Tile sizes of the two segmented-LoRA kernels.
 
     block_m: rows of one adapter in a chunk. block_r: rank rows in a tile (tl.dot wants at least 16 of both). block_k:
@@ -40,28 +39,27 @@ class Plan:
 
 
 # Few rows per adapter: reading the adapters' weights dominates, so small chunks, wide loads and many programs.
-DECODE = Plan(16, 16, 256, 1024, 256, num_warps=4, num_stages=3, programs_per_sm=6)
+DECODE = TileSizes(16, 16, 256, 1024, 256, num_warps=4, num_stages=3, programs_per_sm=6)
 # Many rows per adapter: tensor-core tiles that reuse each weight tile for 64 rows. Two splits of 4,096 features: a
 # prefill chunk of 512 tokens has only 8 chunks of rows, too few for 132 multiprocessors without a split.
-PREFILL = Plan(64, 32, 64, 2048, 128, num_warps=4, num_stages=3, programs_per_sm=4)
+PREFILL = TileSizes(64, 32, 64, 2048, 128, num_warps=4, num_stages=3, programs_per_sm=4)
 
-# (maximum rows per adapter, plan). Not measured: chosen by hand from Llama-3.1-8B shapes and the H200's shared memory
-# and latency; benchmarks/gpu/plans.py has not run on one yet.
-PLANS: tuple[tuple[float, Plan], ...] = ((32, DECODE), (float("inf"), PREFILL))
+# (maximum rows per adapter, tile sizes). Not measured: chosen by hand from Llama-3.1-8B shapes and the H200's shared
+# memory and latency; benchmarks/gpu/plans.py has not run on one yet.
+TILE_SIZES: tuple[tuple[float, TileSizes], ...] = ((32, DECODE), (float("inf"), PREFILL))
 
 
 MAX_ROUTED = 1024
 
 
-def choose_plan(rows_per_adapter: float) -> Plan:
-    return next(plan for limit, plan in PLANS if rows_per_adapter <= limit)
+def choose_tile_sizes(rows_per_adapter: float) -> TileSizes:
+    return next(tile_sizes for limit, tile_sizes in TILE_SIZES if rows_per_adapter <= limit)
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
     """The routing of a step; C = maximum chunks, X = maximum (chunk, rank tile) pairs for the shapes. All int32.
 
-    active: False when the host knows that no token uses an adapter; `segmented_lora` then returns at once.
     rows: `[T]` token index at each sorted position, base tokens last; None if one adapter has all tokens, in order.
     chunks: `[3, C + 1]` slot, first sorted position and rank of each chunk; a chunk ends where the next begins. The
         slot of a chunk not in use is any valid one.
@@ -71,9 +69,8 @@ class Segments:
     scales: by the address of a pool's fp32 table of scales: the table `[num_slots, S]`, and its rows by chunk `[C, S]`.
     """
 
-    plan: Plan
+    tile_sizes: TileSizes
     page_rank: int
-    active: bool
     num_tokens: int
     rows: Tensor | None
     chunks: Tensor
@@ -107,39 +104,23 @@ def build_segments(
     routing: LoraRouting,
     page_rank: int,
     *,
-    active: bool = True,
     num_adapters: int | None = None,
     single_adapter: bool = False,
-    plan: Plan | None = None,
-    out: Segments | None = None,
+    tile_sizes: TileSizes | None = None,
 ) -> Segments:
-    """Sort and divide the routing's tokens. Runs no device op if `active` is False.
+    """Sort and divide the routing's tokens.
 
     `page_rank` is the pool's (`LoraGroup.a_pages.shape[2]`). `num_adapters`: maximum number of distinct adapters among
-    the tokens, if the host knows it; it reduces the tables and selects the plan. Omit it for a graph, which must accept
-    any mix. `single_adapter`: the host knows that all tokens use the same adapter; then nothing is sorted. With `out`,
-    the tables of an earlier result of the same shapes are refilled in place and `out` is returned; raises ValueError if
-    the shapes differ.
+    the tokens, 1 or more, if the host knows it; it reduces the tables and selects the tile sizes. Omit it for a graph,
+    which must accept any mix. `single_adapter`: the host knows that all tokens use the same adapter; then nothing is
+    sorted.
     """
     num_tokens, num_slots = routing.adapter_index.shape[0], routing.ranks.shape[0]
     used = min(num_tokens, 1 if single_adapter else num_slots if num_adapters is None else num_adapters)
-    plan = out.plan if out is not None else plan or choose_plan(num_tokens / max(used, 1))
-    if not active or used == 0:
-        if out is not None:
-            out.counts.zero_()
-            return out
-        none = routing.ranks.new_empty(0)
-        return Segments(plan, page_rank, False, num_tokens, none, none, none, none, none)
-    max_chunks = used + (num_tokens - used) // plan.block_m
-    max_rank_tiles = -(-routing.page_table.shape[1] * page_rank // plan.block_r)
-    target = out or _empty(routing, page_rank, plan, max_chunks, max_rank_tiles, single_adapter)
-    if (len(routing.adapter_index), max_chunks + 1, single_adapter) != (
-        target.num_tokens, target.chunks.shape[1], target.rows is None
-    ):  # fmt: skip
-        raise ValueError(
-            f"out: expected tables of the same shapes, for {num_tokens} tokens in {max_chunks} chunks, "
-            f"got {target.num_tokens} in {target.chunks.shape[1] - 1}"
-        )
+    tile_sizes = tile_sizes or choose_tile_sizes(num_tokens / used)
+    max_chunks = used + (num_tokens - used) // tile_sizes.block_m
+    max_rank_tiles = -(-routing.page_table.shape[1] * page_rank // tile_sizes.block_r)
+    target = _empty(routing, page_rank, tile_sizes, max_chunks, max_rank_tiles, single_adapter)
     if target.rows is None:
         _cut(routing, target, max_rank_tiles)
     elif num_tokens <= MAX_ROUTED:
@@ -158,8 +139,8 @@ def build_segments(
             target.tiles.shape[1],
             MAX_PAGES=routing.page_table.shape[1],
             MAX_RANK_TILES=max_rank_tiles,
-            BLOCK_M=plan.block_m,
-            BLOCK_R=plan.block_r,
+            BLOCK_M=tile_sizes.block_m,
+            BLOCK_R=tile_sizes.block_r,
             BLOCK_T=128 if num_tokens <= 128 else MAX_ROUTED,
             num_warps=8,
         )
@@ -170,7 +151,12 @@ def build_segments(
 
 
 def _empty(
-    routing: LoraRouting, page_rank: int, plan: Plan, max_chunks: int, max_rank_tiles: int, single_adapter: bool
+    routing: LoraRouting,
+    page_rank: int,
+    tile_sizes: TileSizes,
+    max_chunks: int,
+    max_rank_tiles: int,
+    single_adapter: bool,
 ) -> Segments:
     num_tokens = len(routing.adapter_index)
 
@@ -178,9 +164,8 @@ def _empty(
         return torch.empty(shape, dtype=torch.int32, device=routing.adapter_index.device)
 
     return Segments(
-        plan,
+        tile_sizes,
         page_rank,
-        True,
         num_tokens,
         None if single_adapter else table(num_tokens),
         table(3, max_chunks + 1),
@@ -195,10 +180,10 @@ def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
     slot = routing.adapter_index[:1].long()
     max_chunks = out.chunks.shape[1] - 1
     out.chunks[0] = slot
-    torch.arange(max_chunks + 1, out=out.chunks[1]).mul_(out.plan.block_m).clamp_(max=out.num_tokens)
+    torch.arange(max_chunks + 1, out=out.chunks[1]).mul_(out.tile_sizes.block_m).clamp_(max=out.num_tokens)
     out.chunks[2] = routing.ranks[slot]
     out.pages.copy_(routing.page_table[slot].expand_as(out.pages))
-    rank_tiles = (routing.ranks[slot] + out.plan.block_r - 1) // out.plan.block_r
+    rank_tiles = (routing.ranks[slot] + out.tile_sizes.block_r - 1) // out.tile_sizes.block_r
     item = torch.arange(max_chunks * max_rank_tiles, device=slot.device)
     out.tiles[0] = item // rank_tiles.clamp(min=1)
     out.tiles[1] = item % rank_tiles.clamp(min=1)
@@ -208,22 +193,22 @@ def _cut(routing: LoraRouting, out: Segments, max_rank_tiles: int) -> None:
 
 def _sort(routing: LoraRouting, out: Segments, rows: Tensor) -> None:
     """Build the tables with torch ops, for any number of tokens."""
-    plan, index, num_slots = out.plan, routing.adapter_index, routing.ranks.shape[0]
+    tile_sizes, index, num_slots = out.tile_sizes, routing.adapter_index, routing.ranks.shape[0]
     max_chunks, max_tiles = out.chunks.shape[1] - 1, out.tiles.shape[1]
     order, sorted_rows = torch.where(index < 0, num_slots, index).to(torch.int32).sort(stable=True)
     bounds = torch.searchsorted(order, torch.arange(num_slots + 1, device=index.device, dtype=torch.int32))
     starts, ends = bounds[:-1], bounds[1:]
 
-    slot, nth, num_chunks = spread((ends - starts + plan.block_m - 1) // plan.block_m, max_chunks)
+    slot, nth, num_chunks = spread((ends - starts + tile_sizes.block_m - 1) // tile_sizes.block_m, max_chunks)
     live = torch.arange(max_chunks, device=index.device) < num_chunks
     rows.copy_(sorted_rows)
     out.chunks[0, :-1] = slot
-    out.chunks[1, :-1] = torch.where(live, starts[slot] + nth * plan.block_m, bounds[-1])
+    out.chunks[1, :-1] = torch.where(live, starts[slot] + nth * tile_sizes.block_m, bounds[-1])
     out.chunks[1, -1:] = bounds[-1:]
     out.chunks[2, :-1] = routing.ranks[slot]
     out.pages.copy_(routing.page_table[slot])
 
-    tiles_per_chunk = torch.where(live, (routing.ranks[slot] + plan.block_r - 1) // plan.block_r, 0)
+    tiles_per_chunk = torch.where(live, (routing.ranks[slot] + tile_sizes.block_r - 1) // tile_sizes.block_r, 0)
     chunk, rank_tile, num_tiles = spread(tiles_per_chunk, max_tiles)
     out.tiles[0] = chunk
     out.tiles[1] = rank_tile

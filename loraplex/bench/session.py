@@ -24,7 +24,7 @@ MakeLoad = Callable[[Server], Awaitable[Load]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchRun:
     """A benchmark to run.
 
     baseline: tenants left out of the run before the measured ones. repeat: measured runs. trace_out: file for the
@@ -60,7 +60,7 @@ def of_scenario(scenario: Scenario, keys: Mapping[str, str | None], seed: int | 
     return make
 
 
-def run_benchmark(plan: Plan) -> dict[str, Any]:
+def run_benchmark(bench_run: BenchRun) -> dict[str, Any]:
     """Run a benchmark to its end and return the report. Ctrl-C ends the run; the report has what was measured."""
     try:
         import uvloop
@@ -70,7 +70,7 @@ def run_benchmark(plan: Plan) -> dict[str, Any]:
         factory = None
     _raise_file_limit()
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(benchmark(plan))
+        return runner.run(benchmark(bench_run))
 
 
 def _raise_file_limit() -> None:
@@ -85,37 +85,39 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def benchmark(plan: Plan) -> dict[str, Any]:
+async def benchmark(bench_run: BenchRun) -> dict[str, Any]:
     """Run a benchmark and return its report. Raises BenchError, ScenarioError."""
     stop = asyncio.Event()
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    async with connect(plan.url, plan.internal_token) as server:
-        load = await plan.make_load(server)
-        if plan.trace_out:
-            write_trace(plan.trace_out, load.rows())
+    async with connect(bench_run.url, bench_run.internal_token) as server:
+        load = await bench_run.make_load(server)
+        if bench_run.trace_out:
+            write_trace(bench_run.trace_out, load.rows())
         _stop_on_interrupt(stop)
         baseline = None
-        if plan.baseline:
-            alone = replace(load.without(plan.baseline), round=-1)
+        if bench_run.baseline:
+            alone = replace(load.without(bench_run.baseline), round=-1)
             baseline = run_report(await _one(server, alone, stop, "baseline"))
         runs: list[dict[str, Any]] = []
         last = Run(load)
-        while len(runs) < plan.repeat and not stop.is_set():
+        while len(runs) < bench_run.repeat and not stop.is_set():
             # Prompts of a repeated run are not in the server's prefix cache; times, models and lengths are the same.
-            last = await _one(server, replace(load, round=len(runs)), stop, f"run {len(runs) + 1} of {plan.repeat}")
+            last = await _one(
+                server, replace(load, round=len(runs)), stop, f"run {len(runs) + 1} of {bench_run.repeat}"
+            )
             runs.append(run_report(last))
     overhead = None
-    if plan.with_overhead and not stop.is_set():
+    if bench_run.with_overhead and not stop.is_set():
         rate = len(last.samples) / last.seconds if last.seconds else 0.0
         overhead = await measure_overhead(load.api, rate, last.samples)
     about = {
         "loraplex": version("loraplex"),
         "started": started,
-        "name": plan.name,
-        "description": plan.description,
+        "name": bench_run.name,
+        "description": bench_run.description,
         "overhead": overhead,
     }
-    return make_report(shown_url(plan.url), load, runs, baseline, **about)
+    return make_report(shown_url(bench_run.url), load, runs, baseline, **about)
 
 
 async def _one(server: Server, load: Load, stop: asyncio.Event, title: str) -> Run:

@@ -15,7 +15,7 @@ from loraplex.up.datadir import DataDirError, read_json
 
 if TYPE_CHECKING:
     from loraplex.bench.scenario import Scenario
-    from loraplex.bench.session import Plan
+    from loraplex.bench.session import BenchRun
 
 FILE = click.Path(path_type=Path)
 SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens", "warmup", "models")
@@ -68,8 +68,8 @@ def bench(context: click.Context, /, **flags: Any) -> None:
             raise click.UsageError(f"{name}: there is no folder {path.parent}")
     with one_line(OSError):
         try:
-            plan = _plan(context, flags)
-            report = run_benchmark(plan)
+            bench_run = _bench_run(context, flags)
+            report = run_benchmark(bench_run)
         except ScenarioError as error:
             raise click.UsageError(str(error)) from error
         except BenchError as error:
@@ -91,9 +91,9 @@ def _compare(before: Path, after: Path) -> None:
         raise click.UsageError(f"--compare: {error}") from error
 
 
-def _plan(context: click.Context, flags: dict[str, Any]) -> "Plan":
+def _bench_run(context: click.Context, flags: dict[str, Any]) -> "BenchRun":
     """Return the benchmark that the flags describe. Raises click.UsageError, ScenarioError."""
-    from loraplex.bench.session import Plan, fixed, of_scenario
+    from loraplex.bench.session import BenchRun, fixed, of_scenario
 
     seed_is_given = context.get_parameter_source("seed") is not ParameterSource.DEFAULT
     token = _token(flags["internal_token_file"])
@@ -106,7 +106,7 @@ def _plan(context: click.Context, flags: dict[str, Any]) -> "Plan":
     if flags["scenario"] is None:
         url, targets = _targets_of_file(flags) if flags["tenants"] else _targets_of_models(flags)
         workload = Workload(**take(Workload, flags))
-        return Plan(url, fixed(workload.load(targets)), "command line", **common)
+        return BenchRun(url, fixed(workload.load(targets)), "command line", **common)
 
     from loraplex.bench.scenario import Scenario
 
@@ -119,7 +119,7 @@ def _plan(context: click.Context, flags: dict[str, Any]) -> "Plan":
     make = of_scenario(scenario, keys, flags["seed"] if seed_is_given else None)
     spec = scenario.spec
     without = spec.baseline.without if spec.baseline else ()
-    return Plan(url, make, spec.name, spec.description, without, **common)
+    return BenchRun(url, make, spec.name, spec.description, without, **common)
 
 
 def _token(file: Path | None) -> str | None:

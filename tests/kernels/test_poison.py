@@ -38,9 +38,9 @@ class ReferenceOps(TorchOps):
     """`kernels.reference`'s own attention in place of the padded one."""
 
     def paged_attention(
-        self, q: Tensor, kv: KvCache, plan, scale: float, sliding_window: int, softcap: float = 0.0
+        self, q: Tensor, kv: KvCache, step_tables, scale: float, sliding_window: int, softcap: float = 0.0
     ) -> Tensor:
-        b = plan.batch
+        b = step_tables.batch
         bounds = b.block_tables, b.query_start, b.context_lens
         scales = kv.k_scales, kv.v_scales
         return reference.paged_attention(q, kv.k, kv.v, *bounds, scale, sliding_window, *scales, softcap)
@@ -106,8 +106,8 @@ def attend(ops: Ops, steps: Steps, cache: KvCache, poison: float | list[float]) 
         owner = torch.repeat_interleave(torch.arange(len(victims)), step.query_start.diff())
         others = ~victims[owner]
         qkv[others] = in_turn(poison, int(others.sum()))[:, None].to(dtype)
-        q = ops.rope_and_write_kv(qkv, cos_sin, cache, ops.plan(step, None))
-    return ops.paged_attention(q, cache, ops.plan(batch, None), DIM**-0.5, steps.window, steps.softcap)
+        q = ops.rope_and_write_kv(qkv, cos_sin, cache, ops.step_tables(step, None))
+    return ops.paged_attention(q, cache, ops.step_tables(batch, None), DIM**-0.5, steps.window, steps.softcap)
 
 
 @pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (20, 3.0)])
@@ -223,7 +223,7 @@ def check_lora(ops: Ops, dtype: torch.dtype, poison: float, counts: list[int]) -
         tables, group = lora_pages(dtype, value)
         x = normal(6, batch.num_tokens, 96).to(dtype)
         x[owner == 1] = torch.tensor(value).to(dtype)
-        found.append(ops.linear(x, packed, group, ops.plan(batch, tables))[owner != 1])
+        found.append(ops.linear(x, packed, group, ops.step_tables(batch, tables))[owner != 1])
     assert found[1].isfinite().all()
     assert torch.equal(*found)
 

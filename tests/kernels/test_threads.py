@@ -49,7 +49,7 @@ from tests.kernels.cpu.test_native import make_batch, normal
 ops = native.NativeOps(native_build.load())
 assert ops.threads == 4
 weight, x = normal(96, 64), normal(40, 64)
-y = ops.linear(x, ops.pack(dense(weight)), None, ops.plan(make_batch([40], [40], 16), None))
+y = ops.linear(x, ops.pack(dense(weight)), None, ops.step_tables(make_batch([40], [40], 16), None))
 torch.testing.assert_close(y, x @ weight.T, atol=1e-4, rtol=1e-4)
 """
 

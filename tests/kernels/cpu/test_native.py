@@ -102,7 +102,7 @@ def test_linear(ops: Ops, dtype: torch.dtype, in_features: int, out_features: in
     assert (packed.in_features, packed.out_features) == (in_features, out_features)
     for rows in (1, 5, 17, 130):
         x = normal(rows, in_features, dtype=dtype)
-        y = ops.linear(x, packed, None, ops.plan(make_batch([rows], [rows], 16), None))
+        y = ops.linear(x, packed, None, ops.step_tables(make_batch([rows], [rows], 16), None))
         torch.testing.assert_close(y, torch.nn.functional.linear(x, weight, b), **TOLERANCE[dtype])
 
 
@@ -125,20 +125,20 @@ def test_attention_over_pages(
         caches = [c.clone() for c in expected_caches]
     earlier = make_batch(lengths, lengths, block_size)
     before = normal(earlier.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    ops.rope_and_write_kv(before.clone(), cos_sin, KvCache(*caches), ops.plan(earlier, None))
+    ops.rope_and_write_kv(before.clone(), cos_sin, KvCache(*caches), ops.step_tables(earlier, None))
     reference.rope_and_write_kv(before, earlier.positions, cos_sin, *expected_caches, earlier.slot_mapping)
     qkv = normal(batch.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    plan = ops.plan(batch, None)
-    q = ops.rope_and_write_kv(qkv.clone(), cos_sin, KvCache(*caches), plan)
+    step_tables = ops.step_tables(batch, None)
+    q = ops.rope_and_write_kv(qkv.clone(), cos_sin, KvCache(*caches), step_tables)
     expected_q = reference.rope_and_write_kv(qkv, batch.positions, cos_sin, *expected_caches, batch.slot_mapping)
     torch.testing.assert_close(q, expected_q, **TOLERANCE[dtype])
-    out = ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window, softcap)
+    out = ops.paged_attention(q, KvCache(*caches), step_tables, dim**-0.5, window, softcap)
     bounds = batch.block_tables, batch.query_start, batch.context_lens
     expected = reference.paged_attention(expected_q, *expected_caches, *bounds, dim**-0.5, window, softcap=softcap)
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
-    assert torch.equal(out, ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window, softcap))
+    assert torch.equal(out, ops.paged_attention(q, KvCache(*caches), step_tables, dim**-0.5, window, softcap))
     if softcap == 0.7 and dtype == torch.float32:  # low enough to change the answer
-        uncapped = ops.paged_attention(q, KvCache(*caches), plan, dim**-0.5, window)
+        uncapped = ops.paged_attention(q, KvCache(*caches), step_tables, dim**-0.5, window)
         assert (out - uncapped).abs().max() > 0.05
 
 
@@ -162,11 +162,11 @@ def test_attention_over_int8_pages(
     expected_scales = [torch.zeros(shape[:3]) for _ in "kv"]
     for step in (earlier, batch):
         qkv = normal(step.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-        q = ops.rope_and_write_kv(qkv.clone(), cos_sin, cache, ops.plan(step, None))
+        q = ops.rope_and_write_kv(qkv.clone(), cos_sin, cache, ops.step_tables(step, None))
         expected_q = reference.rope_and_write_kv(
             qkv, step.positions, cos_sin, *expected_cache, step.slot_mapping, *expected_scales
         )
-    out = ops.paged_attention(q, cache, ops.plan(batch, None), dim**-0.5, window, softcap)
+    out = ops.paged_attention(q, cache, ops.step_tables(batch, None), dim**-0.5, window, softcap)
     bounds = batch.block_tables, batch.query_start, batch.context_lens
     expected = reference.paged_attention(
         expected_q, *expected_cache, *bounds, dim**-0.5, window, *expected_scales, softcap
@@ -188,16 +188,16 @@ def test_attention_over_long_contexts(ops: Ops, dtype: torch.dtype, window: int,
     expected_cache = [torch.zeros_like(cache.k), torch.zeros_like(cache.v)]
     everything = make_batch(lengths, lengths, 16)
     qkv = normal(everything.num_tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
-    all_q = ops.rope_and_write_kv(qkv.clone(), cos_sin, cache, ops.plan(everything, None))
+    all_q = ops.rope_and_write_kv(qkv.clone(), cos_sin, cache, ops.step_tables(everything, None))
     reference.rope_and_write_kv(qkv, everything.positions, cos_sin, *expected_cache, everything.slot_mapping)
     wanted = torch.cat([torch.arange(e - c, e) for c, e in zip(counts, itertools.accumulate(lengths), strict=True)])
     q = all_q[wanted].contiguous()
-    out = ops.paged_attention(q, cache, ops.plan(batch, None), dim**-0.5, window, softcap)
+    out = ops.paged_attention(q, cache, ops.step_tables(batch, None), dim**-0.5, window, softcap)
     bounds = batch.block_tables, batch.query_start, batch.context_lens
     expected = reference.paged_attention(q, *expected_cache, *bounds, dim**-0.5, window, softcap=softcap)
     torch.testing.assert_close(out, expected, **TOLERANCE[dtype])
     if isinstance(ops, native.NativeOps):
-        together = ops.paged_attention(all_q, cache, ops.plan(everything, None), dim**-0.5, window, softcap)
+        together = ops.paged_attention(all_q, cache, ops.step_tables(everything, None), dim**-0.5, window, softcap)
         assert torch.equal(together[wanted], out)
 
 
@@ -242,15 +242,15 @@ def test_segmented_lora(ops: Ops, dtype: torch.dtype, popularity: str, counts: l
     batch = make_batch(counts, counts, 16, POPULARITY[popularity])
     routing = LoraRouting(batch.adapter_index, tables.page_table, tables.ranks)
     x, packed = normal(batch.num_tokens, 96, dtype=dtype), ops.pack(dense(normal(128, 96, dtype=dtype)))
-    plan = ops.plan(batch, tables)
-    y = ops.linear(x, packed, group, plan)
-    base = ops.linear(x, packed, None, plan)
+    step_tables = ops.step_tables(batch, tables)
+    y = ops.linear(x, packed, group, step_tables)
+    base = ops.linear(x, packed, None, step_tables)
     expected = base.clone()
     reference.segmented_lora(expected, x, group, routing)
     torch.testing.assert_close(y, expected, **TOLERANCE[dtype])
     rows = batch.adapter_index == -1
     assert torch.equal(y[rows], base[rows])
-    assert torch.equal(y, ops.linear(x, packed, group, plan))
+    assert torch.equal(y, ops.linear(x, packed, group, step_tables))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -263,9 +263,11 @@ def test_a_row_is_the_same_alone_and_among_others(ops: Ops, dtype: torch.dtype, 
     counts, adapters = [1, 19, 1, 3, 8, 40, 1], [2, 5, 2, -1, 0, 6, 4]
     batch = make_batch(counts, counts, 16, adapters)
     x = normal(batch.num_tokens, 96, dtype=dtype)
-    together = ops.linear(x, packed, group, ops.plan(batch, tables))
+    together = ops.linear(x, packed, group, ops.step_tables(batch, tables))
     for row, adapter in enumerate(batch.adapter_index.tolist()):
-        alone = ops.linear(x[row : row + 1], packed, group, ops.plan(make_batch([1], [1], 16, [adapter]), tables))
+        alone = ops.linear(
+            x[row : row + 1], packed, group, ops.step_tables(make_batch([1], [1], 16, [adapter]), tables)
+        )
         assert torch.equal(alone[0], together[row]), row
     expected = torch.nn.functional.linear(x, normal(offsets[-1], 96, dtype=dtype), normal(offsets[-1], dtype=dtype))
     routing = LoraRouting(batch.adapter_index, tables.page_table, tables.ranks)
@@ -296,9 +298,9 @@ def test_one_thread_computes_all() -> None:
     one, two = native.NativeOps(library), native.NativeOps(library)
     one.threads, two.threads = 1, 2
     weight, x = normal(200, 64), normal(30, 64)
-    plan = two.plan(make_batch([30], [30], 16), None)
-    expected = two.linear(x, two.pack(dense(weight)), None, plan)
-    assert torch.equal(one.linear(x, one.pack(dense(weight)), None, plan), expected)
+    step_tables = two.step_tables(make_batch([30], [30], 16), None)
+    expected = two.linear(x, two.pack(dense(weight)), None, step_tables)
+    assert torch.equal(one.linear(x, one.pack(dense(weight)), None, step_tables), expected)
 
 
 def test_huge_pages_hold_tensors_side_by_side() -> None:

@@ -59,8 +59,8 @@ def make(scheme: Scheme, out_features: int, in_features: int) -> LinearWeights:
     return LinearWeights(scheme, {"values": stored, "scales": scales, **given}, in_features, out_features)
 
 
-def plan(ops: Ops, rows: int) -> object:
-    return ops.plan(make_batch([rows], [rows], 16), None)
+def step_tables(ops: Ops, rows: int) -> object:
+    return ops.step_tables(make_batch([rows], [rows], 16), None)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -75,7 +75,7 @@ def test_products_equal_those_of_dequantised_weights(
         x = normal(rows, in_features)
         expected = torch.nn.functional.linear(x, reference.dequantize(weights), weights.bias)
         assert torch.equal(reference.linear(x, weights), expected)
-        torch.testing.assert_close(ops.linear(x, packed, None, plan(ops, rows)), expected, atol=1e-4, rtol=1e-5)
+        torch.testing.assert_close(ops.linear(x, packed, None, step_tables(ops, rows)), expected, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
@@ -88,7 +88,7 @@ def test_in_bf16_the_native_product_rounds_inputs_too(scheme: Scheme, rows: int)
     x = normal(rows, 208, dtype=torch.bfloat16)
     x[0, :40] *= 50  # an outlier costs its own group's precision only
     x[-1, 32:64] = 0
-    y = ops.linear(x, ops.pack(weights), None, plan(ops, rows))
+    y = ops.linear(x, ops.pack(weights), None, step_tables(ops, rows))
     rounded = reference.linear(x.float(), weights, rounds_inputs=True)
     torch.testing.assert_close(y, rounded.bfloat16(), atol=1e-3, rtol=2**-7)
     exact = reference.linear(x.float(), weights)
@@ -109,10 +109,12 @@ def test_a_row_is_the_same_alone_and_among_others(scheme: Scheme, dtype: torch.d
     counts, adapters = [1, 19, 1, 3, 8, 40, 1], [2, 5, 2, -1, 0, 6, 4]
     batch = make_batch(counts, counts, 16, adapters)
     x = normal(batch.num_tokens, 96, dtype=dtype)
-    together = ops.linear(x, packed, group, ops.plan(batch, tables))
-    expected = ops.linear(x, packed, None, ops.plan(batch, tables))
+    together = ops.linear(x, packed, group, ops.step_tables(batch, tables))
+    expected = ops.linear(x, packed, None, ops.step_tables(batch, tables))
     for row, adapter in enumerate(batch.adapter_index.tolist()):
-        alone = ops.linear(x[row : row + 1], packed, group, ops.plan(make_batch([1], [1], 16, [adapter]), tables))
+        alone = ops.linear(
+            x[row : row + 1], packed, group, ops.step_tables(make_batch([1], [1], 16, [adapter]), tables)
+        )
         assert torch.equal(alone[0], together[row]), row
     reference.segmented_lora(expected, x, group, LoraRouting(batch.adapter_index, tables.page_table, tables.ranks))
     tolerance = 1e-4 if dtype == torch.float32 else 0.05

@@ -202,7 +202,7 @@ def run(decodes: int, prompt: int) -> None:
     """Launch a step of decoding requests only, then a step with a prompt."""
     offsets = (0, 4096, 5120, 6144)
     for dtype in DTYPES:
-        lora(decodes, offsets, dtype, plan=segments.DECODE)
+        lora(decodes, offsets, dtype, tile_sizes=segments.DECODE)
         lora(prompt, offsets, dtype, num_adapters=2)
         attend([1] * decodes, 700 + decodes, dtype)
         attend([prompt, 1, 5], 800 + prompt, dtype)

@@ -95,16 +95,16 @@ def run_layer(
     }
     down = ops.pack(dense(randn(generator, HIDDEN, INTERMEDIATE).to(device), torch.ones(HIDDEN, device=device)))
 
-    plan = ops.plan(batch, tables)
+    step_tables = ops.step_tables(batch, tables)
     residual = ops.embed(dense(embedding), batch.token_ids, embedding.dtype)
     x = ops.rms_norm(residual, weight, 1e-5)
-    qkv = ops.linear(x, packed["qkv"], groups.get("qkv"), plan)
-    q = ops.rope_and_write_kv(qkv, cos_sin, KvCache(k_cache, v_cache), plan)
-    x = ops.paged_attention(q, KvCache(k_cache, v_cache), plan, HEAD_DIM**-0.5, 12, 3.0)
-    x = ops.linear(x.view(len(x), -1), packed["o"], groups.get("o"), plan)
+    qkv = ops.linear(x, packed["qkv"], groups.get("qkv"), step_tables)
+    q = ops.rope_and_write_kv(qkv, cos_sin, KvCache(k_cache, v_cache), step_tables)
+    x = ops.paged_attention(q, KvCache(k_cache, v_cache), step_tables, HEAD_DIM**-0.5, 12, 3.0)
+    x = ops.linear(x.view(len(x), -1), packed["o"], groups.get("o"), step_tables)
     x = ops.add_rms_norm(x, residual, weight, 1e-5)
-    x = ops.linear(x, packed["gate_up"], groups.get("gate_up"), plan)
-    x = ops.linear(ops.silu_and_mul(x) + ops.gelu_and_mul(x), down, None, plan)
+    x = ops.linear(x, packed["gate_up"], groups.get("gate_up"), step_tables)
+    x = ops.linear(ops.silu_and_mul(x) + ops.gelu_and_mul(x), down, None, step_tables)
     return [x, residual, k_cache, v_cache]
 
 
@@ -163,4 +163,4 @@ def test_a_batch_of_base_rows_builds_no_segments(device):
     batch = to(make_batch(), device)
     batch = replace(batch, adapter_index=torch.full_like(batch.adapter_index, -1), adapter_slots=())
     tables, _ = lora(torch.Generator().manual_seed(0))
-    assert TritonOps().plan(batch, to(tables, device)).routing is None
+    assert TritonOps().step_tables(batch, to(tables, device)).routing is None

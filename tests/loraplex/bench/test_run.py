@@ -18,7 +18,7 @@ from loraplex.bench.arrivals import Closed, Even
 from loraplex.bench.load import Load, Target
 from loraplex.bench.run import BenchError
 from loraplex.bench.scenario import Scenario, ScenarioError
-from loraplex.bench.session import Plan, benchmark, fixed, of_scenario
+from loraplex.bench.session import BenchRun, benchmark, fixed, of_scenario
 from loraplex.bench.table import print_report
 from loraplex.bench.workload import Workload
 from loraplex.cli import main
@@ -53,7 +53,7 @@ output = {{kind = "fixed", tokens = 2}}
 
 
 async def run(url: str, load: Load, **settings: Any) -> dict[str, Any]:
-    return await benchmark(Plan(url, fixed(load), "test", **{"with_overhead": False} | settings))
+    return await benchmark(BenchRun(url, fixed(load), "test", **{"with_overhead": False} | settings))
 
 
 def short(**sizes: Any) -> Load:
@@ -185,8 +185,8 @@ async def test_an_open_loop_does_not_wait_for_answers_and_a_closed_loop_does():
 async def test_a_baseline_runs_first_without_its_tenants(tmp_path):
     double = Double(ttft=0.02, seats=2)
     async with double.serving() as url:
-        plan = Plan(url, of_scenario(scenario(tmp_path), KEYS, None), "x", "", ["globex"], 2, False)
-        report = await benchmark(plan)
+        bench_run = BenchRun(url, of_scenario(scenario(tmp_path), KEYS, None), "x", "", ["globex"], 2, False)
+        report = await benchmark(bench_run)
     assert list(report["baseline"]["tenants"]) == ["acme"]
     assert report["baseline"]["all"]["requests"] == 10
     assert [run["tenants"]["acme"]["requests"] for run in report["runs"]] == [10, 10]
@@ -206,15 +206,17 @@ async def test_a_missing_adapter_is_named_before_anything_is_sent(tmp_path):
     double = Double()
     async with double.serving() as url:
         with pytest.raises(ScenarioError, match=r"s.toml:15: .*no model 'gone' for this tenant; it lists base, a0, a1"):
-            await benchmark(Plan(url, of_scenario(scenario(tmp_path, adapter="gone"), KEYS, None), "x"))
+            await benchmark(BenchRun(url, of_scenario(scenario(tmp_path, adapter="gone"), KEYS, None), "x"))
     assert double.bodies == []
 
 
 async def test_an_engine_gets_the_tenants_name_and_weight_with_the_internal_token(tmp_path):
     double = Double()
     async with double.serving() as url:
-        plan = Plan(url, of_scenario(scenario(tmp_path), KEYS, None), "x", internal_token="inner", with_overhead=False)
-        report = await benchmark(plan)
+        bench_run = BenchRun(
+            url, of_scenario(scenario(tmp_path), KEYS, None), "x", internal_token="inner", with_overhead=False
+        )
+        report = await benchmark(bench_run)
     named = {(h["x-loraplex-tenant"], h["x-loraplex-weight"], h["x-loraplex-internal-token"]) for h in double.headers}
     assert named == {("acme", "3", "inner"), ("globex", "1", "inner")}
     assert "inner" not in json.dumps(report)
