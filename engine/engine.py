@@ -195,8 +195,9 @@ class Engine:
         return outputs
 
     def _accept(self, step: StepInFlight) -> dict[Request, list[int]]:
-        """Return the new tokens of each request of a step: one, and one more for each accepted draft. Each is sampled
-        once the one before it is committed, so that it sees what it would see without drafts.
+        """Return each request's new tokens of a step: one, and one more for each accepted draft.
+
+        Each token is sampled after the previous one is committed, from the same state as without drafts.
         """
         accepted: dict[Request, list[int]] = {}
         sampling, number = step.sampling, 0

@@ -132,7 +132,7 @@ class GpuPlatform(SimulatedPlatform):
         return self._memory
 
 
-class NoFiles(Checkpoint):
+class AbsentCheckpoint(Checkpoint):
     """Double of an unquantised checkpoint whose files are not on this machine: it has every module."""
 
     def has_module(self, module: str) -> bool:
@@ -150,7 +150,7 @@ class NoFiles(Checkpoint):
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A device to estimate. ops: those that pack its weights. roofline: None if it is measured once the weights are
+    """A device to estimate. ops: pack its weights. roofline: None if it is measured once the weights are
     known.
     """
 
@@ -174,7 +174,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     check_memory(config, platform)
     context = resolve_context(config, model)
     share = open_share(config, platform)
-    # The host's share includes the process itself, as in `engine.build`; the engine's is like this one.
+    # On the CPU the memory limit includes the engine's process, which is assumed to be as large as this one.
     process = 0 if share is None else platform.used_memory() - share.before
     weights = describe_weights(config, raw, model, target.ops, context)
     draft = _describe_draft(config, model, target, context)
@@ -279,7 +279,7 @@ def _open(config: EngineConfig, raw: dict[str, Any], dtype: torch.dtype) -> Iter
     if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
         if read_method(raw) is not None:
             raise ConfigError("model", f"{path} has no weights; the size of a quantised model is read from its weights")
-        yield NoFiles([], dtype, META, quantization=config.quantization)
+        yield AbsentCheckpoint([], dtype, META, quantization=config.quantization)
         return
     with open_weights(path, dtype, META, quantization=config.quantization) as source:
         yield source

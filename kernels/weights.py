@@ -93,9 +93,15 @@ def dense(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
 
 
 def quantised(
-    kind: Kind, values: Tensor, scales: Tensor, in_features: int, offsets: Offsets = "", given: Tensor | None = None
+    kind: Kind,
+    values: Tensor,
+    scales: Tensor,
+    in_features: int,
+    offsets: Offsets = "",
+    offset_values: Tensor | None = None,
 ) -> LinearWeights:
-    """Return the weights of these values and scales (see `LinearWeights`). given: the minimums or zero points.
+    """Return the weights of these values and scales (see `LinearWeights`). offset_values: the minimums or
+    zero points.
 
     Groups larger than GROUP are divided into groups of GROUP inputs with the same scale, which changes no weight.
     Raises ValueError if in_features is not divisible by the number of groups, or the group size is neither 16 nor a
@@ -106,7 +112,7 @@ def quantised(
     if size * groups != in_features or (size not in GROUPS and size % GROUP):
         raise ValueError(f"{groups} groups of {in_features} inputs: expected groups of 16, or of a multiple of 32")
     group = min(size, GROUP)
-    tensors = {"values": values, "scales": scales} | ({} if given is None else {offsets: given})
+    tensors = {"values": values, "scales": scales} | ({} if offset_values is None else {offsets: offset_values})
     if size > group:
         for name in tensors.keys() - {"values"}:
             tensors[name] = tensors[name].repeat_interleave(size // group, 1)

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class InFlight:
-    """The sequences in a core, whose events the constructor takes. Call every method on the event loop."""
+    """Sequences in a core. Call every method on the event loop."""
 
     def __init__(
         self,

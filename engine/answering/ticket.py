@@ -107,8 +107,9 @@ class Ticket:
             self._owner.released(output.request_id)
 
     def _count(self, index: int, output: RequestOutput) -> RequestOutput:
-        """Count an output's tokens. Return it without those beyond the allowance, of which a step may have several, and
-        then without its end.
+        """Count an output's tokens. Return the output cut to the allowance; a cut output has no finish reason.
+
+        A step may have several tokens beyond the allowance.
         """
         left = self.left
         new = output.num_output_tokens - self.num_generated[index]

@@ -1,6 +1,6 @@
 """The core's process: `python -m engine.core.child FD`, started by `engine.core.process`.
 
-FD is a stream socket to the front. Its end is the process's end, however the front ends.
+FD is a stream socket to the front. The process exits when the socket closes, also after a crash of the front.
 """
 
 import asyncio
@@ -22,8 +22,7 @@ READ_BYTES = 1 << 20
 class FrontSocket:
     """The socket to the front, which reads on the event loop and writes on any thread.
 
-    A write waits until the front has room: a front that stands still pauses the steps, so that no token is generated
-    that cannot be sent, and what is unsent has a bound.
+    A write waits until the front has room. A stalled front blocks the steps, which bounds unsent data.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -34,7 +33,7 @@ class FrontSocket:
         self._frames = Frames()
 
     def send(self, frame: bytes) -> None:
-        """Send a frame. Only one thread at a time may call this. Ends the process if the front has gone."""
+        """Send a frame. Only one thread at a time may call this. Ends the process if the front has ended."""
         rest = memoryview(head(frame) + frame)
         try:
             while rest:
@@ -57,7 +56,7 @@ class FrontSocket:
         except ConnectionError:
             data = b""
         if not data:
-            # Neither steps nor threads may delay the end: nobody is left to take their results.
+            # Exit without waiting for steps or threads: no receiver is left.
             os._exit(0)
         for frame in self._frames.feed(data):
             service.receive(frame)

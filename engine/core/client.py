@@ -30,24 +30,24 @@ class CoreEvents(Protocol):
     """Receiver of a core's events. Every method is called on the event loop, in the order of the events."""
 
     def stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
-        """Take the outputs of a step that took `seconds`."""
+        """Handle the outputs of a step that took `seconds`."""
         ...
 
     def refused(self, request_id: str, error: Exception) -> None:
-        """Take the error of a sequence that could not be added. The core does not know it."""
+        """Handle the error of a sequence that the core could not add."""
         ...
 
     def released(self, request_id: str) -> None:
-        """Take the end of an aborted sequence; no output of it follows."""
+        """Handle the end of an aborted sequence; no output of it follows."""
         ...
 
     def failed(self, reason: str) -> None:
-        """Take the core's failure. No event follows, and every sequence in it is lost."""
+        """Handle the core's failure. No event follows, and every sequence in it is lost."""
         ...
 
 
 class Link(Protocol):
-    """Carrier of frames to a core. It passes the core's to `Core.receive`, and calls `Core.lost` if it breaks.
+    """Connection to a core. Delivers the core's frames to `Core.receive`, and calls `Core.lost` if it breaks.
 
     pid: the core's process, None if it is this one.
     """
@@ -103,14 +103,14 @@ class Core:
         await self._ask(messages.PrepareGrammars(tokenizer), type(None))
 
     def start(self, events: CoreEvents) -> None:
-        """Take events from now on. Add no sequence before."""
+        """Deliver events to `events` from now on. Add no sequence before."""
         self._events = events
         if self.failure is not None:
             events.failed(self.failure)
 
-    def add(self, news: Sequence[NewRequest], rules: TokenRules = messages.NO_RULES) -> None:
+    def add(self, new_requests: Sequence[NewRequest], rules: TokenRules = messages.NO_RULES) -> None:
         """Queue the sequences of one request. Their outputs or refusals follow as events."""
-        self._send(messages.Add.of(news, rules))
+        self._send(messages.Add.of(new_requests, rules))
 
     def abort(self, request_id: str) -> None:
         """End a sequence before the next step; `released` follows. Outputs of the step in flight may come before."""
@@ -237,7 +237,7 @@ class Core:
                 self._fail(reason)
 
     def lost(self) -> None:
-        """Take the end of the core's process: it answers nothing any more."""
+        """Fail every call and sequence after the end of the core's process."""
         self._is_lost = True
         self._fail(FAILED)
 

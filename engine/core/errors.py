@@ -42,7 +42,7 @@ class TenantQueueFull(QueueFull):
         self.param = param
 
 
-# Errors that a front answers with text of their own, with the attributes that make them again; the first match counts.
+# Errors that cross from core to front, with their constructor arguments; the first matching class applies.
 _KINDS: dict[type[Exception], tuple[str, ...]] = {
     BadRequest: ("param", "message", "code"),
     TenantQueueFull: ("message", "retry_after", "param"),
@@ -56,14 +56,14 @@ _BY_NAME = {kind.__name__: kind for kind in (*_KINDS, OSError)}
 
 
 class Fault(msgspec.Struct, array_like=True):
-    """An error as data. kind: name of its class, "" for one that nobody foresaw. values: arguments of the class."""
+    """An error as data. kind: name of its class, "" for an unexpected error. values: its constructor's arguments."""
 
     kind: str
     values: list[Any]
 
     @classmethod
     def of(cls, error: BaseException) -> "Fault":
-        """Return an error as data. Log an unforeseen one, whose text stays here because it may quote a request."""
+        """Return an error as data. Log an unexpected one, whose text stays here because it may quote a request."""
         for kind, names in _KINDS.items():
             if isinstance(error, kind):
                 return cls(kind.__name__, [getattr(error, name) for name in names])

@@ -56,19 +56,19 @@ class Add(Message):
     rules: TokenRules
 
     @classmethod
-    def of(cls, news: Sequence[NewRequest], rules: TokenRules) -> "Add":
+    def of(cls, new_requests: Sequence[NewRequest], rules: TokenRules) -> "Add":
         """Return the command for a request's sequences."""
         prompts: list[Prompt] = []
         indices: dict[tuple[int, int], int] = {}
         sequences = []
-        for new in news:
+        for new in new_requests:
             if (key := (id(new.prompt_token_ids), id(new.prefix_keys))) not in indices:
                 indices[key] = len(prompts)
                 prompts.append(Prompt(new.prompt_token_ids, new.prefix_keys))
             sequences.append((indices[key], replace(new, prompt_token_ids=[], prefix_keys=())))
         return cls(prompts, sequences, rules)
 
-    def news(self) -> list[NewRequest]:
+    def new_requests(self) -> list[NewRequest]:
         """Return the sequences with their prompts."""
         return [
             replace(new, prompt_token_ids=self.prompts[i].token_ids, prefix_keys=self.prompts[i].prefix_keys)
@@ -102,7 +102,7 @@ class Ask(Message):
 
 
 class Cancel(Message):
-    """Stop to work on a question, if it is not answered yet. No answer follows."""
+    """Cancel an unanswered question. No answer follows."""
 
     call: int
 
@@ -208,7 +208,7 @@ Command = Add | Abort | AddMixture | RemoveMixture | Ask | Cancel
 
 
 class AdapterFacts(msgspec.Struct, array_like=True, frozen=True):
-    """An adapter in host memory. num_pages: that it takes on the device. invocation: see `AdapterManifest`. is_new:
+    """An adapter in host memory. num_pages: device pages it occupies. invocation: see `AdapterManifest`. is_new:
     whether it was loaded for this question.
     """
 

@@ -114,7 +114,7 @@ class InProcess(asyncio.Protocol):
             self._ended = asyncio.get_running_loop().create_task(self._report_end())
 
     async def _report_end(self) -> None:
-        """Log how the process ended, which its own log cannot tell after SIGKILL."""
+        """Log the exit status or signal; a killed process cannot."""
         status = await asyncio.to_thread(self._child.wait)
         reason = f"by signal {-status}" if status < 0 else f"with status {status}"
         logger.error("the engine failed: its core's process %d ended %s", self._child.pid, reason)

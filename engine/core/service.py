@@ -44,7 +44,7 @@ from wire.mixtures import Mixture
 
 # Adapters in host memory that a state lists.
 REPORTED_ON_HOST = 512
-# Tokens of rules up to which these are compiled on the event loop; a thousand words take some 2 ms.
+# Maximum rule tokens compiled on the event loop; a thousand words take about 2 ms.
 QUICK_RULES = 256
 
 
@@ -63,9 +63,9 @@ class CoreService:
         self._event_loop = asyncio.get_running_loop()
         self._sending = threading.Lock()
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        # Sequences whose rules are being compiled, with their task: id -> (all of the request that remain, task).
+        # Sequences whose rules are being compiled: id -> (the request's sequences that are not aborted, their task).
         self._preparing: dict[str, tuple[dict[str, NewRequest], asyncio.Task[None]]] = {}
-        # Closes what `_load` has made, the last first.
+        # Closes the objects that `_load` creates, in reverse order.
         self._open = AsyncExitStack()
 
     def receive(self, frame: bytes | memoryview) -> None:
@@ -101,14 +101,14 @@ class CoreService:
     # Sequences.
 
     def _add(self, add: messages.Add) -> None:
-        news = add.news()
+        new_requests = add.new_requests()
         if not add.rules:
-            for new in news:
+            for new in new_requests:
                 self._steps.add(new)
             return
-        left = {new.request_id: new for new in news}
+        left = {new.request_id: new for new in new_requests}
         task = self._event_loop.create_task(self._add_with_rules(left, add.rules))
-        for new in news:
+        for new in new_requests:
             self._preparing[new.request_id] = left, task
 
     async def _add_with_rules(self, left: dict[str, NewRequest], rules: TokenRules) -> None:

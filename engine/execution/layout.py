@@ -30,8 +30,9 @@ class Layout:
     token_ids: -1 for a token that only the device has.
     seats, firsts, counts, adapters, adapter_starts: `[B]` int64, per request: its seat, the position of its first token
     of the step, the number of its tokens, its adapter's slot or -1, and the position from which the adapter applies.
-    tables: every seat's blocks, `[max_num_seqs, max_blocks]`; the next step changes them. num_blocks: most of a request
-    of the step. new_blocks: entries of the tables that changed since the step before, `[3, n]`: seat, index, block.
+    tables: every seat's blocks, `[max_num_seqs, max_blocks]`; the next step changes them. num_blocks: maximum
+    blocks of any request in the step. new_blocks: entries of the tables that changed since the previous step, `[3, n]`:
+    seat, index, block.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits, each followed by those of the
     request's drafts.
     """

@@ -143,8 +143,8 @@ class Rehearsal:
     ) -> Measured:
         """Return the bytes that a runner needs beside its KV cache. progress: as in `warm_up`.
 
-        The steps run on a KV cache of few blocks. Of the graphs only the first are captured, and the others are assumed
-        to take what the dearest of these added.
+        The steps run on a KV cache of few blocks. Only the first graphs are captured; each other graph is assumed to
+        take as many bytes as the largest captured one.
         """
         shapes, size = list(self.largest_shapes()), self.limits.block_size
         longest = max(max(shape.prompts) for shape in shapes)

@@ -48,7 +48,7 @@ class Checkpoint:
         return name in self.files
 
     def has_module(self, module: str) -> bool:
-        """Return whether a module has weights, which a quantised one does not store as `weight`."""
+        """Return whether a module has weights. A quantised module has no tensor named `weight`."""
         return any(name.startswith(f"{module}.") for name in self.files)
 
     def get(self, name: str, *shape: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""Prompt lookup: the tokens that followed the newest tokens of a text where these occurred before (Saxena, "Prompt
-Lookup Decoding", 2023; Yang et al., "Inference with Reference", 2023).
+"""Prompt lookup: predicts the next tokens of a text by an earlier occurrence of its last tokens (Saxena, "Prompt Lookup
+Decoding", 2023; Yang et al., "Inference with Reference", 2023).
 
-Knows one sequence, and neither its request nor the engine.
+Knows neither requests nor the engine.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from engine.scheduling.rates import Rates
 
 
 class PromptLookup:
-    """A text and the place in it that its end repeats.
+    """A text, and an earlier occurrence of its last tokens.
 
     Every token is compared with its prediction, whether a step computed it as a draft or not, so `rates` costs no step.
     """

@@ -7,7 +7,7 @@ _MEMORY = 0.9  # weight of the past in each moving average
 FIRST_SHARE, LEAST_SHARE = 0.1, 0.005
 # Number of steps with drafts after which one step has none, because the plain time may be out of date.
 STEPS_UNTIL_PLAIN = 64
-# Part of a draft's cost that remains after each step in which drafts were too dear: they are tried again some day.
+# Factor applied to a draft's measured cost after each step where drafts were too slow, so that they are tried again.
 FORGOTTEN = 0.99
 # Factor by which a draft must bring more than it costs.
 MARGIN = 1.1
@@ -15,8 +15,8 @@ MARGIN = 1.1
 
 @dataclass(slots=True)
 class _Times:
-    """Times of the steps with one number of decodes. plain: mean seconds without drafts. rows, spent: sums of the
-    drafts of other steps, and of their seconds beyond the plain ones.
+    """Times of the steps with one number of decodes. plain: mean seconds of a step without drafts. rows: weighted sum
+    of drafts. spent: weighted sum of the seconds that they added.
     """
 
     plain: float

@@ -64,7 +64,7 @@ class Probe:
         except TimeoutError:
             engine.note_missed_probe(f"{route} had no answer within {PROBE_TIMEOUT.total:g} s")
         except (ClientError, OSError) as error:
-            if await self._supervisors.look(engine):
+            if await self._supervisors.mark_if_asleep(engine):
                 self._find_base(engine)
             else:
                 engine.mark_down(f"{route} failed: {network_reason(error)}")

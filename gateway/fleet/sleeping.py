@@ -56,9 +56,10 @@ class Supervisors:
         self._headers = {"x-loraplex-internal-token": internal_token}
         self._waking: dict[str, asyncio.Task[Sleep | None]] = {}
 
-    async def look(self, engine: EngineRecord) -> bool:
-        """Note whether an engine that does not answer sleeps. Returns False for one without a supervisor, or whose
-        supervisor reports no sleep.
+    async def mark_if_asleep(self, engine: EngineRecord) -> bool:
+        """Mark an unreachable engine as asleep if its supervisor says so. Return whether it is.
+
+        An engine without a supervisor is not asleep.
         """
         found = None if engine.address.wake is None else await self._call("GET", engine.address.wake)
         if found is None or found.state == "awake":

@@ -66,7 +66,7 @@ async def reflected(connection: AsyncConnection, names: Sequence[str]) -> list[T
 
 
 def check_revision(revision: str | None, subject: str) -> str:
-    """Return a schema's version. Raises BackupError if this release does not know it. subject: its bearer."""
+    """Return a schema's version. Raises BackupError if this release does not know it. subject: its owner in errors."""
     known = [each.revision for each in migrations()]
     if revision not in known:
         raise BackupError(
@@ -93,7 +93,7 @@ async def write_backup(
             tables = await reflected(connection, names)
             rows = sum([await _write_table(writer, connection, table) for table in tables])
             used = await used_digests(connection)
-        # The store is listed after the rows: adapters that came in between are surplus, none is missing.
+        # The store is listed after the rows are read, so it has every adapter that they name.
         stored = sorted(store.list())
         writer.add(DIGESTS, "".join(f"{digest}\n" for digest in stored).encode())
         missing = [digest for digest in used if not _write_adapter(writer, store, digest)] if with_adapters else []

@@ -1,8 +1,8 @@
-"""Releases that may run on a schema: gateways of two releases share one database during a rolling upgrade.
+"""Compatibility of releases and schemas: gateways of two releases share one database during a rolling upgrade.
 
 A change of the schema expands first and contracts a release later. A migration that only expands (a table, a column
 with a default or NULL) leaves `schema_support` as it is. A migration that contracts, or that older programs would
-misread, sets `oldest_program` to the newest schema that the oldest program which still works was made for.
+misread, sets `oldest_program`: the newest schema version known to the oldest release that still works.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from sqlalchemy import Column, Connection, String, Table, inspect, select
 
 from gateway.records.schema import metadata
 
-# It has one row: the schema's version that the oldest supported program was made for.
+# One row: the newest schema version known to the oldest supported release.
 schema_support = Table("schema_support", metadata, Column("oldest_program", String(32), primary_key=True))
 
 

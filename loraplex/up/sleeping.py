@@ -25,7 +25,7 @@ LOOK_SECONDS = 1.0
 LOOK_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # Estimated time of an idle engine's stop.
 STOP_SECONDS = 1.0
-# A load that takes longer than the last one is expected to take this share of its time in addition.
+# Remaining time of a load that takes longer than the last one, as a share of its time so far.
 OVERDUE_SHARE = 0.25
 # Pauses after a load that failed; the last one applies to all further ones.
 RETRY_SECONDS = (1.0, 5.0, 30.0)

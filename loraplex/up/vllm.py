@@ -15,7 +15,7 @@ from wire.errors import ConfigError
 
 # Variable with the key, for vLLM and for the gateway.
 KEY = "VLLM_API_KEY"
-# Flags that the gateway's limits for the server follow, and their defaults here.
+# Flags that determine the gateway's limits for the server, with our defaults.
 REQUESTS, ADAPTERS = ("--max-num-seqs", "64"), ("--max-cpu-loras", "64")
 DEFAULTS = (*REQUESTS, *ADAPTERS, "--max-loras", "8", "--max-lora-rank", "64")
 

@@ -53,17 +53,17 @@ def first_body(body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read_params(response: ClientResponse, url: str) -> dict[str, Any]:
-    """Return the names of the blocks that a first server (at `url`) keeps. Raises UpstreamFailed."""
+    """Return the KV transfer parameters that the prefill engine at `url` answered with. Raises UpstreamFailed."""
     body = bytearray()
     async for chunk in read_chunks(response):
         body += chunk
         if len(body) > MAX_BYTES:
-            raise UpstreamFailed("The engine that reads prompts sent a larger answer than this gateway accepts.")
+            raise UpstreamFailed("The prefill engine sent a larger answer than this gateway accepts.")
     try:
         params = msgspec.json.decode(body, type=_Answer).kv_transfer_params
     except (msgspec.MsgspecError, UnicodeDecodeError):
         params = None
     if not params:
         log.error("engine %s answered without %s: start it with --kv-transfer-config", url, FIELD)
-        raise UpstreamFailed("The engine that reads prompts did not hand this one on.")
+        raise UpstreamFailed("The prefill engine returned no parameters of the KV transfer.")
     return params

@@ -68,7 +68,7 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def suspect_name(digest: str, base: str) -> str:
-    """Return an adapter's name in the quarantine: the same content is another suspect on another base (its id)."""
+    """Return an adapter's key in the quarantine, which blocks it on one base only. base: its id."""
     return f"{digest}@{base}" if base else digest
 
 

@@ -208,7 +208,7 @@ class Keys:
             return {row.id: row.check_digits for row in rows}
 
     async def count_by_pepper(self) -> dict[str | None, int]:
-        """Return the number of valid keys by the fingerprint of their pepper; None: not used since it is recorded."""
+        """Return the number of valid keys by their pepper's fingerprint; None: not used since these exist."""
         valid = and_(
             api_keys.c.revoked_at.is_(None),
             or_(api_keys.c.expires_at.is_(None), api_keys.c.expires_at > datetime.now(UTC)),

@@ -93,14 +93,14 @@ async def test_both_forms_answer_alike(session: aiohttp.ClientSession, model: Pa
         modules[name] = tmp_path / name
     store = DirectoryStore(tmp_path / "store")
     digest = "sha256:" + store.put(modules["one"], BaseShape.from_config_dir(model)).digest
-    told = {}
+    results = {}
     for form in ("thread", "process"):
         server = RunningServer(
             model, tmp_path / "store", {"core": form}, internal_token="secret", lora_modules=tuple(modules.items())
         )
         try:
             answers = await tell(server.url, session, digest)
-            told[form] = (answers, await leave(server.url, session))
+            results[form] = (answers, await leave(server.url, session))
             metrics = await (await session.get(server.url + "/metrics", headers=INTERNAL)).text()
             # Three named adapters, the mixture, the prober's; a fourth load failed.
             assert 'loraplex_engine_adapter_host_loads_total{result="missing"}' in metrics
@@ -108,10 +108,10 @@ async def test_both_forms_answer_alike(session: aiohttp.ClientSession, model: Pa
             assert 'loraplex_engine_requests_finished_total{finish_reason="abort"} 1.0' in metrics
         finally:
             server.close()
-    for plain, fast in zip(told["thread"][0], told["process"][0], strict=True):
+    for plain, fast in zip(results["thread"][0], results["process"][0], strict=True):
         assert fast == plain
-    assert told["process"][1] == told["thread"][1]
-    statuses = [answer[0] for answer in told["process"][0][: len(COMPLETIONS)]]
+    assert results["process"][1] == results["thread"][1]
+    statuses = [answer[0] for answer in results["process"][0][: len(COMPLETIONS)]]
     assert statuses == [200] * 12 + [400, 400, 404, 404]
 
 

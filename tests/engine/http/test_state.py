@@ -18,15 +18,15 @@ SECONDS = 60.0
 class Follower:
     def __init__(self, response: aiohttp.ClientResponse) -> None:
         self._response = response
-        self.heard: list[dict[str, Any]] = []
+        self.reports: list[dict[str, Any]] = []
 
     async def until(self, condition: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """Return the first new report that meets the condition; `heard` collects all reports until then."""
+        """Return the first new report that meets the condition; `reports` has all reports until then."""
         async with asyncio.timeout(SECONDS):
             async for line in self._response.content:
-                self.heard.append(json.loads(line))
-                if condition(self.heard[-1]):
-                    return self.heard[-1]
+                self.reports.append(json.loads(line))
+                if condition(self.reports[-1]):
+                    return self.reports[-1]
         raise AssertionError("the engine has ended")
 
     async def ended(self) -> bool:
@@ -55,7 +55,7 @@ async def test_load_is_pushed_as_it_comes_and_goes(client: Client):
         stream.close()
         for follower in (one, other):
             await follower.until(is_idle)
-            revisions = [state["revision"] for state in follower.heard]
+            revisions = [state["revision"] for state in follower.reports]
             assert revisions == sorted(revisions)
     assert (await client.state())["revision"] >= max(revisions)
 
@@ -83,9 +83,9 @@ async def test_host_memory_is_repeated_after_a_change_only(client: Client, adapt
         assert status == 200
         digest = loaded["digest"].removeprefix("sha256:")
         await follower.until(lambda state: digest in state.get("adapters_host", ()))
-        follower.heard.clear()
-        await follower.until(lambda state: len(follower.heard) >= 2)
-        assert not any("adapters_host" in state for state in follower.heard)
+        follower.reports.clear()
+        await follower.until(lambda state: len(follower.reports) >= 2)
+        assert not any("adapters_host" in state for state in follower.reports)
         assert digest in (await client.state())["adapters_host"], "a poll always has the list"
         assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "one"}))[0] == 200
         await follower.until(lambda state: digest not in state.get("adapters_host", (digest,)))

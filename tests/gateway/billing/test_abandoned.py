@@ -44,8 +44,8 @@ def lease(progress: Progress | None = None) -> ExpiredLease:
         "price": {"input": 2_000_000, "cached": 1_000_000, "output": 3_000_000},
     }
     reservation = Reservation(request_id="r", tenant_id="t", tokens=100, max_tokens=0, headers={}, admitted_at=NOON)
-    heard, ended = NOON + timedelta(seconds=3), NOON + timedelta(seconds=33)
-    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_extended=heard, ended=ended)
+    extended, ended = NOON + timedelta(seconds=3), NOON + timedelta(seconds=33)
+    return ExpiredLease(reservation=reservation, lease=note, progress=progress, last_extended=extended, ended=ended)
 
 
 def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequest]:
