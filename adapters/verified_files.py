@@ -1,7 +1,6 @@
 """Record of hashed adapter files, so that later loads of unchanged files read only the headers."""
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,6 +8,7 @@ from pathlib import Path
 from adapters.checkpoint import Checkpoint, files_version, open_checkpoint
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.store import AdapterStore
+from wire.bounded_dict import BoundedDict
 
 # Number of folders that are remembered.
 MAX_VERIFIED = 1 << 16
@@ -22,8 +22,8 @@ class VerifiedFiles:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._versions: OrderedDict[str, tuple[Path, object]] = OrderedDict()
-        self._headers: OrderedDict[str, Checkpoint] = OrderedDict()
+        self._versions = BoundedDict[str, tuple[Path, object]](MAX_VERIFIED)
+        self._headers = BoundedDict[str, Checkpoint](MAX_HEADERS)
 
     @contextmanager
     def use(self, store: AdapterStore, digest: str) -> Iterator[Checkpoint]:
@@ -68,9 +68,5 @@ class VerifiedFiles:
 
     def _remember(self, checkpoint: Checkpoint, version: tuple[Path, object]) -> None:
         with self._lock:
-            self._headers[checkpoint.digest] = checkpoint
-            if len(self._headers) > MAX_HEADERS:
-                self._headers.popitem(last=False)
-            self._versions[checkpoint.digest] = version
-            if len(self._versions) > MAX_VERIFIED:
-                self._versions.popitem(last=False)
+            self._headers.put(checkpoint.digest, checkpoint)
+            self._versions.put(checkpoint.digest, version)

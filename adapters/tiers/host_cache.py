@@ -25,6 +25,7 @@ from adapters.tiers.device_size import refusal
 from adapters.tiers.mixing import Mixtures, PartHeader, check_parts, mix
 from adapters.tiers.tier_state import HostCacheStats, LoadResult
 from adapters.verified_files import VerifiedFiles
+from wire.bounded_dict import BoundedDict
 from wire.mixtures import Mixture
 
 # Queued loads in all and per tenant; more are refused.
@@ -74,8 +75,8 @@ class HostCache:
         self._max_rank = self._max_outside_bytes = LIMITLESS
         # Number of waiting requests per digest, and the tenant that last requested each digest, with its weight.
         self._askers: Counter[str] = Counter()
-        self._asked: OrderedDict[str, tuple[str, float | None]] = OrderedDict()
-        self._failures: OrderedDict[str, tuple[float, Exception]] = OrderedDict()
+        self._asked = BoundedDict[str, tuple[str, float | None]](MAX_ASKED)
+        self._failures = BoundedDict[str, tuple[float, Exception]](MAX_FAILURES)
         self._verified = VerifiedFiles()
         self._mixtures = Mixtures(self._max_bytes)
         self._has_reservation: Callable[[str], bool] = lambda _: False
@@ -137,10 +138,7 @@ class HostCache:
             else:
                 self._threads.share(whose, load, weight=weight)
             self._askers[digest] += 1
-            self._asked[digest] = whose, weight
-            self._asked.move_to_end(digest)
-            if len(self._asked) > MAX_ASKED:
-                self._asked.popitem(last=False)
+            self._asked.put(digest, (whose, weight))
             return load
 
     def stop_waiting(self, digest: str, load: "Future[HostAdapter]") -> None:
@@ -354,10 +352,7 @@ class HostCache:
         """
         if isinstance(error, AdapterError | OSError) and not isinstance(error, AdapterNotFound) and not self._closed:
             with self._changed:
-                self._failures[digest] = time.monotonic() + FAILURE_SECONDS, error
-                self._failures.move_to_end(digest)
-                if len(self._failures) > MAX_FAILURES:
-                    self._failures.popitem(last=False)
+                self._failures.put(digest, (time.monotonic() + FAILURE_SECONDS, error))
 
     def _reserve(self, size: int) -> None:
         """Count `size` more bytes, after evicting adapters until they fit. Waits for an unpin if all others are pinned.

@@ -5,7 +5,7 @@ or a mixture of such adapters (wire/mixtures.py).
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
@@ -18,6 +18,7 @@ from engine.core.client import Core
 from engine.core.errors import EngineUnavailable, QueueFull
 from engine.core.messages import AdapterFacts, Inspection
 from engine.http.errors import ApiError, ModelNotFound
+from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name, named_digest
 from wire.errors import BadRequest
 from wire.mixtures import Mixture, Term, is_mixture, parse_terms
@@ -66,7 +67,7 @@ class ModelRegistry:
         self._mixtures: set[str] = set()
         # Invocation tokens of recently used adapters. A request for an adapter without an entry loads it into host
         # memory, even if it is on the device.
-        self._invocations: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._invocations = BoundedDict[str, tuple[int, ...]](MAX_INVOCATIONS)
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
         self._rest = Rest(NAMED_SHARE, in_flight.wait_idle)
@@ -144,10 +145,7 @@ class ModelRegistry:
         return bool(self._invocations.get(digest))
 
     def _note_invocation(self, adapter: AdapterFacts) -> None:
-        self._invocations[adapter.digest] = adapter.invocation
-        self._invocations.move_to_end(adapter.digest)
-        if len(self._invocations) > MAX_INVOCATIONS:
-            self._invocations.popitem(last=False)
+        self._invocations.put(adapter.digest, adapter.invocation)
 
     async def load(self, name: str, path: str, replace: bool = False) -> str:
         """Register an adapter folder under a name, load it and return its digest. Repeating the call changes nothing.

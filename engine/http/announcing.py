@@ -9,7 +9,9 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientSession, ClientTimeout
+
+from wire.http_errors import HTTP_ERRORS
 
 logger = logging.getLogger(__name__)
 
@@ -59,5 +61,5 @@ async def _send(session: ClientSession, method: str, gateway: str, url: str) -> 
     try:
         async with session.request(method, target, json={"url": url}, allow_redirects=False) as response:
             return "" if response.status == 204 else f"status {response.status}, expected 204"
-    except (ClientError, OSError, TimeoutError) as error:
+    except HTTP_ERRORS as error:
         return type(error).__name__

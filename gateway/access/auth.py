@@ -16,7 +16,6 @@ import logging
 import re
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -33,6 +32,7 @@ from gateway.records.keys.keys import TENANT_ITSELF, ApiKey, Keys
 from gateway.records.lookups import Lookups
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import Tenant
+from wire.bounded_dict import BoundedDict
 
 log = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class Authenticator:
         self._changes = changes
         self._peppers = Peppers(pepper)
         self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
-        self._known: OrderedDict[str, _Known] = OrderedDict()  # by key id, least recently looked up first
+        self._known = BoundedDict[str, _Known](CACHE_ENTRIES)  # by key id, least recently looked up first
         self._lookups = Lookups(self._look_up)
         self._admin_key_anywhere = admin_key_anywhere
         self._running: dict[asyncio.Timeout, str] = {}
@@ -331,10 +331,8 @@ class Authenticator:
 
     def _learn(self, key_id: str, key: ApiKey | None, mark: int) -> _Known:
         used_at = self._used.get(key_id, key.last_used_at if key else None)
-        known = self._known[key_id] = _Known(key, mark, used_at)
-        self._known.move_to_end(key_id)
-        while len(self._known) > CACHE_ENTRIES:
-            self._known.popitem(last=False)
+        known = _Known(key, mark, used_at)
+        self._known.put(key_id, known)
         return known
 
     def _note_use(self, known: _Known, key_id: str) -> None:

@@ -15,6 +15,7 @@ import msgspec
 
 from gateway.access.roles import ADMIN_ROLES, TENANT_ROLES, Role
 from gateway.errors import Forbidden, GatewayError, Unavailable
+from wire.http_errors import HTTP_ERRORS
 
 # Signatures that only the provider's private key can make. `none` and the symmetric HS... are refused.
 ALGORITHMS = ("RS256", "RS384", "RS512", "PS256", "PS384", "PS512", "ES256", "ES384", "ES512", "EdDSA")
@@ -194,7 +195,7 @@ class Oidc:
                 if method == "POST" and 400 <= response.status < 500:
                     raise LoginRefused(f"{REFUSED}: the code is not valid.")
                 found = msgspec.json.decode(body) if response.status == 200 and response.content.at_eof() else None
-        except (aiohttp.ClientError, TimeoutError, OSError, msgspec.MsgspecError, ValueError) as error:
+        except (*HTTP_ERRORS, msgspec.MsgspecError, ValueError) as error:
             raise Unavailable(AWAY, code="login_provider_unavailable") from error
         if not isinstance(found, dict):
             raise Unavailable(AWAY, code="login_provider_unavailable")

@@ -10,7 +10,6 @@ import hmac
 import re
 import secrets
 import time
-from collections import OrderedDict
 from datetime import UTC, datetime, timedelta
 from typing import cast
 
@@ -26,6 +25,7 @@ from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.sessions import Session, SessionRecords
 from gateway.records.lookups import Lookups
 from gateway.records.tenants.tenants import Tenant
+from wire.bounded_dict import BoundedDict
 
 COOKIE = "loraplex_session"
 TOKEN_BYTES, CHECK_HEX = 32, 16
@@ -111,7 +111,7 @@ class Sessions:
         self._idle = idle
         self._note_after = min(NOTE_USE_AFTER, idle / 4)
         self._proofs = proofs
-        self._known: OrderedDict[str, _Known] = OrderedDict()  # by the token's hash, least recently looked up first
+        self._known = BoundedDict[str, _Known](CACHE_ENTRIES)  # by the token's hash, least recently looked up first
         self._lookups = Lookups(self._look_up)
         self._used: dict[str, datetime] = {}
 
@@ -239,10 +239,8 @@ class Sessions:
         if session is None:
             self._known.pop(hashed, None)
             return None
-        known = self._known[hashed] = _Known(session, mark)
-        self._known.move_to_end(hashed)
-        while len(self._known) > CACHE_ENTRIES:
-            self._known.popitem(last=False)
+        known = _Known(session, mark)
+        self._known.put(hashed, known)
         return known
 
     async def _visitor(self, session: Session, csrf: str, is_stale: bool) -> Visitor | None:

@@ -17,13 +17,11 @@ import ipaddress
 import logging
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from redis.exceptions import RedisError
 
 from gateway.access.caller import CALLER, parse_address
 from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
@@ -31,6 +29,8 @@ from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port
 from gateway.process.outage import Outage
+from gateway.redis.errors import REDIS_ERRORS
+from wire.bounded_dict import BoundedDict
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class FailedLogins:
         self._scope = f"loraplex:wrong-keys:{hashlib.sha256(deployment.encode()).hexdigest()[:8]}"
         self._outage = Outage(log, "sharing the count of wrong keys")
         # Address -> time (monotonic) at which its debt is paid off.
-        self._paid_off: OrderedDict[str, float] = OrderedDict()
+        self._paid_off = BoundedDict[str, float](MAX_ADDRESSES)
 
     def middleware(self) -> Middleware:
         """Return the middleware, which goes inside the error boundary."""
@@ -134,10 +134,7 @@ class FailedLogins:
         return self._paid_off.get(address, 0.0) - time.monotonic() - (BURST - 1) * SECONDS_EACH
 
     def _remember(self, address: str, paid_off: float) -> None:
-        self._paid_off[address] = paid_off
-        self._paid_off.move_to_end(address)
-        if len(self._paid_off) > MAX_ADDRESSES:
-            self._paid_off.popitem(last=False)
+        self._paid_off.put(address, paid_off)
 
     async def _share(self, address: str) -> float | None:
         """Add a wrong key to the shared bucket. Return its debt in seconds, None while Redis is away."""
@@ -146,7 +143,7 @@ class FailedLogins:
         try:
             async with asyncio.timeout(SHARE_SECONDS):
                 debt = await self._script(keys=[f"{self._scope}:{address}"], args=[SECONDS_EACH])
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "each process counts alone")
             return None
         self._outage.over()

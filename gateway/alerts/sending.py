@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Any
 
-from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
+from aiohttp import ClientSession, ClientTimeout, DummyCookieJar, TCPConnector
 
 from gateway.access.peppers import split_peppers
 from gateway.alerts.addresses import PublicResolver
@@ -14,6 +14,7 @@ from gateway.alerts.mail import Mailer, MailFailed
 from gateway.alerts.messages import body, text, title
 from gateway.alerts.signing import signed_headers, webhook_secret
 from gateway.records.events.webhooks import Webhook
+from wire.http_errors import HTTP_ERRORS
 
 SECONDS = 10.0
 # Size limit of an answer's head. The answer's body is not read.
@@ -63,7 +64,7 @@ class Sender:
                 return None if 200 <= answer.status < 300 else f"the target answered {answer.status}"
         except TimeoutError:
             raise
-        except (ClientError, OSError, ValueError) as error:
+        except (*HTTP_ERRORS, ValueError) as error:
             return f"the target cannot be reached: {type(error).__name__}"
 
     async def _mail(

@@ -5,13 +5,13 @@ from typing import Annotated
 
 import msgspec
 from aiohttp import web
-from redis.exceptions import RedisError
 
 from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
 from gateway.api.requests.fields import read_body
 from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable, WrongKey
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.discovery import Announcements
+from gateway.redis.errors import REDIS_ERRORS
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -35,7 +35,7 @@ class Engines:
         announcements, url = await self._read(request)
         try:
             await announcements.announce(url)
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             raise Unavailable("The announcement cannot be stored now; try again shortly.") from error
         return web.Response(status=204)
 
@@ -43,7 +43,7 @@ class Engines:
         announcements, url = await self._read(request)
         try:
             await announcements.withdraw(url)
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             raise Unavailable("The announcement cannot be withdrawn now; try again shortly.") from error
         return web.Response(status=204)
 

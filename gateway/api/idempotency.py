@@ -14,12 +14,12 @@ from typing import Any
 import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Middleware
-from redis.exceptions import RedisError
 
 from gateway.access.auth import Authenticator
 from gateway.api.requests.fields import read_raw
 from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
 from gateway.process.loop_lag import deadline
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ class Idempotency:
         try:
             async with deadline(self._timeout):
                 return await call
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             raise Unavailable(f"{HEADER} needs Redis, which is unavailable; try again shortly.") from error
 
 

@@ -5,9 +5,10 @@ import logging
 from collections.abc import Sequence
 
 import msgspec
-from aiohttp import ClientError, ClientPayloadError, ClientSession, ClientTimeout
+from aiohttp import ClientPayloadError, ClientSession, ClientTimeout
 
 from gateway.process.outage import Outage
+from wire.http_errors import HTTP_ERRORS
 from wire.responses import FinishedRequest, FinishedRequestList
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ class FinishedClient:
                 if response.status != 200:
                     raise ClientPayloadError(f"/finished answered {response.status}, expected 200")
                 found = msgspec.json.decode(await response.read(), type=FinishedRequestList).data
-        except (ClientError, OSError, TimeoutError, msgspec.DecodeError) as error:
+        except (*HTTP_ERRORS, msgspec.DecodeError) as error:
             outage = Outage(log, f"reading the usage log of engine {engine_url}")
             self._outages.setdefault(engine_url, outage).failed(type(error).__name__)
             return None

@@ -9,11 +9,11 @@ from typing import Any
 
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
-from redis.exceptions import RedisError
 
 from gateway.billing import sweeps
 from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -137,6 +137,6 @@ class UsageStream:
         try:
             async with deadline(self._timeout):
                 return await call
-        except (RedisError, OSError, TimeoutError, AttributeError) as error:
+        except (*REDIS_ERRORS, AttributeError) as error:
             # A cluster's client raises AttributeError if it drops a connection that a call is about to write to.
             raise Unavailable("The quota store is unavailable; try again shortly.", code="quota_unavailable") from error

@@ -5,12 +5,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Protocol
 
 import msgspec
-from aiohttp import ClientError, ClientResponse, StreamReader
+from aiohttp import ClientResponse, StreamReader
 from msgspec import Raw
 from multidict import CIMultiDict
 
 from gateway.errors import BadRequest, UpstreamFailed
 from gateway.fleet.engine import Traits
+from wire.http_errors import HTTP_ERRORS
 from wire.responses import AnswerHead, ReportLine
 
 # Error responses of our engine are shorter; the rest of a longer one is not read.
@@ -92,7 +93,7 @@ async def read_report(response: ClientResponse, on_progress: Callable[[int], Non
     while True:
         try:
             line = _line.decode(await response.content.readline())
-        except (ClientError, OSError, TimeoutError, ValueError) as error:
+        except (*HTTP_ERRORS, ValueError) as error:
             raise EngineBroke(_how_it_broke(error)) from error
         on_progress(line.completion_tokens)
         if line.answer is not None:
@@ -200,7 +201,7 @@ async def read_chunks(response: Incoming, seconds: float | None = None) -> Async
                     chunk = await anext(parts)
         except StopAsyncIteration:
             return
-        except (ClientError, OSError, TimeoutError) as error:
+        except HTTP_ERRORS as error:
             raise EngineBroke(_how_it_broke(error)) from error
         yield chunk
 

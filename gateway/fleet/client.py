@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 
 from aiohttp import (
     ClientConnectorError,
-    ClientError,
     ClientResponse,
     ClientSession,
     ClientTimeout,
@@ -23,6 +22,7 @@ from gateway.fleet.health import network_reason
 from gateway.fleet.kinds.kind import CONNECT_SECONDS
 from gateway.fleet.kinds.table import Kinds
 from wire.errors import BadRequest as ProtocolError
+from wire.http_errors import HTTP_ERRORS
 from wire.responses import REPORT_TYPE
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class EngineClient:
         except (ClientConnectorError, ServerDisconnectedError, ConnectionError) as error:
             engine.mark_down(f"a request failed: {network_reason(error)}")
             raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
-        except (ClientError, OSError, TimeoutError) as error:
+        except HTTP_ERRORS as error:
             # A stream's response begins with its first token. A whole answer may take long without any fault.
             broken = not isinstance(error, TimeoutError) or call.is_stream
             log.warning("engine %s did not answer request %s: %s", engine.url, call.request_id, type(error).__name__)

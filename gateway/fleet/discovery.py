@@ -12,12 +12,11 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
-from redis.exceptions import RedisError
-
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +86,7 @@ class Discovery:
         try:
             self._last[ANNOUNCEMENTS] = _valid(await announcements.all())
             self._outages[ANNOUNCEMENTS].over()
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             self._outages[ANNOUNCEMENTS].failed(type(error).__name__, "the last listed engines stay in use")
         return self._last.get(ANNOUNCEMENTS, [])
 

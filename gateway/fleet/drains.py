@@ -11,13 +11,13 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from redis.exceptions import RedisError
 
 from gateway.errors import Unavailable
 from gateway.fleet.engine import Drained
 from gateway.fleet.registry import Registry
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class Drains:
         try:
             async with deadline(self._timeout):
                 found = await self._redis.hgetall(KEY)
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "the last known drains apply")
             return False
         self._outage.over()
@@ -71,7 +71,7 @@ class Drains:
         try:
             async with deadline(self._timeout):
                 result = await call
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             raise Unavailable(
                 "Redis is unavailable, so the engine's drain cannot be changed; try again shortly."
             ) from error

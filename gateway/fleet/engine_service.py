@@ -13,9 +13,8 @@ from heapq import nlargest
 from typing import Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from aiohttp import ClientError
-
 from gateway.fleet.engine import EngineRecord
+from wire.http_errors import HTTP_ERRORS
 from wire.service import MAX_TENANTS
 
 log = logging.getLogger(__name__)
@@ -88,7 +87,7 @@ class EngineService:
     async def _report(self, engine: EngineRecord, service: dict[str, float]) -> None:
         try:
             await self._send(engine, service)
-        except (ClientError, OSError, TimeoutError) as error:
+        except HTTP_ERRORS as error:
             if engine not in self._failing:
                 self._failing.add(engine)
                 log.warning(

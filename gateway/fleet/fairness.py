@@ -8,7 +8,7 @@ gets less, so only a tenant that waits and stays below its due is treated unfair
 
 import asyncio
 import time
-from collections import Counter, OrderedDict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.gates import Gates
 from gateway.fleet.queue import Place, TenantPlaces
 from gateway.fleet.service_counters import ServiceCounters
+from wire.bounded_dict import BoundedDict
 
 SAMPLE_SECONDS = 5.0
 # Number of samples in the last minute, of samples in a point of the curves, and of points in an hour.
@@ -124,7 +125,7 @@ class Fairness:
         self.since = time.time()
         self._charged: dict[str, float] = {}
         # In the order of last use, the oldest first.
-        self._known: OrderedDict[str, _Known] = OrderedDict()
+        self._known = BoundedDict[str, _Known](MAX_KNOWN)
         self._waits: deque[tuple[float, float]] = deque(maxlen=ALL_WAITS)
         self._recent: deque[Sums] = deque(maxlen=NOW_SAMPLES)
         self.points: deque[Sums] = deque(maxlen=MAX_POINTS)
@@ -263,10 +264,7 @@ class Fairness:
     def _see(self, tenant_id: str, name: str, weight: float) -> None:
         known = self._known.get(tenant_id)
         waits = known.waits if known is not None else deque(maxlen=TENANT_WAITS)
-        self._known[tenant_id] = _Known(name, weight, waits)
-        self._known.move_to_end(tenant_id)
-        if len(self._known) > MAX_KNOWN:
-            self._known.popitem(last=False)
+        self._known.put(tenant_id, _Known(name, weight, waits))
 
 
 def _summed(parts: Iterable[Sums]) -> Sums:

@@ -12,13 +12,13 @@ from contextlib import suppress
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
-from aiohttp import ClientError
 from msgspec import MsgspecError
 
 from gateway.errors import Unavailable
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.routing import Rates, number_of_homes, rank
 from gateway.records.bases.base import Binding
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class Pinning:
     async def _keep(self, engine: EngineRecord, digests: Sequence[str]) -> None:
         try:
             kept = await self._send(engine, digests)
-        except (ClientError, OSError, TimeoutError, MsgspecError) as error:
+        except (*HTTP_ERRORS, MsgspecError) as error:
             self._report(engine, f"takes no pins of adapters: {type(error).__name__}")
             return
         missing = len(digests) - kept

@@ -3,15 +3,16 @@
 import asyncio
 import logging
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
 from weakref import WeakSet
 
-from aiohttp import ClientError
 from msgspec import MsgspecError
 
 from gateway.fleet.engine import EngineRecord
+from wire.bounded_dict import BoundedDict
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ class Prefetch:
         self._in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
         # Time of the last hint by engine and digest, oldest first.
-        self._sent: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._sent = BoundedDict[tuple[str, str], float](MAX_SENT)
         self._failing: WeakSet[EngineRecord] = WeakSet()
 
     def hint(self, engine: EngineRecord, digests: Sequence[str], tenant_id: str) -> None:
@@ -66,10 +67,7 @@ class Prefetch:
         key, now = (engine.url, digest), time.monotonic()
         if now - self._sent.get(key, -REPEAT_SECONDS) < REPEAT_SECONDS:
             return False
-        self._sent[key] = now
-        self._sent.move_to_end(key)
-        if len(self._sent) > MAX_SENT:
-            self._sent.popitem(last=False)
+        self._sent.put(key, now)
         return True
 
     async def _hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> None:
@@ -77,7 +75,7 @@ class Prefetch:
         try:
             is_loaded = await self._send(engine, digest, tenant_id)
             self._failing.discard(engine)
-        except (ClientError, OSError, TimeoutError, MsgspecError) as error:
+        except (*HTTP_ERRORS, MsgspecError) as error:
             if engine not in self._failing:
                 self._failing.add(engine)
                 log.warning("engine %s takes no prefetch hints: %s", engine.url, type(error).__name__)

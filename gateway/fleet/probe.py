@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-from aiohttp import ClientError, ClientResponseError, ClientSession
+from aiohttp import ClientResponseError, ClientSession
 
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health, network_reason
@@ -12,6 +12,7 @@ from gateway.fleet.kinds.kind import PROBE_TIMEOUT, EngineKind, Misconfigured
 from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.sleeping import Supervisors
 from gateway.records.bases.registry import Bases, NoBase
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +40,7 @@ class Probe:
         except Misconfigured as error:
             engine.mark_misconfigured(str(error))
             return
-        except (ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+        except (*HTTP_ERRORS, msgspec.MsgspecError) as error:
             if isinstance(error, ClientResponseError) and error.status in (401, 403):
                 traits = engine.address.traits
                 engine.mark_misconfigured(ITS_KEY.format(traits.title) if traits.has_own_secret else OUR_KEY)
@@ -63,7 +64,7 @@ class Probe:
                 status = _status(await response.read())
         except TimeoutError:
             engine.note_missed_probe(f"{route} had no answer within {PROBE_TIMEOUT.total:g} s")
-        except (ClientError, OSError) as error:
+        except HTTP_ERRORS as error:
             if await self._supervisors.mark_if_asleep(engine):
                 self._find_base(engine)
             else:
@@ -98,7 +99,7 @@ class Probe:
                 engine.mark_down("its state stream stopped sending", Health.SILENT)
             else:
                 engine.note_missed_probe("its state stream did not begin in time")
-        except (ClientError, OSError, ValueError, msgspec.MsgspecError) as error:
+        except (*HTTP_ERRORS, ValueError, msgspec.MsgspecError) as error:
             # The next probe of the health route finds the reason.
             log.debug("engine %s: its state stream ended: %s", engine.url, type(error).__name__)
         return pushed

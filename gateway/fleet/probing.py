@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-from aiohttp import ClientConnectorError, ClientError, ClientPayloadError, ServerDisconnectedError
+from aiohttp import ClientConnectorError, ClientPayloadError, ServerDisconnectedError
 
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import network_reason
@@ -20,6 +20,7 @@ from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.tenants.tenants import Tenant
 from wire.digests import digest_name
+from wire.http_errors import HTTP_ERRORS
 from wire.probes import AdapterProbe
 
 log = logging.getLogger(__name__)
@@ -99,7 +100,7 @@ class AdapterProber:
             await self._quarantine.reported()
             self._check_deaths(suspect)
             raise NotProbed("the engine died during the probe") from error
-        except (ClientError, OSError, TimeoutError) as error:
+        except HTTP_ERRORS as error:
             raise NotProbed(f"the engine did not answer: {type(error).__name__}") from error
         return _read(engine, status, answer)
 

@@ -13,7 +13,6 @@ requests, the first engine in the order gets all of them again, and the unused c
 
 import math
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import msgspec
 
 from gateway.fleet.engine import LEAST_LOAD_SECONDS, EngineRecord
+from wire.bounded_dict import BoundedDict
 
 # The share by which a full batch prolongs each of its requests: the price of joining the busier of two engines that
 # both have a free place.
@@ -153,15 +153,12 @@ class Rates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         # The decayed number of requests, and the time at which it had this value; least recently counted first.
-        self._counts: OrderedDict[str, tuple[float, float]] = OrderedDict()
+        self._counts = BoundedDict[str, tuple[float, float]](MAX_RATES)
 
     def count(self, digest: str) -> None:
         """Count a request of the adapter."""
         now = self._clock()
-        self._counts[digest] = self._at(digest, now) + 1.0, now
-        self._counts.move_to_end(digest)
-        if len(self._counts) > MAX_RATES:
-            self._counts.popitem(last=False)
+        self._counts.put(digest, (self._at(digest, now) + 1.0, now))
 
     def of(self, digest: str | None) -> float:
         """Return the adapter's rate; 0 for the base model."""
@@ -181,14 +178,11 @@ class Conversations:
     """The last engine of each of the MAX_PREFIXES newest conversations."""
 
     def __init__(self) -> None:
-        self._engines: OrderedDict[bytes, EngineRecord] = OrderedDict()
+        self._engines = BoundedDict[bytes, EngineRecord](MAX_PREFIXES)
 
     def engine(self, prefix: bytes, among: Collection[EngineRecord]) -> EngineRecord | None:
         engine = self._engines.get(prefix)
         return engine if engine in among else None
 
     def served(self, prefix: bytes, engine: EngineRecord) -> None:
-        self._engines[prefix] = engine
-        self._engines.move_to_end(prefix)
-        if len(self._engines) > MAX_PREFIXES:
-            self._engines.popitem(last=False)
+        self._engines.put(prefix, engine)

@@ -10,9 +10,9 @@ import os
 from typing import Any, NamedTuple
 
 import msgspec
-from redis.exceptions import RedisError
 
 from gateway.process.outage import Outage
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class SharedDeaths:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 result = await script(keys=[self._key], args=arguments)
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             self.is_away = True
             self._outage.failed(type(error).__name__, "each process knows only the deaths that it saw")
             return None

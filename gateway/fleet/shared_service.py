@@ -11,10 +11,9 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.process.outage import Outage
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +50,7 @@ class SharedService:
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 weight, *values = await self._script(keys=self._keys, args=arguments)
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "each process orders its queue by its own counters")
             self._counters.exchange_failed()
             return

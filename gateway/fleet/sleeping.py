@@ -12,11 +12,12 @@ import math
 from typing import Literal
 
 import msgspec
-from aiohttp import ClientError, ClientSession, ClientTimeout
+from aiohttp import ClientSession, ClientTimeout
 
 from gateway.errors import NoEngine
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class Supervisors:
                 if response.status == 200:
                     return msgspec.json.decode(await response.read(), type=Sleep)
                 problem = f"status {response.status}"
-        except (ClientError, OSError, TimeoutError, msgspec.MsgspecError) as error:
+        except (*HTTP_ERRORS, msgspec.MsgspecError) as error:
             problem = type(error).__name__
         log.warning("the supervisor of sleeping engines at %s did not answer %s: %s", url, method, problem)
         return None

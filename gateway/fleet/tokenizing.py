@@ -4,7 +4,6 @@ import logging
 from typing import Any
 
 import msgspec
-from aiohttp import ClientError
 
 from gateway.errors import BadRequest, NoEngine
 from gateway.fleet.answers import REFUSED
@@ -13,6 +12,7 @@ from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.registry import Registry
 from gateway.records.bases.base import Base, Binding
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class EngineTokenizer:
         for engine in self._engines(base):
             try:
                 status, answer = await self._kinds[engine.address.traits.name].tokenize(engine, base.name, body)
-            except (ClientError, OSError, TimeoutError) as error:
+            except HTTP_ERRORS as error:
                 log.warning("engine %s did not tokenize a prompt: %s", engine.url, type(error).__name__)
                 continue
             if status in (400, 422):

@@ -2,13 +2,13 @@
 
 from typing import Protocol
 
-from aiohttp import ClientError
 from msgspec import MsgspecError
 
 from gateway.errors import BadRequest, Unavailable
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.registry import Registry
 from gateway.records.bases.base import Binding
+from wire.http_errors import HTTP_ERRORS
 
 
 class Sender(Protocol):
@@ -50,7 +50,7 @@ class Warming:
             )
         try:
             is_loaded = await self._send(found, digest, tenant_id)
-        except (ClientError, OSError, TimeoutError, MsgspecError) as error:
+        except (*HTTP_ERRORS, MsgspecError) as error:
             raise Unavailable(f"The engine did not load the adapter: {type(error).__name__}.") from error
         if not is_loaded:
             raise Unavailable(

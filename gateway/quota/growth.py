@@ -6,11 +6,11 @@ beyond it. Of other engines' streams, no token beyond it is delivered.
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota.local import Grown
+from wire.bounded_dict import BoundedDict
 from wire.responses import ASK_TOKENS
 
 # Share of a tenant's streams that should end within their first hold. Chosen by simulation, as are the constants below:
@@ -41,7 +41,7 @@ class Expectations:
     """
 
     def __init__(self) -> None:
-        self._estimates: OrderedDict[tuple[str, str], float] = OrderedDict()
+        self._estimates = BoundedDict[tuple[str, str], float](KNOWN)
 
     def expect(self, tenant_id: str, model: str) -> int:
         """Return the tokens that one choice holds at first, including the margin."""
@@ -50,11 +50,9 @@ class Expectations:
     def learn(self, tenant_id: str, model: str, completion: float, seconds: float) -> None:
         """Update the estimate with the tokens and the duration of one choice that has ended."""
         needed = completion / (1 + seconds / WINDOW_SECONDS)
-        estimate = self._estimates.pop((tenant_id, model), FIRST)
+        estimate = self._estimates.get((tenant_id, model), FIRST)
         estimate *= GAIN ** (QUANTILE if needed > estimate else QUANTILE - 1)
-        self._estimates[tenant_id, model] = min(MOST, max(LEAST, estimate))
-        if len(self._estimates) > KNOWN:
-            self._estimates.popitem(last=False)
+        self._estimates.put((tenant_id, model), min(MOST, max(LEAST, estimate)))
 
 
 class Pace:

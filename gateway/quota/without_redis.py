@@ -1,6 +1,5 @@
 """Admission while Redis is away, by class of limit: refused, unlimited, or this gateway's share of each limit."""
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
@@ -11,6 +10,7 @@ from gateway.quota.limits import CLASSES, Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
+from wire.bounded_dict import BoundedDict
 
 # Maximum number of budgets whose remaining amount is stored.
 KNOWN_BUDGETS = 10_000
@@ -28,7 +28,7 @@ class WithoutRedis:
         self._admitted = admitted
         self._local = LocalLimits()
         # Tenant id and field -> the budget's remaining amount when Redis last answered.
-        self._budgets: OrderedDict[str, int] = OrderedDict()
+        self._budgets = BoundedDict[str, int](KNOWN_BUDGETS)
 
     def refuses(self, limits: Sequence[Limit]) -> bool:
         """Return whether a request under these limits is refused."""
@@ -64,10 +64,7 @@ class WithoutRedis:
         for limit, state in zip(limits, states, strict=True):
             if limit.kind in BUDGET:
                 key = tenant_id + limit.field
-                self._budgets[key] = state[0]
-                self._budgets.move_to_end(key)
-                if len(self._budgets) > KNOWN_BUDGETS:
-                    self._budgets.popitem(last=False)
+                self._budgets.put(key, state[0])
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
         whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind in BUDGET else limit.value

@@ -5,11 +5,10 @@ import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
-from redis.exceptions import RedisError
-
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import Unavailable
 from gateway.process.background import running
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +48,7 @@ class Housekeeping:
         try:
             async with asyncio.timeout(self._redis_timeout):
                 return await is_first(self._redis, TURN, EVERY_SECONDS)
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             # The quota code logs an outage of Redis.
             log.debug("housekeeping is postponed, because redis is unreachable: %s", error)
             return False

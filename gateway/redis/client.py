@@ -14,13 +14,14 @@ from redis.asyncio.cluster import RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoScriptError, RedisError, ResponseError
+from redis.exceptions import NoScriptError, ResponseError
 
 from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
 from gateway.process.outage import Outage
 from gateway.quota import script
 from gateway.redis.connections import translate
+from gateway.redis.errors import REDIS_ERRORS
 from gateway.redis.pipeline import Pipeline
 from gateway.redis.sentinel import SCHEME as SENTINEL
 from gateway.redis.sentinel import sentinel_client
@@ -91,7 +92,7 @@ class QuotaStore:
         self._begun = False
         # A cluster's client raises AttributeError if it drops a connection that another call is about to write to.
         dropped = (AttributeError,) if isinstance(redis, RedisCluster) else ()
-        self._faults: tuple[type[Exception], ...] = (RedisError, OSError, TimeoutError, *dropped)
+        self._faults: tuple[type[Exception], ...] = (*REDIS_ERRORS, *dropped)
         self._failures = 0
         self._outage = Outage(log, "redis")
         self._refusals = Outage(log, "a call to redis")

@@ -8,7 +8,6 @@ client never waits.
 
 import asyncio
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 
 from aiohttp import web
@@ -21,6 +20,7 @@ from gateway.api.requests.pieces import COST
 from gateway.errors import Handler
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds
+from wire.bounded_dict import BoundedDict
 from wire.http_requests import has_bad_head
 
 # Size of a bucket in seconds of the rate.
@@ -44,7 +44,7 @@ class UnservedRate:
         # The waits of one owner end at the same time.
         self._rounds = Rounds()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
-        self._full: OrderedDict[str, float] = OrderedDict()
+        self._full = BoundedDict[str, float](MAX_OWNERS)
         # Time (monotonic) after which no owner waits.
         self._calm = 0.0
 
@@ -79,11 +79,8 @@ class UnservedRate:
         cost = self._seconds_each * (1 + request.get(COST, 0) // PIECE_BYTES)
         now = time.monotonic()
         full = min(max(now, self._full.get(owner, 0.0)) + cost, now + BURST_SECONDS + longest)
-        self._full[owner] = full
-        self._full.move_to_end(owner)
+        self._full.put(owner, full)
         self._calm = max(self._calm, full - BURST_SECONDS)
-        if len(self._full) > MAX_OWNERS:
-            self._full.popitem(last=False)
 
     async def _wait(self, request: web.Request, caller: Caller) -> None:
         owner, _ = self._owner(request, caller)

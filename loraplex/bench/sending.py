@@ -15,6 +15,7 @@ import aiohttp
 import msgspec
 
 from loraplex.bench.load import Api, Planned
+from wire.http_errors import HTTP_ERRORS
 
 PATHS: Mapping[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 ERROR_LENGTH = 200
@@ -128,7 +129,7 @@ class Sender:
             sample.error = Failure("timeout", f"no whole answer within {self._timeout.total:g} s")
         except aiohttp.ClientPayloadError as error:
             sample.error = Failure("cut", str(error))
-        except (aiohttp.ClientError, OSError) as error:
+        except HTTP_ERRORS as error:
             sample.error = Failure("connection", f"{type(error).__name__}: {error}")
         except (msgspec.DecodeError, ValueError) as error:
             sample.error = Failure("protocol", str(error))

@@ -17,6 +17,7 @@ import aiohttp
 from aiohttp import web
 
 from loraplex.up.processes import Child, ChildError, ProcessGroup
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +128,7 @@ class SleepingBase:
         """Return whether an engine has work, has worked since the last look, or does not answer."""
         try:
             states = await asyncio.gather(*(self._read(session, engine) for engine in self._engines))
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+        except (*HTTP_ERRORS, ValueError):
             return True
         self._model, self._digest = states[0].get("model"), states[0].get("base_digest")
         before, self._steps = self._steps, [state["steps"] for state in states]

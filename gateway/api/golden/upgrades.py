@@ -11,8 +11,6 @@ import logging
 import time
 from collections.abc import AsyncIterator, Iterable
 
-from redis.exceptions import RedisError
-
 from gateway.api.golden.checking import GoldenChecks
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import GatewayError, Unavailable
@@ -22,6 +20,7 @@ from gateway.fleet.registry import Registry
 from gateway.process.background import running
 from gateway.records.adapters.golden import Golden, Unchecked
 from gateway.records.tenants.tenants import Tenants
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Upgrades:
                     self._redis, TURN, SEARCH_TURN_SECONDS
                 ):
                     await self._take_turn()
-            except (Unavailable, RedisError, OSError, TimeoutError) as error:
+            except (Unavailable, *REDIS_ERRORS) as error:
                 log.debug("golden answers are checked later: %s", type(error).__name__)
             except Exception:
                 # The next search does not depend on this one.

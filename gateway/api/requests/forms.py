@@ -10,7 +10,6 @@ that serves it ends the refusals early.
 import hashlib
 import math
 import time
-from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +18,7 @@ from aiohttp import web
 
 from gateway.api.requests.memory import BodyShare
 from gateway.errors import EngineShareUsed
+from wire.bounded_dict import BoundedDict
 
 # The form of a body that has one.
 FORM = web.RequestKey("form", bytes)
@@ -86,7 +86,7 @@ class _Tenant:
     (monotonic) of the current refusal, 0 without one.
     """
 
-    known: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    known: BoundedDict[bytes, None] = field(default_factory=lambda: BoundedDict(MAX_KNOWN))
     refused_until: float = 0.0
     next_probe: float = 0.0
 
@@ -95,7 +95,7 @@ class Forms:
     """The recently used forms and the current refusals, by tenant, in bounded memory."""
 
     def __init__(self) -> None:
-        self._tenants: OrderedDict[str, _Tenant] = OrderedDict()
+        self._tenants = BoundedDict[str, _Tenant](MAX_TENANTS)
 
     async def read(self, tenant_id: str, raw: bytes, share: BodyShare) -> bytes | None:
         """Return the body's form. Raises EngineShareUsed for a new form of a tenant whose new forms are refused."""
@@ -127,10 +127,7 @@ class Forms:
         tenant = self._tenant(tenant_id)
         if form not in tenant.known:
             tenant.refused_until = tenant.next_probe = 0.0
-        tenant.known[form] = None
-        tenant.known.move_to_end(form)
-        if len(tenant.known) > MAX_KNOWN:
-            tenant.known.popitem(last=False)
+        tenant.known.put(form, None)
 
     def refused(self, tenant_id: str, form: bytes | None, retry_after: int) -> None:
         """Record that the engines refuse to compile new forms of a tenant for `retry_after` seconds."""
@@ -142,8 +139,6 @@ class Forms:
         tenant.next_probe = now + min(PROBE_SECONDS, retry_after)
 
     def _tenant(self, tenant_id: str) -> _Tenant:
-        tenant = self._tenants.setdefault(tenant_id, _Tenant())
-        self._tenants.move_to_end(tenant_id)
-        if len(self._tenants) > MAX_TENANTS:
-            self._tenants.popitem(last=False)
+        tenant = self._tenants.get(tenant_id) or _Tenant()
+        self._tenants.put(tenant_id, tenant)
         return tenant

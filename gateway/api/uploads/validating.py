@@ -7,7 +7,6 @@ from contextlib import suppress
 from typing import Literal
 
 import msgspec
-from redis.exceptions import RedisError
 
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
@@ -18,6 +17,7 @@ from gateway.records.adapters.probes import Probes, Unprobed
 from gateway.records.adapters.rows import READY, Reason, State
 from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.redis.errors import REDIS_ERRORS
 from gateway.sharing.turns import Turns
 from wire.probes import AdapterProbe
 
@@ -162,7 +162,7 @@ class Validation:
         """Return whether no process has tried the version recently. Without Redis this process tries it."""
         try:
             return await is_first(self._redis, f"loraplex:probe:{tenant_id}:{name}:{version}", CLAIM_SECONDS)
-        except (RedisError, OSError, TimeoutError):
+        except REDIS_ERRORS:
             return True
 
     def _begin(self, tenant: Tenant, new: Adapter | Unprobed) -> "asyncio.Task[None]":

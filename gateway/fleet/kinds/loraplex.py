@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
-from aiohttp import ClientError, ClientResponse, ClientTimeout
+from aiohttp import ClientResponse, ClientTimeout
 
 from gateway.errors import BadRequest, EngineShareUsed, GatewayError, Unavailable
 from gateway.fleet.answers import FAILURES, REFUSED, Incoming
@@ -23,6 +23,7 @@ from gateway.fleet.kinds.kind import (
     with_clients_names,
 )
 from wire.digests import digest_name
+from wire.http_errors import HTTP_ERRORS
 from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest
@@ -156,7 +157,7 @@ class Loraplex(EngineKind):
         """Raise a request's allowance on its engine. If that fails, the answer ends at the previous allowance."""
         try:
             await self._post_json(engine, "/allowances", AllowanceRequest(request_id, tokens), RAISE_TIMEOUT)
-        except (ClientError, OSError, TimeoutError) as error:
+        except HTTP_ERRORS as error:
             log.warning(
                 "raising the allowance of request %s on %s failed: %s", request_id, engine.url, type(error).__name__
             )

@@ -10,9 +10,8 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from redis.exceptions import RedisError
-
 from gateway.process.outage import Outage
+from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +82,7 @@ class RecentUses:
                 found = await self._script(
                     keys=[key], args=[KEEP_SECONDS, *(part for use in news.items() for part in use)]
                 )
-        except (RedisError, OSError, TimeoutError) as error:
+        except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "each process knows only its own uses")
             return {}
         self._outage.over()

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from weakref import WeakKeyDictionary
 
 import msgspec
-from aiohttp import ClientError, ClientTimeout
+from aiohttp import ClientTimeout
 
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.verified_files import VerifiedFiles
@@ -23,6 +23,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.kinds.kind import Services, read_detail
 from wire.digests import digest_name
 from wire.errors import BadRequest
+from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class RuntimeAdapters:
                     try:
                         body = {"lora_name": self._api.name(digest)}
                         status, answer = await self._post(engine, self._api.unload, body)
-                    except (ClientError, OSError, TimeoutError) as error:
+                    except HTTP_ERRORS as error:
                         status, answer = 0, type(error).__name__.encode()
                 if not self._api.is_unloaded(status, answer, body["lora_name"]):
                     reason = _message(answer)

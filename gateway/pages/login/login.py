@@ -8,7 +8,6 @@ import hmac
 import math
 import secrets
 import time
-from collections import OrderedDict
 from datetime import timedelta
 
 from aiohttp import web
@@ -23,6 +22,7 @@ from gateway.access.throttle import FailedLogins, client_network
 from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
 from gateway.pages.frame.frame import Frame
 from gateway.process.admin_port import is_admin_port
+from wire.bounded_dict import BoundedDict
 
 LOGIN_COOKIE = "loraplex_login"
 # Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one every so many seconds.
@@ -43,7 +43,7 @@ class LoginRate:
 
     def __init__(self) -> None:
         # Subject -> time (monotonic) at which its bucket is full again.
-        self._full: OrderedDict[str, float] = OrderedDict()
+        self._full = BoundedDict[str, float](MAX_SUBJECTS)
 
     def take(self, person: Identity) -> None:
         """Count a person's log-in. Raises TooManyFailures."""
@@ -56,10 +56,7 @@ class LoginRate:
         full = max(now, self._full.get(subject, 0.0)) + seconds
         if full - now > burst * seconds:
             raise TooManyFailures(retry_after=math.ceil(full - now - burst * seconds))
-        self._full[subject] = full
-        self._full.move_to_end(subject)
-        if len(self._full) > MAX_SUBJECTS:
-            self._full.popitem(last=False)
+        self._full.put(subject, full)
 
 
 class LoginPages:

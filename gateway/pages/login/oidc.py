@@ -9,7 +9,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from redis.exceptions import RedisError
 
 from gateway.access.auth import Authenticator
 from gateway.access.caller import CALLER
@@ -20,6 +19,7 @@ from gateway.access.sessions import Identity
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
 from gateway.pages.login.login import LoginPages, home_of_request
 from gateway.records.tenants.tenants import Tenants
+from gateway.redis.errors import REDIS_ERRORS
 
 STATE_COOKIE = "loraplex_oidc"
 # Maximum time for a log-in at the provider.
@@ -158,7 +158,7 @@ class OidcPages:
             self._used[kept.state] = kept.until
         try:
             return bool(await self._redis.set(f"loraplex:oidc:{kept.state}", "1", nx=True, ex=STATE_SECONDS))
-        except (RedisError, OSError, TimeoutError):
+        except REDIS_ERRORS:
             return has_room
 
 
