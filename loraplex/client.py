@@ -22,6 +22,7 @@ from loraplex.client_paths import (
     version_path,
 )
 from wire.model_names import Reference
+from wire.sse import read_events
 
 # Limits silence, not total time, because a large adapter on a slow line may take long.
 UPLOAD_TIMEOUT = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=300)
@@ -91,12 +92,10 @@ class GatewayClient:
             async with self._session.post(self.url + path, json=body | {"stream": True}) as response:
                 if response.status >= 400:
                     raise _refusal(response.status, await response.read())
-                async for line in response.content:
-                    if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
-                        continue
-                    event = json.loads(line[5:])
+                async for data in read_events(response.content.iter_any()):
+                    event = json.loads(data)
                     if "error" in event:
-                        raise _refusal(response.status, line[5:])
+                        raise _refusal(response.status, data)
                     yield event
         except (aiohttp.ClientError, TimeoutError) as error:
             raise GatewayError(f"cannot reach the gateway at {self.url}: {reason(error)}") from error
@@ -215,7 +214,7 @@ class GatewayClient:
         return await self.listed(mixtures_path(tenant))
 
     async def save_mixture(self, tenant: str | None, name: str, model: str, etag: str | None = None) -> dict[str, Any]:
-        """Save a mixture under a name. etag: of the mixture that is replaced; None takes the present one, if any."""
+        """Save a mixture under a name. etag: the replaced mixture's ETag; None takes the present one, if any."""
         return await self._put_matching(named_path(mixtures_path(tenant), name), {"model": model}, etag)
 
     async def delete_mixture(self, tenant: str | None, name: str) -> None:
@@ -318,7 +317,7 @@ class GatewayClient:
             query = query | {"after": following}
 
     async def audit(self, *, own: bool = False, **query: Any) -> Any:
-        """Return a page of the audit log. query: as its route takes it. own: of the key's tenant."""
+        """Return a page of the audit log. query: the route's parameters. own: only the key's own tenant."""
         return await self.call("GET", "/v1/audit" if own else "/admin/api/audit", params=query)
 
     async def plans(self) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.records.money.prices import format_money
+from wire.money import format_money
 
 # Keys of event data that hold micro-units.
 MONEY = ("budget", "spent")

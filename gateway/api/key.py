@@ -15,8 +15,8 @@ from gateway.quota.kinds import BUDGET, BY_LETTER, GAUGE
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota
-from gateway.records.money.prices import exact_money
 from gateway.sharing.turns import Turns
+from wire.money import exact_money
 
 # Maximum concurrent reads, at most one per tenant, because a read may need sums of the ledger; and a tenant's pause
 # after a read, as a factor of its duration.

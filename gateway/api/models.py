@@ -15,9 +15,10 @@ from gateway.records.adapters.rows import READY, Version
 from gateway.records.adapters.saved_mixtures import SavedMixture
 from gateway.records.bases.base import Base
 from gateway.records.money.priced_names import AdapterPrices
-from gateway.records.money.prices import FREE, Price, exact_money
+from gateway.records.money.prices import FREE, Price
 from gateway.records.tenants.tenants import Tenant
 from wire.mixtures import is_mixture
+from wire.money import exact_money
 
 
 class Models:

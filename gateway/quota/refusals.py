@@ -9,7 +9,7 @@ from gateway.quota.demand import Demand
 from gateway.quota.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import CLASSES, Limit
 from gateway.quota.periods import period_words
-from gateway.records.money.prices import exact_money, format_money
+from wire.money import exact_money, format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
 States = Sequence[tuple[int, int, int]]

@@ -7,10 +7,11 @@ from sqlalchemy import or_, select
 
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, adapters, api_keys, tenants
+from wire.digests import bare_digest
 
 # Matches of each kind.
 MOST = 20
-_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{8,64})")
+_DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
 class FoundVersion(msgspec.Struct, frozen=True, kw_only=True):
@@ -61,11 +62,11 @@ class Search:
             tenants, tenants.c.id == adapters.c.tenant_id
         )
         named = owned.where(adapters.c.name.like(like, escape="~"))
-        digest = _DIGEST.fullmatch(text)
+        digest = _DIGEST.fullmatch(bare_digest(text))
         versions = (
             owned.add_columns(adapter_versions.c.version, adapter_versions.c.digest)
             .join(adapter_versions, adapter_versions.c.adapter_id == adapters.c.id)
-            .where(adapter_versions.c.digest.like(f"{digest[1] if digest else ''}%"))
+            .where(adapter_versions.c.digest.like(f"{digest[0] if digest else ''}%"))
         )
         async with self._database.read() as connection:
             of_tenants = (await connection.execute(names.order_by(tenants.c.name).limit(MOST))).scalars()

@@ -16,6 +16,7 @@ import msgspec
 
 from loraplex.bench.load import Api, Planned
 from wire.http_errors import HTTP_ERRORS
+from wire.sse import DONE, EventReader
 
 PATHS: Mapping[Api, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 ERROR_LENGTH = 200
@@ -155,16 +156,12 @@ class Sender:
 
 async def _read(response: aiohttp.ClientResponse, sample: Sample) -> None:
     """Read a stream of events to its end. Events that arrive in one piece have one time."""
-    rest = b""
+    reader = EventReader()
     ended = False
     async for piece in response.content.iter_any():
         now = time.perf_counter()
-        *lines, rest = (rest + piece).split(b"\n")
-        for line in lines:
-            if not line.startswith(b"data:"):
-                continue
-            data = line[5:].strip()
-            if data == b"[DONE]":
+        for data in reader.feed(piece):
+            if data == DONE:
                 ended = True
                 continue
             event = _decode(data)

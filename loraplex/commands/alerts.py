@@ -7,8 +7,9 @@ from urllib.parse import quote
 import click
 
 from loraplex.commands.common import Gateway, admin_options, again, examples
-from loraplex.commands.output import json_option, money, print_json, print_table
+from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.values import Moment, Words, given
+from wire.money import exact_money
 
 # Keys of event data that hold micro-units.
 MONEY = ("budget", "spent")
@@ -125,5 +126,5 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
 
 def _value(name: str, value: Any) -> str:
     if name in MONEY:
-        return money(value)
+        return exact_money(value)
     return value if isinstance(value, str) else json.dumps(value)

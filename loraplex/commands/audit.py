@@ -7,9 +7,10 @@ from typing import Any
 import click
 
 from loraplex.commands.common import Gateway, examples, tenant_options
-from loraplex.commands.output import BUDGETS, json_option, money, print_csv, print_json, print_table
+from loraplex.commands.output import BUDGETS, json_option, print_csv, print_json, print_table
 from loraplex.commands.prices import AMOUNTS
 from loraplex.commands.values import Moment, Words, given
+from wire.money import exact_money
 
 COLUMNS = (
     "id",
@@ -98,7 +99,7 @@ def _in_money(value: Any, names: Sequence[str]) -> Any:
     if not isinstance(value, dict):
         return value
     return {
-        name: money(given) if name in names and isinstance(given, int) else _in_money(given, names)
+        name: exact_money(given) if name in names and isinstance(given, int) else _in_money(given, names)
         for name, given in value.items()
     }
 

@@ -10,6 +10,7 @@ import click
 from loraplex.commands.common import Gateway, admin_options, examples, one_line
 from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.prices import PRICE
+from wire.digests import PREFIX
 
 BASES = "/admin/api/bases"
 MODEL = click.option(
@@ -156,7 +157,7 @@ def retire(name: str, force: bool, as_json: bool, gateway: Gateway) -> None:
     With `sha256:` and a digest, or its beginning, as NAME, change nothing: list the engines and the adapter versions
     that still use these weights, and exit with 1 if there are any, so that a script can wait.
     """
-    if name.startswith("sha256:"):
+    if name.startswith(PREFIX):
         _list_left(name, as_json, gateway)
         return
     _show(_change(gateway, name, {"state": "retired"}, force=force), f"retired {name}", as_json)
@@ -166,7 +167,7 @@ def _list_left(digest: str, as_json: bool, gateway: Gateway) -> None:
     """Print the engines and the versions that still use the weights with a digest. Exit with 1 if there are any."""
     rows = gateway.run(lambda client: client.bases())
     found = [row for row in rows if row["digest"] is not None and row["digest"].startswith(digest)]
-    if len(found) != 1 or digest == "sha256:":
+    if len(found) != 1 or digest == PREFIX:
         problem = "no base model" if not found else f"{len(found)} base models"
         raise click.ClickException(f"{problem} with the digest {digest}; `loraplex base list` lists them")
     left = [{"uses": "engine", "name": url, "state": "up"} for url in found[0]["engines"]]

@@ -4,13 +4,13 @@ import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
-from decimal import Decimal
 from typing import Any
 
 import click
 
-from loraplex.commands.values import MICRO_UNITS, limit_names
+from loraplex.commands.values import limit_names
 from wire.csv_cells import csv_lines
+from wire.money import exact_money
 
 # Names of the terms in money, as in gateway/quota/kinds.py, which the command line does not load at its start.
 BUDGETS = tuple(
@@ -25,12 +25,6 @@ def json_option(command: Callable[..., Any]) -> Callable[..., Any]:
     return flag(command)
 
 
-def money(micro_units: int) -> str:
-    """Return an exact amount of the deployment's currency, with at least two decimals."""
-    whole, _, part = f"{Decimal(micro_units) / MICRO_UNITS:f}".partition(".")
-    return f"{whole}.{part:0<2}"
-
-
 def moment(text: str) -> str:
     """Return a time of the API in UTC, without fractions of a second."""
     return datetime.fromisoformat(text).astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
@@ -39,7 +33,7 @@ def moment(text: str) -> str:
 def limits_text(row: dict[str, Any]) -> str | None:
     """Return a row's limits that are set, as one table cell; None if none is set."""
     limits = {name: row[name] for name in limit_names() if row.get(name) is not None}
-    limits |= {name: money(limits[name]) for name in BUDGETS if name in limits}
+    limits |= {name: exact_money(limits[name]) for name in BUDGETS if name in limits}
     return ",".join(f"{name}={value}" for name, value in limits.items()) or None
 
 

@@ -3,8 +3,9 @@
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.output import json_option, money, print_json, print_table
-from loraplex.commands.values import MICRO_UNITS, Money, given
+from loraplex.commands.output import json_option, print_json, print_table
+from loraplex.commands.values import Money, given
+from wire.money import MICRO_UNITS, exact_money
 
 AMOUNTS = ("input", "cached", "output")
 # The API accepts no higher price.
@@ -37,7 +38,7 @@ def set_price(
     """Set the price of MODEL: an adapter as tenant/name, a tenant's adapters as 'tenant/*', the base model, or '*'."""
     prices = given({"input": input_price, "output": output_price, "cached": cached_price})
     done = gateway.run(lambda client: client.set_price(model, force=force, **prices))
-    amounts = ", ".join(f"{name} {money(done[name])}" for name in AMOUNTS)
+    amounts = ", ".join(f"{name} {exact_money(done[name])}" for name in AMOUNTS)
     click.echo(f"set the price of {model}: {amounts} {done['currency']} per million tokens")
 
 
@@ -50,7 +51,7 @@ def list_all(as_json: bool, gateway: Gateway) -> None:
     if as_json:
         print_json(rows)
         return
-    amounts = [{name: money(row[name]) for name in AMOUNTS} for row in rows]
+    amounts = [{name: exact_money(row[name]) for name in AMOUNTS} for row in rows]
     columns = ("model", *AMOUNTS, "currency", "updated_at")
     print_table([row | amount for row, amount in zip(rows, amounts, strict=True)], columns)
 

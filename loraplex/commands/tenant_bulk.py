@@ -7,10 +7,11 @@ from typing import Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.output import BUDGETS, money
+from loraplex.commands.output import BUDGETS
 from loraplex.commands.tenant_filter import filter_options, read_filter
 from loraplex.commands.terms import Tags, term_names
 from loraplex.commands.values import NO_LIMIT, Words
+from wire.money import exact_money
 
 
 @click.command(
@@ -84,11 +85,11 @@ def field_text(name: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case int() if name in BUDGETS:
-            return money(value)
+            return exact_money(value)
         case dict() if name in ("model_limits", "prices"):
             amounts = (*BUDGETS, "input", "cached", "output")
             text = {
-                model: {key: money(v) if key in amounts and isinstance(v, int) else v for key, v in each.items()}
+                model: {key: exact_money(v) if key in amounts and isinstance(v, int) else v for key, v in each.items()}
                 for model, each in value.items()
             }
             return json.dumps(text, separators=(",", ":"))

@@ -7,11 +7,12 @@ from urllib.parse import quote
 import click
 
 from loraplex.commands.common import Gateway, admin_options, again, confirm, examples, yes_option
-from loraplex.commands.output import json_option, money, print_json, print_table
+from loraplex.commands.output import json_option, print_json, print_table
 from loraplex.commands.tenant_filter import filter_options, read_filter
 from loraplex.commands.terms import Tags, in_money, print_fields, term_names, term_options
 from loraplex.commands.values import TenantCommand, Words, given, limit_names
 from loraplex.commands.whoami import print_left
+from wire.money import exact_money
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
@@ -85,7 +86,7 @@ def _in_query(value: Any) -> str:
 
 def _month(row: dict[str, Any]) -> dict[str, Any]:
     month = row.get("month")
-    return {} if month is None else {name: money(month[name]) for name in ("spend", "forecast")}
+    return {} if month is None else {name: exact_money(month[name]) for name in ("spend", "forecast")}
 
 
 @tenant.command("show", epilog=examples("loraplex tenant show acme"))

@@ -6,8 +6,9 @@ from typing import Any
 
 import click
 
-from loraplex.commands.output import BUDGETS, limits_text, moment, money, print_table
+from loraplex.commands.output import BUDGETS, limits_text, moment, print_table
 from loraplex.commands.values import NO_LIMIT, Money, Shares, Target, Words
+from wire.money import exact_money
 
 ALL = "all"
 
@@ -82,7 +83,7 @@ def term_names(given: Sequence[str]) -> list[str]:
 
 
 def in_money(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {name: money(row[name]) for name in BUDGETS if row.get(name) is not None}
+    return row | {name: exact_money(row[name]) for name in BUDGETS if row.get(name) is not None}
 
 
 def print_fields(row: dict[str, Any]) -> None:
@@ -93,7 +94,10 @@ def print_fields(row: dict[str, Any]) -> None:
     fields |= {f"model_limits of {model}": limits_text(limits) for model, limits in row["model_limits"].items()}
     fields |= {f"price of {model}": price_text(price) for model, price in row.get("prices", {}).items()}
     if month := row.get("month"):
-        fields |= {"spend this month": money(month["spend"]), "forecast of the month": money(month["forecast"])}
+        fields |= {
+            "spend this month": exact_money(month["spend"]),
+            "forecast of the month": exact_money(month["forecast"]),
+        }
         fields |= {"requests this month": month["requests"], "last_used_at": month["last_used_at"]}
     fields |= {
         field: moment(fields[field]) for field in ("created_at", "updated_at", "last_used_at") if fields.get(field)
@@ -103,4 +107,4 @@ def print_fields(row: dict[str, Any]) -> None:
 
 
 def price_text(price: dict[str, int]) -> str:
-    return ",".join(f"{name}={money(price[name])}" for name in ("input", "cached", "output"))
+    return ",".join(f"{name}={exact_money(price[name])}" for name in ("input", "cached", "output"))

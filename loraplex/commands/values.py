@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 
+from wire.money import MICRO_UNITS
+
 NO_LIMIT = "none"
-MICRO_UNITS = 1_000_000
 MOST_MICRO_UNITS = 10**15
 FACTORS = {"": 1, "k": 1000, "M": 10**6, "G": 10**9}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}

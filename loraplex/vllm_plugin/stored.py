@@ -14,6 +14,7 @@ from adapters.open_store import open_store
 from adapters.store import AdapterStore
 from adapters.verified_files import VerifiedFiles
 from engine.probing.base_digest import base_digest
+from wire.digests import digest_name
 
 STORE, CACHE, CACHE_BYTES = "LORAPLEX_ADAPTER_STORE", "LORAPLEX_ADAPTER_CACHE", "LORAPLEX_ADAPTER_CACHE_BYTES"
 BASE_DIGEST = "LORAPLEX_BASE_DIGEST"
@@ -63,7 +64,9 @@ class StoredAdapters:
             except AdapterNotFound:
                 return None
             except AdapterError as error:
-                raise AdapterUnavailable(f"the adapter sha256:{digest} in the store is damaged: {error}") from error
+                raise AdapterUnavailable(
+                    f"the adapter {digest_name(digest)} in the store is damaged: {error}"
+                ) from error
             except OSError as error:
                 raise AdapterUnavailable(f"the adapter store cannot be read: {error.strerror or error}") from error
             if checkpoint.manifest.invocation:

@@ -12,9 +12,9 @@ from gateway.fleet.warming import Warming
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.use import AdapterUses, Use
-from gateway.records.money.prices import exact_money
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.sharing.turns import Turns
+from wire.money import exact_money
 
 # Maximum concurrent queries, at most one per tenant; and a tenant's pause after a query, as a factor of its duration.
 READS, REST = 2, 1.0

@@ -23,13 +23,13 @@ from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState, Shape
 from gateway.records.bases.registry import Bases
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, MODEL, PriceList, Prices
-from wire.digests import digest_name
+from wire.digests import bare_digest, digest_name
 from wire.errors import ConfigError
 from wire.model_config import context_length
 from wire.model_names import version_name
 from wire.text.tokenizer import Tokenizer, TokenizerError
 
-_DIGEST = re.compile(r"(?:sha256:)?([0-9a-f]{64})")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 Folder = Annotated[str, Meta(min_length=1, max_length=1024)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -181,10 +181,10 @@ def _named(digest: str | None) -> str | None:
 
 
 def _bare(digest: str) -> str:
-    match = _DIGEST.fullmatch(digest)
+    match = _DIGEST.fullmatch(bare_digest(digest))
     if match is None:
         raise BadRequest("digest: expected 64 hexadecimal digits, as an engine's /state has them.", param="digest")
-    return match[1]
+    return match[0]
 
 
 def _read_folder(folder: str | None) -> dict[str, Any] | None:

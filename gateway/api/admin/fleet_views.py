@@ -34,7 +34,7 @@ class ResidentRow(NamedTuple):
 
     @property
     def name(self) -> str:
-        return ", ".join(self.names) or f"sha256:{self.digest[:12]}…"
+        return ", ".join(self.names) or f"{digest_name(self.digest[:12])}…"
 
 
 class Matrix(NamedTuple):

@@ -9,7 +9,7 @@ from msgspec import Raw
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, InferenceRequest
 from gateway.billing.account import Account
 from gateway.fleet.answers import Fields, decode_choices, decode_field
-from gateway.records.money.prices import exact_money
+from wire.money import exact_money
 
 # Prefix of an answer's id by the name of its endpoint.
 ID_PREFIXES = {CHAT.name: "chatcmpl-", COMPLETIONS.name: "cmpl-"}

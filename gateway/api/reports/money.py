@@ -4,7 +4,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.records.money.prices import exact_money
+from wire.money import exact_money
 
 
 def with_money(figures: dict[str, Any]) -> dict[str, Any]:

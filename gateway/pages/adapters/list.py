@@ -14,6 +14,7 @@ from gateway.pages.parts.links import Links
 from gateway.pages.parts.states import TONES
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
+from wire.digests import digest_name
 
 LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "format")
 COLUMNS = (
@@ -120,6 +121,6 @@ class AdapterListPage:
         if chosen is not None:
             known.add(chosen)
         shown = [
-            (f"sha256:{digest}", f"{served.get(digest) or 'not served'} · {digest[:8]}") for digest in sorted(known)
+            (digest_name(digest), f"{served.get(digest) or 'not served'} · {digest[:8]}") for digest in sorted(known)
         ]
         return [("", "any"), *shown]

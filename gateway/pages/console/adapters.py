@@ -20,8 +20,9 @@ from gateway.records.adapters.catalog import Adapter, Model
 from gateway.records.adapters.list import MAX_PAGE, AdapterPage, ListedAdapter, ListFilter, Sort
 from gateway.records.bases.base import FIRST, Base
 from gateway.records.money.priced_names import AdapterPrices
-from gateway.records.money.prices import Price, exact_money
+from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Tenant
+from wire.money import exact_money
 
 QUERY = ("q", "state", "rank", "unused", "sort", "page", "format")
 # Tenants do not see columns about engines and other tenants.

@@ -10,7 +10,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from gateway.records.money.prices import MICRO_UNITS, format_money
+from wire.money import MICRO_UNITS, format_money
 
 NOTHING = Markup('<span class="none">–</span>')
 EXACT = "%Y-%m-%d %H:%M:%S UTC"

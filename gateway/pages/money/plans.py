@@ -14,9 +14,10 @@ from gateway.pages.parts.forms import read_terms, term_groups, terms_text
 from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
-from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, format_money
+from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price
 from gateway.records.tenants.plans import Plan
 from gateway.records.tenants.terms import DEFAULTS, NO_TERMS, given_terms
+from wire.money import format_money
 
 PLANS = "/admin/plans"
 

@@ -22,7 +22,6 @@ from gateway.pages.parts.periods import (
     segments_of,
 )
 from gateway.pages.parts.tables import ROWS, Column, read_table
-from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.money.usage_ranking import (
     CURVES,
     GROUPS,
@@ -36,6 +35,7 @@ from gateway.records.money.usage_ranking import (
     Step,
     UsageRanking,
 )
+from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", "month", "last_month")

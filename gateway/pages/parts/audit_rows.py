@@ -11,7 +11,7 @@ from gateway.pages.frame.frame import link
 from gateway.pages.parts.forms import NO_LIMIT, TITLES, term_text, title_of
 from gateway.pages.parts.tables import CSV_AT_ONCE, MAX_CSV, Column, Table
 from gateway.records.audit import AuditEntry
-from gateway.records.money.prices import format_money
+from wire.money import format_money
 
 AMOUNTS = ("input", "cached", "output")
 # Words for actions and for fields; others are shown by their names.

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from gateway.quota.kinds import ADAPTER_KINDS, BUDGET_NAMES, KINDS, REQUEST_KINDS
-from gateway.records.money.prices import MICRO_UNITS, exact_money, format_money
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.terms import Terms, given_terms
+from wire.money import MICRO_UNITS, exact_money, format_money
 
 NO_LIMIT = "none"
 MONEY = frozenset(BUDGET_NAMES)

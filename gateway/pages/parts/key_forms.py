@@ -130,7 +130,7 @@ def revoke_form(frame: Frame, request: web.Request, name: str, text: str, cancel
 
 
 def read_expiry(days: str) -> datetime | None:
-    """Return the end of a new key's life. days: of EXPIRIES. Raises BadRequest."""
+    """Return the end of a new key's life. days: a value in EXPIRIES. Raises BadRequest."""
     if days not in dict(EXPIRIES):
         raise BadRequest("expires: choose one of the times.", param="expires")
     return datetime.now(UTC) + timedelta(days=int(days)) if days else None

@@ -8,8 +8,8 @@ from aiohttp import web
 
 from gateway.api.reports.files import csv_parts, json_parts, send_file
 from gateway.errors import BadRequest
-from gateway.records.money.prices import exact_money
 from gateway.records.requests.log import LogEntry, LogFilter, LogPage
+from wire.money import exact_money
 
 # Entries that are read and encoded at a time: a few ms of the event loop.
 AT_ONCE = 200

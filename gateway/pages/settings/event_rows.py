@@ -11,7 +11,7 @@ from gateway.alerts.messages import MONEY, title
 from gateway.api.reports.files import csv_parts, send_file
 from gateway.pages.parts.tables import Column
 from gateway.records.events.events import Event, Events
-from gateway.records.money.prices import exact_money, format_money
+from wire.money import exact_money, format_money
 
 # Events that are read and encoded at a time.
 AT_ONCE = 200

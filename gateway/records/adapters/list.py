@@ -24,6 +24,7 @@ from gateway.records.tables import (
     usage_daily,
     usage_hourly,
 )
+from wire.digests import bare_digest
 from wire.model_names import version_name
 
 Sort = Literal["name", "tenant", "version", "state", "size", "rank", "created", "requests", "last_used"]
@@ -278,7 +279,7 @@ def _conditions(listed: Subquery, which: ListFilter) -> list[ColumnElement[bool]
         found.append(or_(own.state == which.state, own.newest_state == which.state))
     if which.search is not None:
         text = which.search.lower()
-        digest = own.digest.startswith(text.removeprefix("sha256:"), autoescape=True)
+        digest = own.digest.startswith(bare_digest(text), autoescape=True)
         names = (name.contains(text, autoescape=True) for name in (own.name, own.tenant))
         found.append(or_(*names, digest))
     return found

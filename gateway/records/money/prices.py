@@ -19,24 +19,13 @@ from gateway.records.bases.registry import Bases
 from gateway.records.changes import PRICES, Changes, count_change
 from gateway.records.database import Database
 from gateway.records.tables import plans, prices, tenants
+from wire.money import MICRO_UNITS
 
 # The base model's name, an adapter as "tenant/name", all of a tenant's adapters as "tenant/*", or everything as "*".
 MODEL = re.compile(r"[^\s\x00-\x1f\x7f][^\x00-\x1f\x7f]{0,255}")
 EVERYTHING = "*"
 # All adapters of every tenant, in the prices of a plan.
 ALL_ADAPTERS = "*/*"
-MICRO_UNITS = 1_000_000
-
-
-def format_money(micro_units: int, currency: str = "") -> str:
-    """Return the exact amount for people: `0.00`, `1,212.50`, `0.000001`, or with its currency `12.50 EUR`."""
-    whole, part = divmod(micro_units, MICRO_UNITS)
-    return f"{whole:,}.{f'{part:06}'.rstrip('0'):0<2} {currency}".rstrip()
-
-
-def exact_money(micro_units: int) -> str:
-    """Return the exact amount for programs: a decimal such as `0.00`, `1212.50` or `0.000001`."""
-    return format_money(micro_units).replace(",", "")
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):

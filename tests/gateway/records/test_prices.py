@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from gateway.records.adapters.catalog import Model
 from gateway.records.database import Database
-from gateway.records.money.prices import FREE, Price, PriceList, Prices, format_money
+from gateway.records.money.prices import FREE, Price, PriceList, Prices
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.bases import only
 from testing.gateway.running import BASE_MODEL, HI_TOKENS, Gateway, until
+from wire.money import format_money
 
 amounts = st.integers(0, 10**9)
 tokens = st.integers(0, 10**6)
