@@ -64,7 +64,7 @@ LOGITS_COPIES = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class ExpectedLoad:
     """A load to serve. adapters: number in use, all of one rank. prompt_tokens, output_tokens: of a request. streams:
     requests at once; None: as many as fit.
     """
@@ -149,7 +149,7 @@ class AbsentCheckpoint(Checkpoint):
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class EstimatedDevice:
     """A device to estimate. ops: pack its weights. roofline: None if it is measured once the weights are
     known.
     """
@@ -160,7 +160,7 @@ class Target:
     reached: float
 
 
-def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
+def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estimate:
     """Return an engine's memory and speed. gpu: a name of `GPUS`; None: the configuration's device on this machine.
 
     Raises ConfigError, naming the field, for a configuration that does not fit or a load that it cannot serve.
@@ -216,20 +216,20 @@ def estimate(config: EngineConfig, gpu: str | None, load: Load) -> Estimate:
     return Estimate(memory, _throughput(memory, work, roofline, target.reached, load, sizes.max_num_seqs))
 
 
-def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Target:
+def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> EstimatedDevice:
     """Return the device. Raises ConfigError for an unknown GPU, or a device that does not compute."""
     if gpu is not None:
         if gpu not in GPUS:
             raise ConfigError("gpu", f"expected one of {', '.join(GPUS)}; got {gpu!r}")
         found = GPUS[gpu]
-        return Target(GpuPlatform(found.title, found.memory), TorchOps(), found.roofline, REACHED_GPU)
+        return EstimatedDevice(GpuPlatform(found.title, found.memory), TorchOps(), found.roofline, REACHED_GPU)
     if config.device.startswith(SIMULATED):
         raise ConfigError("device", f"expected auto, cpu or cuda, or a --gpu to estimate; got {config.device!r}")
     device = resolve_device(config)
     platform = platform_of(device)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    return Target(platform, ops, None, REACHED_CPU if platform.is_host else REACHED_GPU)
+    return EstimatedDevice(platform, ops, None, REACHED_CPU if platform.is_host else REACHED_GPU)
 
 
 class DraftNeeds(NamedTuple):
@@ -321,12 +321,12 @@ def _num_blocks(config: EngineConfig, share: Share | None, needs: Needs, block_b
     return count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
 
 
-def _pages_each(load: Load) -> int:
+def _pages_each(load: ExpectedLoad) -> int:
     return -(-load.rank // PAGE_RANK)
 
 
 def _throughput(
-    memory: Memory, work: StepWork, roofline: Roofline, reached: float, load: Load, max_num_seqs: int
+    memory: Memory, work: StepWork, roofline: Roofline, reached: float, load: ExpectedLoad, max_num_seqs: int
 ) -> Throughput:
     """Return the times of the load. Raises ConfigError for a request that does not fit.
 

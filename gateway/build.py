@@ -30,7 +30,7 @@ from gateway.api.engines import Engines
 from gateway.api.golden.build import build_golden
 from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.golden.upgrades import Upgrades
-from gateway.api.health import Health, MetricsPage
+from gateway.api.health import HealthRoutes, MetricsPage
 from gateway.api.home import Home
 from gateway.api.idempotency import Idempotency
 from gateway.api.inference.admission import Admission
@@ -86,7 +86,7 @@ class Gateway:
     body_memory: BodyMemory
     connections: ConnectionLimiter
     drain: Drain
-    health: Health
+    health: HealthRoutes
     alerts: Alerts
     disks: Disks
     frame: Frame
@@ -279,8 +279,8 @@ def _build_webhook_manager(settings: Settings, records: Records, alerts: Alerts)
     )
 
 
-def _build_health(resources: Resources, billing: Billing, serving: Serving, drain: Drain) -> Health:
-    return Health(
+def _build_health(resources: Resources, billing: Billing, serving: Serving, drain: Drain) -> HealthRoutes:
+    return HealthRoutes(
         database=resources.database,
         quota=billing.quota,
         ledger=billing.ledger,

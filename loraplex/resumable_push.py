@@ -17,11 +17,11 @@ PART_BYTES = 8 << 20
 # Pauses before a part is sent again after the gateway could not be reached, in seconds.
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)
 
-Progress = Callable[[int, int], object]
+ReportBytes = Callable[[int, int], object]
 
 
 async def push_in_parts(
-    client: GatewayClient, route: str, name: str, path: Path, progress: Progress, **base: str
+    client: GatewayClient, route: str, name: str, path: Path, progress: ReportBytes, **base: str
 ) -> dict[str, Any]:
     """Upload a PEFT folder or an archive as `name` and return the adapter.
 

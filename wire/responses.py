@@ -32,7 +32,7 @@ class Usage(Struct):
     currency: str | UnsetType = UNSET
 
 
-class Progress(Struct):
+class GenerationProgress(Struct):
     """Token counts so far and the receipt. The gateway bills streams that end early by them.
 
     adapter_digest: the adapter whose pages the steps read: `sha256:<digest>`, `base` or `mixed`; null before the first
@@ -84,7 +84,7 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    loraplex: Progress | UnsetType = UNSET
+    loraplex: GenerationProgress | UnsetType = UNSET
 
 
 class TopLogprob(Struct):
@@ -149,7 +149,7 @@ class ChatCompletion(Struct):
     model: str
     choices: list[ChatChoice]
     usage: Usage | UnsetType | None = UNSET
-    loraplex: Progress | UnsetType = UNSET
+    loraplex: GenerationProgress | UnsetType = UNSET
     prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
 
@@ -351,6 +351,6 @@ class FinishedRequestList(Struct):
     object: str = "list"
 
 
-class Health(Struct):
+class HealthStatus(Struct):
     status: str
     reason: str | None = None

@@ -24,7 +24,7 @@ from wire.responses import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
-    Progress,
+    GenerationProgress,
     PromptLogprob,
     PromptLogprobs,
     TopLogprob,
@@ -75,7 +75,7 @@ class Answer(ABC, Generic[ChoiceT]):
         *,
         stream: bool,
         usage: Usage | UnsetType | None = UNSET,
-        progress: Progress | UnsetType = UNSET,
+        progress: GenerationProgress | UnsetType = UNSET,
     ) -> Completion | ChatCompletion:
         """Return the response body, or the stream event, that carries the choices."""
 
@@ -166,7 +166,7 @@ class CompletionAnswer(Answer[CompletionChoice]):
         *,
         stream: bool,
         usage: Usage | UnsetType | None = UNSET,
-        progress: Progress | UnsetType = UNSET,
+        progress: GenerationProgress | UnsetType = UNSET,
     ) -> Completion:
         return Completion(self._id, "text_completion", self._created, self._body.model, choices, usage, progress)
 
@@ -288,7 +288,7 @@ class ChatAnswer(Answer[ChatChoice]):
         *,
         stream: bool,
         usage: Usage | UnsetType | None = UNSET,
-        progress: Progress | UnsetType = UNSET,
+        progress: GenerationProgress | UnsetType = UNSET,
     ) -> ChatCompletion:
         kind = "chat.completion.chunk" if stream else "chat.completion"
         answer = ChatCompletion(self._id, kind, self._created, self._body.model, choices, usage, progress)

@@ -22,7 +22,7 @@ from engine.http.request_span import Phases, describe_generation
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
 from wire.errors import BadRequest
 from wire.requests import SamplingRequest
-from wire.responses import AnswerHead, Progress, PromptTokensDetails, Usage
+from wire.responses import AnswerHead, GenerationProgress, PromptTokensDetails, Usage
 from wire.structured import GrammarSpec
 from wire.telemetry.spans import Span
 from wire.text.tokenizer import Tokenizer
@@ -265,12 +265,12 @@ class Run:
                 if ready := deltas if shared is None else shared.share(deltas):
                     yield ready
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> GenerationProgress:
         if len(self._sequences) == 1:
             [only] = self._sequences
             cached = only.num_cached_tokens if only.num_prompt_tokens else 0
             ended = self._by_allowance or UNSET
-            return Progress(only.num_tokens, self.prompt_tokens, cached, only.served_digest, ended)
+            return GenerationProgress(only.num_tokens, self.prompt_tokens, cached, only.served_digest, ended)
         # Counts the cached tokens of a prompt once for all its choices: the fewest, because later choices find the
         # prompt in the cache.
         cached = 0
@@ -278,7 +278,7 @@ class Run:
             group = self._sequences[start : start + self._choices]
             cached += min((s.num_cached_tokens for s in group if s.num_prompt_tokens), default=0)
         completion = sum(s.num_tokens for s in self._sequences)
-        return Progress(completion, self.prompt_tokens, cached, self._served(), self._by_allowance or UNSET)
+        return GenerationProgress(completion, self.prompt_tokens, cached, self._served(), self._by_allowance or UNSET)
 
     def _served(self) -> str | None:
         """Return the receipt of all sequences; None if no sequence had a step."""
@@ -290,7 +290,7 @@ class Run:
         served = self._served()
         return {} if served is None else {RECEIPT_HEADER: served}
 
-    def _progress_if_internal(self) -> Progress | msgspec.UnsetType:
+    def _progress_if_internal(self) -> GenerationProgress | msgspec.UnsetType:
         return self._progress() if self._internal else UNSET
 
     def _usage(self) -> Usage:

@@ -90,7 +90,7 @@ class Core:
         self._num_calls = 0
         self.failure: str | None = None
 
-    async def load(self, link: Link, load: messages.Load) -> None:
+    async def load(self, link: Link, load: messages.LoadModel) -> None:
         """Load the model. Raises ConfigError, OSError."""
         self._link = link
         try:
@@ -218,7 +218,7 @@ class Core:
             case messages.Stepped(seconds, outputs):
                 if events is not None:
                     events.stepped(seconds, outputs)
-            case messages.Answer(call, value, fault):
+            case messages.Reply(call, value, fault):
                 future = self._calls.get(call)
                 if future is not None and not future.done():
                     # The value is copied, because the frame's memory is reused.

@@ -95,7 +95,7 @@ class RemoveMixture(Message):
 
 
 class Ask(Message):
-    """Ask a question; `Answer` follows. call: number of the answer."""
+    """Ask a question; `Reply` follows. call: number of the answer."""
 
     call: int
     question: "Question"
@@ -110,7 +110,7 @@ class Cancel(Message):
 # Questions, each with the type of its answer.
 
 
-class Load(Message):
+class LoadModel(Message):
     """Load the model -> EngineFacts. adapter_store: as in `ServerConfig`."""
 
     config: EngineConfig
@@ -191,7 +191,7 @@ class Close(Message):
 
 
 Question = (
-    Load
+    LoadModel
     | PrepareGrammars
     | ReadState
     | MeasureRoofline
@@ -265,8 +265,8 @@ class Released(Message):
     request_id: str
 
 
-class Answer(Message):
-    """Answer to a question: its value, or an error. value: msgpack of the question's type."""
+class Reply(Message):
+    """Answer to a question: a value or an error. value: msgpack of the question's type."""
 
     call: int
     value: msgspec.Raw
@@ -294,7 +294,7 @@ class Failed(Message):
     reason: str
 
 
-Event = Stepped | Refused | Released | Answer | AdapterLoaded | Loading | Failed
+Event = Stepped | Refused | Released | Reply | AdapterLoaded | Loading | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

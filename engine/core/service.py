@@ -151,15 +151,15 @@ class CoreService:
 
     async def _reply(self, call: int, question: Question) -> None:
         try:
-            answer = messages.Answer(call, msgspec.Raw(messages.encode(await self._work_on(question))))
+            answer = messages.Reply(call, msgspec.Raw(messages.encode(await self._work_on(question))))
         except Exception as error:  # noqa: BLE001 - sent to the front
-            answer = messages.Answer(call, msgspec.Raw(b"\xc0"), Fault.of(error))
+            answer = messages.Reply(call, msgspec.Raw(b"\xc0"), Fault.of(error))
         self._tasks.pop(call, None)
         self.send(answer)
 
     def _work_on(self, question: Question) -> Coroutine[Any, Any, Any]:
         match question:
-            case messages.Load():
+            case messages.LoadModel():
                 return self._load(question)
             case messages.PrepareGrammars(tokenizer):
                 return self._prepare_grammars(tokenizer)
@@ -185,7 +185,7 @@ class CoreService:
             case messages.Close():
                 return self._close()
 
-    async def _load(self, load: messages.Load) -> EngineFacts:
+    async def _load(self, load: messages.LoadModel) -> EngineFacts:
         self.host_cache = await asyncio.to_thread(self._make_host_cache, load)
         self._open.push_async_callback(asyncio.to_thread, self.host_cache.close)
         self.engine = await asyncio.to_thread(self._make_engine, load)
@@ -204,10 +204,10 @@ class CoreService:
         self._open.callback(self._grammars.close)
         self._loaded()
 
-    def _make_engine(self, load: messages.Load) -> Engine:
+    def _make_engine(self, load: messages.LoadModel) -> Engine:
         return Engine(load.config, self.host_cache, lambda *progress: self.send(messages.Loading(*progress)))
 
-    def _make_host_cache(self, load: messages.Load) -> HostCache:
+    def _make_host_cache(self, load: messages.LoadModel) -> HostCache:
         config, path = load.config, Path(load.config.model)
         raw_config = read_config(path)
         model = parse_model_config(raw_config)

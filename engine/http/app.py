@@ -25,7 +25,7 @@ from engine.answering.usage_log import UsageLog
 from engine.config import EngineConfig, ServerConfig
 from engine.core.client import Core
 from engine.core.errors import EngineUnavailable
-from engine.core.messages import Load
+from engine.core.messages import LoadModel
 from engine.core.process import open_link
 from engine.http.access import IS_INTERNAL, Access, request_lines, say_request_id
 from engine.http.description import engine_description
@@ -41,7 +41,7 @@ from engine.sampling_defaults import OPENAIS, read_sampling_defaults
 from engine.scheduling.request import RequestOutput
 from wire.errors import ConfigError
 from wire.http_requests import guard_requests
-from wire.responses import Health, Version
+from wire.responses import HealthStatus, Version
 from wire.telemetry.http_log import http_logger
 from wire.telemetry.spans import Tracing, trace_requests
 from wire.text.tokenizer import Tokenizer
@@ -173,7 +173,7 @@ class Server:
         self._core = core = Core(
             load_ended=self._metrics.host_load_ended, progress=partial(self._note_progress, progress)
         )
-        load = Load(self._config, server.adapter_store, str(server.adapter_cache), server.adapter_cache_bytes)
+        load = LoadModel(self._config, server.adapter_store, str(server.adapter_cache), server.adapter_cache_bytes)
         link = await open_link(core, self._config)
         if link.pid is not None:
             self._metrics.watch_core(link.pid)
@@ -250,18 +250,18 @@ class Server:
 
     async def _health(self, _: web.Request) -> web.Response:
         if self._core is not None and self._core.failure is not None:
-            return json_response(Health("unhealthy", self._core.failure), 503)
+            return json_response(HealthStatus("unhealthy", self._core.failure), 503)
         if self._draining:
-            return json_response(Health("draining"), 503, {"Retry-After": "1"})
+            return json_response(HealthStatus("draining"), 503, {"Retry-After": "1"})
         if self._routes is None:
-            return json_response(Health("loading", self._phase), 503)
-        return json_response(Health("ok"))
+            return json_response(HealthStatus("loading", self._phase), 503)
+        return json_response(HealthStatus("ok"))
 
     async def _live(self, _: web.Request) -> web.Response:
         """Answer whether a restart would help: 503 once the engine has failed."""
         if self._core is not None and self._core.failure is not None:
-            return json_response(Health("unhealthy", self._core.failure), 503)
-        return json_response(Health("ok"))
+            return json_response(HealthStatus("unhealthy", self._core.failure), 503)
+        return json_response(HealthStatus("ok"))
 
     async def failed(self) -> None:
         """Return once the engine has failed; `start` must have ended."""

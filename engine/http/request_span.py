@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from wire.responses import Progress
+from wire.responses import GenerationProgress
 from wire.telemetry.spans import OPERATIONS, Span, Value
 
 
@@ -26,7 +26,9 @@ class Phases:
             self.prefill = min(self.prefill, prefill)
 
 
-def describe_generation(span: Span, path: str, model: str, phases: Phases, done: Progress, reason: str) -> None:
+def describe_generation(
+    span: Span, path: str, model: str, phases: Phases, done: GenerationProgress, reason: str
+) -> None:
     """Set the span's attributes, named as in OpenTelemetry's conventions for generative AI; the `gen_ai.latency` ones,
     in seconds, are vLLM's.
 

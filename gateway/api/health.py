@@ -41,7 +41,7 @@ class State(Struct, frozen=True):
         return self.text == "ok" or self.text.startswith("ok: ")
 
 
-class Health:
+class HealthRoutes:
     """Routes for liveness and readiness. `tokenizer` is always "ok": it is loaded before the gateway listens.
 
     degraded_is_ready: whether a gateway stays in its load balancer while its shared dependencies are unavailable.

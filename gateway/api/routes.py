@@ -27,7 +27,7 @@ from gateway.api.admin.tenant_bulk import AdminTenantBulk, NewBulk
 from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
-from gateway.api.health import Health, MetricsPage
+from gateway.api.health import HealthRoutes, MetricsPage
 from gateway.api.home import Home
 from gateway.api.inference.completions import Completions
 from gateway.api.key import KeyInfo, OwnKey
@@ -347,12 +347,12 @@ API: dict[type, tuple[Route, ...]] = {
     ),
     Home: (Route("GET", "/", Home.get, "Return the service's addresses.", is_open=True),),
     Description: (Route("GET", "/openapi.json", Description.get, "Return this description.", is_open=True),),
-    Health: (
-        Route("GET", "/healthz", Health.live, "Return whether the process runs.", is_open=True),
+    HealthRoutes: (
+        Route("GET", "/healthz", HealthRoutes.live, "Return whether the process runs.", is_open=True),
         Route(
             "GET",
             "/readyz",
-            Health.ready,
+            HealthRoutes.ready,
             "Return whether requests can be served.",
             is_open=True,
             query=("strict",),

@@ -7,7 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.access.sessions import COOKIE, VISITOR
-from gateway.api.health import Health
+from gateway.api.health import HealthRoutes
 from gateway.pages.adapters.build import build_adapter_pages
 from gateway.pages.console.build import build_console
 from gateway.pages.fleet.build import build_fleet_pages
@@ -39,7 +39,7 @@ def build_pages(
     records: Records,
     billing: Billing,
     serving: Serving,
-    health: Health,
+    health: HealthRoutes,
     drain: Drain,
 ) -> Pages:
     """Return the pages without those of settings and of one adapter, which need objects of the API."""

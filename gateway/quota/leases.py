@@ -10,7 +10,7 @@ import msgspec
 from gateway.errors import Unavailable
 from gateway.quota.kinds import TAKES_ONE, WINDOW
 from gateway.quota.limits import Limit
-from gateway.quota.reservation import EPOCH, Progress, Reservation
+from gateway.quota.reservation import EPOCH, LeaseProgress, Reservation
 from gateway.redis.client import QuotaStore
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ class _Lease(msgspec.Struct):
     reservation: Reservation
     limits: Sequence[Limit]
     note: bytes
-    progress: Progress | None = None
+    progress: LeaseProgress | None = None
 
 
 class Leases:
@@ -52,7 +52,7 @@ class Leases:
             if not leases:
                 del self._leases[tenant_id]
 
-    def progress(self, reservation: Reservation, progress: Progress) -> None:
+    def progress(self, reservation: Reservation, progress: LeaseProgress) -> None:
         lease = self._leases.get(reservation.tenant_id, {}).get(reservation.request_id)
         if lease is not None:
             lease.progress = progress

@@ -23,7 +23,7 @@ State = tuple[float, float, float]
 MAX_STATES = 100_000
 
 
-class Answer(msgspec.Struct, frozen=True, gc=False):
+class Acquired(msgspec.Struct, frozen=True, gc=False):
     """Answer to `acquire`. states: remaining, wait (ms) and reset (ms) of each limit, in the order of the limits."""
 
     allowed: bool
@@ -84,7 +84,7 @@ class LocalLimits:
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
 
-    def acquire(self, limits: Sequence[Limit], demand: Demand, now: int | None = None) -> Answer:
+    def acquire(self, limits: Sequence[Limit], demand: Demand, now: int | None = None) -> Acquired:
         """Reserve a request as the script's `acquire` does."""
         now = _now() if now is None else now
         rooms = [self._room(demand.tenant_id, limit, now) for limit in limits]
@@ -106,7 +106,7 @@ class LocalLimits:
             if len(self._states) + len(self._days) > MAX_STATES:
                 self._forget(now)
         states = [(room.left, wait, _reset(room, now)) for room, wait in zip(rooms, waits, strict=True)]
-        return Answer(allowed, granted, states)
+        return Acquired(allowed, granted, states)
 
     def peek(self, scope: str, limits: Sequence[Limit], now: int | None = None) -> list[tuple[int, int]]:
         """Return remaining and reset (ms) of each limit, as the script's `peek` does, without a change."""

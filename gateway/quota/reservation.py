@@ -42,7 +42,7 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.hold is None else self.hold.charged
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class LeaseProgress(msgspec.Struct, frozen=True, array_like=True):
     """Progress of a request: its engine and its counts so far.
 
     is_free: whether it costs no money, because its engine died and it has no answer.
@@ -61,7 +61,7 @@ class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):
 
     reservation: Reservation
     lease: dict[str, Any]
-    progress: Progress | None
+    progress: LeaseProgress | None
     last_extended: datetime
     ended: datetime
 
@@ -81,7 +81,7 @@ def read_expired(
             admitted_at=moment(at),
         ),
         lease=msgspec.json.decode(note),
-        progress=msgspec.json.decode(progress, type=Progress) if progress else None,
+        progress=msgspec.json.decode(progress, type=LeaseProgress) if progress else None,
         last_extended=ended - timedelta(milliseconds=lease_ms),
         ended=ended,
     )

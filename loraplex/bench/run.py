@@ -31,7 +31,7 @@ class BenchError(Exception):
 
 
 @dataclass(slots=True)
-class Progress:
+class RunCounts:
     """Counts of a run so far."""
 
     sent: int = 0
@@ -53,7 +53,7 @@ class Run:
     seconds: float = 0.0
     interrupted: bool = False
     monitor: Monitor = field(default_factory=Monitor)
-    progress: Progress = field(default_factory=Progress)
+    progress: RunCounts = field(default_factory=RunCounts)
 
 
 @dataclass(slots=True)

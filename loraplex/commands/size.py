@@ -14,7 +14,7 @@ from loraplex.commands.programs import needs_extra
 from wire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.sizing import Estimate, Load
+    from engine.sizing import Estimate, ExpectedLoad
 
 PER_MILLISECOND = 1000
 
@@ -49,8 +49,8 @@ def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None
         load = {name: flags.pop(name) for name in named}
         config = EngineConfig(**flags | {"model": model})
         with needs_extra("engine"):
-            from engine.sizing import Load, estimate
-        asked = Load(**load, streams=streams)
+            from engine.sizing import ExpectedLoad, estimate
+        asked = ExpectedLoad(**load, streams=streams)
         found = estimate(config, gpu, asked)
     if as_json:
         print_json(asdict(found.memory) | asdict(found.throughput))
@@ -58,7 +58,7 @@ def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None
         _show(found, asked)
 
 
-def _show(found: "Estimate", load: "Load") -> None:
+def _show(found: "Estimate", load: "ExpectedLoad") -> None:
     m, t = found.memory, found.throughput
     needs = m.needs
     rows = [

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from loraplex.commands.output import BUDGETS, limits_text, moment, print_table
-from loraplex.commands.values import NO_LIMIT, Money, Shares, Target, Words
+from loraplex.commands.values import NO_LIMIT, Money, SecondsOrNone, Shares, Words
 from wire.money import exact_money
 
 ALL = "all"
@@ -65,7 +65,7 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option("--priority", type=int, help="Priority from 0 (served first) to 9 (shed first)."),
         click.option(
             "--ttft-target",
-            type=Target(),
+            type=SecondsOrNone(),
             help="Wanted time to first token in seconds, or 'none'; the engines' metrics count the answers within it.",
         ),
         click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),

@@ -33,7 +33,7 @@ class Limit(click.ParamType):
         return int(number)
 
 
-class Target(click.ParamType):
+class SecondsOrNone(click.ParamType):
     """A number of seconds, or `none` for no target."""
 
     name = "seconds"

@@ -13,14 +13,14 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpus import GPUS
-from engine.sizing import Estimate, Load, estimate
+from engine.sizing import Estimate, ExpectedLoad, estimate
 from kernels.platform import platform_of
 from loraplex.cli import main
 from loraplex.models import ensure_demo_model
 from testing.stack import CACHE
 from testing.tiny import save_model
 
-LOAD = Load(adapters=64, rank=16, prompt_tokens=64, output_tokens=32)
+LOAD = ExpectedLoad(adapters=64, rank=16, prompt_tokens=64, output_tokens=32)
 # The shape of Llama-3.1-8B.
 EIGHT_BILLION = {
     "architectures": ["LlamaForCausalLM"],
@@ -101,7 +101,7 @@ def test_an_engine_that_measures_its_memory_finds_the_estimate_within_a_tenth(
 def test_a_gpus_memory_is_divided_as_an_engine_divides_it(eight_billion: Path) -> None:
     def sizes(gpu: str, **options: Any) -> Estimate:
         config = EngineConfig(model=str(eight_billion), max_model_len=8192, **options)
-        return estimate(config, gpu, Load(500, 16, 512, 256))
+        return estimate(config, gpu, ExpectedLoad(500, 16, 512, 256))
 
     h100, h200 = sizes("h100"), sizes("h200")
     dense = h100.memory.needs.weights

@@ -12,7 +12,7 @@ from gateway.api.requests.fields import YEARS, json_response, read_flag
 from gateway.billing.lease_note import noted_versions
 from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.quota.quota import Quota
-from gateway.records.adapters.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, Target, Targets
+from gateway.records.adapters.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, AliasTarget, Targets
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import ListedAdapter
 from gateway.records.adapters.rows import Version
@@ -119,7 +119,7 @@ class AdapterVersions:
         for i, each in enumerate(given.targets):
             _check_end(each.expires_at, f"targets[{i}].expires_at")
         await caller.count_change(request, self._quota)
-        targets = [Target(each.version, each.weight, each.expires_at) for each in given.targets]
+        targets = [AliasTarget(each.version, each.weight, each.expires_at) for each in given.targets]
         name, alias, if_match = _alias_of(request)
         moved, is_new = await self._catalog.aliases.move(caller.tenant, name, alias, targets, caller.actor, if_match)
         return _alias_response(moved, 201 if is_new else 200)

@@ -18,7 +18,7 @@ from gateway.pages.adapters.page import earlier_targets, shown_targets
 from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
-from gateway.records.adapters.aliases import Alias, Target
+from gateway.records.adapters.aliases import Alias, AliasTarget
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.tenants.tenants import Tenants
 from wire.model_names import MAX_VERSION, version_name
@@ -298,9 +298,9 @@ def _name_of(adapter: PageAdapter, given: Mapping[str, str]) -> str:
     return f"{adapter.name}:{given.get('alias', '')}" if given.get("act") == "delete_alias" else adapter.name
 
 
-def _target(form: Mapping[str, str], row: int) -> Target:
+def _target(form: Mapping[str, str], row: int) -> AliasTarget:
     version, weight = f"version_{row}", f"weight_{row}"
-    return Target(_number(form[version], version), _number(form.get(weight) or "1", weight))
+    return AliasTarget(_number(form[version], version), _number(form.get(weight) or "1", weight))
 
 
 def _version(given: Mapping[str, str]) -> int:

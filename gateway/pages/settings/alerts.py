@@ -20,7 +20,7 @@ from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
 from gateway.quota.kinds import BUDGET_PERIOD, BY_LETTER
 from gateway.records.events.events import EVENT_TYPES, Event, Events
-from gateway.records.events.webhook_list import STATES, Sort, Target, TargetFilter, TargetLists
+from gateway.records.events.webhook_list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
 from gateway.records.events.webhooks import Webhook
 from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
 
@@ -230,7 +230,7 @@ class AlertPages:
     async def _target_page(
         self, request: web.Request, webhook: Webhook, result: tuple[str, str] | None = None
     ) -> web.Response:
-        target: Target = await self._targets.get(webhook)
+        target: ListedWebhook = await self._targets.get(webhook)
         if result is None and request.query.get("done") in DONE:
             result = ("good", DONE[request.query["done"]])
         return self._frame.render(

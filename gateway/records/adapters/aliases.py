@@ -30,7 +30,7 @@ from wire.model_names import ALIAS_NAME, LATEST, MAX_ALIAS_CHARS, version_name
 MOST_TARGETS, MAX_WEIGHT, MOST_STATES, MOST_ALIASES = 8, 10_000, 20, 50
 
 
-class Target(msgspec.Struct, frozen=True, omit_defaults=True):
+class AliasTarget(msgspec.Struct, frozen=True, omit_defaults=True):
     """A version that an alias refers to. expires_at: the alias does not refer to it from then on; None means never."""
 
     version: int
@@ -39,7 +39,7 @@ class Target(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 # Targets of an alias by version.
-Targets = tuple[Target, ...]
+Targets = tuple[AliasTarget, ...]
 
 
 class Alias(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,13 @@ class Aliases:
         return found[0]
 
     async def move(
-        self, tenant: Tenant, name: str, alias: str, targets: Sequence[Target], actor: str, if_match: str | None = None
+        self,
+        tenant: Tenant,
+        name: str,
+        alias: str,
+        targets: Sequence[AliasTarget],
+        actor: str,
+        if_match: str | None = None,
     ) -> tuple[Alias, bool]:
         """Point an alias to versions by weight. Returns it, and whether it is new."""
         targets = tuple(sorted(targets, key=lambda target: target.version))
@@ -163,7 +169,7 @@ class Aliases:
 
 async def move_latest(connection: AsyncConnection, own: Row[Any], version: int) -> None:
     """Move `latest` to an accepted version. own: the row of the name, locked."""
-    await _store(connection, own, LATEST, (Target(version),), _latest(own) if own.current_version else None)
+    await _store(connection, own, LATEST, (AliasTarget(version),), _latest(own) if own.current_version else None)
 
 
 async def references(
@@ -274,12 +280,12 @@ def _check(alias: str, targets: Targets) -> None:
         )
 
 
-def _is_served(target: Target, present: dict[int, Version]) -> bool:
+def _is_served(target: AliasTarget, present: dict[int, Version]) -> bool:
     version = present.get(target.version)
     return version is not None and version.is_served and not is_over(target.expires_at)
 
 
-def _not_served(name: str, target: Target, present: dict[int, Version]) -> BadRequest:
+def _not_served(name: str, target: AliasTarget, present: dict[int, Version]) -> BadRequest:
     version, shown = present.get(target.version), version_name(name, target.version)
     if version is not None and version.is_served:
         why = f"expires_at of {shown} is over; expected a time in the future"
@@ -293,7 +299,7 @@ def _latest(own: Row[Any]) -> Alias:
     return Alias(
         name=own.name,
         alias=LATEST,
-        targets=(Target(own.current_version),),
+        targets=(AliasTarget(own.current_version),),
         tag=f"{own.latest_tag or ''}.{own.current_version}",
         history=_read_history(own.latest_history),
     )
@@ -304,7 +310,7 @@ def _read(own: Row[Any], row: Row[Any], parts: Sequence[Row[Any]]) -> Alias:
     return Alias(
         name=own.name,
         alias=row.alias,
-        targets=tuple(Target(*target) for target in targets),
+        targets=tuple(AliasTarget(*target) for target in targets),
         tag=row.tag,
         history=_read_history(row.history),
     )

@@ -25,7 +25,7 @@ class TargetFilter(msgspec.Struct, frozen=True, kw_only=True):
     q: str | None = None
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class ListedWebhook(msgspec.Struct, frozen=True, kw_only=True):
     """A webhook and its deliveries. waiting: number of pending deliveries. given_up: number of events
     of the last 90 days that were not delivered within a day.
     """
@@ -51,7 +51,7 @@ class TargetLists:
 
     async def page(
         self, which: TargetFilter, *, sort: Sort = "name", descending: bool = False, limit: int = 50, offset: int = 0
-    ) -> tuple[list[Target], int]:
+    ) -> tuple[list[ListedWebhook], int]:
         """Return a page of the matching webhooks, and their number. Webhooks without the sort's value come last."""
         waiting, given_up = _number("pending"), _number("failed")
         orders: Mapping[str, ColumnElement[Any]] = {"tenant": tenants.c.name, "waiting": waiting}
@@ -65,14 +65,16 @@ class TargetLists:
         async with self._database.read() as connection:
             rows = (await connection.execute(query.limit(limit).offset(offset))).all()
             total = (await connection.execute(counted)).scalar_one()
-        return [Target(webhook=read_webhook(row), waiting=row.waiting, given_up=row.given_up) for row in rows], total
+        return [
+            ListedWebhook(webhook=read_webhook(row), waiting=row.waiting, given_up=row.given_up) for row in rows
+        ], total
 
-    async def get(self, webhook: Webhook) -> Target:
+    async def get(self, webhook: Webhook) -> ListedWebhook:
         """Return a webhook with its deliveries."""
         query = select(_number("pending"), _number("failed")).where(webhooks.c.id == webhook.id)
         async with self._database.read() as connection:
             waiting, given_up = (await connection.execute(query)).one_or_none() or (0, 0)
-        return Target(webhook=webhook, waiting=waiting, given_up=given_up)
+        return ListedWebhook(webhook=webhook, waiting=waiting, given_up=given_up)
 
     async def sums(self) -> dict[str, int]:
         """Return the number of webhooks as `targets`, of those whose last attempt failed, and of waiting events."""

@@ -20,7 +20,7 @@ from gateway.billing.recovery import abandoned_row, find_outcome
 from gateway.billing.sweeps import register
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
-from gateway.quota.reservation import ExpiredLease, Progress, Reservation
+from gateway.quota.reservation import ExpiredLease, LeaseProgress, Reservation
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import FREE
 from gateway.records.tenants.tenants import Limits, Tenant
@@ -34,7 +34,7 @@ from wire.responses import FinishedRequest
 ENGINE, OTHER = "http://engine", "http://other"
 
 
-def lease(progress: Progress | None = None) -> ExpiredLease:
+def lease(progress: LeaseProgress | None = None) -> ExpiredLease:
     note = {
         "tenant": "acme",
         "key_id": "k",
@@ -57,33 +57,33 @@ def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequ
     [
         # An engine has the final cost in its books.
         (None, {ENGINE: record("stop", 5), OTHER: {}}, True, 5),
-        (Progress(ENGINE, 7, 3), {ENGINE: record("abort", 5), OTHER: None}, True, 5),
+        (LeaseProgress(ENGINE, 7, 3), {ENGINE: record("abort", 5), OTHER: None}, True, 5),
         (None, {ENGINE: record("killed", 1), OTHER: record("stop", 5)}, True, 5),
         # The request runs, so its gateway may live.
         (None, {ENGINE: record(None, 5), OTHER: {}}, False, None),
         # The engine that may have a record is away.
         (None, {ENGINE: {}, OTHER: None}, True, None),
-        (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, True, None),
+        (LeaseProgress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, True, None),
         # The right engine has no record, or the wait for it is over.
-        (Progress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
-        (Progress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
+        (LeaseProgress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
+        (LeaseProgress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
         (None, {ENGINE: {}, OTHER: {}}, True, 0),
         (None, {ENGINE: None}, False, 0),
         (None, {}, True, 0),
     ],
 )
-def test_what_a_request_has_cost(progress: Progress | None, answers: Any, patient: bool, expected: int | None):
+def test_what_a_request_has_cost(progress: LeaseProgress | None, answers: Any, patient: bool, expected: int | None):
     outcome = find_outcome(lease(progress), answers, patient=patient)
     assert (outcome and outcome.completion_tokens) == expected
 
 
 def test_the_row_of_an_abandoned_request_has_its_price():
-    row = abandoned_row(lease(Progress(ENGINE, 7, 3)), record("abort", 5)["r"])
+    row = abandoned_row(lease(LeaseProgress(ENGINE, 7, 3)), record("abort", 5)["r"])
     assert (row.tenant, row.tenant_id, row.request_id, row.engine) == ("acme", "t", "r", ENGINE)
     assert (row.prompt_tokens, row.completion_tokens, row.cached_tokens) == (7, 5, 2)
     assert row.cost == (7 - 2) * 2 + 2 * 1 + 5 * 3
     # Left by a living gateway whose engine died with the request: its client has no answer.
-    free = abandoned_row(lease(Progress(ENGINE, 7, 3, is_free=True)), record("abort", 5)["r"])
+    free = abandoned_row(lease(LeaseProgress(ENGINE, 7, 3, is_free=True)), record("abort", 5)["r"])
     assert (free.completion_tokens, free.cost) == (5, 0)
     assert (row.status, row.finish_reason, row.version) == ("abandoned", "abort", None)
     # The known running time, not the time until the settlement.

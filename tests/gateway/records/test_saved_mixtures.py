@@ -13,7 +13,7 @@ from gateway.errors import (
     RecordNotFound,
 )
 from gateway.records.adapters import saved_mixtures
-from gateway.records.adapters.aliases import Target
+from gateway.records.adapters.aliases import AliasTarget
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.mixtures import resolve_model
 from gateway.records.adapters.rows import Reason
@@ -25,7 +25,7 @@ from testing.gateway.versions import add
 async def test_a_saved_name_is_its_text(catalog: Catalog, acme: Tenant, database: Database):
     await add(catalog, acme, "a", 1, 2)
     await add(catalog, acme, "b", 3)
-    await catalog.aliases.move(acme, "a", "prod", [Target(1, 50), Target(2, 50)], "key")
+    await catalog.aliases.move(acme, "a", "prod", [AliasTarget(1, 50), AliasTarget(2, 50)], "key")
     text = "a:prod*.7+b@1*0.30+a*-1e-1"
     saved, is_new = await catalog.mixtures.save(acme, "blend", text, "key")
     assert is_new
@@ -106,7 +106,7 @@ async def test_names_and_parts_that_are_refused(
 async def test_parts_are_protected_unless_forced(catalog: Catalog, acme: Tenant):
     await add(catalog, acme, "a", 1, 2)
     await add(catalog, acme, "b", 3)
-    await catalog.aliases.move(acme, "b", "prod", [Target(1)], "key")
+    await catalog.aliases.move(acme, "b", "prod", [AliasTarget(1)], "key")
     await catalog.mixtures.save(acme, "blend", "a@1*0.5+b:prod*0.5", "key")
     for name, version in (("a", 1), ("a", None), ("b", None)):
         with pytest.raises(AdapterInUse, match="saved mixture 'blend'"):

@@ -25,7 +25,7 @@ from gateway.errors import (
     PreconditionRequired,
     RecordNotFound,
 )
-from gateway.records.adapters.aliases import Target
+from gateway.records.adapters.aliases import AliasTarget
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.limits import KEPT_VERSIONS
 from gateway.records.adapters.mixtures import names_in, resolve_model
@@ -71,7 +71,7 @@ async def test_changes_of_one_tenant_at_once_never_wait_for_each_other(
 async def test_references_mean_versions_and_aliases(catalog: Catalog, acme: Tenant, database: Database):
     other = await Tenants(database).create("other", {}, "op")
     await add(catalog, acme, "pirate", 1, 2, 3)
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(2)], "key")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(2)], "key")
     for text, number in (("pirate", 3), ("pirate:latest", 3), ("pirate@1", 1), ("pirate:prod", 2)):
         assert await meaning(catalog, acme, text) == number
         # Twice: the second answer comes from the cache.
@@ -114,14 +114,15 @@ async def test_an_alias_moves_by_compare_and_swap(catalog: Catalog, acme: Tenant
     elsewhere = Catalog(database, only(), Changes(database))
     await add(catalog, acme, "pirate", 1, 2, 3)
     with pytest.raises(PreconditionFailed):
-        await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key", "*")
-    first, is_new = await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key")
+        await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1)], "key", "*")
+    first, is_new = await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1)], "key")
     assert is_new
     with pytest.raises(PreconditionRequired) as refused:
-        await catalog.aliases.move(acme, "pirate", "prod", [Target(2)], "key")
+        await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(2)], "key")
     assert refused.value.headers == {"ETag": first.etag}
     moves = [
-        catalog.aliases.move(acme, "pirate", "prod", [Target(number)], "key", first.etag) for number in (1, 2, 3, 2)
+        catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(number)], "key", first.etag)
+        for number in (1, 2, 3, 2)
     ]
     answers = await asyncio.gather(*moves, return_exceptions=True)
     made = [answer for answer in answers if isinstance(answer, tuple)]
@@ -130,22 +131,28 @@ async def test_an_alias_moves_by_compare_and_swap(catalog: Catalog, acme: Tenant
     present = await catalog.aliases.get(acme, "pirate", "prod")
     assert {error.headers["ETag"] for error in lost} == {present.etag} == {made[0][0].etag}
     assert await meaning(elsewhere, acme, "pirate:prod") == present.targets[0].version
-    for targets in ([], [Target(9)], [Target(1), Target(1)], [Target(1, 0)], [Target(number) for number in range(9)]):
+    for targets in (
+        [],
+        [AliasTarget(9)],
+        [AliasTarget(1), AliasTarget(1)],
+        [AliasTarget(1, 0)],
+        [AliasTarget(number) for number in range(9)],
+    ):
         with pytest.raises(BadRequest) as bad:
             await catalog.aliases.move(acme, "pirate", "prod", targets, "key", "*")
         assert bad.value.param == "targets"
     for name in ("3", "UP", "", "a" * 33, "a\0"):
         with pytest.raises(BadRequest):
-            await catalog.aliases.move(acme, "pirate", name, [Target(1)], "key")
+            await catalog.aliases.move(acme, "pirate", name, [AliasTarget(1)], "key")
         with pytest.raises(RecordNotFound):
             await catalog.aliases.get(acme, "pirate", name)
     # `latest` is an alias too; an upload moves it on.
     latest = await catalog.aliases.get(acme, "pirate", "latest")
-    await catalog.aliases.move(acme, "pirate", "latest", [Target(1)], "key", latest.etag)
+    await catalog.aliases.move(acme, "pirate", "latest", [AliasTarget(1)], "key", latest.etag)
     assert await meaning(catalog, acme, "pirate") == 1
     await add(catalog, acme, "pirate", 4)
     assert await meaning(catalog, acme, "pirate") == 4
-    assert (await catalog.aliases.rollback(acme, "pirate", "latest", "key")).targets == (Target(1),)
+    assert (await catalog.aliases.rollback(acme, "pirate", "latest", "key")).targets == (AliasTarget(1),)
     assert await meaning(catalog, acme, "pirate") == 1
     with pytest.raises(BadRequest):
         await catalog.aliases.delete(acme, "pirate", "latest", "key")
@@ -162,9 +169,9 @@ async def test_an_alias_moves_by_compare_and_swap(catalog: Catalog, acme: Tenant
 async def test_a_rollback_skips_versions_that_are_gone(catalog: Catalog, acme: Tenant):
     await add(catalog, acme, "pirate", 1, 2, 3)
     for number in (1, 2, 3):
-        await catalog.aliases.move(acme, "pirate", "prod", [Target(number)], "key", "*" if number > 1 else None)
+        await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(number)], "key", "*" if number > 1 else None)
     await catalog.delete(acme, "pirate", "key", 2)
-    assert (await catalog.aliases.rollback(acme, "pirate", "prod", "key")).targets == (Target(1),)
+    assert (await catalog.aliases.rollback(acme, "pirate", "prod", "key")).targets == (AliasTarget(1),)
     with pytest.raises(NoEarlierState):
         await catalog.aliases.rollback(acme, "pirate", "prod", "key")
     assert await meaning(catalog, acme, "pirate:prod") == 1
@@ -174,7 +181,7 @@ async def test_a_canary_has_its_share_and_a_user_one_version(catalog: Catalog, a
     changes = Changes(database)
     elsewhere = Catalog(database, only(), changes)
     await add(catalog, acme, "pirate", 1, 2)
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(1, 95), Target(2, 5)], "key")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1, 95), AliasTarget(2, 5)], "key")
     in_turn = Counter([await meaning(catalog, acme, "pirate:prod") for _ in range(1000)])
     assert abs(in_turn[2] - 50) <= 3
     users = [f"user-{number}" for number in range(1000)]
@@ -182,10 +189,10 @@ async def test_a_canary_has_its_share_and_a_user_one_version(catalog: Catalog, a
     # The tenant's id is random: 50 users on average, standard deviation 6.9. The bounds are five of them away.
     assert 15 <= Counter(before.values())[2] <= 85
     # Another gateway chooses alike, also after a move to the same weights.
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(2, 5), Target(1, 95)], "key", "*")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(2, 5), AliasTarget(1, 95)], "key", "*")
     assert {user: await meaning(elsewhere, acme, "pirate:prod", user) for user in users} == before
     # A larger canary takes users over and gives none back.
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(1, 50), Target(2, 50)], "key", "*")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1, 50), AliasTarget(2, 50)], "key", "*")
     await changes.read()
     after = {user: await meaning(elsewhere, acme, "pirate:prod", user) for user in users}
     assert 400 <= Counter(after.values())[2] <= 600
@@ -196,7 +203,7 @@ async def test_a_canary_has_its_share_and_a_user_one_version(catalog: Catalog, a
 async def test_expiry_is_enforced_at_use(catalog: Catalog, acme: Tenant):
     await add(catalog, acme, "pirate", 1, 2)
     soon = datetime.now(UTC) + timedelta(seconds=1.5)
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(1), Target(2, 10_000, soon)], "key")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1), AliasTarget(2, 10_000, soon)], "key")
     await catalog.versions.change(acme, "pirate", 1, {"expires_at": soon + timedelta(seconds=0.3)}, "op")
     assert await meaning(catalog, acme, "pirate:prod", "u") == 2
     await asyncio.sleep((soon - datetime.now(UTC)).total_seconds() + 0.01)
@@ -258,7 +265,7 @@ async def test_a_version_may_expire_while_it_is_validated(catalog: Catalog, acme
 
 async def test_a_version_in_use_is_deleted_only_by_force(catalog: Catalog, acme: Tenant):
     await add(catalog, acme, "pirate", 1, 2, 3)
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(1), Target(2)], "key")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1), AliasTarget(2)], "key")
     for number, uses in ((1, "alias 'prod'"), (2, "alias 'prod'"), (3, "alias 'latest'")):
         with pytest.raises(AdapterInUse, match=uses):
             await catalog.delete(acme, "pirate", "key", number)
@@ -269,7 +276,7 @@ async def test_a_version_in_use_is_deleted_only_by_force(catalog: Catalog, acme:
     await catalog.delete(acme, "pirate", "key", 1, force=True)
     assert await meaning(catalog, acme, "pirate@1") is None
     assert {await meaning(catalog, acme, "pirate:prod") for _ in range(4)} == {2}
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(3)], "key", "*")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(3)], "key", "*")
     with pytest.raises(AdapterInUse, match="running requests"):
         await catalog.delete(acme, "pirate", "key", 2, running={2})
     await catalog.delete(acme, "pirate", "key", 2, running={3})
@@ -284,13 +291,13 @@ async def test_a_version_in_use_is_deleted_only_by_force(catalog: Catalog, acme:
 
 async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catalog, acme: Tenant):
     await add(catalog, acme, "pirate", 1, 2, 3)
-    await catalog.aliases.move(acme, "pirate", "prod", [Target(1)], "key")
+    await catalog.aliases.move(acme, "pirate", "prod", [AliasTarget(1)], "key")
     await catalog.versions.change(acme, "pirate", 2, {"pinned": True}, "op")
     await add(catalog, acme, "pirate", *range(4, KEPT_VERSIONS + 5))
     served = [each.version for each in await catalog.versions.list(acme, "pirate") if each.state == "ready"]
     assert served == [1, 2, *range(5, KEPT_VERSIONS + 5)]
     # Changes hold the lock of the database or of the name, so their statements do not grow with the versions.
-    targets = [[Target(number) for number in served[start : start + 8]] for start in range(0, len(served), 8)]
+    targets = [[AliasTarget(number) for number in served[start : start + 8]] for start in range(0, len(served), 8)]
     for number, each in enumerate(targets):
         await catalog.aliases.move(acme, "pirate", f"a{number}", each, "key")
     statements = []
@@ -308,7 +315,7 @@ async def test_versions_in_use_and_pinned_ones_outlive_the_newest(catalog: Catal
 async def test_latest_outlives_newer_versions_that_are_not_ready(catalog: Catalog, acme: Tenant):
     """`latest` keeps its version when it was rolled back, and while many newer uploads are validated or rejected."""
     await add(catalog, acme, "pirate", *range(1, KEPT_VERSIONS + 1))
-    await catalog.aliases.move(acme, "pirate", "latest", [Target(1)], "key", "*")
+    await catalog.aliases.move(acme, "pirate", "latest", [AliasTarget(1)], "key", "*")
     for number in range(KEPT_VERSIONS + 1, 2 * KEPT_VERSIONS + 2):
         await add(catalog, acme, "pirate", number, state="validating")
         assert await meaning(catalog, acme, "pirate") == 1, number
@@ -367,8 +374,8 @@ async def test_an_adapter_of_the_release_before_keeps_its_version(database_url: 
     await add(catalog, acme, "pirate", 3)
     assert await meaning(catalog, acme, "pirate") == await meaning(catalog, acme, "pirate@2") == 3
     with pytest.raises(PreconditionFailed):
-        await catalog.aliases.move(acme, "pirate", "latest", [Target(1)], "key", latest.etag)
-    assert (await catalog.aliases.rollback(acme, "pirate", "latest", "key")).targets == (Target(1),)
+        await catalog.aliases.move(acme, "pirate", "latest", [AliasTarget(1)], "key", latest.etag)
+    assert (await catalog.aliases.rollback(acme, "pirate", "latest", "key")).targets == (AliasTarget(1),)
     # A gateway of the previous release moves `latest` without a tag.
     before = await catalog.aliases.get(acme, "pirate", "latest")
     async with database.write() as connection:
