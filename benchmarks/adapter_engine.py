@@ -35,7 +35,7 @@ START_SECONDS = 120.0
 
 @dataclass(eq=False, slots=True)
 class Stream:
-    """A request and its times, in seconds of `perf_counter`. token_times: of each delivery."""
+    """A request and its times, in seconds of `perf_counter`. token_times: time of each delivery."""
 
     tenant: str
     digest: str

@@ -58,9 +58,9 @@ class EngineConfig:
         embedding and the head in 8 bits.
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
     host_adapter_memory: limit of the host tier of adapters, from which the device's pages are filled.
-    lora_dtype: of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of rank.
-    cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on a
-        GPU.
+    lora_dtype: dtype of adapters in device memory; auto is the model's; an 8-bit dtype has a scale for each row of
+    rank. cuda_graph_sizes: numbers of rows of the decode steps to capture; None: increasing sizes up to max_num_seqs on
+    a GPU.
     """
 
     model: str = option(help="A model folder, a .gguf file, or a hub id.")

@@ -28,7 +28,7 @@ PROMPT_LOGITS_BYTES = 128 << 20
 @dataclass(frozen=True, slots=True)
 class Share:
     """Part of a device's memory that an engine may use. device: for messages. total: bytes of the device. before: bytes
-    in use before the weights are loaded, by other processes. utilization: of the total.
+    in use before the weights are loaded, by other processes. utilization: share of the total.
     """
 
     device: str

@@ -65,8 +65,8 @@ LOGITS_COPIES = 2
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLoad:
-    """A load to serve. adapters: number in use, all of one rank. prompt_tokens, output_tokens: of a request. streams:
-    requests at once; None: as many as fit.
+    """A load to serve. adapters: number in use, all of one rank. prompt_tokens, output_tokens: tokens of each request.
+    streams: requests at once; None: as many as fit.
     """
 
     adapters: int
@@ -103,7 +103,7 @@ class Throughput:
     """An engine's speed under a load.
 
     streams: requests at once. adapters: distinct ones in a step. bound_seconds: least time of a step by the roofline.
-    first_token_seconds: of a request alone.
+    first_token_seconds: time to first token of a request alone.
     """
 
     streams: int

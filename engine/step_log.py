@@ -15,8 +15,8 @@ RECENT = 5
 class StepWork(NamedTuple):
     """Work of a step by its size. Norms and the products of attention and LoRA are left out, so it is a lower bound.
 
-    layer_elements, head_elements: of the matrices. weight_bytes: of the matrices in memory. kv_bytes: of a token's keys
-    and values in all layers.
+    layer_elements, head_elements: numbers of the matrices' elements. weight_bytes: bytes of the matrices in memory.
+    kv_bytes: bytes of a token's keys and values in all layers.
     """
 
     layer_elements: int
@@ -34,7 +34,7 @@ class StepWork(NamedTuple):
         self, roofline: Roofline, *, rows: float, decodes: float, context: float, adapter_bytes: int = 0
     ) -> float:
         """Return the least time of a step. context: tokens of its requests, whose keys and values it reads.
-        adapter_bytes: of the pages that it reads.
+        adapter_bytes: bytes of the adapter pages that it reads.
         """
         flops = 2 * (self.layer_elements * rows + self.head_elements * decodes)
         return roofline.seconds(self.weight_bytes + context * self.kv_bytes + adapter_bytes, flops)

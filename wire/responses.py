@@ -155,7 +155,7 @@ class ChatCompletion(Struct):
 
 
 class ModelPrice(Struct):
-    """Price per million tokens, as decimals in units of `currency`. cached: of prompt tokens from a cache."""
+    """Price per million tokens, as decimals in units of `currency`. cached: price of prompt tokens from a cache."""
 
     input: str
     cached: str

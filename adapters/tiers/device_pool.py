@@ -49,7 +49,7 @@ class AdapterPool:
     """Rank pages for one base model on one device.
 
     memory: bytes for pages; LoRA on embed_tokens and lm_head may use a quarter as much in addition. max_rank: the
-    largest accepted rank. dtype: of the pages; the model's dtype, or one of 8 bits. pack: packs a dense weight.
+    largest accepted rank. dtype: dtype of the pages: the model's dtype, or one of 8 bits. pack: packs a dense weight.
     lane: the order of copies; None selects the device's own. Raises ValueError if not even one adapter of `max_rank`
     fits.
     """
@@ -200,7 +200,7 @@ class AdapterPool:
         return len(self._residents.by_digest[digest].pages)
 
     def pin(self, digest: str, tenant_id: str = "") -> int:
-        """Pin a READY adapter and return its slot. tenant_id: of the request."""
+        """Pin a READY adapter and return its slot. tenant_id: the request's tenant."""
         return self._residents.pin(digest, tenant_id)
 
     def unpin(self, digest: str) -> None:

@@ -66,7 +66,7 @@ class Mixtures:
 
 
 class PartHeader(NamedTuple):
-    """Part of a mixture before it is loaded. ranks: of its modules. invocation: see `AdapterManifest`."""
+    """Part of a mixture before it is loaded. ranks: ranks of its modules. invocation: see `AdapterManifest`."""
 
     ranks: Mapping[tuple[int, str], int]
     invocation: tuple[int, ...]

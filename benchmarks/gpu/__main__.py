@@ -24,8 +24,8 @@ from testing.interpreter import speed_up
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Section of the report. seconds: time budget. function: of `module`; takes a Machine, yields Markdown lines. part:
-    the call in which it runs; each call takes at most 9 minutes.
+    """Section of the report. seconds: time budget. function: name of a function in `module`, which takes a Machine and
+    yields Markdown lines. part: the call in which it runs; each call takes at most 9 minutes.
     """
 
     title: str

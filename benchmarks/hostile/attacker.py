@@ -198,7 +198,7 @@ class Attacker:
         return reader, writer
 
     def head(self, method: str, path: str, length: int | None, *more: str) -> bytes:
-        """Return a request's head, written by hand. length: of the body; None for a chunked one."""
+        """Return a request's head, written by hand. length: bytes of the body; None for a chunked body."""
         lines = [f"{method} {path} HTTP/1.1", "Host: hostile", f"Authorization: Bearer {self.target.key}"]
         lines.append("Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}")
         return "\r\n".join([*lines, *more, "", ""]).encode()

@@ -18,7 +18,9 @@ QUESTION = "Why is the sky blue?"
 
 
 def tensors(rank: int, layers: int = 1, value: float | None = None, seed: int = 0) -> bytes:
-    """Return a safetensors file of LoRA on v_proj of the first layers. value: of every number; None: small random."""
+    """Return a safetensors file of LoRA on v_proj of the first layers. value: every number in it; None: small random
+    numbers.
+    """
     rng, header, parts, position = random.Random(seed), {}, [], 0
     for layer in range(layers):
         for side, shape in (("A", (rank, HIDDEN)), ("B", (KEY_VALUE, rank))):

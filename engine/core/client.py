@@ -119,7 +119,7 @@ class Core:
     async def state(self, host_version: int = -1) -> StateReading:
         """Return the state between two steps. Raises EngineUnavailable, like the methods below.
 
-        host_version: of the list of adapters that the caller has.
+        host_version: version of the caller's list of adapters.
         """
         return await self._ask(messages.ReadState(host_version), StateReading)
 

@@ -126,7 +126,7 @@ class PrepareGrammars(Message):
 
 
 class ReadState(Message):
-    """Read the state between two steps -> StateReading. host_version: of the list of adapters that the front has."""
+    """Read the state between two steps -> StateReading. host_version: version of the front's list of adapters."""
 
     host_version: int = -1
 

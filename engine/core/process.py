@@ -63,7 +63,7 @@ class InThread:
 
 
 class InProcess(asyncio.Protocol):
-    """A core in a child process. Create it by `open`. pid: of the child."""
+    """A core in a child process. Create it by `open`. pid: the child's process id."""
 
     def __init__(self, core: Core, child: subprocess.Popen[bytes]) -> None:
         self._core, self._child = core, child

@@ -57,8 +57,8 @@ def default_token_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GraphSizes:
-    """Sizes to capture. decodes: numbers of requests in steps of one token each. tokens: of other steps. max_num_seqs:
-    requests in any step. max_blocks, block_size: of a request's block table.
+    """Sizes to capture. decodes: numbers of requests in steps of one token each. tokens: numbers of tokens in other
+    steps. max_num_seqs: requests in any step. max_blocks, block_size: sizes of a request's block table.
     """
 
     decodes: tuple[int, ...]

@@ -116,7 +116,7 @@ class AdapterTables(LoraTables, Protocol):
 class RunnerLimits:
     """Sizes of a runner.
 
-    num_blocks: of the KV cache of each layer. block_size: tokens per block. max_num_seqs: maximum number of running
+    num_blocks: number of KV blocks in each layer. block_size: tokens per block. max_num_seqs: maximum number of running
     requests. max_model_len: maximum tokens of a request. graph_sizes, graph_tokens: `decodes` and `tokens` of
     `engine.execution.graphs.GraphSizes`; both empty: no graphs.
     """

@@ -57,7 +57,7 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
     """Verified key of a tenant, with the required scope; or an operator who sends requests on the tenant's behalf.
 
     key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's. label, scopes,
-    expires_at: of the key. has_key: False for an operator, whose key is not the tenant's.
+    expires_at: end of the key's life. has_key: False for an operator, whose key is not the tenant's.
     """
 
     key_id: str

@@ -15,8 +15,8 @@ class Caller:
     """Sender of the running request.
 
     address: the client's. key_id: the verified key's id, or the subject of a session. tenant_name,
-    tenant_id: None for an admin. session_id: of a browser's session. is_https: whether the client's own connection is
-    encrypted.
+    tenant_id: None for an admin. session_id: id of a browser's session. is_https: whether the client's own connection
+    is encrypted.
     """
 
     address: str

@@ -46,7 +46,7 @@ class Visitor(msgspec.Struct, frozen=True, kw_only=True):
 
     session_id: public id, not the token. subject: actor of the person's changes, a key's id or `oidc:...`. label: name
     to show. tenant: None for operators. scopes: what the person may do in the tenant's console; empty for operators.
-    csrf: value that forms send back in the field `csrf`. principal: of a tenant's person, as if a key had been sent.
+    csrf: value that forms send back in the field `csrf`. principal: a tenant's person, as for a request with a key.
     """
 
     session_id: str
@@ -174,7 +174,7 @@ class Sessions:
         return visitor
 
     async def close(self, session_id: str, actor: str, *, action: str = "session.revoke") -> None:
-        """End a session. action: of the audit entry. Raises RecordNotFound."""
+        """End a session. action: name of the audit entry's action. Raises RecordNotFound."""
         await self._records.remove(session_id, actor, action)
         await self._changes.catch_up()
 

@@ -17,7 +17,7 @@ def webhook_secret(pepper: str, webhook_id: str) -> str:
 def signed_headers(secrets: Sequence[str], message_id: str, timestamp: int, body: bytes) -> dict[str, str]:
     """Return the headers of a message, with a signature for each secret.
 
-    message_id: the same in every attempt. timestamp: of this attempt, Unix time.
+    message_id: the same in every attempt. timestamp: Unix time of this attempt.
     """
     content = f"{message_id}.{timestamp}.".encode() + body
     keys = [base64.b64decode(secret.removeprefix(SECRET_PREFIX)) for secret in secrets]

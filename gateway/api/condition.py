@@ -29,7 +29,7 @@ STORE_SECONDS = 30.0
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that the gateway needs. latency: of one query just now, in seconds; None if there was no answer."""
+    """A service that the gateway needs. latency: seconds of one query just now; None without an answer."""
 
     kind: str
     latency: float | None
@@ -37,7 +37,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
-    """Stored adapters. versions: on record. num_bytes: of their tensors; equal contents are stored once."""
+    """Stored adapters. versions: number on record. num_bytes: bytes of their tensors; equal contents are stored
+    once.
+    """
 
     versions: int
     contents: int
@@ -47,8 +49,8 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
     """Condition of the gateway process that answers. stored, revision: None while the database is away.
 
-    journal_bytes: of all processes of the host that use this database. disks: free and all bytes by folder.
-    retention: seconds for which records are kept, by their kind; None: for ever.
+    journal_bytes: bytes of the journals of all processes on this host that use this database. disks: free and all bytes
+    by folder. retention: seconds for which records are kept, by their kind; None: for ever.
     """
 
     version: str

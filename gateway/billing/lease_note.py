@@ -17,7 +17,8 @@ from gateway.records.money.prices import Price
 class NotedWeights(Weights, frozen=True, kw_only=True, omit_defaults=True):
     """Weights in the token rates, with the note's newer fields.
 
-    version: of the adapter. parts: name and version of each part of a mixture. end_user, base: of the usage row.
+    version: the adapter's version. parts: name and version of each part of a mixture. end_user, base: as in the usage
+    row.
     """
 
     version: int | None = None

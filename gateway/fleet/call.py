@@ -70,9 +70,9 @@ def _ignore(_: int) -> None:
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Request to an engine of any kind. body: in OpenAI's form; the kind replaces its model.
 
-    prompt_tokens: of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the span.
-    hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a whole
-    answer. engine: the only engine that may serve it; None for any.
+    prompt_tokens: tokens of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the
+    span. hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a
+    whole answer. engine: the only engine that may serve it; None for any.
     """
 
     request_id: str

@@ -28,8 +28,8 @@ class Sample(NamedTuple):
     """An engine at a time, in Unix seconds.
 
     kv_used, pages_used: parts of the total, from 0 to 1. tokens: generated tokens per second. hits: fraction of prompt
-    tokens since the last sample that were in the prefix cache. loads, evictions: of adapters, per minute. None: not
-    reported by the engine.
+    tokens since the last sample that were in the prefix cache. loads, evictions: adapter loads and evictions per
+    minute. None: not reported by the engine.
     """
 
     at: int

@@ -19,10 +19,10 @@ LEAST_HELD = 2 * ASK_TOKENS
 class Need(msgspec.Struct, frozen=True, gc=False):
     """Size and price of a request, from its body and its model.
 
-    prompt_tokens: of all prompts together. max_tokens: for each of `choices` answers. grows: whether only the
-    expected completion is reserved in the token rates at first; the caller must then report use to `Reservation.hold`.
-    currency: of the amounts in headers and errors. by_default: whether the request has no max_tokens, so that the
-    default applies.
+    prompt_tokens: tokens of all prompts together. max_tokens: limit of each of `choices` answers. grows: whether only
+    the expected completion is reserved in the token rates at first; the caller must then report use to
+    `Reservation.hold`. currency: currency of the amounts in headers and errors. by_default: whether the request has no
+    max_tokens, so that the default applies.
     """
 
     prompt_tokens: int

@@ -57,9 +57,9 @@ class _Lease(msgspec.Struct):
 class _Room(msgspec.Struct):
     """Room of one limit for a request.
 
-    left: requests, tokens or money. used: of a gauge or budget, in the same unit. The others are of a rate, in
-    microseconds. occupied: debt and held time. held_time: of its held tokens. early: the time by which the debt is paid
-    off earlier than at the limit's own rate. days: of a rolling budget.
+    left: requests, tokens or money. used: the used amount of a gauge or budget, in the same unit. The other fields
+    belong to rates, in microseconds. occupied: debt and held time. held_time: time of its held tokens. early: the time
+    by which the debt is paid off earlier than at the limit's own rate. days: spending by day, for a rolling budget.
     """
 
     limit: Limit

@@ -39,7 +39,7 @@ class Past(Protocol):
 
 
 class Used(NamedTuple):
-    """Usage before a moment. counted: the part that still counts against the limit. days: of a rolling budget, the
+    """Usage before a moment. counted: the part that still counts against the limit. days: for a rolling budget, the
     costs of its days, the oldest first.
     """
 

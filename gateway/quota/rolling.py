@@ -9,7 +9,7 @@ MAX_STEP = 3_600_000_000
 
 
 class DailySpend(msgspec.Struct, frozen=True, gc=False):
-    """Spending by day. day: number of the last day since 1970 (UTC). amounts: of each day, the oldest first.
+    """Spending by day. day: number of the last day since 1970 (UTC). amounts: spending on each day, the oldest first.
 
     `now` is in microseconds since 1970.
     """

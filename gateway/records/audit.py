@@ -24,10 +24,10 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A change.
 
     actor: the id of the key that made it, or the subject of the session. tenant: the owner of the changed records, by
-    its name at that time; None for no single tenant. address, request_id: of the HTTP request; None without a request.
+    its name at that time; None for no single tenant. address, request_id: the HTTP request's; None without a request.
     detail: the new values. own: whether a key or session of the tenant made the change. before: the earlier values of
-    the fields in `detail`; None if nothing was there before. actor_label: of the actor's key at that time. session_id:
-    of the browser's session.
+    the fields in `detail`; None if nothing was there before. actor_label: label of the actor's key at that time.
+    session_id: id of the browser's session.
     """
 
     id: str

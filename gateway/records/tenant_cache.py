@@ -9,7 +9,7 @@ V = TypeVar("V")
 
 
 class TenantCache(Generic[K, V]):
-    """Entries by tenant's id and key. most: of all tenants together. most_each: of one tenant."""
+    """Entries by tenant's id and key. most: limit of entries. most_each: limit of one tenant's entries."""
 
     def __init__(self, most: int, most_each: int) -> None:
         self._most, self._most_each = most, most_each

@@ -47,9 +47,9 @@ PREFILL = Tile(128, 64, 256, num_warps=8, num_stages=3, programs_per_sm=1)
 class WorkList:
     """Tiles of a step with one size, the same for every layer with the same window. All tensors int32.
 
-    tile, block_q: sizes, and query tokens of a tile. programs: of the grid. tiles: `[3, capacity + 1]`, request, first
-    query token within the request, and number of the chunks of all tiles before; the last row continues with the total
-    after the tiles in use. starts: `[programs]`, the tile in which each program begins.
+    tile, block_q: sizes, and query tokens of a tile. programs: number of programs in the grid. tiles: `[3, capacity +
+    1]`, request, first query token within the request, and number of the chunks of all tiles before; the last row
+    continues with the total after the tiles in use. starts: `[programs]`, the tile in which each program begins.
     """
 
     tile: Tile

@@ -20,7 +20,7 @@ Files = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Mutated:
-    """An invalid upload. kind: the defect. body, content_type: of a POST to /v1/adapters."""
+    """An invalid upload. kind: the defect. body, content_type: parts of a POST to /v1/adapters."""
 
     kind: str
     body: bytes

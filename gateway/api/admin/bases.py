@@ -37,9 +37,9 @@ Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 class NewBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body for a base model.
 
-    digest: of its weights, as engines report it; null: engines are identified by the base's name. tokenizer: folder on
-    the gateways' machines with the model's tokenizer and config.json; null: engines count prompts. config: content of
-    the model's config.json, if the folder is not on this machine. context_length: by default the config's.
+    digest: digest of its weights, as engines report it; null: engines are identified by the base's name. tokenizer:
+    folder on the gateways' machines with the model's tokenizer and config.json; null: engines count prompts. config:
+    content of the model's config.json, if the folder is not on this machine. context_length: by default the config's.
     """
 
     name: str
@@ -51,8 +51,8 @@ class NewBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class BaseChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Body for changes of a base model. An absent field does not change. digest: of new weights, which replace the
-    present ones; the engines and adapters of the present ones stay in service.
+    """Body for changes of a base model. An absent field does not change. digest: digest of new weights, which replace
+    the present ones; the engines and adapters of the present ones stay in service.
     """
 
     state: BaseState | UnsetType = UNSET

@@ -34,7 +34,7 @@ class UsageAnswer(Struct, frozen=True, kw_only=True):
 
 
 class Usage:
-    """Route for a tenant's own usage. currency: of its costs."""
+    """Route for a tenant's own usage. currency: currency of its costs."""
 
     def __init__(self, *, report: UsageReport, currency: str) -> None:
         self._report = report
@@ -53,7 +53,7 @@ class Usage:
 async def usage_answer(request: web.Request, report: UsageReport, currency: str, **which: Any) -> web.Response:
     """Return a page of sums by tenant and by the groups of `?group_by=`, and the total of all groups.
 
-    currency: of the costs. which: the filters of `UsageReport.page`.
+    currency: currency of the costs. which: the filters of `UsageReport.page`.
     """
     since, until = parse_period(request.query)
     page = await report.page(

@@ -50,7 +50,7 @@ _PACE = Pace(UPLOAD_BYTES_PER_SECOND)
 class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
     """The limits of an upload.
 
-    max_bytes: of the body, and separately of its unpacked content. seconds: for the upload and its check together.
+    max_bytes: limit of the body, and of its unpacked content. seconds: time limit of the upload and its check together.
     read_seconds: longest pause between bytes. min_rate: bytes a second, on average since `grace_seconds` after the
     start.
     """

@@ -70,7 +70,7 @@ class ForeignKind(EngineKind):
 
 
 class Models(NamedTuple):
-    """Names in a server's `/v1/models`. bases: of its base model. adapters: of the loaded adapters."""
+    """Names in a server's `/v1/models`. bases: names of its base model. adapters: names of the loaded adapters."""
 
     bases: list[str]
     adapters: list[str]

@@ -31,7 +31,9 @@ return redis.call('ZRANGE', KEYS[1], 0, -1, 'WITHSCORES')
 
 
 class RecentUses:
-    """Last uses of adapters. redis: None for a process that shares its engines with no other. timeout: of a call."""
+    """Last uses of adapters. redis: None for a process that shares its engines with no other. timeout: seconds of a
+    call to Redis.
+    """
 
     def __init__(self, redis: Any, timeout: float) -> None:
         self._script = redis.register_script(SCRIPT) if redis is not None else None

@@ -28,7 +28,7 @@ class LimitRow(NamedTuple):
 
 
 def soft_row(tenant: Tenant, name: str, month: TenantMonth, source: str, currency: str) -> LimitRow:
-    """Return the row of a soft budget with what is spent of it. name: of its kind."""
+    """Return the row of a soft budget with what is spent of it. name: name of its kind."""
     kind = SOFT_KINDS[name]
     limit, spent = getattr(tenant.soft_budgets, name), month.spent.get(str(kind.period), 0)
     if not limit:

@@ -35,7 +35,9 @@ MAX_DAYS = 3660
 
 
 class PagePeriod(NamedTuple):
-    """Period of a page. name: of TITLES, "" for one with dates. until: exclusive; now for a period that ends now."""
+    """Period of a page. name: a key of TITLES, "" for a period with dates. until: exclusive; now for a period that ends
+    now.
+    """
 
     name: str
     since: datetime
@@ -60,7 +62,7 @@ class PagePeriod(NamedTuple):
 
 
 def read_period(request: web.Request, default: str, now: datetime) -> PagePeriod:
-    """Return the period of the query. default: of TITLES. Raises BadRequest."""
+    """Return the period of the query. default: a key of TITLES. Raises BadRequest."""
     if request.query.get("at"):
         at = read_time(request, now)
         return PagePeriod("", at - AROUND, at + AROUND)

@@ -40,7 +40,7 @@ async def export_log(
 ) -> web.StreamResponse:
     """Stream the entries of the filter in the format of `?format=`. Raises BadRequest, Unavailable before it begins.
 
-    read: as `RequestLog.page`. fields: of FIELDS, to write.
+    read: a method like `RequestLog.page`. fields: columns to write, names in FIELDS.
     """
     given = request.query.get("format", "")
     if given not in FORMATS:

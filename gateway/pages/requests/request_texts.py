@@ -12,7 +12,7 @@ OWNERS = {"tenant": "the tenant", "key": "the key", "model": "the model"}
 
 
 class Stage(NamedTuple):
-    """Stage of a request, in ms from its arrival. tone: of its bar, `c1` to `c8`."""
+    """Stage of a request, in ms from its arrival. tone: colour class of its bar, `c1` to `c8`."""
 
     name: str
     start: int

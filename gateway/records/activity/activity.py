@@ -89,7 +89,8 @@ class Activity:
         top: int = 8,
         step: int | None = None,
     ) -> ActivityReport:
-        """Return the activity of a period. until: None for now. top: number of groups. step: of STEPS, None to choose.
+        """Return the activity of a period. until: None for now. top: number of groups. step: one of STEPS; None chooses
+        it.
 
         Raises BadRequest for a step that has too many points or no sums, and for a grouping without sums.
         """
@@ -255,7 +256,7 @@ async def _rank(
 async def _groups(
     connection: AsyncConnection, ids: Sequence[int], segments: tuple[Segments, Segments, Segments], period: Period
 ) -> list[Group]:
-    """Return the groups of these series. segments: of the curve, of the whole period, of the period before."""
+    """Return the groups of these series. segments: those of the curve, of the whole period and of the period before."""
     columns = activity_series.c
     kept = _Kept(ids=ids)
     named = await connection.execute(select(activity_series).where(columns.id.in_(ids)))

@@ -76,7 +76,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Refusals(msgspec.Struct, frozen=True, kw_only=True):
-    """Number of failed requests by code. status: of HTTP; 0 for requests that failed after their admission.
+    """Number of failed requests by code. status: HTTP status; 0 for requests that failed after their admission.
 
     limit: the name of the limit, "" without one.
     """
@@ -94,7 +94,7 @@ class ActivityReport(msgspec.Struct, frozen=True, kw_only=True):
 
     step: seconds between `starts`. total, before: the sums of all groups in this period and in the one before it, which
     begins at `before_since`. curve, times: of all groups. groups: the first in the order, by their sums; others: the
-    curve of all the rest, None if there is none. num_groups: of all; None if not all
+    curve of all the rest, None if there is none. num_groups: number of all groups; None if not all
     were looked at. active_tenants: tenants with requests.
     """
 

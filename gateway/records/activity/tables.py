@@ -42,7 +42,7 @@ activity_series = Table(
 def _sums(name: str) -> Table:
     """Return a table of sums of `usage` by series and period, updated in the transactions of the rows.
 
-    start: of the period, in Unix seconds. A bucket without requests is NULL, which takes no space.
+    start: start of the period, in Unix seconds. A bucket without requests is NULL, which takes no space.
     """
     return Table(
         name,

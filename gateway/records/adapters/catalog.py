@@ -66,10 +66,10 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 
     names: the adapter's name, and all other names of the tenant that have a price or limits and refer, or once
     referred, to the same content. Their prices and limits apply whichever of these names a request uses.
-    version: of the adapter; None for the base model and for a mixture. requested: the text of the request if it is not
-    the name, such as `name:prod`.
-    base: id of the base model. base_digest: the weights that the version is bound to; None if they are unknown.
-    parts, mixture: set for a mixture only (gateway/records/adapters/mixtures.py); its `names` are those of its parts.
+    version: the adapter's version; None for the base model and for a mixture. requested: the text of the request if it
+    is not the name, such as `name:prod`. base: id of the base model. base_digest: the weights that the version is bound
+    to; None if they are unknown. parts, mixture: set for a mixture only (gateway/records/adapters/mixtures.py); its
+    `names` are those of its parts.
     """
 
     name: str
@@ -329,7 +329,7 @@ def _current(tenant_id: str) -> Select[Any]:
 
 
 def _target(reference: Reference, rows: Sequence[Row[Any]]) -> _Target:
-    """Return a target of the reference. rows: of one version, each with a name whose prices and limits apply."""
+    """Return a target of the reference. rows: rows of one version, each with a name whose prices and limits apply."""
     row, name, text = rows[0], reference.name, str(reference)
     others = sorted({row.named for row in rows} - {name})
     ends = [moment for moment in (row.expires_at, row.target_expires_at) if moment is not None]

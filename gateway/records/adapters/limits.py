@@ -69,7 +69,7 @@ async def check_bytes(
     digest: str | None = None,
     unfinished: int = 0,
 ) -> None:
-    """Check that an upload fits. digest: of its content; None, before it is read, ignores removed versions.
+    """Check that an upload fits. digest: digest of its content. None, before it is read, ignores removed versions.
 
     unfinished: declared bytes of the tenant's other uploads in parts.
     Raises AdapterLimitExceeded.

@@ -72,11 +72,10 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
     """An adapter of a tenant.
 
-    version, state, digest, rank, num_bytes, created_at, pinned: of the version of `latest`; of the newest version if
-    `latest` has none. newest: number of the newest version, and newest_state its state. versions: number of versions on
-    record. base: digest of the weights that the version is bound to. base_id: its base
-    model; None for the first. requests: within RECENT. last_used: start of the hour or
-    day of the last request within KNOWN.
+    version, state, digest, rank, num_bytes, created_at, pinned: values of the version of `latest`, or of the newest
+    version if `latest` has none. newest: number of the newest version, and newest_state its state. versions: number of
+    versions on record. base: digest of the weights that the version is bound to. base_id: its base model; None for the
+    first. requests: within RECENT. last_used: start of the hour or day of the last request within KNOWN.
     """
 
     tenant_id: str

@@ -139,7 +139,7 @@ class Uploads:
 
 
 async def unfinished_bytes(connection: AsyncConnection, tenant_id: str, except_id: str | None) -> int:
-    """Return the declared bytes of a tenant's unfinished uploads. except_id: of an upload that does not count."""
+    """Return the declared bytes of a tenant's unfinished uploads. except_id: id of an upload that does not count."""
     table = adapter_uploads
     query = select(int_sum(table.c.num_bytes)).where(
         table.c.tenant_id == tenant_id, table.c.updated_at > datetime.now(UTC) - KEPT, table.c.id != (except_id or "")

@@ -165,7 +165,8 @@ class Versions:
     ) -> Version:
         """Change a version's state, from validating to ready or rejected, or between ready and retired.
 
-        `latest` moves to a version that has been validated, unless it refers to a newer one. reasons: of a rejection.
+        `latest` moves to a version that has been validated, unless it refers to a newer one. reasons: reasons of a
+        rejection, else empty.
         """
         values = {"state": state, "reasons": _store_reasons(reasons) if reasons else None}
         return await self._change(tenant, name, version, values, actor, force=True)

@@ -94,7 +94,7 @@ class SessionRecords:
             return [_session(row) for row in (await connection.execute(query)).all()]
 
     async def remove(self, session_id: str, actor: str, action: str) -> None:
-        """End a session. action: of the audit entry. Raises RecordNotFound."""
+        """End a session. action: name of the audit entry's action. Raises RecordNotFound."""
         async with self._database.write() as connection:
             session = await _locked(connection, session_id)
             await connection.execute(delete(sessions).where(sessions.c.id == session_id))

@@ -29,7 +29,9 @@ ALL_ADAPTERS = "*/*"
 
 
 class Price(msgspec.Struct, frozen=True, kw_only=True):
-    """Prices in micro-units of the deployment's currency per million tokens. cached: of prompt tokens from a cache."""
+    """Prices in micro-units of the deployment's currency per million tokens. cached: price of prompt tokens from a
+    cache.
+    """
 
     input: int = 0
     cached: int = 0
@@ -134,7 +136,7 @@ class PriceList:
     An adapter has the highest price of the tenant's names for its content, so that a further name never makes it
     cheaper. Without such a price, the first existing price of "tenant/*", the tenant's plan, its base model and "*"
     applies. A plan has prices of "*/*" (all adapters), base models and "*". Without any price a model is free. A
-    mixture has the highest price of its parts. currency: of all prices, an ISO 4217 code.
+    mixture has the highest price of its parts. currency: ISO 4217 code of all prices.
     """
 
     def __init__(self, prices: Prices, bases: Bases, currency: str = "USD") -> None:

@@ -40,7 +40,8 @@ FIRST_TENANTS, MOST_TENANTS = 60, 2000
 
 
 class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of a group; fields that it does not have are None. start: of the hour, day or month. key: the key's label.
+    """Sums of a group; fields that it does not have are None. start: start of the hour, day or month. key: the key's
+    label.
 
     end_user: "" for requests without one. before: the measure in the period before, None for a group of times. cost:
     micro-units.
@@ -73,7 +74,9 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of groups. number: of all groups; None if not all were counted. has_more: groups follow the page."""
+    """A page of groups. number: number of all groups; None if not all were counted. has_more: groups follow the
+    page.
+    """
 
     groups: list[RankedGroup]
     number: int | None

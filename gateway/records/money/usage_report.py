@@ -36,9 +36,9 @@ _AnyVersion = Annotated[int, msgspec.Meta(ge=0, le=MAX_VERSION)]
 class UsageSums(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Sums of one tenant and group. Fields that the report does not group by are absent from JSON.
 
-    version: of the adapter `model`; absent for the base model and for mixtures. end_user: absent for requests without.
-    key: the label of the key `key_id`, if the key still exists. hour, day, month: its start, UTC. cost: micro-units.
-    deleted: whether the tenant is deleted.
+    version: the version of the adapter `model`; absent for the base model and for mixtures. end_user: absent for
+    requests without. key: the label of the key `key_id`, if the key still exists. hour, day, month: its start, UTC.
+    cost: micro-units. deleted: whether the tenant is deleted.
     """
 
     tenant: str
@@ -90,7 +90,7 @@ class UsageReport:
     ) -> UsagePage:
         """Return sums of the requests that arrived in `[since, until)`, grouped and ordered by tenant and `group_by`.
 
-        group_by: of GROUPS; `version` includes `model`, and both it and `end_user` need `since`. tenant: by name
+        group_by: names in GROUPS; `version` includes `model`, and both it and `end_user` need `since`. tenant: by name
         instead of by id, which also finds deleted tenants of that name. models: only these. after: the previous page's
         `next`. limit: the most groups of a page. Raises BadRequest for a cursor of another report, and for versions or
         end users in a period that is too long or, with `tenant_id`, has too many requests.

@@ -36,9 +36,9 @@ Position = tuple[datetime, Annotated[str, msgspec.Meta(max_length=64)]]
 class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of requests; None: any.
 
-    tenant: the name, also of a deleted tenant. models: only these. statuses: of STATUSES. code: the error's.
-    limit_name: of the limit that refused the request. end_user: the body's `user`. since, until: of the admission or
-    the refusal, `until` exclusive.
+    tenant: the name, also of a deleted tenant. models: only these. statuses: names in STATUSES. code: the error's code.
+    limit_name: name of the limit that refused the request. end_user: the body's `user`. since, until: of the admission
+    or the refusal, `until` exclusive.
     """
 
     tenant: str | None = None
@@ -61,8 +61,8 @@ class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A request. Times are in ms from its arrival, except `queue_ms`, the wait for an engine after the admission.
 
     at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: of
-    STATUSES. http_status, param, limit, address: of a refused request only. code: the error's. base: None for a refused
-    request. The other fields are those of UsageRow.
+    STATUSES. http_status, param, limit, address: set for a refused request only. code: the error's code. base: None for
+    a refused request. The other fields are those of UsageRow.
     """
 
     request_id: str

@@ -30,7 +30,7 @@ GROUPS: tuple[GroupBy, ...] = ("limit", "tenant", "code")
 
 
 class RefusalFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Refusals of a report; None: any. status: of HTTP, 0 for requests that failed after their admission."""
+    """Refusals of a report; None: any. status: HTTP status, 0 for requests that failed after their admission."""
 
     tenant: str | None = None
     code: str | None = None
@@ -54,7 +54,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True):
     """Number of a tenant's refusals by a limit, or with a code if there is none.
 
     tenant: "" for requests without a verified key. peak: the step with most refusals, and their number there.
-    evidence: of the first causes only.
+    evidence: evidence for the first causes; None for the others.
     """
 
     tenant_id: str
@@ -188,7 +188,7 @@ class RefusalReport:
 
 
 def _rows(which: RefusalFilter, segments: Segments, tenant_id: str | None = None) -> Subquery:
-    """Return the counts of the segments. tenant_id: of this tenant; ALL_TENANTS for the sums over all tenants."""
+    """Return the counts of the segments. tenant_id: the counted tenant; ALL_TENANTS for the sums over all tenants."""
     table = refusal_counts
     columns = (table.c.start, table.c.tenant_id, table.c.tenant, table.c.code, table.c.status, table.c.limit_name)
     parts = []

@@ -41,8 +41,8 @@ SWEPT_AT_ONCE = 1000
 class RefusedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A request that was refused before its admission.
 
-    tenant_id, tenant, key_id: empty without a verified key. status: of HTTP. code: the error's. param: the field at
-    fault. exceeded: the limit of a 429, None for other errors. end_user: the request's `user`.
+    tenant_id, tenant, key_id: empty without a verified key. status: HTTP status. code: the error's code. param: the
+    field at fault. exceeded: the limit of a 429, None for other errors. end_user: the request's `user`.
     """
 
     request_id: str

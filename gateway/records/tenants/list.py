@@ -83,7 +83,9 @@ class BudgetUse(NamedTuple):
 
 
 class TenantPage(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of tenants. total: of all pages. next: the cursor of the next page; None after the last page."""
+    """A page of tenants. total: number of tenants on all pages. next: the cursor of the next page; None after the last
+    page.
+    """
 
     rows: list[tuple[Tenant, TenantMonth]]
     total: int
