@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.plot import Bar, Points, bar_chart, line_chart
 
-PREDICTIONS = Path(__file__).parents[2] / "docs/perf/README.md"
+PREDICTIONS = Path(__file__).parents[2] / "docs/lab-notes.md"
 
 Table = dict[str, Any]
 
@@ -35,8 +35,8 @@ def tables(lines: Sequence[str]) -> list[Table]:
 
 def predictions() -> list[str]:
     """Return the predicted figures, in Markdown."""
-    text = PREDICTIONS.read_text().partition("\n## Predictions")[2].partition("\n## ")[0]
-    return ["## Predicted", *text.splitlines()[1:]]
+    text = PREDICTIONS.read_text().partition(": predictions for an H200\n")[2].partition("\n## ")[0]
+    return ["## Predicted", *text.splitlines()]
 
 
 def write(out: Path, commit: str, lines: Sequence[str], verdicts: list[dict[str, str | bool]]) -> list[str]:

@@ -109,7 +109,7 @@ def test_a_gpus_memory_is_divided_as_an_engine_divides_it(eight_billion: Path) -
     assert dense == pytest.approx(2 * 8.03e9, rel=0.01)
     assert h100.memory.usable == int(0.9 * GPUS["h100"].memory)
     assert h100.memory.needs.total + h100.memory.kv_cache == pytest.approx(h100.memory.usable, rel=0.001)
-    # 84 MB an adapter of rank 16 (docs/perf/README.md): 102 of them in the 8 GiB of pages.
+    # 84 MB an adapter of rank 16 (docs/lab-notes.md): 102 of them in the 8 GiB of pages.
     assert h100.memory.resident == (8 << 30) // (2 * h100.memory.page_bytes)
     assert h100.memory.resident * 84e6 == pytest.approx(8 << 30, rel=0.02)
     assert h200.memory.kv_tokens > h100.memory.kv_tokens
