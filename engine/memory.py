@@ -27,8 +27,8 @@ PROMPT_LOGITS_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Part of a device's memory that an engine may use. device: for messages. total: bytes of the device. before: bytes
-    in use before the weights are loaded, by other processes. utilization: share of the total.
+    """Part of a device's memory that an engine may use. device: its name in messages. total: bytes of the device.
+    before: bytes in use before the weights are loaded, by other processes. utilization: share of the total.
     """
 
     device: str

@@ -29,7 +29,7 @@ _NO_SCALES: Cells = np.zeros(0, np.int32)
 
 
 class _Slices(NamedTuple):
-    """Rows of a page, or of pages, for one group of projections in one layer, as integers. b: by slice."""
+    """Rows of a page, or of pages, for one group of projections in one layer, as integers. b: rows of each slice."""
 
     a: Cells
     b: tuple[Cells, ...]

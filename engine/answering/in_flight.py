@@ -78,7 +78,7 @@ class InFlight:
                 del self._placed[tenant_id]
 
     def submit(self, sequences: list[NewRequest], rules: TokenRules = NO_RULES) -> Ticket:
-        """Queue the sequences of one HTTP request. Their places must be reserved. rules: for all of them.
+        """Queue the sequences of one HTTP request. Their places must be reserved. rules: token rules of all of them.
 
         Raises EngineUnavailable after a failure or while closing.
         """

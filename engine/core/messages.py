@@ -289,7 +289,7 @@ class Loading(Message):
 
 
 class Failed(Message):
-    """The core has failed. No event but answers follows, and every sequence in it is lost. reason: for clients."""
+    """The core has failed. No event but answers follows, and every sequence in it is lost. reason: text for clients."""
 
     reason: str
 

@@ -90,8 +90,8 @@ class _Known(msgspec.Struct):
 class Sessions:
     """Opens, finds and ends sessions. Raises Unavailable without a database, except where it says otherwise.
 
-    lifetime, idle: after the log-in, and after the last use. proofs: digests of the settings on which sessions without
-    a key may rely.
+    lifetime, idle: time until a session ends, after the log-in and after the last use. proofs: digests of the settings
+    on which sessions without a key may rely.
     """
 
     def __init__(

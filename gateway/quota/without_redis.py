@@ -20,8 +20,8 @@ class WithoutRedis:
     """Admission by `LORAPLEX_QUOTA_FALLBACK`."""
 
     def __init__(self, modes: Mapping[str, Mode], gateways: Callable[[], int], admitted: Callable[[str], None]) -> None:
-        """modes: by class of limit. gateways: returns the number of live gateways. admitted: called with "open" or
-        "local" for each admitted request.
+        """modes: mode of each class of limits. gateways: returns the number of live gateways. admitted: called with
+        "open" or "local" for each admitted request.
         """
         self.modes = modes
         self._gateways = gateways

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Step:
-    """Change that makes the gateway match the file. call: makes it. line: in the file, 0 for a deletion."""
+    """Change that makes the gateway match the file. call: function that makes it. line: its line in the file, 0 for a
+    deletion.
+    """
 
     name: str
     text: str

@@ -27,7 +27,9 @@ class PinError(Exception):
 
 @dataclass(frozen=True)
 class Pin:
-    """Place of an engine. label: for messages. cpus: those that it may use; empty: all. flags: for its command."""
+    """Place of an engine. label: its name in messages. cpus: those that it may use; empty: all. flags: flags of its
+    command.
+    """
 
     label: str = ""
     cpus: tuple[int, ...] = ()

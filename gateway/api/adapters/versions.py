@@ -37,7 +37,7 @@ class NewTargets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class VersionChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Changes of a version. expires_at: null for never. pinned: for operators."""
+    """Changes of a version. expires_at: null for never. pinned: only operators may set it."""
 
     state: Literal["ready", "retired"] | UnsetType = UNSET
     expires_at: Moment | UnsetType | None = UNSET

@@ -15,7 +15,7 @@ async def while_allowed(
 ) -> AsyncIterator[None]:
     """End the block when the key becomes invalid, or `seconds` after the request's arrival.
 
-    principal: None for a request without a key. arrived: by the monotonic clock. Raises InvalidKey, Forbidden,
+    principal: None for a request without a key. arrived: monotonic time of its arrival. Raises InvalidKey, Forbidden,
     OutOfTime.
     """
     valid = nullcontext() if principal is None else auth.while_valid(principal)

@@ -163,8 +163,8 @@ class BodyShare:
 class BodyMemory:
     """The memory of all request bodies in this process.
 
-    total_bytes: for the large bodies of all tenants together. A tenant gets at most half, and no more than it leaves
-    free.
+    total_bytes: room for the large bodies of all tenants together. A tenant gets at most half, and no more than it
+    leaves free.
     """
 
     def __init__(self, total_bytes: int) -> None:

@@ -143,7 +143,7 @@ class Vllm(ForeignKind):
 
 
 class Server(NamedTuple):
-    """State of one server. finds_adapters, base_digest: by the plugin. mixes_base: whether it may give base-model
+    """State of one server. finds_adapters, base_digest: reported by the plugin. mixes_base: whether it may give base-model
     requests an adapter's weights.
     """
 

@@ -16,7 +16,7 @@ SOFT_KINDS = {kind.name: kind for kind in ALERT_KINDS}
 
 
 class LimitRow(NamedTuple):
-    """A term. used: of `limit`; None if that is unknown or does not apply. shown, text: for people."""
+    """A term. used: used part of `limit`; None if that is unknown or does not apply. shown, text: texts for people."""
 
     title: str
     text: str

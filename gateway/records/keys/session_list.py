@@ -23,7 +23,7 @@ class SessionFilter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SessionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """A session, without the token's hash. role: as at log-in. tenant: None for operators."""
+    """A session, without the token's hash. role: role at log-in. tenant: None for operators."""
 
     id: str
     subject: str

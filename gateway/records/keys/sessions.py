@@ -27,7 +27,7 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     """A stored session.
 
     subject: the actor of its changes: a key's id, or `oidc:` and the provider's subject. label: a name for people.
-    role: as at log-in; the present role of a session with a key follows from the key. tenant: None for operators.
+    role: role at log-in; the present role of a session with a key follows from the key. tenant: None for operators.
     key_id: the key that opened it, in the database; None otherwise. proof: for a session without such a key, digest
     of the settings that it relies on; the session ends when they change. address: the client's at log-in.
     """
