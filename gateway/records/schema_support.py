@@ -11,7 +11,7 @@ from sqlalchemy import Column, Connection, String, Table, inspect, select
 
 from gateway.records.schema import metadata
 
-# One row: the newest schema version known to the oldest supported release.
+# A single row: the newest schema version known to the oldest supported release.
 schema_support = Table("schema_support", metadata, Column("oldest_program", String(32), primary_key=True))
 
 
