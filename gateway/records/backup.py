@@ -66,7 +66,7 @@ async def reflected(connection: AsyncConnection, names: Sequence[str]) -> list[T
 
 
 def check_revision(revision: str | None, subject: str) -> str:
-    """Return a schema's version. Raises BackupError if this release does not know it. subject: its owner in errors."""
+    """Return a schema's version. Raises BackupError if this release does not know it. subject: its name in errors."""
     known = [each.revision for each in migrations()]
     if revision not in known:
         raise BackupError(
