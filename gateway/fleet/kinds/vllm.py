@@ -143,8 +143,8 @@ class Vllm(ForeignKind):
 
 
 class Server(NamedTuple):
-    """State of one server. finds_adapters, base_digest: reported by the plugin. mixes_base: whether it may give base-model
-    requests an adapter's weights.
+    """State of one server. finds_adapters, base_digest: reported by the plugin. mixes_base: whether it may give
+    base-model requests an adapter's weights.
     """
 
     version: str | None
