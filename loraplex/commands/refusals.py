@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, examples
-from loraplex.commands.output import BUDGETS, json_option, moment, money, print_json, print_table
+from loraplex.commands.output import BUDGETS, json_option, moment, print_json, print_table
 from loraplex.commands.values import Moment, given
+from wire.money import exact_money
 
 # Time before and after `--at`.
 AROUND = timedelta(minutes=10)
@@ -82,4 +83,4 @@ def _shown(cause: dict[str, Any]) -> dict[str, Any]:
 def _amount(value: float | None, limit: str) -> str | None:
     if value is None:
         return None
-    return money(round(value)) if limit in BUDGETS else f"{value:.0f}"
+    return exact_money(round(value)) if limit in BUDGETS else f"{value:.0f}"

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loraplex.commands.common import Gateway, admin_options, again, examples
-from loraplex.commands.output import money
 from loraplex.commands.values import Moment, given
+from wire.money import exact_money
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
@@ -86,7 +86,7 @@ def prune(before: str, yes: bool, gateway: Gateway) -> None:
         rows, micro_units, has_more = rows + done["rows"], micro_units + done["cost_micros"], done["has_more"]
         if has_more:
             click.echo(f"removed {rows} of {found['rows']} rows", err=True)
-    click.echo(f"removed {rows} rows with a cost of {money(micro_units)} {found['currency']}")
+    click.echo(f"removed {rows} rows with a cost of {exact_money(micro_units)} {found['currency']}")
 
 
 async def _prune(client: "GatewayClient", before: str, *, dry_run: bool) -> dict[str, Any]:

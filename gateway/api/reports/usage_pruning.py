@@ -11,8 +11,8 @@ from gateway.api.requests.fields import json_response, read_body, read_flag
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.errors import BadRequest
 from gateway.records.audit import Audit
-from gateway.records.money.prices import exact_money
 from gateway.records.retention import Retention
+from wire.money import exact_money
 
 # Maximum rows per request, so that its answer does not take longer than clients wait.
 MOST = 1_000_000
