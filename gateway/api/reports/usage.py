@@ -9,9 +9,9 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.reports.money import priced, priced_struct
 from gateway.api.requests.fields import json_response, parse_period, read_limit
 from gateway.errors import BadRequest
-from gateway.records.money.prices import exact_money
 from gateway.records.money.usage_report import GROUPS, UsageReport, UsageSums
 from gateway.sharing.turns import turns_of_reports
+from wire.money import exact_money
 
 MAX_GROUPS = 1000
 
