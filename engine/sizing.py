@@ -242,7 +242,7 @@ class DraftNeeds(NamedTuple):
     kv_bytes: int = 0
 
 
-def _describe_draft(config: EngineConfig, model: ModelConfig, target: Target, context: int) -> DraftNeeds:
+def _describe_draft(config: EngineConfig, model: ModelConfig, target: EstimatedDevice, context: int) -> DraftNeeds:
     """Return what the draft model needs; nothing without one. Raises ConfigError for one that cannot be served."""
     found = find_draft(config, model, target.platform)
     if found is None:

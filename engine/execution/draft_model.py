@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from engine.execution.runner import StepRunner
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.proposer import Proposal, SharedRates
-from engine.scheduling.rates import OF_ADAPTER, Rates
+from engine.scheduling.rates import ADAPTER_WEIGHT, Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, Status
 
 # Work that a step may spend on requests that are far behind, in tokens of the base model.
@@ -95,7 +95,7 @@ class DraftModel:
         for draft, token in zip(follower.drafts, request.token_ids[follower.start :], strict=False):
             is_fresh = num_equal == follower.start
             follower.rates.observe(draft == token, is_fresh=is_fresh)
-            shared.observe(draft == token, is_fresh=is_fresh, weight=OF_ADAPTER)
+            shared.observe(draft == token, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
             if draft != token:
                 break
             num_equal += 1

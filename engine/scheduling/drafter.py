@@ -30,8 +30,8 @@ class DraftCount(NamedTuple):
 
 
 class Drafter:
-    """Judge of an engine's drafts. Call its methods in this order: `extend` at the end of a plan, `confirm` after each
-    commit, `end_step`, `observe`.
+    """Plans and confirms an engine's drafts. Call its methods in this order: `extend` at the end of a plan, `confirm`
+    after each commit, `end_step`, `observe`.
     """
 
     def __init__(self, proposer: Proposer, most_drafts: int, cache: KVCache, policy: Policy, most_rows: int) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
 from engine.scheduling.prompt_lookup import PromptLookup
-from engine.scheduling.rates import FIRST_FRESH, FIRST_NEXT, OF_ADAPTER, Rates
+from engine.scheduling.rates import ADAPTER_WEIGHT, FIRST_FRESH, FIRST_NEXT, Rates
 from engine.scheduling.request import Request
 
 # Pairs of tenant and adapter whose rates are kept, the most recently used ones.
@@ -73,7 +73,7 @@ class PromptLookups:
         if request.lookup is None:
             request.lookup = PromptLookup(self._least, self._most, Rates(shared.fresh, shared.next))
         for is_true, is_fresh in request.lookup.follow(request.token_ids):
-            shared.observe(is_true, is_fresh=is_fresh, weight=OF_ADAPTER)
+            shared.observe(is_true, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
         return request.lookup.chances(most) if most > 0 and request.lookup.find() else []
 
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:

@@ -4,7 +4,7 @@
 NEWEST = 0.15
 # Rates of an adapter's first request, and the weight of a prediction in the rates of an adapter's next request.
 FIRST_FRESH, FIRST_NEXT = 0.5, 0.8
-OF_ADAPTER = 0.02
+ADAPTER_WEIGHT = 0.02
 
 
 class Rates:

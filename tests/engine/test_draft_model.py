@@ -19,7 +19,7 @@ from engine.engine import Engine
 from engine.execution.draft_model import DraftModel
 from engine.model.families import read_model_config
 from engine.scheduling.request import Grammar, NewRequest, SamplingParams
-from engine.sizing import Load, estimate
+from engine.sizing import ExpectedLoad, estimate
 from engine.speculative_config import SpeculativeConfig
 from engine.structured.compiler import GrammarCompiler
 from kernels.cpu.plain import TorchOps
@@ -248,7 +248,7 @@ def test_memory_of_the_draft_model_is_counted(tiny: Path, make_engine: Make) -> 
     assert draft_model(engine).cache.num_blocks == engine.state().num_blocks
     measured, _ = make_engine("other", gpu_memory_utilization=0.9)
     assert measured.state().num_blocks == engine.state().num_blocks
-    load = Load(adapters=1, rank=4, prompt_tokens=8, output_tokens=8)
+    load = ExpectedLoad(adapters=1, rank=4, prompt_tokens=8, output_tokens=8)
     estimated, alone = (estimate(each.config, "h100", load).memory for each in (engine, plain))
     assert estimated.kv_tokens == 16 * engine.state().num_blocks
     assert estimated.kv_cache == engine.state().num_blocks * 16 * (base + other)
