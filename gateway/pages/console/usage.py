@@ -16,9 +16,9 @@ from gateway.pages.frame.frame import link
 from gateway.pages.parts import periods
 from gateway.pages.parts.periods import LAST_MONTH, MONTH, PagePeriod, read_period, segments_of
 from gateway.pages.parts.tables import Column, fill, read_table
-from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.money.usage_report import UsagePage, UsageSums
 from gateway.sharing.turns import Turns
+from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY[:3], "by", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", MONTH, LAST_MONTH)

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from gateway.pages.parts.limit_titles import limit_title
 from gateway.quota.kinds import KINDS
-from gateway.records.money.prices import format_money
 from gateway.records.requests.log import LogEntry
+from wire.money import format_money
 
 KIND_OF = {kind.name: kind for kind in KINDS}
 OWNERS = {"tenant": "the tenant", "key": "the key", "model": "the model"}

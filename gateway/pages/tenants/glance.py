@@ -10,9 +10,9 @@ from gateway.fleet.fairness import Fairness
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.activity.figures import ActivityReport
 from gateway.records.adapters.list import AdapterList, ListedAdapter, ListFilter
-from gateway.records.money.prices import MICRO_UNITS
 from gateway.records.requests.log import LogEntry, LogFilter, RequestLog
 from gateway.records.tenants.tenants import Tenant
+from wire.money import MICRO_UNITS
 
 DAYS = 30
 # Models with a series of their own in the chart; the others are one series.

@@ -26,10 +26,10 @@ from gateway.quota.kinds import REQUEST_KINDS
 from gateway.quota.peek import Left
 from gateway.quota.periods import PERIOD_WORDS
 from gateway.quota.quota import Quota
-from gateway.records.money.prices import exact_money
 from gateway.records.tenants.list import tightest_budget
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.tenants.terms import NO_TERMS, own_terms, sources
+from wire.money import exact_money
 
 QUERY = ("tab", "sort", "page", "after", "format", "done")
 DAYS = 30
