@@ -215,14 +215,15 @@ def test_pressure_on_blocks_seats_and_rows_changes_no_answer(
     assert engine.state().num_preemptions or "max_num_batched_tokens" in options
 
 
-def test_tenants_share_no_blocks_of_the_draft_model(make_engine: Make, always: None) -> None:
-    engine, _ = make_engine("base")
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_tenants_share_no_blocks_of_the_draft_model(has_adapter: bool, make_engine: Make, always: None) -> None:
+    engine, digests = make_engine("base")
     cache = draft_model(engine).cache
-    prompt = list(range(3, 60))
+    params = SamplingParams(max_tokens=80, temperature=0, ignore_eos=True)
+    digest = digests[0] if has_adapter else None
     for tenant, hits in (("a", 0), ("b", 0), ("a", 48)):
         before = cache.hit_tokens
-        new = NewRequest("x", prompt, SamplingParams(max_tokens=80, temperature=0, ignore_eos=True), tenant_id=tenant)
-        run(engine, [new])
+        run(engine, [NewRequest("x", list(range(3, 60)), params, adapter_digest=digest, tenant_id=tenant)])
         assert cache.hit_tokens - before == hits
 
 
