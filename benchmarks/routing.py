@@ -29,7 +29,16 @@ from typing import NamedTuple
 from adapters.use_counts import UseCounts
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Condition, Health
-from gateway.fleet.routing import CROWDING, LOADS_PER_LOAD, Rates, choose, level, rank, seconds_in_queue
+from gateway.fleet.routing import (
+    CROWDING,
+    LOADS_PER_LOAD,
+    Rates,
+    RoutedRequest,
+    choose,
+    level,
+    rank,
+    seconds_in_queue,
+)
 
 ENGINES, ADAPTERS, PLACES, SLOTS = 4, 500, 32, 16
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 64
@@ -118,7 +127,8 @@ def before(engines: list[EngineRecord], asked: Asked) -> EngineRecord:
 
 
 def ours(engines: list[EngineRecord], asked: Asked) -> EngineRecord | None:
-    return choose(engines, asked.digest, rate=asked.rate)
+    choice = choose(engines, RoutedRequest(asked.digest, rate=asked.rate))
+    return choice.engine if choice is not None else None
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,7 @@ def arrivals(number: int, rate: float, zipf: float, seed: int) -> Iterator[Reque
 class Simulation:
     """Run of one policy over one stream of requests. Times are simulated seconds."""
 
-    def __init__(self, policy: Policy, load_seconds: float, places: int = PLACES) -> None:
+    def __init__(self, policy: Policy, load_seconds: float, places: int = PLACES, engines: int = ENGINES) -> None:
         self._policy = policy
         self._rates = Rates(lambda: self._now)
         self._engines = [
@@ -172,8 +182,9 @@ class Simulation:
                 places=places,
                 uses=UseCounts() if policy.counts_uses else None,
             )
-            for i in range(ENGINES)
+            for i in range(engines)
         ]
+        self._records = [engine.record for engine in self._engines]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._now = 0.0
@@ -204,7 +215,7 @@ class Simulation:
     def _arrive(self, number: int, request: Request) -> None:
         self._rates.count(request.digest)
         asked = Asked(number, request.digest, self._rates.of(request.digest))
-        chosen = self._policy.choice([engine.record for engine in self._engines], asked)
+        chosen = self._policy.choice(self._records, asked)
         engine = next(engine for engine in self._engines if engine.record is chosen)
         loads = not engine.record.holds(request.digest)
         request.counted.enter_context(engine.record.requests.count(request.digest, loads=loads))
@@ -264,9 +275,15 @@ class Result(NamedTuple):
 
 
 def measure(
-    policy: Policy, requests: int, rate: float, zipf: float, load_seconds: float, places: int = PLACES
+    policy: Policy,
+    requests: int,
+    rate: float,
+    zipf: float,
+    load_seconds: float,
+    places: int = PLACES,
+    engines: int = ENGINES,
 ) -> Result:
-    simulation = Simulation(policy, load_seconds, places)
+    simulation = Simulation(policy, load_seconds, places, engines)
     simulation.run(list(arrivals(requests, rate, zipf, seed=1)))
     waits = sorted(request.first_token - request.arrival for request in simulation.done)
     return Result(simulation.loads, waits[len(waits) // 2], waits[int(len(waits) * 0.99)])

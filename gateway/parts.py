@@ -225,7 +225,7 @@ def build_serving(resources: Resources, bases: Bases) -> Serving:
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint), bases)
-    pinning = Pinning(lambda: registry.up, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
+    pinning = Pinning(registry.of_base, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     own = None if resources.model is None else (resources.model.base.name, resources.model.tokenizer)
 

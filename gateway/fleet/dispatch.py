@@ -2,7 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,17 +15,19 @@ from msgspec.structs import replace
 
 from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
+from gateway.fleet.base_engines import BaseEngines
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
+from gateway.fleet.candidates import Usable, choose_in
 from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
-from gateway.fleet.own_requests import InFlight
+from gateway.fleet.own_requests import InFlight, counted
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
-from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, choose, homes_of, is_activated, prefix_key
+from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.records.bases.registry import Bases
 from gateway.spans import upstream
 from wire.costs import PROMPT_TOKEN
@@ -121,12 +124,14 @@ class Fleet:
         self._conversations = Conversations()
         self._bases = bases
         self.rates = Rates()
+        # This process's requests on engines, by adapter (None: the base model).
+        self._in_progress: Counter[str | None] = Counter()
 
     def keeps_allowances(self, base: str) -> bool:
         """Return whether every engine of a base model limits requests by an allowance, so that a whole answer's hold
         may grow. base: its id.
         """
-        return all(engine.keeps_allowances for engine in self._registry.up if engine.base == base)
+        return self._registry.of_base(base).keeps_allowances
 
     def check(self, tenant_id: str, model: "Model", body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or adapter with which engines died."""
@@ -195,47 +200,50 @@ class Fleet:
 
     def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
-        left: Sequence[EngineRecord] = [
-            candidate
-            for candidate in self._registry.engines
-            if candidate not in tries.engines
-            and call.engine in (None, candidate)
-            and candidate.address.traits.name not in tries.unserving
-            and candidate.breaker.allows(call.tenant.id)
-            and candidate.takes(call.model)
-        ]
-        if call.model.digest is None:
-            left = self._present(call.model.base, left)
-        digest, rate = call.model.digest, self.rates.of(call.model.digest)
-        engine = choose(
-            left,
+        model = call.model
+        fleet, digest = self._registry.of_base(model.base), model.digest
+        request = RoutedRequest(
             digest,
             tries.prefix,
-            self._conversations.engine(tries.prefix, left),
-            rate,
-            reuses_base=call.prompt_tokens >= LONG_PROMPT and is_activated(digest, self._registry.engines),
+            self._conversations.engine(tries.prefix),
+            self.rates.of(digest),
+            reuses_base=call.prompt_tokens >= LONG_PROMPT and digest in fleet.activated,
         )
-        if engine is None:
-            raise tries.refusal or EngineRefused(self._absence(call.model, tries))
-        if digest is not None and call.engine is None:
-            # The homes of a popular adapter load it before requests go there.
-            for home in homes_of(digest, [each for each in left if each.available], rate):
-                if home is not engine:
-                    self.prefetch.hint(home, call.model.adapters, call.tenant.id)
-        return engine
+        choice = None
+        for usable in self._conditions(call, tries, fleet):
+            choice = choice or choose_in(fleet, request, self._in_progress[digest], usable)
+        if choice is None:
+            raise tries.refusal or EngineRefused(self._absence(model, fleet, tries))
+        # The homes of a popular adapter load it before requests go there.
+        for home in choice.homes if call.engine is None else ():
+            if home is not choice.engine:
+                self.prefetch.hint(home, model.adapters, call.tenant.id)
+        return choice.engine
 
-    def _present(self, base: str, engines: Sequence[EngineRecord]) -> Sequence[EngineRecord]:
-        """Return the engines with the base model's present weights, or all if none of those is available."""
-        known = self._bases.get(base)
-        digest = None if known is None else known.digest
-        present = [each for each in engines if each.state.base_digest in (None, digest)]
-        return present if digest is not None and any(each.available for each in present) else engines
+    def _conditions(self, call: Call, tries: _Tries, fleet: BaseEngines) -> Iterator[Usable]:
+        """Generate the conditions for an engine to get the request, the preferred one first."""
 
-    def _absence(self, model: "Model", tries: _Tries) -> NoEngine:
+        def usable(engine: EngineRecord) -> bool:
+            return (
+                engine not in tries.engines
+                and call.engine in (None, engine)
+                and engine.address.traits.name not in tries.unserving
+                and engine.breaker.allows(call.tenant.id)
+                and engine.takes(call.model)
+            )
+
+        known = self._bases.get(call.model.base)
+        present = None, None if known is None else known.digest
+        if call.model.digest is None and present[1] is not None and not fleet.digests.isdisjoint(present):
+            # Requests of the base model itself stay on its former weights only until an engine has the present ones.
+            yield lambda engine: engine.state.base_digest in present and usable(engine)
+        yield usable
+
+    def _absence(self, model: "Model", fleet: BaseEngines, tries: _Tries) -> NoEngine:
         """Return the error of a request for the model that no engine can serve."""
         if tries.died:
             return EngineDied()
-        available = [each for each in self._registry.engines if each.available and each.base == model.base]
+        available = [engine for engine in fleet.engines if engine.available]
         if not available or any(engine.takes(model) for engine in available):
             return NoEngine()
         if not any(engine.serves(model.binding) for engine in available):
@@ -245,7 +253,7 @@ class Fleet:
     def _prefix(self, call: Call) -> bytes:
         """Return the key of the call's conversation. An activated LoRA shares the base model's cached blocks."""
         digest = call.model.digest
-        if digest is None or is_activated(digest, self._registry.engines):
+        if digest is None or digest in self._registry.of_base(call.model.base).activated:
             digest = call.model.base
         return prefix_key(call.tenant.id, digest, call.body)
 
@@ -310,6 +318,7 @@ class Fleet:
             with (
                 upstream(call, engine) as span,
                 engine.requests.count(digest, tenant_id, loads=loads) as in_flight,
+                counted(self._in_progress, digest),
             ):
                 trace = span.headers()
                 sent = replace(call, trace=trace) if trace else call

@@ -36,15 +36,12 @@ class OwnRequests:
         if loads:
             self.loading.add(digest)
         self.in_flight += 1
-        self.by_digest[digest] += 1
-        self.by_tenant[tenant_id] += 1
         request = InFlight(self)
         try:
-            yield request
+            with counted(self.by_digest, digest), counted(self.by_tenant, tenant_id):
+                yield request
         finally:
             request.free()
-            _take_one(self.by_digest, digest)
-            _take_one(self.by_tenant, tenant_id)
             if digest not in self.by_digest:
                 self.loading.discard(digest)
 
@@ -95,7 +92,13 @@ class InFlight:
         self.is_counted = False
 
 
-def _take_one(counts: Counter[Any], key: Any) -> None:
-    counts[key] -= 1
-    if not counts[key]:
-        del counts[key]
+@contextmanager
+def counted(counts: Counter[Any], key: Any) -> Iterator[None]:
+    """Count one more of `key` until the block ends."""
+    counts[key] += 1
+    try:
+        yield
+    finally:
+        counts[key] -= 1
+        if not counts[key]:
+            del counts[key]

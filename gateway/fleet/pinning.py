@@ -7,16 +7,20 @@ gateway repeats (`KEEP_SECONDS`), so a removed pin or engine needs no message.
 
 import asyncio
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
 from msgspec import MsgspecError
 
 from gateway.errors import Unavailable
+from gateway.fleet.base_engines import BaseEngines
+from gateway.fleet.candidates import engines_for
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.routing import Rates, number_of_homes, rank
+from gateway.fleet.routing import Rates
 from gateway.records.bases.base import Binding
 from wire.http_errors import HTTP_ERRORS
 
@@ -34,18 +38,18 @@ class Sender(Protocol):
 class Pinning:
     """Pins of one process.
 
-    engines: returns the engines that are up. read: returns the pinned digests with the bindings of their versions;
-    raises Unavailable. rates: request rates, which determine the number of an adapter's homes.
+    fleet_of: returns the engines of a base model, given its id. read: returns the pinned digests with the bindings of
+    their versions; raises Unavailable. rates: request rates, which determine the number of an adapter's homes.
     """
 
     def __init__(
         self,
-        engines: Callable[[], Sequence[EngineRecord]],
+        fleet_of: Callable[[str], BaseEngines],
         read: Callable[[], Awaitable[Mapping[str, Collection[Binding]]]],
         send: Sender,
         rates: Rates,
     ) -> None:
-        self._engines = engines
+        self._fleet_of = fleet_of
         self._read = read
         self._send = send
         self._rates = rates
@@ -62,19 +66,13 @@ class Pinning:
 
     async def send(self) -> None:
         """Send each engine its pins once. Raises Unavailable."""
-        pinned = await self._read()
-        engines = [engine for engine in self._engines() if engine.address.traits.takes_hints]
-        if not engines:
-            return
-        by_engine: dict[EngineRecord, list[str]] = {engine: [] for engine in engines}
-        for digest, bindings in pinned.items():
-            serving = [engine for engine in engines if any(engine.serves(binding) for binding in bindings)]
-            if not serving:
-                continue
-            number = max(1, number_of_homes(digest, serving, self._rates.of(digest)))
-            for engine in sorted(serving, key=lambda engine: rank(digest.encode(), engine.url))[:number]:
-                by_engine[engine].append(digest)
-        await asyncio.gather(*(self._keep(engine, digests) for engine, digests in by_engine.items() if digests))
+        by_engine: defaultdict[EngineRecord, list[str]] = defaultdict(list)
+        for digest, bindings in (await self._read()).items():
+            keeps = partial(_keeps, bindings)
+            for base in {binding.base for binding in bindings}:
+                for engine in engines_for(self._fleet_of(base), digest, self._rates.of(digest), keeps):
+                    by_engine[engine].append(digest)
+        await asyncio.gather(*(self._keep(engine, digests) for engine, digests in by_engine.items()))
 
     async def _keep(self, engine: EngineRecord, digests: Sequence[str]) -> None:
         try:
@@ -92,3 +90,8 @@ class Pinning:
         if problem and self._reported.get(engine) != problem:
             log.warning("engine %s %s", engine.url, problem)
         self._reported[engine] = problem
+
+
+def _keeps(bindings: Collection[Binding], engine: EngineRecord) -> bool:
+    """Return whether the engine keeps pinned adapters and serves one of the bindings."""
+    return engine.is_up and engine.address.traits.takes_hints and any(engine.serves(each) for each in bindings)

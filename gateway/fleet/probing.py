@@ -14,7 +14,7 @@ from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
-from gateway.fleet.routing import choose
+from gateway.fleet.routing import RoutedRequest, choose
 from gateway.fleet.shared_deaths import Suspect
 from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import Binding, suspect_name
@@ -71,15 +71,16 @@ class AdapterProber:
             raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
         self._check_deaths(suspect)
         left, refused = [each for each in self._engines(binding.base) if only in (None, each.url)], None
-        while (engine := choose([each for each in left if each.serves(binding)] or left, digest)) is not None:
+        request = RoutedRequest(digest)
+        while (choice := choose([each for each in left if each.serves(binding)] or left, request)) is not None:
             try:
-                return await self._probe_in(engine, tenant, digest, body, suspect)
+                return await self._probe_in(choice.engine, tenant, digest, body, suspect)
             except AdapterRefused as error:
                 if error.is_final:
                     raise
                 # It cannot load the adapter, for example because of its rank; another engine may have other limits.
                 refused = error
-                left.remove(engine)
+                left.remove(choice.engine)
         raise refused or NotProbed("no engine that can probe is available")
 
     async def _probe_in(

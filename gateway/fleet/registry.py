@@ -3,11 +3,12 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
 from gateway.errors import NoEngine
+from gateway.fleet.base_engines import MAX_AGE, BaseEngines, capacity_of
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Capacity
@@ -45,6 +46,8 @@ class Registry:
         self._silence_patience = silence_patience
         self._watch = watch
         self._engines: dict[str, EngineRecord] = {}
+        # Large fleets, by base model.
+        self._by_base: dict[str, BaseEngines] = {}
         self._watching: dict[str, asyncio.Task[None]] = {}
         self._drained: Mapping[str, Drained] = {}
 
@@ -75,11 +78,24 @@ class Registry:
     @property
     def capacity(self) -> Capacity | None:
         """Return the capacity of the available engines, or None without one, so that requests fail without a wait."""
-        return _capacity([engine for engine in self._engines.values() if engine.available])
+        return capacity_of([engine for engine in self._engines.values() if engine.available])
+
+    def of_base(self, base: str) -> BaseEngines:
+        """Return the engines of a base model (its id). In a large fleet, their sums may be MAX_AGE old."""
+        former = self._by_base.get(base)
+        if former is not None and former.is_large and time.monotonic() - former.made < MAX_AGE:
+            return former
+        engines = tuple(engine for engine in self._engines.values() if engine.base == base)
+        found = BaseEngines(engines, former)
+        if found.is_large:
+            self._by_base[base] = found
+        else:
+            self._by_base.pop(base, None)
+        return found
 
     def capacity_of(self, base: str) -> Capacity | None:
         """Return the capacity of the available engines of a base model (its id), or None without one."""
-        return _capacity([each for each in self._engines.values() if each.available and each.base == base])
+        return self.of_base(base).capacity
 
     @property
     def is_asleep(self) -> bool:
@@ -158,12 +174,3 @@ class Registry:
             if url not in self._engines:
                 slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS
                 self._engines[url] = EngineRecord(address, slots=slots, drained=self._drained.get(url))
-
-
-def _capacity(available: Sequence[EngineRecord]) -> Capacity | None:
-    if not available:
-        return None
-    return Capacity(
-        own=sum(max(0, engine.max_in_flight - engine.foreign_load) for engine in available),
-        places=sum(engine.max_in_flight for engine in available if engine.address.traits.orders_tenants),
-    )

@@ -5,6 +5,8 @@ bound is a time. Each adapter has an order of engines, the same on every gateway
 about equally good. An engine that holds the adapter is ahead by the time of an adapter load, until its queue takes
 longer than that; then another engine loads a copy.
 
+In a fleet beyond `EXACT` engines, `candidates.py` compares some of them; `choose` here is its slow twin.
+
 The first engines in the order are the adapter's homes, one for each HOME_BATCHES batches of its requests. A further
 home loads a copy before the others have a queue, because many requests share the cost of its load. When there are fewer
 requests, the first engine in the order gets all of them again, and the unused copies are evicted.
@@ -13,9 +15,9 @@ requests, the first engine in the order gets all of them again, and the unused c
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -45,77 +47,120 @@ MAX_PREFIXES = 50_000
 LONG_PROMPT = 256
 
 
-def choose(
-    engines: Iterable[EngineRecord],
-    digest: str | None,
-    prefix: bytes = b"",
-    cached: EngineRecord | None = None,
-    rate: float = 0.0,
-    *,
-    reuses_base: bool = False,
-) -> EngineRecord | None:
-    """Return the engine for a request of adapter `digest` (None: the base model), None if none is available.
+class RoutedRequest(NamedTuple):
+    """A request to choose an engine for.
 
-    prefix: the conversation's key, from `prefix_key`. cached: the engine that served the conversation last. rate: the
-    adapter's requests per second in this process. reuses_base: whether the adapter reads the base model's cached blocks
-    of a long prompt (activated LoRA); they are worth a load of the adapter.
+    digest: the adapter's; None: the base model. prefix: the conversation's key, from `prefix_key`. cached: the engine
+    that served the conversation last. rate: the adapter's requests per second in this process. reuses_base: whether
+    the adapter reads the base model's cached blocks of a long prompt (activated LoRA), which are worth a load.
     """
-    candidates = [engine for engine in engines if engine.available]
-    if len(candidates) <= 1:
-        return candidates[0] if candidates else None
-    affinity = digest.encode() if digest is not None else prefix
-    # Means over the fleet: the engines' own measurements differ a little, which must not decide every choice.
-    request_seconds = sum(engine.request_seconds for engine in candidates) / len(candidates)
-    load_seconds = sum(engine.load_seconds for engine in candidates) / len(candidates)
-    homes = homes_of(digest, candidates, rate) if digest is not None else ()
-    # A home's load serves its part of the adapter's next requests.
-    served = max(1.0, rate * HOME_SECONDS / len(homes)) if homes else 1.0
 
-    def order(engine: EngineRecord) -> tuple[int, float, bool, bytes]:
-        seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
-        if reuses_base and engine is cached:
-            seconds -= load_seconds
-        elif digest is not None and engine.prefetched.has(digest) and not engine.holds(digest):
-            # Only the copy to the device remains.
-            seconds += LEAST_LOAD_SECONDS
-        elif digest is not None and not engine.holds(digest):
-            seconds += LOADS_PER_LOAD * load_seconds / (served if engine in homes else 1.0)
-            # An engine loads one adapter after another.
-            seconds += len(engine.requests.loading) * load_seconds
-        if digest is not None and not engine.has_room_for(digest):
-            # The load waits until all requests of another adapter have ended.
-            seconds += request_seconds
-        return engine.fullness, seconds, engine is not cached, rank(affinity, engine.url)
+    digest: str | None
+    prefix: bytes = b""
+    cached: EngineRecord | None = None
+    rate: float = 0.0
+    reuses_base: bool = False
 
-    return min(candidates, key=order)
+    @property
+    def affinity(self) -> bytes:
+        """Return the key by which equal engines are ordered."""
+        return self.digest.encode() if self.digest is not None else self.prefix
 
 
-def homes_of(digest: str, engines: Sequence[EngineRecord], rate: float) -> Sequence[EngineRecord]:
-    """Return the engines that should hold the adapter, in its rendezvous order. Empty if one engine is enough.
+class Homes(NamedTuple):
+    """Homes of an adapter. engines: those among the compared engines, in its order. number: of all of them."""
+
+    engines: Sequence[EngineRecord] = ()
+    number: int = 0
+
+
+class Choice(NamedTuple):
+    """A request's engine, and the homes that should load its adapter before requests come there."""
+
+    engine: EngineRecord
+    homes: Sequence[EngineRecord]
+
+
+def choose(engines: Iterable[EngineRecord], request: RoutedRequest) -> Choice | None:
+    """Return the choice among all engines, None if none is available. In a large fleet, `candidates.py` compares some.
 
     An engine whose device is full of other adapters with requests is no home, so no engine gets more hot adapters than
-    fit on its device. rate: the adapter's requests per second in this process.
+    fit on its device.
     """
-    number = number_of_homes(digest, engines, rate)
-    if number <= 1:
-        return ()
-    roomy = (engine for engine in engines if engine.has_room_for(digest))
-    return sorted(roomy, key=lambda engine: rank(digest.encode(), engine.url))[:number]
+    key = request.affinity
+    ordered = sorted((engine for engine in engines if engine.available), key=lambda engine: rank(key, engine.url))
+    if not ordered:
+        return None
+    homes = Homes()
+    if request.digest is not None and (number := number_of_homes(request.digest, ordered, request.rate)) > 1:
+        roomy = [engine for engine in ordered if engine.has_room_for(request.digest)]
+        homes = Homes(roomy[:number], len(roomy[:number]))
+    return Choice(earliest(ordered, request, homes), homes.engines)
+
+
+def earliest(ordered: Sequence[EngineRecord], request: RoutedRequest, homes: Homes) -> EngineRecord:
+    """Return the engine with the earliest first token.
+
+    ordered: at least one engine, all of them available, in the order that decides among equal ones.
+    """
+    if len(ordered) == 1:
+        return ordered[0]
+    # Means over the engines: their own measurements differ a little, which must not decide every choice.
+    request_seconds = sum(engine.request_seconds for engine in ordered) / len(ordered)
+    load_seconds = sum(engine.load_seconds for engine in ordered) / len(ordered)
+
+    def order(engine: EngineRecord) -> tuple[int, float, bool]:
+        seconds = seconds_in_queue(engine) + CROWDING * level(engine) * request_seconds
+        seconds += adapter_seconds(engine, request, homes, request_seconds, load_seconds)
+        return engine.fullness, seconds, engine is not request.cached
+
+    return min(ordered, key=order)
+
+
+def adapter_seconds(
+    engine: EngineRecord, request: RoutedRequest, homes: Homes, request_seconds: float, load_seconds: float
+) -> float:
+    """Return the seconds that the request's adapter adds on the engine. The last two arguments are means of engines."""
+    digest, seconds = request.digest, 0.0
+    if request.reuses_base and engine is request.cached:
+        seconds -= load_seconds
+    elif digest is None or engine.holds(digest):
+        pass
+    elif engine.prefetched.has(digest):
+        # Only the copy to the device remains.
+        seconds += LEAST_LOAD_SECONDS
+    else:
+        # A home's load serves its part of the adapter's next requests.
+        served = max(1.0, request.rate * HOME_SECONDS / homes.number) if engine in homes.engines else 1.0
+        # An engine loads one adapter after another.
+        seconds += LOADS_PER_LOAD * load_seconds / served + len(engine.requests.loading) * load_seconds
+    if digest is not None and not engine.has_room_for(digest):
+        # The load waits until all requests of another adapter have ended.
+        seconds += request_seconds
+    return seconds
 
 
 def number_of_homes(digest: str, engines: Sequence[EngineRecord], rate: float) -> int:
-    """Return the number of engines that an adapter's requests should use.
+    """Return the number of engines that an adapter's requests should use. engines: all available ones."""
+    own = sum(engine.requests.in_flight for engine in engines)
+    processes = sum(engine.load for engine in engines) / own if own else 1.0
+    in_progress = sum(engine.requests.by_digest[digest] for engine in engines)
+    slots = sum(engine.slots for engine in engines) / len(engines)
+    return min(len(engines), homes_needed(in_progress, rate, processes, slots))
+
+
+def homes_needed(in_progress: int, rate: float, processes: float, slots: float) -> int:
+    """Return the number of homes for an adapter's requests.
 
     It follows from the requests in progress and those of the next RATE_SECONDS, without the one that is placed now: a
     single request makes no adapter popular, however long requests take. Other gateways are assumed to have the same
     share of this adapter's requests as of all requests.
+
+    in_progress, rate: the adapter's requests in this process, and per second. processes: requests of all processes as a
+    multiple of this one's. slots: mean of an engine's.
     """
-    own = sum(engine.requests.in_flight for engine in engines)
-    everywhere = min(MAX_PROCESSES, sum(engine.load for engine in engines) / own) if own else 1.0
-    in_progress = sum(engine.requests.by_digest[digest] for engine in engines)
-    requests = max(0.0, in_progress + rate * RATE_SECONDS - 1.0) * everywhere
-    batches = requests * len(engines) / sum(engine.slots for engine in engines)
-    return min(len(engines), math.ceil(batches / HOME_BATCHES))
+    requests = max(0.0, in_progress + rate * RATE_SECONDS - 1.0) * min(MAX_PROCESSES, processes)
+    return math.ceil(requests / slots / HOME_BATCHES)
 
 
 def seconds_in_queue(engine: EngineRecord) -> float:
@@ -169,20 +214,15 @@ class Rates:
         return count * math.exp((at - now) / RATE_SECONDS)
 
 
-def is_activated(digest: str | None, engines: Iterable[EngineRecord]) -> bool:
-    """Return whether the adapter is an activated LoRA, as far as an engine that holds it has reported."""
-    return digest is not None and any(digest in engine.state.adapters_activated for engine in engines)
-
-
 class Conversations:
     """The last engine of each of the MAX_PREFIXES newest conversations."""
 
     def __init__(self) -> None:
         self._engines = BoundedDict[bytes, EngineRecord](MAX_PREFIXES)
 
-    def engine(self, prefix: bytes, among: Collection[EngineRecord]) -> EngineRecord | None:
-        engine = self._engines.get(prefix)
-        return engine if engine in among else None
+    def engine(self, prefix: bytes) -> EngineRecord | None:
+        """Return the conversation's last engine, which may no longer be available."""
+        return self._engines.get(prefix)
 
     def served(self, prefix: bytes, engine: EngineRecord) -> None:
         self._engines.put(prefix, engine)

@@ -2,16 +2,19 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from redis.asyncio import Redis
 
 from gateway.fleet.addresses import parse_address
+from gateway.fleet.base_engines import EXACT, capacity_of
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Breaker
 from gateway.fleet.discovery import ANNOUNCEMENTS, Announcements, Discovery
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.fleet.registry import Registry
+from gateway.records.bases.base import FIRST
 from gateway.settings import SettingsError
 from testing.gateway.running import settings
 
@@ -143,6 +146,41 @@ async def test_engines_come_and_go_without_a_restart():
     assert [engine.url for engine in registry.up] == ["http://a", "http://c"]
     assert registry.engines[0] is stays
     assert not goes.available
+
+
+async def test_sums_over_a_large_fleet_are_kept_for_a_moment_and_those_over_a_small_one_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    listed = [Address(f"http://{number}") for number in range(EXACT + 1)]
+
+    async def discover() -> list[Address]:
+        return listed
+
+    class Watch:
+        async def __call__(self, engine: EngineRecord) -> None:
+            engine.mark_up()
+
+    registry = Registry(discover, cast(Any, Watch()))
+    await registry.poll()
+    large = registry.of_base(FIRST)
+    assert large.engines == registry.engines
+    assert registry.capacity_of("another") is None
+    before, ring = registry.capacity_of(FIRST), large.ring
+    registry.engines[0].mark_down("test")
+    assert registry.of_base(FIRST) is large
+    assert registry.capacity_of(FIRST) == before == capacity_of(registry.engines)
+    monkeypatch.setattr("gateway.fleet.registry.MAX_AGE", -1.0)
+    assert registry.capacity_of(FIRST) == capacity_of(registry.up) != before
+    # The ring changes with the engines only.
+    assert registry.of_base(FIRST).ring is ring
+    listed.pop()
+    await registry.poll()
+    assert registry.of_base(FIRST).ring is not ring
+    monkeypatch.undo()
+    small = registry.of_base(FIRST)
+    assert registry.of_base(FIRST) is not small
+    registry.engines[0].mark_down("test")
+    assert registry.capacity_of(FIRST) == capacity_of(registry.up)
 
 
 def test_older_word_of_an_engine_does_not_overwrite_newer():

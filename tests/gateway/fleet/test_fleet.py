@@ -172,8 +172,12 @@ async def test_own_requests_are_counted_while_they_run(gateway: Gateway):
     await until(lambda: in_flight(0))
 
 
-@pytest.fixture
-async def pair(tmp_path: Path, model_dir: Path, redis_url: str) -> AsyncIterator[tuple[Gateway, Upstream, Upstream]]:
+@pytest.fixture(params=["all engines compared", "some compared"])
+async def pair(
+    tmp_path: Path, model_dir: Path, redis_url: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Gateway, Upstream, Upstream]]:
+    if request.param == "some compared":
+        monkeypatch.setattr("gateway.fleet.base_engines.EXACT", 0)
     async with (
         Upstream().serving() as one,
         Upstream().serving() as two,

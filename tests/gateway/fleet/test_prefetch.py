@@ -11,7 +11,7 @@ from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.kinds.vllm import Vllm
 from gateway.fleet.prefetch import MAX_OF_TENANT, Prefetch
-from gateway.fleet.routing import choose
+from gateway.fleet.routing import RoutedRequest, choose
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
@@ -19,6 +19,12 @@ from tests.gateway.api.test_adapters import files, push
 
 def up(url: str) -> EngineRecord:
     return EngineRecord(Address(url), condition=Condition(Health.UP))
+
+
+def chosen(engines: list[EngineRecord]) -> EngineRecord:
+    found = choose(engines, RoutedRequest("d"))
+    assert found is not None
+    return found.engine
 
 
 class Hints:
@@ -45,26 +51,26 @@ class Hints:
 
 async def test_a_hint_is_sent_once_and_makes_its_engine_the_choice():
     hints, engines = Hints(), [up(f"http://{name}") for name in "abcd"]
-    first = choose(engines, "d")
+    first = chosen(engines)
     other = next(engine for engine in engines if engine is not first)
     hints.prefetch.hint(other, ["d"], "acme")
     hints.prefetch.hint(other, ["d"], "globex")
-    assert choose(engines, "d") is other
+    assert chosen(engines) is other
     await hints.settled()
     hints.prefetch.hint(other, ["d"], "acme")
     assert hints.sent == [(other.url, "d", "acme")]
-    assert choose(engines, "d") is other
+    assert chosen(engines) is other
 
 
 @pytest.mark.parametrize("fault", ["broken", "refuses"])
 async def test_a_hint_that_is_not_followed_does_not_count(fault: str, caplog: pytest.LogCaptureFixture):
     hints, engines = Hints(), [up(f"http://{name}") for name in "abcd"]
     setattr(hints, fault, True)
-    first = choose(engines, "d")
+    first = chosen(engines)
     other = next(engine for engine in engines if engine is not first)
     hints.prefetch.hint(other, ["d", "e"], "acme")
     await hints.settled()
-    assert choose(engines, "d") is first
+    assert chosen(engines) is first
     assert [r.levelno for r in caplog.records] == ([logging.WARNING] if fault == "broken" else [])
     # It is not repeated at once either.
     hints.prefetch.hint(other, ["d"], "acme")

@@ -1,17 +1,19 @@
 """The choice of an engine, as a function of the known state of each."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from benchmarks.routing import POLICIES, measure, seconds_to_engines
+from gateway.fleet.base_engines import BaseEngines
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.routing import (
     MAX_PREFIXES,
     Conversations,
     Rates,
+    RoutedRequest,
     choose,
-    homes_of,
-    is_activated,
     number_of_homes,
     prefix_key,
     rank,
@@ -32,8 +34,14 @@ def home(digest: str, urls: list[str]) -> str:
 
 
 def chosen(engines: list[EngineRecord], digest: str | None, **more: object) -> str | None:
-    found = choose(engines, digest, **more)  # type: ignore[arg-type]
-    return None if found is None else found.url
+    found = choose(engines, RoutedRequest(digest, **more))  # type: ignore[arg-type]
+    return None if found is None else found.engine.url
+
+
+def homes_of(digest: str, engines: list[EngineRecord], rate: float) -> Sequence[EngineRecord]:
+    found = choose(engines, RoutedRequest(digest, rate=rate))
+    assert found is not None
+    return found.homes
 
 
 def test_an_adapter_that_nobody_holds_has_one_home_among_idle_engines():
@@ -103,9 +111,7 @@ def test_a_conversation_goes_back_to_who_has_its_prefix():
 def test_an_activated_lora_follows_the_base_models_blocks_though_another_engine_holds_it():
     engines = [engine(url, resident=("d",) if i == 0 else ()) for i, url in enumerate(URLS)]
     engines[0].state = EngineState(adapters_activated=frozenset(["d"]))
-    assert is_activated("d", engines)
-    assert not is_activated("e", engines)
-    assert not is_activated(None, engines)
+    assert BaseEngines(engines).activated == {"d"}
     for cached in engines:
         assert chosen(engines, "d", cached=cached, reuses_base=True) == cached.url
         assert chosen(engines, "d", cached=cached) == URLS[0]
@@ -165,13 +171,12 @@ def test_what_a_conversation_is_known_by(one: dict[str, object], other: dict[str
     assert prefix_key("t", "d", one) != prefix_key("t", None, one)
 
 
-def test_conversations_are_remembered_up_to_a_number_and_of_engines_that_are_there():
+def test_conversations_are_remembered_up_to_a_number():
     conversations, one = Conversations(), engine(URLS[0])
     for i in range(MAX_PREFIXES + 1):
         conversations.served(b"%d" % i, one)
-    assert conversations.engine(b"0", [one]) is None
-    assert conversations.engine(b"1", [one]) is one
-    assert conversations.engine(b"1", []) is None
+    assert conversations.engine(b"0") is None
+    assert conversations.engine(b"1") is one
 
 
 def test_a_hot_adapter_has_more_homes_and_they_serve_it_before_there_is_a_queue():
