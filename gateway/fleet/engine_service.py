@@ -21,6 +21,9 @@ log = logging.getLogger(__name__)
 
 # Interval of the reports; equal to the interval of the exchange between gateways (`shared_service.py`).
 SECONDS = 0.25
+# Reports in a round. In a larger fleet the engines take turns, and a report has only tenants with requests on the
+# engine, because an engine ignores the others.
+MAX_REPORTS = 64
 
 
 class Sender(Protocol):
@@ -39,6 +42,8 @@ class EngineService:
         self._unreported: WeakKeyDictionary[EngineRecord, dict[str, float]] = WeakKeyDictionary()
         self._reporting: WeakKeyDictionary[EngineRecord, asyncio.Task[None]] = WeakKeyDictionary()
         self._failing: WeakSet[EngineRecord] = WeakSet()
+        # Place of the first engine that gets a report in the next round, in a large fleet.
+        self._turn = 0
 
     def served(self, engine: EngineRecord, tenant_id: str, cost: float) -> None:
         """Add service that the engine has given the tenant."""
@@ -58,19 +63,21 @@ class EngineService:
             for tenant_id, cost in counts.items():
                 total[tenant_id] += cost
         started = []
-        for engine in self._engines():
-            if not engine.address.traits.orders_tenants:
-                continue
+        engines = [engine for engine in self._engines() if engine.address.traits.orders_tenants]
+        is_large = len(engines) > MAX_REPORTS
+        for place, engine in enumerate(engines):
             here, waiting = served.get(engine.url, {}), self._unreported.setdefault(engine, {})
-            for tenant_id, cost in total.items():
-                if (elsewhere := cost - here.get(tenant_id, 0.0)) > 0:
+            for tenant_id in total.keys() & _tenants_on(engine) if is_large else total:
+                if (elsewhere := total[tenant_id] - here.get(tenant_id, 0.0)) > 0:
                     waiting[tenant_id] = waiting.get(tenant_id, 0.0) + elsewhere
-            if waiting and engine not in self._reporting:
+            has_turn = not is_large or (place - self._turn) % len(engines) < MAX_REPORTS
+            if waiting and has_turn and engine not in self._reporting:
                 largest = dict(nlargest(MAX_TENANTS, waiting.items(), lambda item: item[1]))
                 for tenant_id in largest:
                     del waiting[tenant_id]
                 task = self._reporting[engine] = asyncio.create_task(self._report(engine, largest))
                 started.append(task)
+        self._turn += MAX_REPORTS
         return started
 
     async def watch(self, charge: Callable[[], None]) -> None:
@@ -100,3 +107,8 @@ class EngineService:
             self._failing.discard(engine)
         finally:
             self._reporting.pop(engine, None)
+
+
+def _tenants_on(engine: EngineRecord) -> set[str]:
+    """Return the tenants with requests on the engine, as far as this process knows."""
+    return engine.requests.by_tenant.keys() | {share.tenant for share in engine.state.tenants}

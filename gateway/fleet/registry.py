@@ -8,7 +8,7 @@ from functools import partial
 from typing import Protocol
 
 from gateway.errors import NoEngine
-from gateway.fleet.base_engines import MAX_AGE, BaseEngines, capacity_of
+from gateway.fleet.base_engines import EXACT, MAX_AGE, BaseEngines, capacity_of
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Capacity
@@ -123,8 +123,9 @@ class Registry:
         """Discover and watch engines until cancelled. Run it as a task.
 
         Each engine has a task of its own, so a slow engine delays no other. changed: called after each report of an
-        engine, because waiting requests may have room then.
+        engine, because waiting requests may have room then; in a large fleet, at most once in MAX_AGE.
         """
+        changed = self._merged(changed)
         try:
             while True:
                 await self._discover_engines()
@@ -146,6 +147,24 @@ class Registry:
             self._abandon_silent(engine)
             await self._watch(engine)
             changed()
+
+    def _merged(self, changed: Callable[[], None]) -> Callable[[], None]:
+        """Return a call of `changed`. In a large fleet, which has thousands of reports a second, calls are merged."""
+        due: asyncio.TimerHandle | None = None
+
+        def call() -> None:
+            nonlocal due
+            due = None
+            changed()
+
+        def call_soon() -> None:
+            nonlocal due
+            if len(self._engines) <= EXACT:
+                changed()
+            elif due is None:
+                due = asyncio.get_running_loop().call_later(MAX_AGE, call)
+
+        return call_soon
 
     def _abandon_silent(self, engine: EngineRecord) -> None:
         """End the wait for a silent engine's first byte.

@@ -1,5 +1,6 @@
 """Sources of engine addresses, and the circuit breaker of each engine."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ from gateway.fleet.kinds.vllm import Vllm
 from gateway.fleet.registry import Registry
 from gateway.records.bases.base import FIRST
 from gateway.settings import SettingsError
-from testing.gateway.running import settings
+from testing.gateway.running import settings, until
 
 
 @pytest.mark.parametrize(
@@ -181,6 +182,41 @@ async def test_sums_over_a_large_fleet_are_kept_for_a_moment_and_those_over_a_sm
     assert registry.of_base(FIRST) is not small
     registry.engines[0].mark_down("test")
     assert registry.capacity_of(FIRST) == capacity_of(registry.up)
+
+
+@pytest.mark.parametrize("number", [EXACT, EXACT + 1])
+async def test_reports_of_a_large_fleet_are_merged(number: int):
+    engines, calls, reports = [Address(f"http://{number}") for number in range(number)], 0, 0
+
+    async def discover() -> list[Address]:
+        return engines
+
+    class Watch:
+        async def __call__(self, engine: EngineRecord) -> None:
+            engine.mark_up()
+
+        async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
+            nonlocal reports
+            for _ in range(10):
+                reports += 1
+                changed()
+            await asyncio.Event().wait()
+            return True
+
+    def changed() -> None:
+        nonlocal calls
+        calls += 1
+
+    registry = Registry(discover, cast(Any, Watch()))
+    watching = asyncio.create_task(registry.watch(changed))
+
+    async def done() -> bool:
+        return reports == 10 * number and calls > 0
+
+    await until(done)
+    # Each engine also has a first probe. All of that takes a moment, and merged calls one for each 50 ms of it.
+    assert calls == 11 * number if number <= EXACT else calls <= number
+    watching.cancel()
 
 
 def test_older_word_of_an_engine_does_not_overwrite_newer():

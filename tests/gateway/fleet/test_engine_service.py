@@ -2,13 +2,15 @@
 
 import asyncio
 import logging
+from contextlib import ExitStack
 
 import pytest
 from aiohttp import ClientError
 
-from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.engine_service import EngineService
+from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.engine_service import MAX_REPORTS, EngineService
 from gateway.fleet.kinds.vllm import Vllm
+from wire.responses import TenantShare
 from wire.service import MAX_TENANTS
 
 ONE, OTHER = EngineRecord(Address("http://one")), EngineRecord(Address("http://other"))
@@ -89,3 +91,36 @@ async def test_a_slow_engine_delays_no_other_and_loses_no_service():
     reports.answers.set()
     await first
     assert await reports.report() == {"http://one": {"acme": 4}}
+
+
+async def test_in_a_large_fleet_engines_take_turns_and_get_the_service_of_their_own_tenants():
+    engines = [EngineRecord(Address(f"http://{number}")) for number in range(MAX_REPORTS * 2 + 5)]
+    reports: list[dict[str, dict[str, float]]] = []
+
+    async def send(engine: EngineRecord, report: dict[str, float]) -> None:
+        assert engine.url not in reports[-1]
+        reports[-1][engine.url] = report
+
+    service = EngineService(lambda: engines, send)
+    share = TenantShare("globex", 1.0, 0.0, 1, 0, 0.0, 0.5, 0.5)
+    engines[-1].state = EngineState(tenants=[share])
+    with ExitStack() as held:
+        for engine in engines[:-1]:
+            held.enter_context(engine.requests.count(None, "acme"))
+        for _ in range(6):
+            service.served(engines[0], "acme", 1)
+            service.served(engines[0], "globex", 2)
+            service.served(engines[0], "initech", 3)
+            reports.append({})
+            await asyncio.gather(*service.report())
+    # The service at engines[0] is none elsewhere for that engine.
+    assert [len(each) for each in reports[:3]] == [MAX_REPORTS - 1, MAX_REPORTS, MAX_REPORTS - 1]
+    assert reports[0]["http://1"] == {"acme": 1}
+    got: dict[str, float] = {}
+    for report in reports:
+        for url, service_elsewhere in report.items():
+            got[url] = got.get(url, 0.0) + sum(service_elsewhere.values())
+    assert got.keys() == {engine.url for engine in engines[1:]}
+    # The service of the rounds after an engine's last turn is not reported yet.
+    assert got[engines[-1].url] in (8, 10, 12)
+    assert all(3 <= got[engine.url] <= 6 for engine in engines[1:-1])
