@@ -24,6 +24,7 @@ from benchmarks.scale_fleet import PUSH_SECONDS, REQUEST_SECONDS, SLOTS, Result,
 from gateway.fleet.base_engines import HOLDERS_AGE, MAX_AGE
 from gateway.fleet.engine_service import SECONDS as SERVICE_SECONDS
 from gateway.fleet.shared_service import SECONDS as EXCHANGE_SECONDS
+from gateway.fleet.shared_service import interval
 
 # Reports of a busy engine per second.
 REPORTS = 20
@@ -32,6 +33,7 @@ REPORTS = 20
 HTTP_SECONDS, LEDGER_ROWS = 0.91e-3, 4095
 # Readings per second of the changes of keys and names.
 READINGS = 10
+FULL_QUEUE = "full queue of 512 requests"
 # Tenants that send FLOOD of all requests in the simulation with flooders, and its load.
 FLOODERS, FLOOD, FLOODED_LOAD = 20, 0.7, 1.5
 
@@ -83,16 +85,17 @@ def parts(costs: Costs, scale: Scale, active: int) -> list[Part]:
     def of_requests(name: str, before: float | None, load: float) -> Part:
         return Part(name, "a process", before, load, own, "requests/s", "more gateway processes")
 
-    def of_active(name: str, load: float) -> Part:
-        return Part(name, "a process", None, load, active, "active tenants", "more gateway processes")
+    def of_active(name: str, before: float, load: float) -> Part:
+        return Part(name, "a process", before, load, active, "active tenants", "more gateway processes")
 
     def of_engines(name: str, before: float | None, load: float) -> Part:
         return Part(name, "a process", before, load, engines, "engines", "a set of gateways for each group of engines")
 
-    def of_server(name: str, where: str, load: float, amount: float, unit: str) -> Part:
-        return Part(name, where, None, load, amount, unit, f"a {where} for each group of tenants")
+    def of_server(name: str, where: str, before: float | None, load: float, amount: float, unit: str) -> Part:
+        return Part(name, where, before, load, amount, unit, f"a {where} for each group of tenants")
 
-    exchange = 1 / EXCHANGE_SECONDS
+    exchange, before = 1 / interval(active), 1 / EXCHANGE_SECONDS
+    of_process, of_redis = (costs.at(f"exchange, {part}", active) for part in ("process", "Redis"))
     index = costs.at("index of holders", engines) / HOLDERS_AGE
     found = [
         of_requests(
@@ -105,19 +108,20 @@ def parts(costs: Costs, scale: Scale, active: int) -> list[Part]:
         of_requests("calls of the quota", None, own * costs.at("quota, process", 1)),
         of_requests("HTTP, tokenizer, the rest", None, own * HTTP_SECONDS),
         of_engines("reports of engines", None, reports * costs.at("report", 1)),
-        of_engines("full queue of 512 requests", *waiting),
+        of_engines(FULL_QUEUE, *waiting),
         of_engines("service to engines, without the POSTs", *service),
-        of_active("exchange of counters", exchange * costs.at("exchange, process", active)),
+        of_active("exchange of counters", before * of_process, exchange * of_process),
         of_requests("changes of keys", None, READINGS * costs.at("changes of keys", scale.tenants, grows=False)),
         of_server(
             "exchange of counters",
             "Redis",
-            gateways * exchange * costs.at("exchange, Redis", active),
+            gateways * before * of_redis,
+            gateways * exchange * of_redis,
             gateways,
             "gateways",
         ),
-        of_server("quota", "Redis", rate * costs.at("quota, Redis", 1), rate, "requests/s"),
-        of_server("usage rows", "PostgreSQL", rate / LEDGER_ROWS, rate, "requests/s"),
+        of_server("quota", "Redis", None, rate * costs.at("quota, Redis", 1), rate, "requests/s"),
+        of_server("usage rows", "PostgreSQL", None, rate / LEDGER_ROWS, rate, "requests/s"),
     ]
     return sorted(found, key=lambda part: -part.load)
 
@@ -132,6 +136,10 @@ def table_of_costs(costs: Sequence[Cost]) -> Iterator[str]:
 def table_of_parts(found: Sequence[Part], scale: Scale, active: int) -> Iterator[str]:
     yield f"Cores that each part needs at {words(scale)}, {active:,} tenants active in each process."
     yield "A part that needs more than one core breaks."
+    yield ""
+    of_process = [part for part in found if part.where == "a process" and part.name != FULL_QUEUE]
+    now, before = sum(part.load for part in of_process), sum(part.before or part.load for part in of_process)
+    yield f"A gateway process needs {now:.2f} cores in all while its queue is not full, {before:.2f} before."
     yield ""
     yield "| part | where | cores before | cores | limit before | limit | beyond |"
     yield "|---|---|---|---|---|---|---|"

@@ -26,7 +26,7 @@ from gateway.fleet.health import Condition, Health
 from gateway.fleet.queue import Gate, Place
 from gateway.fleet.routing import Choice, Rates, RoutedRequest, choose
 from gateway.fleet.service_counters import ServiceCounters
-from gateway.fleet.shared_service import SECONDS as EXCHANGE_SECONDS
+from gateway.fleet.shared_service import interval
 from gateway.quota.demand import Demand
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
@@ -297,7 +297,7 @@ class Simulation:
     async def _exchange(self) -> None:
         """Exchange the tenants' service between all gateways, as `service_counters.lua` does."""
         while True:
-            await asyncio.sleep(EXCHANGE_SECONDS)
+            await asyncio.sleep(interval(max(gateway.counters.number for gateway in self._gateways)))
             sent = []
             for gateway in self._gateways:
                 gateway.gate.charge()

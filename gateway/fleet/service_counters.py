@@ -7,6 +7,7 @@ idle is raised to the least counter of an active tenant, so that idling earns no
 
 from collections import Counter
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import NamedTuple
 
 
@@ -39,6 +40,8 @@ class ServiceCounters:
         self._shared: dict[str, float] = {}
         self._unshared: dict[str, float] = {}
         self._processes: dict[str, int] = {}
+        # Heap of lower bounds of the counters of the tenants with requests here, at least one for each.
+        self._lower: list[tuple[float, str]] = []
         # Sums of the weights of the tenants that are active here, and of those that are active in other processes only.
         self._weight_here = 0.0
         self._weight_elsewhere = 0.0
@@ -51,8 +54,9 @@ class ServiceCounters:
         """Count a request of the tenant as present, until `leave`."""
         self._weight_here += weight - (self._weights[tenant] if tenant in self._requests else 0.0)
         if tenant not in self._requests:
-            least = min((self.counter(other) for other in self._requests), default=0.0)
-            self._shared[tenant] = max(self._shared.get(tenant, 0.0), least - self._unshared.get(tenant, 0.0))
+            unshared = self._unshared.get(tenant, 0.0)
+            self._shared[tenant] = max(self._shared.get(tenant, 0.0), self._least() - unshared)
+            self._bound(tenant)
         self._requests[tenant] += 1
         self._seen.add(tenant)
         self._weights[tenant] = weight
@@ -65,12 +69,19 @@ class ServiceCounters:
         if not self._requests:
             self._weight_here = 0.0
 
+    @property
+    def number(self) -> int:
+        """Return the number of tenants that the next exchange has."""
+        return len(self._weights)
+
     def counter(self, tenant: str) -> float:
         return self._shared.get(tenant, 0.0) + self._unshared.get(tenant, 0.0)
 
     def charge(self, tenant: str, cost: float) -> None:
         """Add `cost / weight` to the tenant's counter."""
         self._unshared[tenant] = self._unshared.get(tenant, 0.0) + cost / self._weights[tenant]
+        if cost < 0:
+            self._bound(tenant)
         for changed in self._watchers:
             changed(tenant)
         self.observe_charge(tenant, cost)
@@ -104,6 +115,7 @@ class ServiceCounters:
             self._processes[tenant] = max(1, processes)
             if not change.is_active and tenant not in self._seen | self._requests.keys():
                 self._forget(tenant)
+        self._order()
         for changed in self._watchers:
             changed(None)
 
@@ -118,6 +130,32 @@ class ServiceCounters:
         if not self._requests:
             for tenant in list(self._weights):
                 self._forget(tenant)
+
+    def _least(self) -> float:
+        """Return the least counter of a tenant with requests here; 0 without one.
+
+        The first lower bound is raised until it is its tenant's counter, so a call takes logarithmic time on average.
+        """
+        while self._lower:
+            bound, tenant = self._lower[0]
+            counter = self.counter(tenant)
+            if tenant not in self._requests:
+                heappop(self._lower)
+            elif bound < counter:
+                heapreplace(self._lower, (counter, tenant))
+            else:
+                return counter
+        return 0.0
+
+    def _bound(self, tenant: str) -> None:
+        """Add the tenant's counter as a lower bound, because it is new or has fallen."""
+        heappush(self._lower, (self.counter(tenant), tenant))
+        if len(self._lower) > 2 * len(self._requests) + 64:
+            self._order()
+
+    def _order(self) -> None:
+        self._lower = [(self.counter(tenant), tenant) for tenant in self._requests]
+        heapify(self._lower)
 
     def _forget(self, tenant: str) -> None:
         for values in (self._weights, self._shared, self._unshared, self._processes):
