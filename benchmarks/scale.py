@@ -26,8 +26,9 @@ from gateway.fleet.engine_service import SECONDS as SERVICE_SECONDS
 from gateway.fleet.shared_service import SECONDS as EXCHANGE_SECONDS
 from gateway.fleet.shared_service import interval
 
-# Reports of a busy engine per second.
-REPORTS = 20
+# Reports of a busy engine per second to a gateway, and the gateways up to which it sends as many
+# (`engine/http/state_feed.py`).
+REPORTS, USUAL_FOLLOWERS = 20, 16
 # CPU seconds of a request's HTTP and everything else in a process (docs/perf/2026-11-21-gateway.md), and rows per
 # second of the ledger on PostgreSQL with two cores (docs/perf/2026-11-23-dashboard-data.md).
 HTTP_SECONDS, LEDGER_ROWS = 0.91e-3, 4095
@@ -75,12 +76,13 @@ class Costs:
 def parts(costs: Costs, scale: Scale, active: int) -> list[Part]:
     """Return the parts of an installation, the most loaded first. active: tenants active in a process."""
     gateways, engines, rate = scale.gateways, scale.engines, scale.rate
-    own, reports = rate / gateways, REPORTS * engines
+    own, all_reports = rate / gateways, REPORTS * engines
+    reports = all_reports / max(1.0, gateways / USUAL_FOLLOWERS)
     sums = costs.at("sums over engines", engines)
     service = [costs.at(f"service to {part}", engines) / SERVICE_SECONDS for part in ("all engines", "engines")]
     attempt = costs.at("attempt to admit", 512)
     # A request tries to admit others when it comes, when its engine has finished and when it ends.
-    waiting = [attempt * (3 * own + looks) for looks in (reports, min(reports, 1 / MAX_AGE))]
+    waiting = [attempt * (3 * own + looks) for looks in (all_reports, min(reports, 1 / MAX_AGE))]
 
     def of_requests(name: str, before: float | None, load: float) -> Part:
         return Part(name, "a process", before, load, own, "requests/s", "more gateway processes")
@@ -107,7 +109,7 @@ def parts(costs: Costs, scale: Scale, active: int) -> list[Part]:
         of_requests("admission by the queue", None, own * costs.at("admission", active)),
         of_requests("calls of the quota", None, own * costs.at("quota, process", 1)),
         of_requests("HTTP, tokenizer, the rest", None, own * HTTP_SECONDS),
-        of_engines("reports of engines", None, reports * costs.at("report", 1)),
+        of_engines("reports of engines", all_reports * costs.at("report", 1), reports * costs.at("report", 1)),
         of_engines(FULL_QUEUE, *waiting),
         of_engines("service to engines, without the POSTs", *service),
         of_active("exchange of counters", before * of_process, exchange * of_process),

@@ -22,8 +22,11 @@ from engine.state import EngineState
 from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantShare
 
 # Minimum interval between pushed changes, and maximum interval between lines. A reading waits for the step to end; if
-# it takes longer than a heartbeat, the last reading is sent again.
+# it takes longer than a heartbeat, the last reading is sent again. Beyond USUAL_FOLLOWERS, changes are pushed less
+# often, because each line costs the engine and every gateway time.
 SPACING_S = 0.05
+USUAL_FOLLOWERS = 16
+MAX_SPACING_S = 0.5
 HEARTBEAT_S = 1.0
 
 
@@ -123,7 +126,7 @@ class StateFeed:
             if revision != self._revision or time.monotonic() - sent_at >= HEARTBEAT_S:
                 sent_at, revision = time.monotonic(), self._revision
                 self._announce()
-            await asyncio.sleep(SPACING_S)
+            await asyncio.sleep(spacing(self._followers))
         self._announce()
 
     def _announce(self) -> None:
@@ -183,3 +186,8 @@ class StateFeed:
             preempted=[Preempted(*count) for count in state.preempted],
             recent_steps=[StepSecond(**asdict(each)) for each in state.recent_steps],
         )
+
+
+def spacing(followers: int) -> float:
+    """Return the minimum number of seconds between two pushed changes."""
+    return min(SPACING_S * max(1.0, followers / USUAL_FOLLOWERS), MAX_SPACING_S)

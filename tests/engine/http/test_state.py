@@ -9,6 +9,7 @@ from typing import Any
 import aiohttp
 import pytest
 
+from engine.http.state_feed import spacing
 from testing.engine import Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True}
@@ -89,6 +90,12 @@ async def test_host_memory_is_repeated_after_a_change_only(client: Client, adapt
         assert digest in (await client.state())["adapters_host"], "a poll always has the list"
         assert (await client.post("/v1/unload_lora_adapter", {"lora_name": "one"}))[0] == 200
         await follower.until(lambda state: digest not in state.get("adapters_host", (digest,)))
+
+
+def test_changes_are_pushed_less_often_to_many_followers():
+    assert spacing(0) == spacing(16) == 0.05
+    assert spacing(48) == pytest.approx(0.15)
+    assert spacing(10**6) == 0.5
 
 
 async def test_something_is_said_without_any_change(client: Client):
