@@ -24,6 +24,8 @@ RANK, PROMPT_TOKENS = 16, 32
 def figures(machine: Machine) -> Iterator[str]:
     """Yield tokens a second of streams, by number and adapters, and the first token of prompts that arrive beside."""
     try:
+        import msgspec  # noqa: F401  (the engine's process needs it)
+
         from benchmarks.host_share import ServedEngine
         from testing.tiny import save_byte_level_tokenizer
     except ImportError as error:

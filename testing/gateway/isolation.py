@@ -86,6 +86,7 @@ def _fill(route: Route, target: Target) -> str:
         "version": "1",
         "alias": "prod",
         "plan": "gold",
+        "act": "drain",
     }
     return re.sub(r"{(\w+)}", lambda found: values[found[1]], route.canonical)
 

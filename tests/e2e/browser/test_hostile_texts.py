@@ -63,6 +63,7 @@ async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
     return {
         "tenant": "acme",
         "plan": "pro",
+        "act": "drain",
         "model": quote(SHORT, safe=""),
         "name": "pirate",
         "key": key["id"],

@@ -40,7 +40,7 @@ def test_choices_share_their_prompt_on_the_wire_and_have_it_after():
     rules = TokenRules(GrammarSpec("regex", "a+", param="guided_regex"), [1, 2], [[3, 4]])
     frame = encode([Add.of(news, rules), Abort("r-0-1")])
     add, abort = decode_commands(frame)
-    assert (add.news(), add.rules, abort) == (news, rules, Abort("r-0-1"))
+    assert (add.new_requests(), add.rules, abort) == (news, rules, Abort("r-0-1"))
     assert add.rules.grammar.param == "guided_regex"
     alone = encode([Add.of(news[:1], rules)])
     assert len(frame) < 2 * len(alone) + 128 * 700
