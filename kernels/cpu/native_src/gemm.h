@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "avx2.h"
 #include "lora.h"
 #include "quantised.h"
 #include "simd.h"
@@ -100,6 +101,10 @@ struct PanelDelta {
 // sums += ROWS rows of x times `steps` steps of a panel.
 template <class T, int ROWS>
 inline void multiply_add_rows(Float16 (&sums)[ROWS][2], const T* x, int64_t x_stride, const T* panel, int64_t steps) {
+#if LORAPLEX_AVX2
+    static_assert(sizeof sums == ROWS * kPanel * sizeof(float));
+    return multiply_add_avx2<T, ROWS>(reinterpret_cast<float*>(sums), x, x_stride, panel, steps);
+#endif
     typedef Elem<T> E;
     Float16 acc[ROWS][2];  // the compiler keeps these in registers, unlike the caller's
     for (int row = 0; row < ROWS; row++)
