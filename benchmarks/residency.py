@@ -1,29 +1,39 @@
 """Adapters that do not fit on the device: throughput, loads and waits, and the cost for a neighbour of a tenant that
 cycles through many.
 
+    python -m benchmarks.residency --repeat 3 --out docs/perf/2026-11-27-residency.json
     python -m benchmarks.residency [--before CHECKOUT] [--only zipf cycle] [--requests 480]
 
-Real engines on the demo model, rank 16 on all projections, requests over HTTP with the gateway's headers. `--before`:
-a checkout of an earlier release, which runs the same requests in the same run.
+Real engines on the demo model, rank 16 on all projections, requests over HTTP with the gateway's headers. In each
+round, fair share and `--scheduler fcfs` run in turn. `--before`: a checkout of an earlier release, which runs the same
+requests in the same run. `--out FILE.json` also draws FILE.svg.
 
 zipf: 64 adapters of zipf popularity (exponent 1) of 8 tenants, 32 streams at once, with device memory for 64 adapters
 and for 8. A wait is the time to the first token. docs/design/step-loop.md bounds the time in which a tenant with
-waiting requests has nothing running. There are seats for all, so this is the bound for pages. It is compared with the
-longest time during each wait in which the request's tenant got no token.
+waiting requests has nothing running, by a time for pages and a number of steps for the other tenants' prompts. Both are
+compared with the longest time during each wait in which the request's tenant got no token.
 
-cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 4 streams, with
-one adapter and with a new one of 1,000 for each request.
+cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 16 streams of one
+token, with one adapter and with 1,000 in turn. The latter lasts until each of them was used, at most --most-seconds.
 """
 
 import argparse
 import asyncio
 import itertools
+import json
+import os
+import platform
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 from bisect import bisect
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
+from typing import Any
 
 from benchmarks.adapter_engine import (
     Adapters,
@@ -34,13 +44,19 @@ from benchmarks.adapter_engine import (
     random_prompt,
     running_engine,
 )
+from benchmarks.plot import Bar, bar_chart
 from testing.stack import ROOT
 
 NUM_ADAPTERS, NUM_TENANTS, ON_DEVICE, AT_ONCE, PROMPT = 64, 8, 8, 32, 32
-CYCLED, CYCLING_STREAMS = 1000, 4
+# Short requests and many streams, so that the loads, and nothing else, limit the cycle.
+CYCLED, CYCLING_STREAMS, CYCLING_PROMPT = 1000, 16, 8
 # Times from adapters/tiers/reservations.py, and upper limits of a host load, a copy and a step on this machine.
 CALM_WAIT, PAGE_WAIT, LOAD, COPY, STEP = 10.0, 0.5, 0.1, 0.1, 0.3
 BOUND = CALM_WAIT + PAGE_WAIT + LOAD + COPY + 2 * STEP
+# The bound for prompts: `--preempt-after`, and (n - 1) (2p + 64) steps for n tenants of one weight.
+PREEMPT_AFTER, PROMPT_STEPS = 0.25, (NUM_TENANTS - 1) * (2 * PROMPT + 64)
+
+Figures = dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -63,28 +79,7 @@ def planned(digests: list[str], count: int) -> list[Planned]:
     return found
 
 
-@dataclass(frozen=True)
-class Zipf:
-    """Result of a run. beyond: requests during whose wait their tenant got no token for longer than the bound; worst:
-    the longest such time.
-    """
-
-    tokens_per_second: float
-    loads: int
-    waits: list[float]
-    beyond: int
-    worst: float
-
-    def row(self, name: str, resident: "Zipf | None") -> str:
-        ratio = "" if resident is None else f"{self.tokens_per_second / resident.tokens_per_second:.2f}"
-        times = " | ".join(f"{percentile(self.waits, share):.2f} s" for share in (0.5, 0.99, 1.0))
-        return (
-            f"| {name} | {self.tokens_per_second:.0f} | {ratio} | {self.loads} | {times} | {self.beyond} | "
-            f"{self.worst:.2f} s |"
-        )
-
-
-async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Zipf:
+async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Figures:
     async with make_session() as session:
         engine = EngineClient(session, url)
         await engine.ready()
@@ -105,13 +100,32 @@ async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Zipf:
         full = min(all_sent) - start
         tokens = sum(time - start <= full for stream in streams for time in stream.token_times)
         loads = (await engine.state())["adapter_loads"] - before
+    return {"tokens/s": tokens / full, "loads": loads} | wait_figures(streams)
+
+
+def wait_figures(streams: Sequence[Stream]) -> Figures:
+    """Return the waits, in seconds, and how many had longer times without a token of their tenant than the bounds.
+
+    The bound for prompts is in steps; a step takes the median time between two tokens of a stream.
+    """
     of_tenant: dict[str, list[float]] = {}
     for stream in streams:
         of_tenant.setdefault(stream.tenant, []).extend(stream.token_times)
     for times in of_tenant.values():
         times.sort()
+    step = statistics.median(b - a for s in streams for a, b in itertools.pairwise(s.token_times))
+    bound = BOUND + PREEMPT_AFTER + PROMPT_STEPS * step
     without = [longest_without(stream, of_tenant[stream.tenant]) for stream in streams]
-    return Zipf(tokens / full, loads, [s.ttft for s in streams], sum(w > BOUND for w in without), max(without))
+    waits = [stream.ttft for stream in streams]
+    return {
+        "wait p50": percentile(waits, 0.5),
+        "wait p99": percentile(waits, 0.99),
+        "wait max": max(waits),
+        "above pages": sum(time > BOUND for time in without),
+        "above bound": sum(time > bound for time in without),
+        "longest": max(without),
+        "bound": bound,
+    }
 
 
 def longest_without(stream: Stream, tokens: list[float]) -> float:
@@ -121,71 +135,142 @@ def longest_without(stream: Stream, tokens: list[float]) -> float:
     return max(after - before for before, after in itertools.pairwise(times))
 
 
-async def run_cycle(url: str, mine: str, digests: list[str], seconds: float) -> list[tuple[str, list[float], int]]:
-    """Return the name, the neighbour's times to the first token and the device loads of each phase."""
+async def run_cycle(url: str, mine: str, digests: list[str], seconds: float, most_seconds: float) -> dict[str, Figures]:
+    """Return the figures of each phase, by its name. The last phase goes on until every adapter was used."""
     chance = random.Random(5)
-    results = []
+    results: dict[str, Figures] = {}
     async with make_session() as session:
         engine = EngineClient(session, url)
         await engine.ready()
         await engine.stream("neighbour", mine, [1000, 1001], 1)
+        used: set[str] = set()
 
-        async def other(cycle: "itertools.cycle[str]") -> None:
-            while True:
-                await engine.stream("other", next(cycle), random_prompt(chance, PROMPT), 8)
+        async def other(cycle: Iterator[str]) -> None:
+            for digest in cycle:
+                await engine.stream("other", digest, random_prompt(chance, CYCLING_PROMPT), 1)
+                used.add(digest)
 
-        for name, used in (("alone", []), ("beside one adapter", digests[:1]), ("beside 1,000", digests)):
+        for name, wanted in (("alone", []), ("beside one", digests[:1]), (f"beside {len(digests):,}", digests)):
             before = (await engine.state())["adapter_loads"]
-            cycle = itertools.cycle(used)
-            others = [asyncio.create_task(other(cycle)) for _ in range(CYCLING_STREAMS if used else 0)]
+            cycle = itertools.cycle(wanted)
+            used.clear()
+            others = [asyncio.create_task(other(cycle)) for _ in range(CYCLING_STREAMS if wanted else 0)]
             await asyncio.sleep(1)
             loop, times = asyncio.get_running_loop(), list[float]()
-            end = loop.time() + seconds
-            while loop.time() < end:
+            start = loop.time()
+            while (now := loop.time() - start) < seconds or (len(used) < len(wanted) and now < most_seconds):
                 times.append((await engine.stream("neighbour", mine, random_prompt(chance, PROMPT), 4)).ttft)
                 await asyncio.sleep(chance.uniform(0, 0.1))
+                for task in others:
+                    if task.done():
+                        task.result()  # raises the error of a failed stream
             for task in others:
                 task.cancel()
             await asyncio.gather(*others, return_exceptions=True)
-            results.append((name, times, (await engine.state())["adapter_loads"] - before))
+            loads = (await engine.state())["adapter_loads"] - before
+            results[name] = {"p50": statistics.median(times), "p99": percentile(times, 0.99)}
+            results[name] |= {"of alone": results[name]["p50"] / results["alone"]["p50"], "requests": len(times)}
+            results[name] |= {"loads": loads, "adapters used": len(used), "seconds": loop.time() - start}
     return results
+
+
+@dataclass
+class Bench:
+    """Runs of all rounds. results: by case and engine, the figures of each round. out: rewritten after each run."""
+
+    options: argparse.Namespace
+    adapters: Adapters
+    results: dict[str, dict[str, list[Figures]]]
+
+    @property
+    def engines(self) -> dict[str, tuple[Path, tuple[str, ...]]]:
+        """Return the checkout and the flags of each engine under test, by its name."""
+        found: dict[str, tuple[Path, tuple[str, ...]]] = {"fair": (ROOT, ()), "fcfs": (ROOT, ("--scheduler", "fcfs"))}
+        before = self.options.before
+        return found | ({"before": (before.absolute(), ())} if before else {})
+
+    def record(self, case: str, engine: str, figures: Figures) -> None:
+        self.results.setdefault(case, {}).setdefault(engine, []).append(figures)
+        print(f"{case}, {engine}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()), flush=True)
+        if self.options.out:
+            write(self.options.out, self.results)
+
+    def zipf(self) -> None:
+        digests = self.adapters.make(NUM_ADAPTERS)
+        requests = planned(digests, self.options.requests)
+        for _ in range(self.options.repeat):
+            with running_engine(self.adapters.root, *self._flags(NUM_ADAPTERS + 1)) as url:
+                resident = asyncio.run(run_zipf(url, digests, requests))
+            self.record("zipf", "all resident", resident)
+            for name, (tree, flags) in self.engines.items():
+                with running_engine(self.adapters.root, *self._flags(ON_DEVICE), *flags, tree=tree) as url:
+                    found = asyncio.run(run_zipf(url, digests, requests))
+                ratio = found["tokens/s"] / resident["tokens/s"]
+                self.record("zipf", f"8 of 64, {name}", found | {"of all resident": ratio})
+
+    def cycle(self) -> None:
+        digests, options = self.adapters.make(self.options.adapters + 1), self.options
+        for _ in range(options.repeat):
+            for name, (tree, flags) in self.engines.items():
+                memory = ("--host-adapter-memory", "1GiB")
+                with running_engine(self.adapters.root, *self._flags(ON_DEVICE), *memory, *flags, tree=tree) as url:
+                    cycle = run_cycle(url, digests[-1], digests[:-1], options.seconds, options.most_seconds)
+                    for phase, figures in asyncio.run(cycle).items():
+                        self.record("cycle", f"{name}, {phase}", figures)
+
+    def _flags(self, adapters: int) -> tuple[str, ...]:
+        memory = str(adapters * self.adapters.num_bytes)
+        return ("--max-lora-rank", "16", "--kv-cache-memory", "1GiB", "--adapter-memory", memory)
+
+
+def table(case: str, engines: dict[str, list[Figures]]) -> str:
+    """Return a Markdown table: median (least to greatest) of the rounds."""
+    names = list(dict.fromkeys(name for runs in engines.values() for run in runs for name in run))
+    lines = [f"**{case}**", "", f"| engine | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
+    for engine, runs in engines.items():
+        cells = [_cell([run[name] for run in runs if name in run]) for name in names]
+        lines.append(f"| {engine} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(values: list[float]) -> str:
+    if not values:
+        return ""
+    middle, least, most = (f"{value:.3g}" for value in (statistics.median(values), min(values), max(values)))
+    return middle if len(values) == 1 else f"{middle} ({least} to {most})"
+
+
+def write(out: Path, results: dict[str, dict[str, list[Figures]]]) -> None:
+    """Write the figures of each round as JSON, and a plot beside them."""
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    facts: dict[str, Any] = {"date": str(date.today()), "cores": os.cpu_count(), "machine": platform.machine()}
+    facts |= {"commit": commit.stdout.strip(), "command": "python -m benchmarks.residency " + " ".join(sys.argv[1:])}
+    out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    panels = {
+        f"{case} · {figure}": [Bar(name, [run[figure] for run in runs if figure in run]) for name, runs in of.items()]
+        for case, of in results.items()
+        for figure in dict.fromkeys(name for runs in of.values() for run in runs for name in run)
+    }
+    bar_chart(out.with_suffix(".svg"), f"Adapters beyond device memory, {facts['date']}, {facts['commit']}", panels)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, help="checkout of an earlier release")
     parser.add_argument("--only", nargs="+", default=["zipf", "cycle"], choices=["zipf", "cycle"])
+    parser.add_argument("--repeat", type=int, default=1, help="rounds")
     parser.add_argument("--requests", type=int, default=480, help="requests of zipf")
-    parser.add_argument("--seconds", type=float, default=12.0, help="seconds of each phase of cycle")
+    parser.add_argument("--adapters", type=int, default=CYCLED, help="adapters that cycle uses")
+    parser.add_argument("--seconds", type=float, default=12.0, help="least seconds of each phase of cycle")
+    parser.add_argument("--most-seconds", type=float, default=300.0, help="most seconds of cycle's last phase")
+    parser.add_argument("--out", type=Path, help="write the figures as JSON, and a plot beside them")
     options = parser.parse_args()
-    trees = {"now": ROOT} | ({"before": options.before.absolute()} if options.before else {})
     with tempfile.TemporaryDirectory() as folder:
-        adapters = Adapters(Path(folder))
-        common = ("--max-lora-rank", "16", "--kv-cache-memory", "1GiB")
-        few = (*common, "--adapter-memory", str(ON_DEVICE * adapters.num_bytes))
-        if "zipf" in options.only:
-            digests = adapters.make(NUM_ADAPTERS)
-            requests = planned(digests, options.requests)
-            print("| engine | tokens/s | of all resident | loads | wait p50 | p99 | max | above the bound | longest |")
-            print("|" + "---|" * 9, flush=True)
-            many = (*common, "--adapter-memory", str((NUM_ADAPTERS + 1) * adapters.num_bytes))
-            with running_engine(adapters.root, *many) as url:
-                resident = asyncio.run(run_zipf(url, digests, requests))
-            print(resident.row("all resident", None), flush=True)
-            for name, tree in trees.items():
-                with running_engine(adapters.root, *few, tree=tree) as url:
-                    print(asyncio.run(run_zipf(url, digests, requests)).row(f"8 of 64, {name}", resident), flush=True)
-        if "cycle" in options.only:
-            digests = adapters.make(CYCLED + 1)
-            print("\n| engine | neighbour's TTFT | p50 | p99 | p50 of alone | requests | loads |\n|" + "---|" * 7)
-            for name, tree in trees.items():
-                with running_engine(adapters.root, *few, "--host-adapter-memory", "1GiB", tree=tree) as url:
-                    phases = asyncio.run(run_cycle(url, digests[-1], digests[:-1], options.seconds))
-                alone = statistics.median(phases[0][1])
-                for phase, times, loads in phases:
-                    middle = statistics.median(times)
-                    figures = f"{1000 * middle:.0f} ms | {1000 * percentile(times, 0.99):.0f} ms | {middle / alone:.2f}"
-                    print(f"| {name} | {phase} | {figures} | {len(times)} | {loads} |", flush=True)
+        bench = Bench(options, Adapters(Path(folder)), {})
+        for case in options.only:
+            bench.zipf() if case == "zipf" else bench.cycle()
+    for case, engines in bench.results.items():
+        print(f"\n{table(case, engines)}")
 
 
 if __name__ == "__main__":
