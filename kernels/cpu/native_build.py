@@ -5,6 +5,7 @@ the content follows the last byte, so that a damaged file is detected before it 
 """
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -59,11 +60,15 @@ def _cache_path(compiler: list[str]) -> Path:
 def _build(compiler: list[str], path: Path) -> bool:
     """Compile the library and append its digest. Return False if the compiler fails.
 
-    Concurrent processes compile in separate folders, and each replaces the file as a whole; a process that has opened
-    an earlier file keeps it. Raises OSError.
+    Concurrent processes wait for the first one's library. The file is replaced as a whole; a process that has opened an
+    earlier file keeps it. Raises OSError.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+    found = _stamp(path)
+    with (path.parent / "native.lock").open("w") as lock, tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if _stamp(path) != found and _is_whole(path):
+            return True
         built = Path(scratch) / path.name
         command = [*compiler, *FLAGS, "-o", str(built), str(SOURCES / "decoder.cpp")]
         run = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -77,6 +82,15 @@ def _build(compiler: list[str], path: Path) -> bool:
             os.fsync(file.fileno())
         os.replace(built, path)
     return True
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return what differs after a file was replaced; None without a file."""
+    try:
+        stat = path.stat()
+    except FileNotFoundError:
+        return None
+    return stat.st_ino, stat.st_mtime_ns
 
 
 def _is_whole(path: Path) -> bool:

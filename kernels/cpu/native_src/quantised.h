@@ -7,6 +7,7 @@
 #pragma once
 #include <vector>
 
+#include "avx2.h"
 #include "simd.h"
 #include "team.h"
 
@@ -54,6 +55,13 @@ inline void load_scales(const uint8_t* from, int64_t kind, Float16 (&scales)[2])
             scales[v] = (Float16)_mm512_cvtph_ps(load_vector<__m256i>(from + v * 32));
             continue;
         }
+#elif defined(__F16C__)
+        if (kind == kScaleHalf) {
+            for (int half = 0; half < 2; half++)
+                store_vector(reinterpret_cast<float*>(scales + v) + half * 8,
+                             _mm256_cvtph_ps(load_vector<__m128i>(from + v * 32 + half * 16)));
+            continue;
+        }
 #endif
         const Word16 bits = __builtin_convertvector(load_vector<Half16>(from + v * 32), Word16);
         scales[v] = kind == kScaleHalf ? half_to_float(bits) : cast<Float16>(bits << 16);
@@ -99,6 +107,16 @@ inline int32_t store_rounded(Float16 x, int8_t* to) {
     const __m512i whole = _mm512_cvtps_epi32((__m512)x);
     store_vector(to, _mm512_cvtepi32_epi8(whole));
     return _mm512_reduce_add_epi32(whole);
+#elif defined(LORAPLEX_AVX2)
+    const float* from = reinterpret_cast<const float*>(&x);
+    const __m256i low = _mm256_cvtps_epi32(_mm256_loadu_ps(from)), high = _mm256_cvtps_epi32(_mm256_loadu_ps(from + 8));
+    // Packing works within halves of 128 bits: [low 0-3, high 0-3, low 4-7, high 4-7].
+    const __m256i words = _mm256_permute4x64_epi64(_mm256_packs_epi32(low, high), 0b11011000);
+    store_vector(to, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
+    const __m256i both = _mm256_madd_epi16(words, _mm256_set1_epi16(1));
+    __m128i sum = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+    sum = _mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b01001110));
+    return _mm_cvtsi128_si32(_mm_add_epi32(sum, _mm_shuffle_epi32(sum, 0b10110001)));
 #else
     int32_t sum = 0;
     for (int i = 0; i < 16; i++) {
@@ -157,6 +175,86 @@ struct RoundedRows {
     }
 };
 
+#if defined(LORAPLEX_AVX2)
+// Adds to dots [ROWS] the products of one group's values with `values`, ROWS rows of x, for 8 columns at `panel`. AVX2 adds
+// two products of an unsigned and a signed byte in 16 bits: enough for |weight| * x of 8 bits (2 * 128 * 127), and with
+// weights of 4 bits for all products of a group (2 * STEPS * 15 * 127).
+template <int BITS, int STEPS, int ROWS>
+inline __attribute__((always_inline)) void dot_group(__m256i (&dots)[ROWS], const int8_t* values, int64_t stride,
+                                                     const uint8_t* panel) {
+    static_assert(2 * STEPS * 15 * 127 <= INT16_MAX);
+    constexpr int64_t step_bytes = kQuantisedColumns * 4;
+    const __m256i ones = _mm256_set1_epi16(1);
+    const auto element = [&](int row, int64_t k) __attribute__((always_inline)) {
+        int32_t four;
+        std::memcpy(&four, values + row * stride + k * 4, 4);
+        return _mm256_set1_epi32(four);
+    };
+    if constexpr (BITS == 8) {
+#pragma GCC unroll 8
+        for (int64_t k = 0; k < STEPS; k++) {
+            const __m256i w = _mm256_xor_si256(load_vector<__m256i>(panel + k * step_bytes), _mm256_set1_epi8(-128));
+            const __m256i magnitude = _mm256_abs_epi8(w);
+            unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+                const __m256i pairs = _mm256_maddubs_epi16(magnitude, _mm256_sign_epi8(element(i, k), w));
+                dots[i] = _mm256_add_epi32(dots[i], _mm256_madd_epi16(pairs, ones));
+            });
+        }
+    } else {
+        __m256i pairs[ROWS] = {};
+#pragma GCC unroll 4
+        for (int64_t k = 0; k < STEPS / 2; k++) {
+            const __m256i w = load_vector<__m256i>(panel + k * step_bytes), mask = _mm256_set1_epi8(15);
+            const __m256i low = _mm256_and_si256(w, mask), high = _mm256_and_si256(_mm256_srli_epi16(w, 4), mask);
+            unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+                pairs[i] = _mm256_add_epi16(pairs[i], _mm256_maddubs_epi16(low, element(i, k)));
+                pairs[i] = _mm256_add_epi16(pairs[i], _mm256_maddubs_epi16(high, element(i, k + STEPS / 2)));
+            });
+        }
+        unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+            dots[i] = _mm256_add_epi32(dots[i], _mm256_madd_epi16(pairs[i], ones));
+        });
+    }
+}
+
+// sums += ROWS rows of x times one panel, for 8 columns after the other, whose sums for all rows fit in the registers.
+template <int BITS, int STEPS, int ROWS>
+inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int64_t row, const uint8_t* panel,
+                            const Groups& w) {
+    constexpr int64_t group = STEPS * 4;
+    const int8_t* values = x.values(row);
+    const float* scales = x.scales(row);
+    const int32_t* firsts = x.firsts(row);
+    const float* totals = x.totals(row);
+    const int64_t stride = x.stride(), groups = w.count(x.inputs), block = w.block_bytes();
+    for (int64_t g = 0; g < groups; g++, panel += block) {
+        if (ROWS <= 2)
+            for (int64_t ahead = block; ahead < 2 * block; ahead += 64) __builtin_prefetch(panel + ahead, 0, 2);
+        Float16 factors[2], mins[2];
+        load_scales(panel + w.value_bytes(), w.scale_kind, factors);
+        if (w.offset_kind) load_minimums(panel, w, factors, mins);
+        for (int v = 0; v < 4; v++) {
+            __m256i dots[ROWS];
+            // Weights of 8 bits are signed here, so that their sums begin with 0.
+            unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+                dots[i] = _mm256_set1_epi32(BITS == 8 ? 0 : firsts[i * stride / 4 + g]);
+            });
+            dot_group<BITS, STEPS, ROWS>(dots, values + g * group, stride, panel + v * 32);
+            const __m256 factor = _mm256_loadu_ps(reinterpret_cast<const float*>(factors) + v * 8);
+            unrolled<ROWS>([&](auto i) __attribute__((always_inline)) {
+                float* sum = reinterpret_cast<float*>(sums[i]) + v * 8;
+                const __m256 scale = _mm256_mul_ps(factor, _mm256_set1_ps(scales[i * stride / 4 + g * group / kRowGroup]));
+                __m256 acc = _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots[i]), scale, _mm256_loadu_ps(sum));
+                if (w.offset_kind) {
+                    const __m256 minimum = _mm256_loadu_ps(reinterpret_cast<const float*>(mins) + v * 8);
+                    acc = _mm256_fmadd_ps(minimum, _mm256_set1_ps(totals[i * stride / 4 + g]), acc);
+                }
+                _mm256_storeu_ps(sum, acc);
+            });
+        }
+    }
+}
+#else
 // sums += ROWS rows of x times one panel. The sums of a row depend on that row alone.
 template <int BITS, int STEPS, int ROWS>
 inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int64_t row, const uint8_t* panel,
@@ -220,6 +318,7 @@ inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int6
     for (int i = 0; i < ROWS; i++)
         for (int v = 0; v < 2; v++) sums[i][v] = acc[i][v];
 }
+#endif
 
 template <int ROWS>
 inline void multiply_rounded(Float16 (&sums)[ROWS][2], const RoundedRows& x, int64_t row, const uint8_t* panel,

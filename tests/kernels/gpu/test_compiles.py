@@ -99,7 +99,7 @@ def test_other_lengths_compile_nothing(variants):
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []
 
 
-@pytest.mark.parametrize("case", ["fp32", "8 bits", "drafts"])
+@pytest.mark.parametrize("case", ["fp32", pytest.param("8 bits", marks=pytest.mark.slow), "drafts"])
 def test_a_serving_engine_compiles_nothing(case):
     """Fuzzed requests compile no kernel after the engine is ready: prompts and decodes in graphs and without, adapters,
     penalties, masks, top-k and top-p, log-probabilities of prompts. "8 bits": also in bf16, with keys, values and
@@ -109,4 +109,5 @@ def test_a_serving_engine_compiles_nothing(case):
     assert found["serving"] == {}
     assert found["steps"] > 20
     assert {"_attend", "_expand", "_list_work", "_penalise", "_forbid", "_choose"} <= found["ready"].keys()
-    assert (found["drafted"] > 5) == (case == "drafts")
+    # The number depends on the measured times of steps.
+    assert (found["drafted"] > 0) == (case == "drafts")

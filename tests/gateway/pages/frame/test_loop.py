@@ -21,8 +21,8 @@ PAGES = (
     *("/admin/", "/admin/usage", "/admin/refusals", "/admin/requests", "/admin/tenants", "/admin/adapters"),
     *("/admin/engines", "/admin/fairness", "/admin/alerts", "/admin/audit", "/admin/settings", "/admin/playground"),
 )
-# In s. A page's first visit takes up to 11 ms on a busy core, an audit of 4,000 entries at once 0.1 s.
-MOST = 0.02
+# In s. A piece takes up to 12 ms, and three times as long beside other tests; 4,000 rows at once take 0.1 s and more.
+MOST = 0.05
 
 
 @pytest.fixture(autouse=True)
