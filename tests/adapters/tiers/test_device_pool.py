@@ -1,7 +1,7 @@
 """The device tier: pages by rank, pins and eviction."""
 
-import threading
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
