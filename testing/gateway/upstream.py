@@ -60,7 +60,6 @@ class Upstream:
         self.draining = False
         # Seats of its batch. With seats, it reports its own requests as running.
         self.seats = 0
-        self._active = 0
         self.pushes = True
         self.followers = 0
         # Request id -> the completion tokens that it may generate.
@@ -69,7 +68,7 @@ class Upstream:
         self.probe_status: int | None = None
         self.probed = 0
         self.allowances: dict[str, int] = {}
-        self._revision = 0
+        self._active = self._revision = 0
         self._last_push: tuple[object, ...] = ()
         self.model = "base"
         # Digest of its base model; None: it reports none.
@@ -222,13 +221,8 @@ class Upstream:
             return web.json_response({"error": detail}, status=status, headers={"Retry-After": "7"})
         if (form := body.get("structured_outputs")) is not None and form not in self.compiled:
             if not self.compiles:
-                detail = {
-                    "message": "CPU time",
-                    "type": "t",
-                    "param": "structured_outputs",
-                    "code": "engine_share_used",
-                }
-                return web.json_response({"error": detail}, status=429, headers={"Retry-After": "7"})
+                detail = {"message": "CPU time", "param": "structured_outputs", "code": "engine_share_used"}
+                return web.json_response({"error": detail | {"type": "t"}}, status=429, headers={"Retry-After": "7"})
             self.compiled.append(form)
         if "status" in how:
             detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}

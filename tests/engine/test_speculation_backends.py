@@ -76,6 +76,9 @@ class DevicePlatform:
         return getattr(self._platform, name)
 
 
+# Padding rows hold whatever memory held; no other row reads them, but the interpreter computes them with numpy.
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("ops", "max_tokens"), [(TorchOps, 20), pytest.param(TritonOps, 3, marks=pytest.mark.heavy)])
 def test_steps_of_graphs_answer_as_without(
     ops: type[Ops], max_tokens: int, make_engine: Make, guesses: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,23 @@ class Commands:
         return {line.split()[0]: tuple(line.split()[1:]) for line in lines}
 
 
+async def check_mistakes(run: Commands, own: Path, no_model: Path) -> None:
+    """Each mistake has one line of error. own: the folder of the active base model `qwen`."""
+    for wrong, expected in (
+        (("add", "qwen", "--model", str(own)), "there is a base model 'qwen'"),
+        (("add", "x", "--digest", "abc"), "digest: expected 64 hexadecimal digits"),
+        (("add", "x", "--digest", "d" * 64), "config: expected the content of the model's config.json"),
+        (("add", "x", "--model", str(no_model)), "No such file"),
+        (("add", "x", "--model", str(own), "--digest", DIGESTS["qwen"]), "the digest of the base model 'qwen'"),
+        (("add", "*", "--model", str(own)), "name: expected"),
+        (("drain", "x"), "There is no base model 'x'"),
+        (("retire", "qwen"), "'qwen' is active; drain it first"),
+        (("retire", "sha256:dddd"), "no base model with the digest"),
+    ):
+        [line] = [each for each in (await run("base", *wrong, code=1)).splitlines() if each.startswith("Error")]
+        assert expected in line
+
+
 async def test_a_base_from_its_add_to_its_retirement(
     tmp_path: Path, model_dir: Path, redis_url: str, engines: tuple[Upstream, Upstream]
 ):
@@ -70,19 +87,7 @@ async def test_a_base_from_its_add_to_its_retirement(
         assert second.requests[-1][1]["model"] == "qwen"
         assert (await acme.chat(model="qwen", max_tokens=128)).error["code"] == "context_length_exceeded"
 
-        for wrong, expected in (
-            (("add", "qwen", "--model", str(own)), "there is a base model 'qwen'"),
-            (("add", "x", "--digest", "abc"), "digest: expected 64 hexadecimal digits"),
-            (("add", "x", "--digest", "d" * 64), "config: expected the content of the model's config.json"),
-            (("add", "x", "--model", str(tmp_path)), "No such file"),
-            (("add", "x", "--model", str(own), "--digest", DIGESTS["qwen"]), "the digest of the base model 'qwen'"),
-            (("add", "*", "--model", str(own)), "name: expected"),
-            (("drain", "x"), "There is no base model 'x'"),
-            (("retire", "qwen"), "'qwen' is active; drain it first"),
-            (("retire", "sha256:dddd"), "no base model with the digest"),
-        ):
-            [line] = [each for each in (await run("base", *wrong, code=1)).splitlines() if each.startswith("Error")]
-            assert expected in line
+        await check_mistakes(run, own, tmp_path)
 
         folder = write(tmp_path / "pirate")
         unclear = await run("adapter", "push", "pirate", str(folder), "--tenant", "acme", code=1)

@@ -5,6 +5,7 @@ import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -156,24 +157,11 @@ def text_of(answer: Any) -> str:
     return answer["choices"][0]["message"]["content"]
 
 
-async def test_two_bases_then_a_third_then_one_less(bench: Bench):
-    gateway = bench.gateway
-    [fault] = [fault for fault in await gateway.engine_faults() if fault.startswith(bench.beta.url)]
-    assert "engine serves beta, not alpha" in fault
-    assert "loraplex base add" in fault
-    assert (await bench.add("beta", price={"input": 3_000_000, "output": 5_000_000})).status == 201
-    await bench.are_up("alpha", "beta")
+async def check_both_bases(acme: Client, wanted: dict[str, Any]) -> None:
+    """Check answers, prompt counts, the list of models, and that models of two bases are not mixed.
 
-    acme = await gateway.tenant("acme")
-    first, second = await bench.upload(acme, "first", "alpha", 1), await bench.upload(acme, "second", "beta", 2)
-    assert [(each.status, each.json["base"]) for each in (first, second)] == [(201, "alpha"), (201, "beta")]
-    wanted = {
-        "alpha": await bench.direct(bench.alpha, "alpha"),
-        "beta": await bench.direct(bench.beta, "beta"),
-        "first": await bench.direct(bench.alpha, first.json["digest"]),
-        "second": await bench.direct(bench.beta, second.json["digest"]),
-    }
-    assert len({text_of(answer) for answer in wanted.values()}) == 4, "the models differ"
+    wanted: the engines' own answers by model.
+    """
     for model, answer in wanted.items():
         got = await acme.chat(**ASK, model=model)
         assert (text_of(got.json), tokens_of(got.json)) == (text_of(answer), tokens_of(answer))
@@ -195,6 +183,39 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench):
     mixed = await acme.chat(**ASK, model="first*0.5+second*0.5")
     assert (mixed.status, mixed.error["param"]) == (400, "model")
     assert "'first' is of 'alpha' and 'second' is of 'beta'" in mixed.error["message"]
+
+
+async def usage_names_the_bases(folder: Path) -> bool:
+    """Return whether the usage rows of each model name its base alone."""
+
+    def bases_of_usage() -> dict[str, set[str]]:
+        with closing(sqlite3.connect(folder / "gateway.db")) as connection:
+            rows = connection.execute("SELECT model, base FROM usage").fetchall()
+        return {model: {base for name, base in rows if name == model} for model, _ in rows}
+
+    found = await asyncio.to_thread(bases_of_usage)
+    own = {"alpha": {"alpha"}, "beta": {"beta"}, "gamma": {"gamma"}}
+    return found == own | {"first": {"alpha"}, "second": {"beta"}, "third": {"gamma"}}
+
+
+async def test_two_bases_then_a_third_then_one_less(bench: Bench):
+    gateway = bench.gateway
+    [fault] = [fault for fault in await gateway.engine_faults() if fault.startswith(bench.beta.url)]
+    assert all(part in fault for part in ("engine serves beta, not alpha", "loraplex base add"))
+    assert (await bench.add("beta", price={"input": 3_000_000, "output": 5_000_000})).status == 201
+    await bench.are_up("alpha", "beta")
+
+    acme = await gateway.tenant("acme")
+    first, second = await bench.upload(acme, "first", "alpha", 1), await bench.upload(acme, "second", "beta", 2)
+    assert [(each.status, each.json["base"]) for each in (first, second)] == [(201, "alpha"), (201, "beta")]
+    wanted = {
+        "alpha": await bench.direct(bench.alpha, "alpha"),
+        "beta": await bench.direct(bench.beta, "beta"),
+        "first": await bench.direct(bench.alpha, first.json["digest"]),
+        "second": await bench.direct(bench.beta, second.json["digest"]),
+    }
+    assert len({text_of(answer) for answer in wanted.values()}) == 4, "the models differ"
+    await check_both_bases(acme, wanted)
 
     load = Load(acme)
     for model, answer in wanted.items():
@@ -229,25 +250,14 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench):
         rest = (await stream.read()).decode()
     assert '"finish_reason":"length"' in rest, "a running stream ends as usual"
     assert rest.rstrip().endswith("data: [DONE]")
-    gone = await acme.chat(**ASK, model="beta")
-    assert (gone.status, gone.error["code"]) == (404, "model_not_found")
-    gone = await acme.chat(**ASK, model="second")
-    assert (gone.status, gone.error["code"]) == (404, "base_retired")
+    for model, code in (("beta", "model_not_found"), ("second", "base_retired")):
+        gone = await acme.chat(**ASK, model=model)
+        assert (gone.status, gone.error["code"]) == (404, code)
     await load.rounds()
     await load.stop()
     assert load.wrong == []
 
-    def bases_of_usage() -> dict[str, set[str]]:
-        with closing(sqlite3.connect(bench.folder / "gateway.db")) as connection:
-            rows = connection.execute("SELECT model, base FROM usage").fetchall()
-        return {model: {base for name, base in rows if name == model} for model, _ in rows}
-
-    async def all_are_written() -> bool:
-        found = await asyncio.to_thread(bases_of_usage)
-        own = {"alpha": {"alpha"}, "beta": {"beta"}, "gamma": {"gamma"}}
-        return found == own | {"first": {"alpha"}, "second": {"beta"}, "third": {"gamma"}}
-
-    await until(all_are_written)
+    await until(partial(usage_names_the_bases, bench.folder))
 
 
 async def test_an_engine_of_another_base_at_the_same_address(bench: Bench):

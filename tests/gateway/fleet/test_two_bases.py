@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,16 +61,10 @@ async def test_a_version_never_reaches_an_engine_of_another_base(
     async with running(of) as gateway:
         acme = await gateway.tenant("acme")
 
-        async def number_up() -> int:
-            return (await gateway.nobody.get("/readyz")).json["engines_up"]
+        async def are_up(number: int) -> bool:
+            return (await gateway.nobody.get("/readyz")).json["engines_up"] == number
 
-        async def one_is_up() -> bool:
-            return await number_up() == 1
-
-        async def both_are_up() -> bool:
-            return await number_up() == 2
-
-        await until(one_is_up)
+        await until(partial(are_up, 1))
         for seed, name in enumerate(NAMES):
             folder = tmp_path / name
             save_adapter(folder, seed=seed)
@@ -77,7 +72,7 @@ async def test_a_version_never_reaches_an_engine_of_another_base(
             pushed = await push(acme, name, parts)
             assert (pushed.status, pushed.json["state"]) == (201, "ready"), pushed.body
         new = await asyncio.to_thread(start, models[1], port)
-        await until(both_are_up)
+        await until(partial(are_up, 2))
         path = f"/admin/api/tenants/acme/adapters/{NAMES[0]}/versions/1"
         assert (await gateway.admin.call("PATCH", path, json={"pinned": True})).status == 200
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,10 @@ def own_postgres() -> Iterator[Postgres]:
 async def status(gateway: Gateway, query: str = "") -> tuple[int, str]:
     ready = await gateway.nobody.get(f"/readyz{query}")
     return ready.status, ready.json["status"]
+
+
+async def are_ready(*gateways: Gateway) -> bool:
+    return all([await status(gateway) == (200, "ready") for gateway in gateways])
 
 
 async def check_operators_view(gateway: Gateway, upstream: Upstream, browser: Browser) -> None:
@@ -121,10 +126,7 @@ async def test_known_tenants_are_served_through_an_outage_where_the_operator_cho
 
         await until(served, 60)
 
-        async def well() -> bool:
-            return await status(lenient) == await status(strict) == (200, "ready")
-
-        await until(well)
+        await until(partial(are_ready, lenient, strict))
         # Changes from before the outage still hold, and new ones take effect.
         assert (await revoked.chat()).status == 401
         await strict.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": True})

@@ -108,6 +108,12 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
     }
     assert (await acme.get("/admin/api/bases")).status == 403
 
+    await check_commands(probing, acme, base, engine)
+
+
+async def check_commands(probing: Gateway, acme: Client, base: dict[str, Any], engine: str) -> None:
+    """Check by the command line what the test above made: one version that is ready and a rejected one."""
+
     async def run(*arguments: str, code: int = 0) -> Any:
         env = {"LORAPLEX_GATEWAY": probing.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
         result = await asyncio.to_thread(CliRunner().invoke, main, [*arguments, "--json"], env=env)
@@ -115,7 +121,7 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
         return json.loads(result.stdout)
 
     assert await run("base", "list") == [base]
-    left = await run("base", "retire", found["base"][:20], code=1)
+    left = await run("base", "retire", base["digest"][:20], code=1)
     assert [(each["uses"], each["name"]) for each in left] == [("engine", engine), ("adapter", "acme/pirate@1")]
     for which in ("pirate@1", "--all"):
         [verified] = await run("adapter", "verify", which, "--tenant", "acme")
@@ -124,7 +130,7 @@ async def test_an_upload_is_ready_after_its_probe(probing: Gateway, engine: str,
     asked = await acme.call("PUT", "/v1/adapters/pirate/versions/1/golden", json={"prompts": prompts})
     assert asked.status == 200, asked.json
     made = asked.json["prompts"][0]["engine"]
-    assert (made["kind"], made["version"], made["base"]) == ("loraplex", version("loraplex"), found["base"])
+    assert (made["kind"], made["version"], made["base"]) == ("loraplex", version("loraplex"), base["digest"])
     assert all(each["answer"] for each in asked.json["prompts"])
     checked = (await acme.post("/v1/adapters/pirate/versions/1/golden/check")).json["checks"]
     assert [(each["engine"], each["agreement"]) for each in checked] == [(made, 1.0)], "a real engine repeats itself"

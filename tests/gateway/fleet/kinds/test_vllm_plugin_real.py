@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,13 @@ def counts(answer: Any) -> tuple[int, int]:
     return answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
 
 
+async def is_exact(client: Client, used: list[tuple[int, int]]) -> bool:
+    """Return whether the ledger has `used`: the prompt and completion tokens of each request."""
+    rows = await client.usage()
+    found = [sum(row[name] for row in rows) for name in ("requests", "prompt_tokens", "completion_tokens")]
+    return found == [len(used), sum(prompt for prompt, _ in used), sum(completion for _, completion in used)]
+
+
 async def test_two_servers_behind_two_gateways_answer_as_our_engine_and_a_killed_one_is_billed_exactly(bench: Bench):
     first, second = bench.gateways
     acme, globex = await first.tenant("acme"), await second.tenant("globex")
@@ -139,8 +147,7 @@ async def test_two_servers_behind_two_gateways_answer_as_our_engine_and_a_killed
     # Each server finds both adapters itself, and the split one computes the same.
     for server in bench.servers:
         for name, tokens in bench.expected.items():
-            digest = bench.digests.get(name)
-            assert await bench.direct(server, digest or name) == tokens
+            assert await bench.direct(server, bench.digests.get(name) or name) == tokens
     used: dict[str, list[tuple[int, int]]] = {"acme": [], "globex": []}
 
     async def ask_all() -> None:
@@ -175,10 +182,8 @@ async def test_two_servers_behind_two_gateways_answer_as_our_engine_and_a_killed
 
     await until(lambda: is_drained(True))
     begun = [asyncio.Event(), asyncio.Event()]
-    streams = [
-        asyncio.create_task(read_events(acme, LONG | {"model": "red"}, begun[0])),
-        asyncio.create_task(read_events(globex, LONG | {"model": "blue"}, begun[1])),
-    ]
+    asked = ((acme, "red", begun[0]), (globex, "blue", begun[1]))
+    streams = [asyncio.create_task(read_events(who, LONG | {"model": name}, at)) for who, name, at in asked]
     await asyncio.wait_for(asyncio.gather(*(each.wait() for each in begun)), 120)
     await killed.kill()
     for owner, events in zip(used, await asyncio.gather(*streams), strict=True):
@@ -190,10 +195,5 @@ async def test_two_servers_behind_two_gateways_answer_as_our_engine_and_a_killed
     await until(lambda: is_drained(False))
     await ask_all()
 
-    async def is_exact(client: Client, owner: str) -> bool:
-        rows = await client.usage()
-        found = [tuple(sum(row[name] for row in rows) for name in ("requests", "prompt_tokens", "completion_tokens"))]
-        return found == [(len(used[owner]), sum(p for p, _ in used[owner]), sum(c for _, c in used[owner]))]
-
-    await until(lambda: is_exact(acme, "acme"))
-    await until(lambda: is_exact(globex, "globex"))
+    await until(partial(is_exact, acme, used["acme"]))
+    await until(partial(is_exact, globex, used["globex"]))

@@ -31,6 +31,54 @@ async def role(gateway: Gateway, name: str) -> str:
     return (await gateway.admin.post("/admin/api/keys", {"role": name, "label": name})).json["key"]
 
 
+def check_preview(preview: str) -> None:
+    """Check the table of changes: each field with its value before and after."""
+    found = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", preview.split("<main")[1], re.DOTALL)
+    cells = [re.sub(r"<[^>]*>", "", cell) for cell in found]
+    rows = {cells[i]: cells[i + 1 : i + 3] for i in range(3, len(cells), 3)}
+    assert rows == {
+        "Prompt and output tokens per minute": ["60,000", "200,000 (inherited)"],
+        "Soft budget of the last 30 days, today included (UTC)": ["none (inherited)", "7.50"],
+        "Weight": ["1 (inherited)", "2"],
+        "Events at shares of budgets": ["80 %, 100 % (inherited)", "50 %, 90 %"],
+        "Limits of single models": [
+            "none (inherited)",
+            "base: max_concurrent=2 budget_per_month=1.50\n*: tokens_per_day=60000",
+        ],
+    }
+
+
+async def check_mistakes(browser: Browser, fields: dict[str, str]) -> None:
+    """Check that each wrong value is an error beside its field."""
+    for field, value in (
+        ("model_limits", "nothing: max_concurrent=2"),
+        ("model_limits", "base max_concurrent=2"),
+        ("model_limits", "base: max_adapters=2"),
+        ("model_limits", "base: max_concurrent=many"),
+        ("model_limits", "base: max_concurrent=0"),
+        ("budget_warn_at", "0.5"),
+        ("budget_per_30_days", "much"),
+    ):
+        wrong = await browser.submit("/admin/tenants/acme/edit", **fields | {field: value})
+        assert (wrong.status, f'id="e-{field}"' in wrong.body.decode()) == (400, True), value
+
+
+async def check_the_end(gateway: Gateway, browser: Browser) -> None:
+    """Suspend acme, resume and delete it, and find the acts in the audit."""
+    acme = gateway.client((await gateway.admin.post("/admin/api/tenants/acme/keys")).json["key"])
+    assert 'name="typed"' in text(await browser.get("/admin/tenants/acme/suspend"))
+    assert (await browser.submit("/admin/tenants/acme/suspend", typed="acm")).status == 400
+    assert (await acme.chat()).status == 200
+    assert (await browser.submit("/admin/tenants/acme/suspend", typed="acme")).status == 303
+    assert (await acme.chat()).error["code"] == "tenant_suspended"
+    assert (await browser.submit("/admin/tenants/acme/resume")).status == 303
+    assert (await acme.chat()).status == 200
+    assert (await browser.submit("/admin/tenants/acme/delete", typed="acme")).status == 303
+    assert (await browser.get("/admin/tenants/acme")).status == 404
+    actions = [row["action"] for row in (await gateway.admin.get("/admin/api/audit?tenant=acme")).json["data"]]
+    assert actions[:3] == ["tenant.delete", "tenant.resume", "tenant.suspend"]
+
+
 async def test_a_tenant_from_its_form_to_its_end(gateway: Gateway, browser: Browser):
     assert "There are no tenants yet" in text(await browser.get("/admin/tenants"))
     assert 'name="tokens_per_minute"' in text(await browser.get("/admin/tenants/-/new"))
@@ -55,19 +103,7 @@ async def test_a_tenant_from_its_form_to_its_end(gateway: Gateway, browser: Brow
     fields |= {"model_limits": "base: max_concurrent=2 budget_per_month=1.50\n*: tokens_per_day=60k"}
     preview = text(await browser.submit("/admin/tenants/acme/edit", **fields))
     check_inert(preview)
-    found = re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", preview.split("<main")[1], re.DOTALL)
-    cells = [re.sub(r"<[^>]*>", "", cell) for cell in found]
-    rows = {cells[i]: cells[i + 1 : i + 3] for i in range(3, len(cells), 3)}
-    assert rows == {
-        "Prompt and output tokens per minute": ["60,000", "200,000 (inherited)"],
-        "Soft budget of the last 30 days, today included (UTC)": ["none (inherited)", "7.50"],
-        "Weight": ["1 (inherited)", "2"],
-        "Events at shares of budgets": ["80 %, 100 % (inherited)", "50 %, 90 %"],
-        "Limits of single models": [
-            "none (inherited)",
-            "base: max_concurrent=2 budget_per_month=1.50\n*: tokens_per_day=60000",
-        ],
-    }
+    check_preview(preview)
     assert (await gateway.admin.get("/admin/api/tenants/acme")).json["weight"] == 1
     again = text(await browser.submit("/admin/tenants/acme/edit", act="edit", **fields))
     assert 'value="50 %, 90"' in again
@@ -84,17 +120,7 @@ async def test_a_tenant_from_its_form_to_its_end(gateway: Gateway, browser: Brow
     assert entry["before"]["weight"] == 1.0
     same = await browser.submit("/admin/tenants/acme/edit", **fields)
     assert same.headers["Location"] == "/admin/tenants/acme?done=same"
-    for field, value in (
-        ("model_limits", "nothing: max_concurrent=2"),
-        ("model_limits", "base max_concurrent=2"),
-        ("model_limits", "base: max_adapters=2"),
-        ("model_limits", "base: max_concurrent=many"),
-        ("model_limits", "base: max_concurrent=0"),
-        ("budget_warn_at", "0.5"),
-        ("budget_per_30_days", "much"),
-    ):
-        wrong = await browser.submit("/admin/tenants/acme/edit", **fields | {field: value})
-        assert (wrong.status, f'id="e-{field}"' in wrong.body.decode()) == (400, True), value
+    await check_mistakes(browser, fields)
     for path in ("", "?tab=limits", "?tab=keys", "?tab=audit", "/edit"):
         check_inert(text(await browser.get(f"/admin/tenants/acme{path}")))
     limits = text(await browser.get("/admin/tenants/acme?tab=limits"))
@@ -103,18 +129,7 @@ async def test_a_tenant_from_its_form_to_its_end(gateway: Gateway, browser: Brow
     for query, found in (("q=ac", True), ("q=zzz", False), ("suspended=true", False), ("plan=none", True)):
         assert ('href="/admin/tenants/acme"' in text(await browser.get(f"/admin/tenants?{query}"))) is found
 
-    acme = gateway.client((await gateway.admin.post("/admin/api/tenants/acme/keys")).json["key"])
-    assert 'name="typed"' in text(await browser.get("/admin/tenants/acme/suspend"))
-    assert (await browser.submit("/admin/tenants/acme/suspend", typed="acm")).status == 400
-    assert (await acme.chat()).status == 200
-    assert (await browser.submit("/admin/tenants/acme/suspend", typed="acme")).status == 303
-    assert (await acme.chat()).error["code"] == "tenant_suspended"
-    assert (await browser.submit("/admin/tenants/acme/resume")).status == 303
-    assert (await acme.chat()).status == 200
-    assert (await browser.submit("/admin/tenants/acme/delete", typed="acme")).status == 303
-    assert (await browser.get("/admin/tenants/acme")).status == 404
-    actions = [row["action"] for row in (await gateway.admin.get("/admin/api/audit?tenant=acme")).json["data"]]
-    assert actions[:3] == ["tenant.delete", "tenant.resume", "tenant.suspend"]
+    await check_the_end(gateway, browser)
 
 
 async def test_every_wrong_field_is_named_at_once(gateway: Gateway, browser: Browser):
