@@ -158,13 +158,13 @@ async def test_the_place_of_a_gateway_that_died_is_free_after_its_lease(redis: C
 
 
 async def test_a_long_upload_keeps_its_place(redis: Client):
-    quota = Quota(redis, timeout=30.0, lease_seconds=0.3)
+    quota = Quota(redis, timeout=30.0, lease_seconds=2.0)
     tenant = principal().tenant.id
     keeper = asyncio.create_task(quota.keep_leases())
     try:
         async with quota.upload(tenant, "a", None, 1):
-            for _ in range(10):
-                await asyncio.sleep(0.1)
+            for _ in range(13):
+                await asyncio.sleep(0.2)
                 with pytest.raises(RateLimited):
                     await _try(quota, tenant)
     finally:
