@@ -86,11 +86,11 @@ async def test_bytes_count_whatever_becomes_of_the_upload_and_their_size_is_held
     with suppress(ValueError):
         async with quota.upload(who.tenant.id, "a", None, None, size) as received:
             await received.add(60)
-            with pytest.raises(RateLimited, match=r"100 uploaded bytes per minute; needed 60, remaining 4\d") as refused:
+            with pytest.raises(RateLimited, match=r"100 uploaded bytes per minute; needed 60, remaining 4\d") as why:
                 async with quota.upload(who.tenant.id, "b", None, None, size):
                     pass
-            assert refused.value.kind == "requests"
-            assert not {"x-ratelimit-limit-tokens", "x-ratelimit-limit-requests"} & refused.value.headers.keys()
+            assert why.value.kind == "requests"
+            assert not {"x-ratelimit-limit-tokens", "x-ratelimit-limit-requests"} & why.value.headers.keys()
             raise ValueError("the upload is refused")
     with pytest.raises(RateLimited, match="needed 60, remaining 4") as refused:
         async with quota.upload(who.tenant.id, "c", None, None, size):
