@@ -56,7 +56,7 @@ def test_a_second_tenant_starts_at_once_behind_many_of_the_first(threads):
 def test_turns_go_to_the_tenant_with_the_least_use():
     pool, gate = FairThreads(1, "test", max_pending=100, max_pending_per_tenant=50), Gate()
     try:
-        pool.submit("heavy", lambda: time.sleep(0.05)).result(TIMEOUT)
+        pool.submit("heavy", lambda: time.sleep(0.5)).result(TIMEOUT)
         blocker = pool.submit("blocker", gate.work("blocker"))
         for tenant_id in ("heavy", "heavy", "light", "heavy", "light"):
             pool.submit(tenant_id, gate.work(tenant_id, wait=False))

@@ -207,7 +207,7 @@ def test_processes_race_to_put_the_same_adapters(tmp_path):
     )
     command = [sys.executable, "-c", script, store.root, *folders]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
-    said = [process.communicate(timeout=60)[0].decode().split() for process in running]
+    said = [process.communicate(timeout=110)[0].decode().split() for process in running]
     assert [process.returncode for process in running] == [0] * 4
     expected = [open_checkpoint(folder).digest for folder in folders]
     assert said == [expected * 5] * 4

@@ -27,7 +27,7 @@ def test_a_scenario_on_the_real_stack(stack: Stack, tmp_path):
     (tmp_path / "s.toml").write_text(SCENARIO)
     out, page = tmp_path / "report.json", tmp_path / "report.html"
     flags = ("--scenario", tmp_path / "s.toml", "--tenants", stack.data / "demo.json", "--json", out, "--html", page)
-    done = loraplex("bench", *map(str, flags), "--no-overhead")
+    done = loraplex("bench", *map(str, flags), "--no-overhead", timeout=150)
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
     [run] = report["runs"]

@@ -124,7 +124,7 @@ def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
 
 def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(make, store, digests, monkeypatch):
     """Loads of tenants a and b, which find no room, fill all threads for a bounded time; c's adapter would fit."""
-    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 0.5)
+    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 1.5)
     cache = make(2 * SIZE)
     load(cache, digests[0])
     cache.pin(digests[0])
@@ -135,7 +135,7 @@ def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(m
     assert wait(stuck, 0.2).done == set()
     started = time.monotonic()
     assert cache.fetch(digests[4], "c").result(TIMEOUT).digest == digests[4]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20
     for each in stuck:
         with pytest.raises(OSError, match="host memory is full"):
             each.result(TIMEOUT)

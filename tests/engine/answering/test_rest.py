@@ -54,7 +54,7 @@ async def test_loads_by_name_rest_while_a_request_runs(tmp_path: Path, monkeypat
     save_model(tmp_path / "base")
     save_adapter(tmp_path / "adapter")
     load = {"lora_name": "mine", "lora_path": str(tmp_path / "adapter"), "load_inplace": True}
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 240, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
     checks = 0
     with closing(RunningServer(tmp_path / "base")) as server:
         async with aiohttp.ClientSession() as session:

@@ -31,6 +31,7 @@ from engine.config import EngineConfig, ServerConfig
 config = EngineConfig(model=sys.argv[1], served_model_name="tiny", device="cpu", core="process", max_num_seqs=8,
                       kv_cache_memory=8 << 20, adapter_memory=4 << 20, max_lora_rank=16)
 server = ServerConfig(port=0, internal_token="secret", finished_file=Path(sys.argv[2]))
+program.FAILED_EXIT_S = 300.0
 sys.exit(program.run(config, server, ready=lambda port: print("ready", port, flush=True)))
 """
 
@@ -61,7 +62,7 @@ def core_of(front: subprocess.Popen[str]) -> psutil.Process:
     return core
 
 
-async def until_gone(pid: int, seconds: float = 10.0) -> None:
+async def until_gone(pid: int, seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline, "the process still runs"
@@ -72,14 +73,13 @@ async def test_a_killed_core_ends_its_requests_and_the_engine(
     session: aiohttp.ClientSession, front: subprocess.Popen[str], tmp_path: Path
 ):
     stream = await streaming(session, front)
-    started = time.monotonic()
     core_of(front).kill()
     *_, error, done, _ = (await stream.text()).split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["message"] == FAILED_TEXT
     assert done == "data: [DONE]"
+    # By itself: the limit on its end is far away.
     _, stderr = await asyncio.to_thread(front.communicate, timeout=60)
     assert front.returncode == FAILED
-    assert time.monotonic() - started < 10
     assert "ended by signal 9" in stderr
     books = UsageLog(tmp_path / "finished")
     entry = books.get("stream")

@@ -155,7 +155,7 @@ async def test_a_probe_rests_after_each_of_its_passes(
     monkeypatch.setattr("engine.probing.prober.SHARE", 1e-9)
     monkeypatch.setattr("engine.answering.rest.MOST_REST_S", 3600.0)
     name = put(9)
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 240, "ignore_eos": True}
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
     checks = 0
     with closing(RunningServer(model, server.store, internal_token=TOKEN)) as other:
         async with aiohttp.ClientSession() as session:

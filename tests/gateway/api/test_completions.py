@@ -125,7 +125,7 @@ async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
 ):
     tenant = await gateway.tenant("leaver", max_concurrent=1, tokens_per_minute=200)
     body = {"model": BASE_MODEL, "prompt": "Hi", "stream": stream, "max_tokens": 100}
-    body["x_engine"] = {"tokens": 100, "delay": 0.05}
+    body["x_engine"] = {"tokens": 100, "delay": 0.1}
     url = f"{tenant.url}/v1/completions"
     # A separate session, so that leaving it closes the connection.
     request = asyncio.ensure_future(tenant.session.post(url, json=body, headers=tenant.headers))
@@ -139,7 +139,8 @@ async def test_a_client_that_leaves_stops_the_engine_and_is_written_down(
         request.cancel()
         await asyncio.wait({request})
 
-    await until(lambda: _true(upstream.cancelled), seconds=1)
+    # Without it the engine would end by itself after ten seconds, not cancelled.
+    await until(lambda: _true(upstream.cancelled))
     used = await rows(tenant)
     # The engine's count, not the number of tokens that reached the client.
     [done] = upstream.finished.values()
@@ -207,8 +208,8 @@ async def test_an_engine_that_refuses(stream: bool, theirs: int, ours: int, tena
 async def test_a_refusal_of_the_engine_costs_a_request_and_the_prompts_tokens(theirs: int, gateway: Gateway):
     """A refusal costs request and tokens but no money; the engine may have compiled a grammar or loaded an adapter."""
     await gateway.admin.call("PUT", "/admin/api/prices", json={"model": BASE_MODEL, "input": "1", "output": "1"})
-    # "Hi" is 2 tokens: two refusals leave 96 of 100, and one request of three.
-    tenant = await gateway.tenant("once", requests_per_minute=3, tokens_per_minute=100)
+    # "Hi" is 2 tokens: two refusals leave 96 of 100, and one request of three. No token of a day is regained.
+    tenant = await gateway.tenant("once", requests_per_minute=3, tokens_per_day=100)
     for left in (98, 96):
         got = await tenant.complete(max_tokens=90, x_engine={"status": theirs})
         assert got.status == 400, got.body

@@ -88,7 +88,7 @@ async def test_an_export_ends_at_its_deadline(
         await fill(database)
         reader = await ask(gateway, path)
         # Nothing is read, but the least rate is judged after a minute only.
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(3.0)
         rest = await reader.rest()
         assert rest.startswith(b"HTTP/1.1 200")
         assert not rest.endswith(b"0\r\n\r\n")

@@ -131,7 +131,7 @@ async def loraplex(gateway: Gateway, key: str | None, *arguments: str) -> Result
 
 async def test_whoami_and_usage_show_a_tenant_what_is_left(serve: Any):
     async with serve(currency="EUR") as gateway:
-        acme = await priced(gateway, "acme", budget_per_month=50_000_000, requests_per_minute=60)
+        acme = await priced(gateway, "acme", budget_per_month=50_000_000, requests_per_minute=2)
         assert (await acme.complete(max_tokens=1)).status == 200
         budget = (await acme.get("/v1/key")).json["budget"]
         end = first_of_next_month()
@@ -141,7 +141,7 @@ async def test_whoami_and_usage_show_a_tenant_what_is_left(serve: Any):
         lines = shown.stdout.splitlines()
         assert lines[0] == "tenant   acme"
         assert f"budget   {line}" in lines
-        assert any(text.split()[:4] == ["requests_per_minute", "tenant", "60", "59"] for text in lines)
+        assert any(text.split()[:4] == ["requests_per_minute", "tenant", "2", "1"] for text in lines)
         assert json.loads((await loraplex(gateway, acme.key, "whoami", "--json")).stdout)["tenant"] == "acme"
         assert (await loraplex(gateway, acme.key, "usage")).stderr.splitlines()[-1] == line
         refused = await loraplex(gateway, None, "whoami")

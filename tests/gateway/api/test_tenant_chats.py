@@ -90,7 +90,7 @@ async def test_a_suspension_ends_an_operators_stream_too(gateway: Gateway, upstr
     stream = asyncio.create_task(gateway.admin.post(CHAT, body))
     await until(lambda: _is_running(upstream))
     assert (await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json={"suspended": True})).status == 200
-    answer = await asyncio.wait_for(stream, 10)
+    answer = await asyncio.wait_for(stream, 25)
     assert answer.events[-1]["error"]["code"] == "tenant_suspended"
 
 

@@ -65,7 +65,7 @@ async def test_a_body_that_never_ends(serve: Any, upstream: Upstream):
 async def test_a_request_that_never_ends(stream: bool, serve: Any, upstream: Upstream):
     async with serve(request_timeout=2.0) as gateway:
         acme = await gateway.tenant("acme")
-        got = await acme.complete(stream=stream, max_tokens=200, x_engine={"tokens": 200, "delay": 0.5})
+        got = await acme.complete(stream=stream, max_tokens=200, x_engine={"tokens": 200, "delay": 0.1})
         error = got.events[-1]["error"] if stream else got.error
         assert got.status == (200 if stream else 504)
         assert error["code"] == "time_limit_exceeded"

@@ -29,7 +29,7 @@ async def test_a_full_base_holds_up_no_other():
         await asyncio.sleep(0)
         assert (gates.inside, gates.waiting) == (1, 1)
         for tenant in ("acme", "globex"):
-            async with asyncio.timeout(1.0):
+            async with asyncio.timeout(30.0):
                 await held.enter_async_context(gates.of("qwen").enter(place(tenant)))
         with pytest.raises(Overloaded):
             async with gates.of("").enter(place("globex", tokens=10**6)):
@@ -39,7 +39,7 @@ async def test_a_full_base_holds_up_no_other():
         assert gates.longest_wait > 0.0
         rooms[""] = 2
         gates.admit()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(30.0):
             await waiting
         assert (gates.inside, gates.waiting, gates.longest_wait) == (4, 0, 0.0)
 

@@ -128,13 +128,13 @@ async def test_idling_earns_no_credit(pair: tuple[Process, Process]):
 async def test_a_process_that_died_keeps_no_tenant_active(
     pair: tuple[Process, Process], monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(shared_service, "ALIVE_SECONDS", 0.3)
     dead, alive = pair
     dead.counters.enter("a", 1.0)
     alive.counters.enter("b", 1.0)
     await dead.exchange()
     await alive.exchange()
     assert alive.counters.share("b") == pytest.approx(1 / 2)
+    monkeypatch.setattr(shared_service, "ALIVE_SECONDS", 0.3)
     async with asyncio.timeout(30):
         while alive.counters.share("b") < 1:
             await asyncio.sleep(0.05)

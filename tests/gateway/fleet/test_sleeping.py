@@ -43,7 +43,8 @@ ENGINE = textwrap.dedent("""
 
     asyncio.run(main())
 """)
-SLEEP_AFTER = 1.0
+SLEEP_AFTER = 2.0
+START_SECONDS = 60.0
 
 
 class Bench(NamedTuple):
@@ -92,17 +93,20 @@ async def bench(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
                 return False
 
         argv = (sys.executable, "-c", ENGINE, str(port), name, str(broken[name]))
+        began = time.monotonic()
         child = await group.start(name, argv, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+        await group.healthy(child, is_healthy, START_SECONDS)
+        # As `loraplex up` measures it, so that the announced time fits a slow machine.
+        loaded = time.monotonic() - began
         bases[name] = SleepingBase(
             name,
             [Engine(child, url, is_healthy)],
             group,
             sleep_after=SLEEP_AFTER,
-            load_seconds=2.0,
-            ready_seconds=20.0,
+            load_seconds=loaded,
+            ready_seconds=START_SECONDS,
             token=token,
         )
-        await group.healthy(child, is_healthy, 20)
     supervisor, port = Supervisor(list(bases.values()), token), free_port()
     await supervisor.start("127.0.0.1", port)
     engines = [f"{url}?wake=http://127.0.0.1:{port}/bases/{number}" for number, url in enumerate(urls.values())]
@@ -127,22 +131,25 @@ async def test_an_idle_base_sleeps_and_a_request_wakes_it_within_its_retry_after
             assert response.status == status
     assert bench.bases["alpha"].state == "asleep", "only gateways may wake it"
 
+    loaded = bench.bases["alpha"]._load_seconds
     refused = await ask(acme, "alpha")
     began = time.monotonic()
     assert (refused.status, refused.error["code"]) == (503, "base_asleep")
     seconds = int(refused.headers["Retry-After"])
-    assert 1 <= seconds <= 6
+    assert loaded <= seconds <= loaded + 4
     assert f"try again in {seconds} s" in refused.error["message"]
 
     async def serves() -> bool:
         return (await ask(acme, "alpha")).status == 200
 
     await until(serves)
-    assert time.monotonic() - began < seconds + 1.5, "the client was told the truth"
+    # On a busy machine this load may take longer than the first one, from which the time was estimated.
+    slower = max(0.0, bench.bases["alpha"]._load_seconds - loaded)
+    assert time.monotonic() - began < seconds + slower + 3.0, "the client was told the truth"
     assert bench.bases["beta"].state == "asleep", "only the base that was asked for wakes"
 
     # Requests keep it awake, also those between two looks of the supervisor.
-    for _ in range(8):
+    for _ in range(6):
         assert (await ask(acme, "alpha")).status == 200
         await asyncio.sleep(SLEEP_AFTER / 4)
     assert bench.bases["alpha"].state == "awake"
@@ -160,7 +167,7 @@ async def test_a_base_wakes_while_another_is_flooded_and_fails_to_load(bench: Be
     async def globex_is_served() -> bool:
         return (await ask(globex, "beta")).status == 200
 
-    await until(globex_is_served, 10)
+    await until(globex_is_served, START_SECONDS)
     assert bench.bases["alpha"].state != "awake"
     # Once its engine can start, the next request wakes this base too.
     bench.broken["alpha"].unlink()
@@ -168,7 +175,7 @@ async def test_a_base_wakes_while_another_is_flooded_and_fails_to_load(bench: Be
     async def acme_is_served() -> bool:
         return (await ask(acme, "alpha")).status == 200
 
-    await until(acme_is_served, 20)
+    await until(acme_is_served, START_SECONDS)
     for task in flood:
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)

@@ -151,7 +151,7 @@ async def test_without_redis_and_sql_what_runs_is_kept_and_then_nothing_more_is_
     server: ValkeyServer, tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     """The journal's room is bounded, here to one request. Admission returns by itself, and no row is lost."""
-    monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.1)
+    monkeypatch.setattr("gateway.records.database.STATEMENT_SECONDS", 0.5)
     options = {"quota_fallback": ("open",), "journal_bytes": 1}
     of = settings(tmp_path, model_dir, [upstream.url], server.connection_url, **options)
     async with running(of) as gateway:

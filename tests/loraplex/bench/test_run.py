@@ -155,11 +155,13 @@ async def test_token_counts_are_checked_against_the_stream(double, counts, warni
 async def test_a_late_generator_adds_to_the_latency_instead_of_hiding_it():
     """The event loop is blocked for 0.6 s: requests planned in that time count from their planned times."""
     load = replace(short(n=10, rate=1.0), seconds=None)
-    load = replace(load, sources=(replace(load.sources[0], arrival=Even(100.0)),))
-    async with Double().serving() as url:
+    load = replace(load, sources=(replace(load.sources[0], arrival=Even(20.0)),))
+    double = Double()
+    async with double.serving() as url:
 
         async def block() -> None:
-            await asyncio.sleep(0.05)
+            while not double.bodies:  # noqa: ASYNC110 - the double sends no event
+                await asyncio.sleep(0.001)
             time.sleep(0.6)  # noqa: ASYNC251
 
         report, _ = await asyncio.gather(run(url, load), block())
@@ -291,10 +293,10 @@ async def test_ctrl_c_writes_the_report_of_what_was_measured(tmp_path):
 async def test_requests_in_flight_are_cut_after_the_drain():
     """They count as unfinished, which neither interrupts the run nor fails it."""
     double = Double(gap=0.01)
-    load = replace(short(n=4, concurrency=4, output_tokens=50_000), seconds=0.3, drain=0.2)
+    load = replace(short(n=4, concurrency=4, output_tokens=50_000), seconds=1.0, drain=0.5)
     async with double.serving() as url:
         report = await run(url, load)
     [measured] = report["runs"]
     assert (measured["all"]["unfinished"], measured["all"]["failed"], measured["interrupted"]) == (4, 0, False)
-    assert 0.5 <= measured["seconds"] < 20
+    assert 1.4 <= measured["seconds"] < 40
     assert len(measured["ttft_points"]["acme"]) + len(measured["ttft_points"]["globex"]) == 4

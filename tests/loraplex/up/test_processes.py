@@ -38,7 +38,7 @@ async def test_stops_the_youngest_first_and_leaves_none(tmp_path):
     group = ProcessGroup(tmp_path)
     children = [await group.start(name, SLEEPER, os.environ) for name in ("first", "second")]
     for child in children:
-        await group.healthy(child, lambda child=child: has_printed(child), 10)
+        await group.healthy(child, lambda child=child: has_printed(child), 60)
     stopped: list[str] = []
     await group.stop(stopped.append)
     assert stopped == ["second", "first"]
@@ -49,7 +49,7 @@ async def test_one_that_ignores_sigterm_is_killed(tmp_path):
     group = ProcessGroup(tmp_path, stop_seconds=0.3)
     stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
     child = await group.start("stubborn", (sys.executable, "-c", stubborn), os.environ)
-    await group.healthy(child, lambda: has_printed(child), 10)
+    await group.healthy(child, lambda: has_printed(child), 60)
     await group.stop(lambda name: None)
     assert child.process.returncode == -signal.SIGKILL
 
@@ -58,7 +58,7 @@ async def test_a_death_tells_the_end_of_the_log(tmp_path):
     group = ProcessGroup(tmp_path)
     script = "import sys; print(*range(100), sep='\\n'); print('out of cheese', file=sys.stderr); sys.exit(7)"
     await group.start("mouse", (sys.executable, "-c", script), os.environ)
-    message = str(await asyncio.wait_for(group.first_death(), 10))
+    message = str(await asyncio.wait_for(group.first_death(), 60))
     assert message.startswith(f"mouse exited with code 7; its log is {tmp_path / 'mouse.log'}")
     assert message.endswith("  99\n  out of cheese")
     assert len(message.splitlines()) == 16
@@ -72,7 +72,7 @@ async def test_waiting_for_health_ends_when_the_child_dies(tmp_path):
 
     child = await group.start("brief", (sys.executable, "-c", "raise SystemExit('bad flag')"), os.environ)
     with pytest.raises(ChildError, match=r"(?s)brief exited with code 1.*bad flag"):
-        await group.healthy(child, never, 10)
+        await group.healthy(child, never, 60)
 
 
 async def test_waiting_for_health_ends_in_time(tmp_path):
@@ -228,8 +228,8 @@ async def test_a_restarted_child_keeps_its_cpu_and_the_other_lives(tmp_path, mon
     pinned, other = [await group.start(name, SLEEPER, os.environ, cpus) for name, cpus in (("a", [cpu]), ("b", []))]
     try:
         for child in (pinned, other):
-            await group.healthy(child, lambda child=child: has_printed(child), 10)
-            group.keep_alive(child, lambda child=child: has_printed(child), 10)
+            await group.healthy(child, lambda child=child: has_printed(child), 60)
+            group.keep_alive(child, lambda child=child: has_printed(child), 60)
         watching = asyncio.create_task(group.first_death())
         first, others = pinned.process.pid, other.process.pid
         assert os.sched_getaffinity(first) == {cpu}

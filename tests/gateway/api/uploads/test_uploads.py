@@ -114,8 +114,9 @@ async def test_bombs_cost_the_gateway_nothing(kind: str, gateway: Gateway, tmp_p
     got = pushing.result()
     assert (got.status, got.error["param"]) == (400, "file"), got.body
     assert len(got.body) < 2048
-    assert time.monotonic() - begun < 30
-    assert longest < 2.0  # on a shared machine; it was more than 600 s
+    # On a shared machine; both were more than 600 s.
+    assert time.monotonic() - begun < 60
+    assert longest < 10.0
     assert leftovers(tmp_path) == []
 
 
@@ -264,7 +265,7 @@ async def test_a_check_server_that_does_not_react_is_replaced(gateway: Gateway, 
         got = await push(acme, "second", files())
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
     assert "too much time" in got.error["message"]
-    assert (await push(acme, "third", files())).status == 201
+    assert (await push_when_allowed(acme, "third")).status == 201
     assert check_servers() != [server]
 
 
@@ -301,8 +302,11 @@ async def test_the_limits_of_a_tenants_adapters(gateway: Gateway):
         got = await acme.call("POST", "/v1/adapters", data=body, headers=headers)
         assert (got.status, got.error["code"]) == (403, "adapter_limit_exceeded")
         assert got.error["param"] == "max_adapter_bytes"
-    for _ in range(10):
+    # A busy machine needs more of them, because one is regained every six seconds.
+    for _ in range(30):
         last = await push(acme, "a", files(2))
+        if last.status != 201:
+            break
     assert (last.status, last.error["code"]) == (429, "rate_limit_exceeded")
     assert "adapter changes" in last.error["message"]
     assert (await acme.call("DELETE", "/v1/adapters/a")).status == 429

@@ -15,7 +15,7 @@ async def test_head_of_a_stream_has_no_body(gateway: Gateway, path: str):
         reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
         head = f" HTTP/1.1\r\nHost: gateway\r\nCookie: loraplex_session={browser.cookie()}\r\n\r\n"
         writer.write(f"HEAD {path}{head}GET /healthz{head}".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             first = await reader.readuntil(b"\r\n\r\n")
             assert b" 200 " in first
             following = await reader.readline()
