@@ -106,7 +106,7 @@ async def test_adapters_of_all_tenants_their_use_and_a_prefetch(
 
 
 async def test_a_tenants_limits_with_what_is_left(run: Run, gateway: Gateway):
-    # One request of two is regained after half a minute, which is longer than the test.
+    # The first of two requests is regained after half a minute, which is longer than the test.
     acme = await gateway.tenant("acme", requests_per_minute=2, max_concurrent=3, budget_per_month=5_000_000)
     assert (await acme.chat()).status == 200
     left = json.loads((await run("tenant", "show", "acme", "--json")).stdout)["left"]

@@ -96,7 +96,7 @@ async def bench(tmp_path: Path, redis_url: str) -> AsyncIterator[Bench]:
         began = time.monotonic()
         child = await group.start(name, argv, os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
         await group.healthy(child, is_healthy, START_SECONDS)
-        # As `loraplex up` measures it, so that the announced time fits a slow machine.
+        # `loraplex up` measures it in the same way, so that the announced time fits a slow machine.
         loaded = time.monotonic() - began
         bases[name] = SleepingBase(
             name,

@@ -113,7 +113,7 @@ async def test_an_answer_is_shortened_to_what_is_left_if_the_tenant_chose_that(l
     whole = await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, 9000, price=price))
     assert (whole.max_tokens, "x-loraplex-max-tokens" in whole.headers) == (9000, False)
     short = await quota.acquire(who, "base", uuid.uuid4().hex, Need(0, 700, choices=2, price=price))
-    # Of a minute's tokens 167 a second are regained.
+    # A tenant regains 167 tokens a second of a minute's.
     regained = 150 if limit == "tokens_per_minute" else 0
     assert 500 <= short.max_tokens <= 500 + regained
     assert (short.tokens, short.headers["x-loraplex-max-tokens"]) == (2 * short.max_tokens, str(short.max_tokens))

@@ -80,6 +80,8 @@ async def test_no_file_of_keys_holds_the_event_loop(serve: Any, tmp_path: Path):
                     got = await browser.get("/admin/keys?format=csv&tenant=acme")
                 assert len(set(got.body.split(b"\r\n"))) == 2003
                 found.append(holds.longest)
+                if holds.longest < MOST:
+                    break
             assert min(found) < MOST, found
 
 
@@ -138,4 +140,6 @@ async def test_no_file_of_the_audit_holds_the_event_loop(serve: Any, tmp_path: P
                     assert (got.status, got.body.count(b"key.create")) == (200, 4002)
                     assert len(set(got.body.split(b"\r\n"))) == 4004
                     found.append(holds.longest)
+                    if holds.longest < MOST:
+                        break
                 assert min(found) < MOST, (path, found)
