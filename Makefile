@@ -7,6 +7,7 @@ STAMP  := $(VENV)/.installed
 PORT   ?= 8080
 # Test processes: one more than there are cores, because many tests wait. Each needs about 1.5 GB.
 TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# A test process that dies ends the run: restarted ones make pytest-xdist wait without end.
 PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 export OMP_WAIT_POLICY = PASSIVE
 # Keep bytecode: without it every process compiles the tests (12 s of CPU) and the product (1 s) again.

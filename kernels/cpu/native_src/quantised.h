@@ -217,7 +217,8 @@ inline __attribute__((always_inline)) void dot_group(__m256i (&dots)[ROWS], cons
     }
 }
 
-// sums += ROWS rows of x times one panel, for 8 columns after the other, whose sums for all rows fit in the registers.
+// sums += ROWS rows of x times one panel, 8 columns at a time, so that the sums of all rows fit in the registers. The sums
+// of a row depend on that row alone.
 template <int BITS, int STEPS, int ROWS>
 inline void multiply_groups(Float16 (&sums)[ROWS][2], const RoundedRows& x, int64_t row, const uint8_t* panel,
                             const Groups& w) {

@@ -135,7 +135,7 @@ def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(m
     assert wait(stuck, 0.2).done == set()
     started = time.monotonic()
     assert cache.fetch(digests[4], "c").result(TIMEOUT).digest == digests[4]
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 10
     for each in stuck:
         with pytest.raises(OSError, match="host memory is full"):
             each.result(TIMEOUT)

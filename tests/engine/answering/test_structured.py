@@ -271,7 +271,7 @@ async def test_a_neighbours_grammar_does_not_wait_behind_many(cache: Grammars, c
 
 
 @pytest.mark.usefixtures("takes_a_core")
-async def test_a_neighbours_grammar_is_ready_soon_beside_48_of_the_dearest(tmp_path: Path) -> None:
+async def test_a_neighbours_grammar_is_ready_within_2_s_beside_48_of_the_dearest(tmp_path: Path) -> None:
     save_byte_level_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_dir(tmp_path)
     cache = Grammars(GrammarCompiler(tokenizer.to_json, tokenizer.vocab_size, tokenizer.eos_token_ids))
@@ -285,8 +285,7 @@ async def test_a_neighbours_grammar_is_ready_soon_beside_48_of_the_dearest(tmp_p
         await cache.get(regex(f"[ab]{{1,2}}{i}"), "neighbour")
         waits.append(time.monotonic() - began)
         await asyncio.sleep(0.1)
-    # Milliseconds; behind the dear ones it would wait until its request is refused after QUEUE_SECONDS, which are 5.
-    assert max(waits) < 4, waits
+    assert max(waits) < 2, waits
     outcomes = await asyncio.gather(*greedy, return_exceptions=True)
     compiled = [outcome for outcome in outcomes if isinstance(outcome, Grammar)]
     refused = [outcome for outcome in outcomes if isinstance(outcome, QueueFull)]

@@ -122,8 +122,8 @@ def test_steps_take_the_given_time_and_no_cpu(make_engine: Make) -> None:
         answers(engine)
         found.append((time.perf_counter() - began, time.thread_time() - cpu))
     seconds, cpu = min(found)
-    assert expected <= seconds < expected + 0.15, found
-    assert cpu < 0.4 * seconds, "the host sleeps in the meantime"
+    assert expected <= seconds < expected + 0.1, found
+    assert cpu < 0.1
 
 
 def test_the_host_does_not_run_ahead_of_a_long_prompt(make_engine: Make) -> None:

@@ -120,7 +120,7 @@ def test_a_damaged_library_is_built_once_more(
     assert caplog.text.count("rebuilding it") == 1
 
 
-def test_of_builders_at_once_only_the_first_compiles(pick, tmp_path: Path, library: bytes, compiler: Path) -> None:
+def test_builders_at_once_compile_once(pick, tmp_path: Path, library: bytes, compiler: Path) -> None:
     """The others, which found the same damaged library, wait for its library and open it."""
     cxx = tmp_path / "cxx"
     cxx.write_text(cxx.read_text().rstrip() + "; sleep 0.5\n")

@@ -50,7 +50,7 @@ async def test_a_tenants_refused_bodies_are_dropped_at_a_limited_rate(serve: Any
         assert status == 413
         # Eight bodies of one tenant share its rate; the other tenant does not wait for them.
         assert max(seconds for _, seconds in slow) > 2.0
-        assert sent < 0.75 * max(seconds for _, seconds in slow)
+        assert sent < max(seconds for _, seconds in slow) / 2
 
 
 async def test_a_refused_client_that_sends_nothing_keeps_its_connection_for_a_second(serve: Any):
@@ -59,7 +59,7 @@ async def test_a_refused_client_that_sends_nothing_keeps_its_connection_for_a_se
         writer.write(head(gateway.client("lpx_wrong"), "/v1/completions", "Content-Length: 9") + b"{")
         assert (await asyncio.wait_for(reader.read(), 30.0)).startswith(b"HTTP/1.1 401 ")
         # aiohttp alone would wait for 10 s.
-        assert time.monotonic() - began < 9.0
+        assert time.monotonic() - began < 6.0
 
 
 def test_all_addresses_of_an_ipv6_network_share_a_rate():

@@ -114,9 +114,8 @@ async def test_bombs_cost_the_gateway_nothing(kind: str, gateway: Gateway, tmp_p
     got = pushing.result()
     assert (got.status, got.error["param"]) == (400, "file"), got.body
     assert len(got.body) < 2048
-    # On a shared machine; both were more than 600 s.
-    assert time.monotonic() - begun < 60
-    assert longest < 10.0
+    assert time.monotonic() - begun < 30
+    assert longest < 2.0  # on a shared machine; it was more than 600 s
     assert leftovers(tmp_path) == []
 
 
