@@ -8,8 +8,9 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import Tag
-from gateway.api.requests.fields import json_response, read_body, read_flag
+from gateway.api.requests.fields import encoded, json_response, read_body, read_flag
 from gateway.errors import BadRequest
+from gateway.records.pieces import in_pieces
 from gateway.records.tenants.bulk import BulkChange, TenantBulk
 from gateway.records.tenants.list import TenantFilter
 from gateway.records.tenants.terms import FIELDS
@@ -67,7 +68,7 @@ class AdminTenantBulk:
             raise BadRequest("The body has no change: expected plan, suspended, inherit, add_tags or remove_tags.")
         if read_flag(request, "dry_run"):
             planned = await self._bulk.plan(which, change)
-            listed = planned[:MOST_LISTED]
+            listed = await in_pieces(planned[:MOST_LISTED], encoded)
             return json_response({"object": "bulk", "dry_run": True, "count": len(planned), "data": listed})
         if given.expect is None:
             raise BadRequest("expect: is required, the `count` of the same request with ?dry_run=true.", param="expect")

@@ -11,7 +11,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.access.auth import Authenticator
 from gateway.access.roles import check_role
 from gateway.access.scopes import ACTOR, ROLE
-from gateway.api.requests.fields import json_response, parse_text, read_body, read_limit, read_raw
+from gateway.api.requests.fields import encoded, json_response, parse_text, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
 from gateway.quota.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
@@ -149,7 +149,7 @@ class AdminTenants:
             after=request.query.get("after"),
         )
         plans = await self._plans.terms()
-        data = await in_pieces(page.rows, lambda row: describe_tenant(row[0], plans) | {"month": row[1]})
+        data = await in_pieces(page.rows, lambda row: encoded(describe_tenant(row[0], plans) | {"month": row[1]}))
         return json_response({"object": "list", "data": data, "total": page.total, "next": page.next})
 
     async def get(self, request: web.Request) -> web.Response:
