@@ -78,8 +78,9 @@ SHORT = [
     Pattern("vtc-ramp", 12, factor=8, has_baseline=False),
     Pattern("azure-like", 9, factor=4),
 ]
-# Longer forms, used for patterns that are named on the command line: more requests of the tenants with few of them.
-LONG = [Pattern("weights", 45, 0), Pattern("flood", 20, 10), Pattern("late-tenant", 20, 10)]
+# Longer forms, used for patterns that are named on the command line: more requests of the tenants with few of them, and
+# time for the seats to fill on slow machines, where the prompts of a flood take 15 s.
+LONG = [Pattern("weights", 45, 0), Pattern("flood", 40, 5), Pattern("late-tenant", 40, 5)]
 ALL = "all"
 NAMES = [pattern.name for pattern in SHORT]
 

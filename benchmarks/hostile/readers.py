@@ -12,8 +12,8 @@ from benchmarks.hostile.connections import JSON, close, connection, status_of
 STREAM = {"messages": [{"role": "user", "content": "Hi"}], "stream": True, "max_tokens": 400, "ignore_eos": True}
 
 
-# The engine drops these streams at once, so the quiet round has no streams either.
-@attack("cancel-storm", "8 streams at a time that are left as soon as they begin")
+# A stream with a status has had its prompt computed, which is ordinary use. The others should cost nothing.
+@attack("cancel-storm", "8 streams at a time that are left as soon as they begin", honest="one-token-streams")
 async def storm(attacker: Attacker) -> None:
     raw = json.dumps({"model": attacker.target.base_model} | STREAM).encode()
     request = attacker.head("POST", "/v1/chat/completions", len(raw), JSON) + raw
@@ -23,13 +23,18 @@ async def storm(attacker: Attacker) -> None:
             async with connection(attacker) as (reader, writer):
                 writer.write(request)
                 if index % 2:
-                    await status_of(attacker, reader, 2.0)
+                    attacker.round.served += await status_of(attacker, reader, 2.0) == 200
                 else:
                     await asyncio.sleep(random.random() / 100)
                     attacker.count("left")
             await attacker.pause(0.02)
 
     await attacker.side_by_side(8, one)
+
+
+@attack("one-token-streams", "as many streams of one token as cancel-storm sees begin", shown=False)
+async def one_token_streams(attacker: Attacker) -> None:
+    await attacker.as_served(lambda _: attacker.chat("Hi", max_tokens=1, stream=True))
 
 
 async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, size: int) -> None:
