@@ -290,16 +290,32 @@ def test_the_readme_shows_what_make_demo_prints(capsys):
     assert f"```\n{printed.strip()}\n```" in (ROOT / "README.md").read_text()
 
 
+def anchors(text: str, levels: str = "1,6") -> list[str]:
+    """Return the links that GitHub gives to a page's headings of these levels, in their order."""
+    prose = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    headings = re.findall(rf"^#{{{levels}}} (.+)$", prose, re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_and_commands_in_the_documents_are_real(path):
     text = path.read_text()
-    for target in re.findall(r"\]\(([^)#:]+)\)", text):
-        assert (path.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^):]+))?\)", text):
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked.read_text()), f"{target}#{anchor}"
     for line in re.findall(r"^(?:LORAPLEX_\S+=\S+ )?(loraplex [a-z].*)$", text, re.MULTILINE):
         words = line.split()
         name = next((n for k in (4, 3, 2) if (n := " ".join(words[:k])) in COMMANDS), None)
         assert name is not None, line
         assert {w.split("=")[0] for w in words if w.startswith("--")} <= options(COMMANDS[name]) | {"--help"}, line
+
+
+def test_the_contents_of_the_reference_list_its_sections_in_order():
+    contents = re.findall(r"\]\(#([^)]+)\)", REFERENCE.split("\n## ")[0])
+    assert len(anchors(REFERENCE, "2")) > 5
+    assert {*anchors(REFERENCE, "2,3")} <= {*contents}
+    assert contents == [anchor for anchor in anchors(REFERENCE) if anchor in contents]
 
 
 SECURITY = (ROOT / "docs" / "security.md").read_text()
