@@ -17,6 +17,9 @@ from wire.money import exact_money
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
 
+# Error code of a gateway for a route that its release does not have.
+UNKNOWN_ROUTE = "unknown_url"
+
 
 @click.group()
 def tenant() -> None:
@@ -95,20 +98,32 @@ def _month(row: dict[str, Any]) -> dict[str, Any]:
 @admin_options
 def show(name: str, as_json: bool, gateway: Gateway) -> None:
     """Show the tenant NAME with all of its limits, including those of its models, and what is left of them."""
-    path = f"/admin/api/tenants/{quote(name, safe='')}/limits"
 
-    async def read(client: "GatewayClient") -> tuple[dict[str, Any], dict[str, Any]]:
-        row = await client.tenant(name)
-        return row, (await client.call("GET", path))["limits"]
+    async def read(client: "GatewayClient") -> tuple[dict[str, Any], dict[str, Any] | None]:
+        return await client.tenant(name), await _left(client, name)
 
     row, left = gateway.run(read)
     if as_json:
         print_json(row | {"left": left})
-        return
-    print_fields(row)
-    if left:
+    else:
+        print_fields(row)
+    if left is None:
+        click.echo("warning: this gateway is too old to report what is left of the limits", err=True)
+    elif left and not as_json:
         click.echo()
         print_left({None: left})
+
+
+async def _left(client: "GatewayClient", name: str) -> dict[str, Any] | None:
+    """Return what is left of a tenant's limits, or None if the gateway's release does not have the route."""
+    from loraplex.client import GatewayError
+
+    try:
+        return (await client.call("GET", f"/admin/api/tenants/{quote(name, safe='')}/limits"))["limits"]
+    except GatewayError as error:
+        if error.code != UNKNOWN_ROUTE:
+            raise
+        return None
 
 
 @tenant.command("models", epilog=examples("loraplex tenant models acme"))
