@@ -26,10 +26,14 @@ def _encode(bad_words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
     for word in bad_words:
         if bare := word.lstrip():
             words |= {bare, " " + bare}  # at a text's beginning and after a space, as in vLLM
-    tokens = [ids for word in words if (ids := tokenizer.encode(word, add_special_tokens=False))]
-    longest = max(map(len, tokens), default=0)
-    if longest > MAX_BAD_WORD_TOKENS:
-        raise BadRequest(
-            "bad_words", f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {longest}"
-        )
+    tokens: list[list[int]] = []
+    for word in words:
+        ids = tokenizer.encode(word, add_special_tokens=False)
+        if len(ids) > MAX_BAD_WORD_TOKENS:
+            raise BadRequest(
+                "bad_words",
+                f"bad_words: expected words of at most {MAX_BAD_WORD_TOKENS} tokens each, got one of {len(ids)}",
+            )
+        if ids:
+            tokens.append(ids)
     return tokens
