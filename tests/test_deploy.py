@@ -1,4 +1,4 @@
-"""Consistency of deploy/: Prometheus and Grafana use only metrics and labels that exist."""
+"""Consistency of deploy/: Prometheus, Alertmanager and Grafana use only metrics and labels that exist."""
 
 import json
 import re
@@ -74,6 +74,7 @@ def test_an_alert(name: str):
     rule: dict[str, Any] = ALERTS[name]
     assert asked(rule["expr"]) <= METRICS
     assert asked(rule["expr"]) or re.search("(up|process_start_time_seconds){job=", rule["expr"])
+    assert rule["labels"].keys() == {"severity", "part"}
     assert rule["labels"]["severity"] in ("critical", "warning", "info")
     # Names in the summary's braces are labels that the expression keeps.
     kept = set(re.findall(r"by \((\w+)\)", rule["expr"])) or {"instance", "job"}
@@ -89,12 +90,21 @@ def test_every_alert_has_a_test():
     assert fires == rests == set(ALERTS)
 
 
-@pytest.mark.parametrize("command", [["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]])
-def test_the_alerts_fire_when_they_should(command: list[str]):
-    promtool = shutil.which("promtool")
-    if promtool is None:
-        pytest.skip("promtool is not installed: `apt-get install prometheus`")
-    ran = subprocess.run([promtool, *command], cwd=DEPLOY, capture_output=True, text=True, timeout=60, check=False)
+CHECKS = (
+    ("prometheus", "promtool check rules alerts.yml"),
+    ("prometheus", "promtool test rules alerts_test.yml"),
+    ("prometheus", "promtool check config prometheus.yml"),
+    ("prometheus-alertmanager", "amtool check-config alertmanager.yml"),
+)
+
+
+@pytest.mark.parametrize(("package", "command"), CHECKS, ids=[command for _, command in CHECKS])
+def test_prometheus_own_tools_accept_the_files(package: str, command: str):
+    tool, *arguments = command.split()
+    program = shutil.which(tool)
+    if program is None:
+        pytest.skip(f"{tool} is not installed: `apt-get install {package}`")
+    ran = subprocess.run([program, *arguments], cwd=DEPLOY, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stdout + ran.stderr
 
 
