@@ -1,4 +1,4 @@
-"""The running stack of the whole session. Tests that stop or break a stack start their own."""
+"""The running stack that these tests share. Tests that stop or break a stack start their own."""
 
 from collections.abc import Iterator
 
@@ -16,13 +16,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(420))
 
 
-@pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    running = Stack(data_dir(tmp_path_factory.mktemp("stack")), "--demo")
+_shared: list[Stack] = []
+
+
+# The idle stack would take time from the session's other tests.
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Stop the shared stack after the last test of this folder."""
     try:
-        yield running.wait_ready()
+        return (yield)
     finally:
-        running.stop()
+        if _shared and (nextitem is None or "/e2e/" not in str(nextitem.path)):
+            _shared.pop().stop()
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+    _shared.append(Stack(data_dir(tmp_path_factory.mktemp("stack")), "--demo"))
+    return _shared[-1].wait_ready()
 
 
 @pytest.fixture(scope="session", autouse=True)
