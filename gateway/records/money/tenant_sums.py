@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, Select, func, literal, select
+from sqlalchemy import ARRAY, BigInteger, ColumnElement, Select, any_, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.activity.tables import ACTIVITY, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
+from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
 from gateway.records.database import Database
 from gateway.records.schema import UtcDateTime
 from gateway.records.tables import usage_daily
@@ -69,13 +69,16 @@ def sums_part(
 ) -> Select[Any]:
     """Select the sums of hours or days (3600 or 86400) in the columns of usage_rows.rows_of.
 
-    Without owners, models and the group "tenant", the tenants' columns are empty. owners: conditions on the columns of
-    `activity_series`.
+    Without owners and the groups "tenant" and "model", the tenants' and models' columns are empty. owners: conditions
+    on the columns of `activity_series`.
     """
     table, names = ACTIVITY[level], activity_series.c
-    is_total = "tenant" not in group_by and not owners and models is None
-    # The series of engines add up to the same totals as those of tenants, in far fewer rows.
-    kinds = (ENGINE,) if is_total else (TENANT,) if models is None else (MODEL, OWN_BASE)
+    is_total = not {"tenant", "model"} & set(group_by) and not owners
+    # The series of engines and of base models have the same totals as those of tenants, in far fewer rows.
+    if models is None:
+        kinds = [ENGINE if is_total else TENANT]
+    else:
+        kinds = [MODEL, BASE if is_total else OWN_BASE]
     which: list[ColumnElement[bool]] = []
     since, until = bounds
     if since is not None:
@@ -85,7 +88,7 @@ def sums_part(
     if owners or models is not None:
         own = [*owners, names.kind.in_(kinds), *([] if models is None else [names.name.in_(models)])]
         # Series of known ids are read by the index of ids, all series of a kind by the primary key.
-        which.append(table.c.series_id.in_(select(names.id).where(*own)))
+        which.append(_is_in(table.c.series_id, select(names.id).where(*own), dialect))
     else:
         which.append(table.c.kind.in_(kinds))
     labels = [_start_of(name, table.c.start, dialect).label(name) for name in PERIODS if name in group_by]
@@ -98,6 +101,16 @@ def sums_part(
     columns = (names.tenant_id, names.tenant, names.name.label("model"))
     found = select(*columns, *(rows.c[label.name] for label in labels), *(rows.c[name] for name in SUMMED))
     return found.join_from(rows, activity_series, names.id == rows.c.series_id)
+
+
+def _is_in(column: ColumnElement[int], ids: Select[Any], dialect: str) -> ColumnElement[bool]:
+    """Return the condition that a value is among the selected ids, which are few.
+
+    PostgreSQL expects too many ids of a subquery, and would read the whole table in place of its index.
+    """
+    if dialect == "sqlite":
+        return column.in_(ids)
+    return column == any_(func.array(ids.scalar_subquery(), type_=ARRAY(BigInteger)))
 
 
 # SQLite's forms of starts, as `UtcDateTime` stores times.

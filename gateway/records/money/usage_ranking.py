@@ -34,9 +34,11 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 CURVES = 8
 # Maximum rows that a ranking by end user reads.
 NEWEST = 5_000
-# Minimum and maximum number of tenants whose groups are ranked before a ranking of all groups. By Zipf's law the first
-# n groups belong to about the first n tenants.
-FIRST_TENANTS, MOST_TENANTS = 60, 2000
+# Minimum number of tenants whose groups are read first for a ranking of all groups, and maximum number of all that are
+# read for it. By Zipf's law the first n groups belong to about the first n / 4 tenants.
+FIRST_TENANTS, MOST_TENANTS = 15, 2000
+# Maximum number of groups in memory.
+MOST_GROUPS = 1000
 
 
 class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,11 +76,12 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of groups. number: number of all groups; None if not all were counted. has_more: groups follow the
-    page.
+    """A page of groups. first: the first CURVES groups of the order; None if the query left them out. number: number of
+    all groups; None if not all were counted. has_more: groups follow the page.
     """
 
     groups: list[RankedGroup]
+    first: list[RankedGroup] | None
     number: int | None
     has_more: bool = False
 
@@ -134,15 +137,26 @@ class UsageRanking:
         part = await self._with_tenant(part)
         window = _Window(group_by, order, descending, offset, limit)
         is_long = group_by in ("model", "key") and part.which.is_of_all and descending and order != "name"
-        found = await self._first(part, window) if is_long and await self._sums.complete() else None
-        if found is None:
+        first: Sequence[Any] | None = None
+        if is_long and await self._sums.complete():
+            first = await self._first(part, window)
+        if first is not None:
+            found = first[offset:]
+        else:
             found = await self._found(part, window)
+            first = None if offset else found
+        shown, leaders = found[:limit], (first or ())[:CURVES]
         async with self._database.read() as connection:
-            labels = await _labels(connection, [row.key_id for row in found]) if group_by == "key" else {}
+            ids = [row.key_id for row in (*shown, *leaders)] if group_by == "key" else []
+            labels = await _labels(connection, ids) if ids else {}
         has_more = len(found) > limit
-        groups = [_group(row._mapping, group_by, labels) for row in found[:limit]]
-        number = None if has_more or (offset and not groups) else offset + len(groups)
-        return Ranking(groups=groups, number=number, has_more=has_more)
+        number = None if has_more or (offset and not shown) else offset + len(shown)
+        return Ranking(
+            groups=[_group(row._mapping, group_by, labels) for row in shown],
+            first=None if first is None else [_group(row._mapping, group_by, labels) for row in leaders],
+            number=number,
+            has_more=has_more,
+        )
 
     async def _found(self, part: Part, window: "_Window") -> Sequence[Any]:
         """Return the groups of a window, and one more if there is one."""
@@ -160,33 +174,32 @@ class UsageRanking:
             return (await connection.execute(query.offset(window.offset).limit(window.limit + 1))).all()
 
     async def _first(self, part: Part, window: "_Window") -> Sequence[Any] | None:
-        """Return the largest groups, found among the groups of the largest tenants only; None if these do not suffice.
+        """Return the first groups up to the end of the window and one more; None if too many groups or tenants have to
+        be read.
 
-        No group is larger than its tenant. So a page is complete once its smallest group is at least as large as the
-        largest tenant that was left out.
+        Only the groups of the largest tenants are read. No group is larger than its tenant, so the groups are complete
+        once no other tenant could come before the last of them. The order of equal groups begins with their tenants'
+        ids, which are hexadecimal: all databases and Python order them alike.
         """
+        end = window.offset + window.limit + 1
         rows = await self._rows(part, ("tenant",))
-        if rows is None:
-            return []
+        if rows is None or end > MOST_GROUPS:
+            return [] if rows is None else None
         amount = _measured(rows, window.order)
-        greatest = select(rows.c.tenant_id, amount).group_by(rows.c.tenant_id).order_by(amount.desc())
+        largest = select(rows.c.tenant_id, amount).group_by(rows.c.tenant_id).order_by(amount.desc(), rows.c.tenant_id)
         async with self._database.read() as connection:
-            tenants: Sequence[Any] = (await connection.execute(greatest.limit(MOST_TENANTS + 1))).all()
-        at_once = max(FIRST_TENANTS, (window.offset + window.limit) * 3 // 2)
-        while True:
-            ids = [row[0] for row in tenants[: min(at_once, MOST_TENANTS)]]
-            found = await self._found(part.of_tenants(ids), window)
-            if len(ids) == len(tenants):
-                return found
-            is_full = len(found) > window.limit
-            least = _value(found[-1], window.order) if is_full else 0
-            if is_full and tenants[len(ids)][1] <= least:
-                return found
-            if at_once >= MOST_TENANTS:
-                return None
-            # Only a tenant larger than the page's last group can have a group before it.
-            above = sum(row[1] > least for row in tenants)
-            at_once = max(above, at_once + 1) if is_full else MOST_TENANTS
+            tenants: Sequence[Any] = (await connection.execute(largest.limit(MOST_TENANTS + 1))).all()
+        found: list[Any] = []
+        read, needed = 0, min(len(tenants), max(FIRST_TENANTS, end // 4))
+        while read < needed <= MOST_TENANTS:
+            ids = [row[0] for row in tenants[read:needed]]
+            found += await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1))
+            found = sorted(found, key=lambda row: (-_value(row, window.order), row.tenant_id))[:end]
+            read, needed = needed, len(tenants)
+            if len(found) == end:
+                last = (-_value(found[-1], window.order), found[-1].tenant_id)
+                needed = sum((-row[1], row[0]) < last for row in tenants)
+        return found if needed <= read else None
 
     async def earlier(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure
