@@ -21,21 +21,28 @@ EVENTS = "text/event-stream"
 class Route:
     """A route of the description.
 
-    request, response: structs; None for no body and for an answer that is not JSON. streams: the route accepts
-    "stream": true.
+    request, response: structs; None for no body and for an answer that is not JSON; several for an answer that is one
+    of them. streams: the route accepts "stream": true.
     """
 
     method: str
     path: str
     summary: str
     request: type | None = None
-    response: type | None = None
+    response: type | tuple[type, ...] | None = None
     streams: bool = False
+
+    @property
+    def responses(self) -> tuple[type, ...]:
+        """Return the structs of the answer."""
+        if isinstance(self.response, tuple):
+            return self.response
+        return () if self.response is None else (self.response,)
 
 
 def describe(title: str, routes: Sequence[Route]) -> dict[str, Any]:
     """Return the OpenAPI description, ready to be encoded as JSON."""
-    kinds = [kind for route in routes for kind in (route.request, route.response) if kind is not None]
+    kinds = [kind for route in routes for kind in (route.request, *route.responses) if kind is not None]
     kinds = list(dict.fromkeys([*kinds, ErrorResponse]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(kinds, schemas, strict=True))
@@ -52,8 +59,8 @@ def describe(title: str, routes: Sequence[Route]) -> dict[str, Any]:
 
 def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
-    if route.response is not None:
-        content = {JSON: {"schema": schema_of[route.response]}}
+    if found := [schema_of[kind] for kind in route.responses]:
+        content = {JSON: {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
     if route.streams:
         content[EVENTS] = {"schema": {"type": "string", "description": "The answer in chunks, then [DONE]."}}
     operation: dict[str, Any] = {

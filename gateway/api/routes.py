@@ -15,16 +15,24 @@ from gateway.api.admin.engines import AdminEngines, EngineList, EngineUrl, Shown
 from gateway.api.admin.fleet_views import FleetViews
 from gateway.api.admin.keys import LIST_QUERY as KEY_LIST
 from gateway.api.admin.keys import KeyRoutes
-from gateway.api.admin.plans import AdminPlans, NewPlan, PlanPrices
-from gateway.api.admin.prices import AdminPrices, NewPrice
+from gateway.api.admin.plans import AdminPlans, DeletedPlan, NewPlan, PlanList, PlanPrices, ShownPlan
+from gateway.api.admin.prices import AdminPrices, DeletedPrice, NewPrice, ShownPrice, ShownPrices
 from gateway.api.admin.refusals import QUERY as REFUSALS
 from gateway.api.admin.refusals import AdminRefusals, RefusalsAnswer
 from gateway.api.admin.routes import Admin
 from gateway.api.admin.search import AdminSearch, SearchResult
 from gateway.api.admin.sessions import AdminSessions
 from gateway.api.admin.settings import AdminSettings
-from gateway.api.admin.tenant_bulk import AdminTenantBulk, NewBulk
-from gateway.api.admin.tenants import AdminTenants, NewTenant, TenantChanges
+from gateway.api.admin.tenant_bulk import AdminTenantBulk, BulkPreview, BulkResult, NewBulk
+from gateway.api.admin.tenants import (
+    AdminTenants,
+    DeletedTenant,
+    ListedTenant,
+    NewTenant,
+    ShownTenant,
+    TenantChanges,
+    TenantList,
+)
 from gateway.api.description import Description
 from gateway.api.engines import Announcement, Engines
 from gateway.api.health import HealthRoutes, MetricsPage
@@ -195,9 +203,9 @@ API: dict[type, tuple[Route, ...]] = {
         ),
     ),
     AdminPlans: (
-        _admin("GET", "/admin/api/plans", AdminPlans.list, "List the plans."),
-        _admin("GET", PLAN, AdminPlans.get, "Return a plan."),
-        _admin("PUT", PLAN, AdminPlans.put, "Create or replace a plan.", request=NewPlan),
+        _admin("GET", "/admin/api/plans", AdminPlans.list, "List the plans.", response=PlanList),
+        _admin("GET", PLAN, AdminPlans.get, "Return a plan.", response=ShownPlan),
+        _admin("PUT", PLAN, AdminPlans.put, "Create or replace a plan.", request=NewPlan, response=ShownPlan),
         _admin(
             "PUT",
             f"{PLAN}/prices",
@@ -205,8 +213,9 @@ API: dict[type, tuple[Route, ...]] = {
             "Replace the prices of a plan.",
             role="billing",
             request=PlanPrices,
+            response=ShownPlan,
         ),
-        _admin("DELETE", PLAN, AdminPlans.delete, "Delete a plan that no tenant has."),
+        _admin("DELETE", PLAN, AdminPlans.delete, "Delete a plan that no tenant has.", response=DeletedPlan),
     ),
     AdminBases: (
         _admin("GET", "/admin/api/bases", AdminBases.list, "List base models with their engines and adapters."),
@@ -235,7 +244,7 @@ API: dict[type, tuple[Route, ...]] = {
         ),
     ),
     AdminPrices: (
-        _admin("GET", "/admin/api/prices", AdminPrices.list, "List the prices of tokens."),
+        _admin("GET", "/admin/api/prices", AdminPrices.list, "List the prices of tokens.", response=ShownPrices),
         _admin(
             "PUT",
             "/admin/api/prices/{model:.+}",
@@ -244,6 +253,7 @@ API: dict[type, tuple[Route, ...]] = {
             role="billing",
             query=FORCE,
             request=NewPrice,
+            response=ShownPrice,
         ),
         _admin(
             "DELETE",
@@ -251,6 +261,7 @@ API: dict[type, tuple[Route, ...]] = {
             AdminPrices.delete,
             "Remove a model's price.",
             role="billing",
+            response=DeletedPrice,
         ),
     ),
     AdminTenants: (
@@ -261,9 +272,10 @@ API: dict[type, tuple[Route, ...]] = {
             "Create a tenant.",
             query=FORCE,
             request=NewTenant,
+            response=ShownTenant,
         ),
-        _admin("GET", "/admin/api/tenants", AdminTenants.list, "List tenants.", query=TENANT_LIST),
-        _admin("GET", TENANT, AdminTenants.get, "Return a tenant."),
+        _admin("GET", "/admin/api/tenants", AdminTenants.list, "List tenants.", query=TENANT_LIST, response=TenantList),
+        _admin("GET", TENANT, AdminTenants.get, "Return a tenant.", response=ListedTenant),
         _admin(
             "PATCH",
             TENANT,
@@ -272,8 +284,9 @@ API: dict[type, tuple[Route, ...]] = {
             role="billing",
             query=FORCE,
             request=TenantChanges,
+            response=ShownTenant,
         ),
-        _admin("DELETE", TENANT, AdminTenants.delete, "Delete a tenant; its usage is kept."),
+        _admin("DELETE", TENANT, AdminTenants.delete, "Delete a tenant; its usage is kept.", response=DeletedTenant),
     ),
     AdminSearch: (
         _admin(
@@ -293,6 +306,7 @@ API: dict[type, tuple[Route, ...]] = {
             "Change all tenants that match.",
             query=("dry_run",),
             request=NewBulk,
+            response=(BulkPreview, BulkResult),
         ),
     ),
     KeyRoutes: (

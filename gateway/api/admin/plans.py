@@ -1,7 +1,8 @@
 """`/admin/api/plans`: plans, which are named terms and prices of tenants."""
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -10,13 +11,14 @@ from msgspec import Meta, Struct
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
+from gateway.api.admin.shown_terms import with_terms
 from gateway.api.admin.tenants import ModelName, TermFields, read_terms_body
 from gateway.api.requests.fields import json_response, read_body
 from gateway.errors import BadRequest
 from gateway.records.bases.registry import Bases
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, Price, PriceList
 from gateway.records.tenants.plans import Plan, Plans
-from gateway.records.tenants.terms import FIELDS, Terms, resolve, sources
+from gateway.records.tenants.terms import FIELDS, Source, Terms, resolve, sources
 
 PriceTable = Annotated[dict[ModelName, NewPrice], Meta(max_length=100)]
 
@@ -34,6 +36,34 @@ class PlanPrices(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     prices: PriceTable
 
 
+class NamedPlan(Struct, frozen=True, kw_only=True):
+    object: Literal["plan"] = "plan"
+    name: str
+
+
+_WithTerms: Any = with_terms(NamedPlan)
+
+
+class ShownPlan(_WithTerms, NamedPlan, frozen=True, kw_only=True):
+    """A plan with its terms. sources: "plan" for the terms that it sets. prices: by model. tenants: their number."""
+
+    sources: dict[str, Source]
+    prices: dict[str, Price]
+    tenants: int
+    updated_at: datetime
+
+
+class PlanList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ShownPlan]
+
+
+class DeletedPlan(Struct, frozen=True, kw_only=True):
+    object: Literal["plan"] = "plan"
+    name: str
+    deleted: bool = True
+
+
 class AdminPlans:
     """Routes for plans. A change takes effect here at once and on every other gateway within a second."""
 
@@ -44,7 +74,7 @@ class AdminPlans:
         self._bases = bases
 
     async def list(self, request: web.Request) -> web.Response:
-        return json_response({"object": "list", "data": [describe_plan(plan) for plan in await self._plans.list()]})
+        return json_response(PlanList(data=[describe_plan(plan) for plan in await self._plans.list()]))
 
     async def get(self, request: web.Request) -> web.Response:
         return json_response(describe_plan(await self._plans.get(request.match_info["plan"])))
@@ -63,7 +93,7 @@ class AdminPlans:
     async def delete(self, request: web.Request) -> web.Response:
         name = request.match_info["plan"]
         await self._plans.delete(name, request[ACTOR])
-        return json_response({"object": "plan", "name": name, "deleted": True})
+        return json_response(DeletedPlan(name=name))
 
     async def _changed(self, plan: Plan) -> web.Response:
         await self._known.refresh()
@@ -83,15 +113,14 @@ class AdminPlans:
         return {model: price.price() for model, price in given.items()}
 
 
-def describe_plan(plan: Plan) -> dict[str, Any]:
-    """Return the plan as the API shows it: its terms, with their sources."""
+def describe_plan(plan: Plan) -> ShownPlan:
+    """Return the plan as the API shows it."""
     unset = Terms()
-    return {
-        "object": "plan",
-        "name": plan.name,
+    return ShownPlan(
+        name=plan.name,
         **resolve(plan.terms, unset),
-        "sources": sources(plan.terms, unset),
-        "prices": {model: msgspec.structs.asdict(price) for model, price in plan.prices.items()},
-        "tenants": plan.num_tenants,
-        "updated_at": plan.updated_at,
-    }
+        sources=sources(plan.terms, unset),
+        prices=plan.prices,
+        tenants=plan.num_tenants,
+        updated_at=plan.updated_at,
+    )

@@ -1,8 +1,8 @@
 """`/admin/api/prices`: prices of tokens, by model."""
 
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Literal
 
-import msgspec
 from aiohttp import web
 from msgspec import Meta, Struct
 
@@ -31,6 +31,29 @@ class NewPrice(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return Price(input=self.input, cached=cached, output=self.output)
 
 
+class ShownPrice(Struct, frozen=True, kw_only=True):
+    """Price of a model's tokens, in micro-units of the currency per million tokens."""
+
+    object: Literal["price"] = "price"
+    model: str
+    input: int
+    cached: int
+    output: int
+    currency: str
+    updated_at: datetime
+
+
+class ShownPrices(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ShownPrice]
+
+
+class DeletedPrice(Struct, frozen=True, kw_only=True):
+    object: Literal["price"] = "price"
+    model: str
+    deleted: bool = True
+
+
 class AdminPrices:
     """Routes for prices. A change takes effect here at once and on every other gateway within a second."""
 
@@ -46,7 +69,7 @@ class AdminPrices:
     async def list(self, request: web.Request) -> web.Response:
         entries = await self._prices.list()
         currency = self._known.currency
-        return json_response({"object": "list", "data": [_price_as_json(entry, currency) for entry in entries]})
+        return json_response(ShownPrices(data=[_describe(entry, currency) for entry in entries]))
 
     async def put(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -58,7 +81,7 @@ class AdminPrices:
         entry = await self._prices.put(model, price, actor)
         await self._known.refresh()
         await self._auth.catch_up()
-        return json_response(_price_as_json(entry, self._known.currency))
+        return json_response(_describe(entry, self._known.currency))
 
     async def delete(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -66,7 +89,7 @@ class AdminPrices:
         await self._prices.delete(model, actor)
         await self._known.refresh()
         await self._auth.catch_up()
-        return json_response({"object": "price", "model": model, "deleted": True})
+        return json_response(DeletedPrice(model=model))
 
     async def _check_adapter(self, request: web.Request, model: str) -> None:
         """Raise BadRequest unless the adapter, or the tenant of `tenant/*`, exists or `?force=true` is given."""
@@ -85,11 +108,13 @@ class AdminPrices:
         await check_models(request, self._catalog, tenant, [adapter], "model", any_adapter=True)
 
 
-def _price_as_json(entry: PricedModel, currency: str) -> dict[str, Any]:
-    return {
-        "object": "price",
-        "model": entry.model,
-        **msgspec.structs.asdict(entry.price),
-        "currency": currency,
-        "updated_at": entry.updated_at,
-    }
+def _describe(entry: PricedModel, currency: str) -> ShownPrice:
+    price = entry.price
+    return ShownPrice(
+        model=entry.model,
+        input=price.input,
+        cached=price.cached,
+        output=price.output,
+        currency=currency,
+        updated_at=entry.updated_at,
+    )

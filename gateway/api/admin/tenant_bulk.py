@@ -11,7 +11,7 @@ from gateway.api.admin.tenants import Tag
 from gateway.api.requests.fields import encoded, json_response, read_body, read_flag
 from gateway.errors import BadRequest
 from gateway.records.pieces import in_pieces
-from gateway.records.tenants.bulk import BulkChange, TenantBulk
+from gateway.records.tenants.bulk import BulkChange, Planned, TenantBulk
 from gateway.records.tenants.list import TenantFilter
 from gateway.records.tenants.terms import FIELDS
 
@@ -53,6 +53,24 @@ class NewBulk(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return BulkChange(fields=fields, inherit=self.inherit, add_tags=self.add_tags, remove_tags=self.remove_tags)
 
 
+class BulkPreview(Struct, frozen=True, kw_only=True):
+    """Tenants that would change, at most 1,000 of them. count: number of all."""
+
+    object: Literal["bulk"] = "bulk"
+    dry_run: Literal[True] = True
+    count: int
+    data: list[Planned]
+
+
+class BulkResult(Struct, frozen=True, kw_only=True):
+    """Names of the changed tenants, and their number."""
+
+    object: Literal["bulk"] = "bulk"
+    dry_run: Literal[False] = False
+    count: int
+    tenants: list[str]
+
+
 class AdminTenantBulk:
     """Route for changes of many tenants."""
 
@@ -69,9 +87,9 @@ class AdminTenantBulk:
         if read_flag(request, "dry_run"):
             planned = await self._bulk.plan(which, change)
             listed = await in_pieces(planned[:MOST_LISTED], encoded)
-            return json_response({"object": "bulk", "dry_run": True, "count": len(planned), "data": listed})
+            return json_response(BulkPreview(count=len(planned), data=listed))
         if given.expect is None:
             raise BadRequest("expect: is required, the `count` of the same request with ?dry_run=true.", param="expect")
         changed = await self._bulk.apply(which, change, given.expect, request[ACTOR])
         await self._auth.catch_up()
-        return json_response({"object": "bulk", "dry_run": False, "count": len(changed), "tenants": changed})
+        return json_response(BulkResult(count=len(changed), tenants=changed))

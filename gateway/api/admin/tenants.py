@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
@@ -11,6 +12,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from gateway.access.auth import Authenticator
 from gateway.access.roles import check_role
 from gateway.access.scopes import ACTOR, ROLE
+from gateway.api.admin.shown_terms import with_terms
 from gateway.api.requests.fields import encoded, json_response, parse_text, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
@@ -18,10 +20,10 @@ from gateway.quota.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUES
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.pieces import in_pieces
 from gateway.records.tenants.limits import Limits
-from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists
+from gateway.records.tenants.list import SORTS, Sort, TenantFilter, TenantLists, TenantMonth
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenant, Tenants
-from gateway.records.tenants.terms import FIELDS, NO_TERMS, OnTokenLimit, Terms, own_terms, sources
+from gateway.records.tenants.terms import FIELDS, NO_TERMS, OnTokenLimit, Source, Terms, own_terms, sources
 
 T = TypeVar("T")
 MAX_TENANTS = 1000
@@ -113,6 +115,52 @@ class NewTenant(TenantChanges, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str
 
 
+class NamedTenant(Struct, frozen=True, kw_only=True):
+    """Names of a tenant."""
+
+    object: Literal["tenant"] = "tenant"
+    id: str
+    name: str
+    display_name: str | None
+    plan: str | None
+
+
+_WithTerms: Any = with_terms(NamedTenant)
+
+
+class ShownTenant(_WithTerms, NamedTenant, frozen=True, kw_only=True):
+    """A tenant with its effective terms. sources: where each term comes from. external_id: in another system."""
+
+    sources: dict[str, Source]
+    suspended: bool
+    external_id: str | None
+    contact: str | None
+    note: str | None
+    tags: tuple[str, ...]
+    created_at: datetime
+
+
+class ListedTenant(ShownTenant, frozen=True, kw_only=True):
+    """A tenant with its usage of the calendar month (UTC) and the forecast."""
+
+    month: TenantMonth
+
+
+class TenantList(Struct, frozen=True, kw_only=True):
+    """Page of tenants. total: their number on all pages. next: `after` of the next page; null on the last one."""
+
+    object: Literal["list"] = "list"
+    data: list[ListedTenant]
+    total: int
+    next: str | None
+
+
+class DeletedTenant(Struct, frozen=True, kw_only=True):
+    object: Literal["tenant"] = "tenant"
+    name: str
+    deleted: bool = True
+
+
 class AdminTenants:
     """Routes for tenants. A change takes effect here at once and on every other gateway within a second."""
 
@@ -149,14 +197,13 @@ class AdminTenants:
             after=request.query.get("after"),
         )
         plans = await self._plans.terms()
-        data = await in_pieces(page.rows, lambda row: encoded(describe_tenant(row[0], plans) | {"month": row[1]}))
-        return json_response({"object": "list", "data": data, "total": page.total, "next": page.next})
+        data = await in_pieces(page.rows, lambda row: encoded(_with_month(row[0], plans, row[1])))
+        return json_response(TenantList(data=data, total=page.total, next=page.next))
 
     async def get(self, request: web.Request) -> web.Response:
         tenant = await self._tenants.get(request.match_info["tenant"])
         months = await self._lists.months([tenant])
-        described = describe_tenant(tenant, await self._plans.terms())
-        return json_response(described | {"month": months[tenant.id]})
+        return json_response(_with_month(tenant, await self._plans.terms(), months[tenant.id]))
 
     async def update(self, request: web.Request) -> web.Response:
         actor = request[ACTOR]
@@ -178,7 +225,7 @@ class AdminTenants:
         name = request.match_info["tenant"]
         await self._tenants.delete(name, actor, self._catalog.bases.names)
         await self._auth.catch_up()
-        return json_response({"object": "tenant", "name": name, "deleted": True})
+        return json_response(DeletedTenant(name=name))
 
 
 def read_filter(query: Mapping[str, str]) -> TenantFilter:
@@ -235,21 +282,17 @@ def _are_limits(given: object) -> bool:
     return True
 
 
-def describe_tenant(tenant: Tenant, plans: Mapping[str, Terms]) -> dict[str, Any]:
-    """Return the tenant as the API shows it: effective terms with their sources, models' limits without unlimited ones.
+def describe_tenant(tenant: Tenant, plans: Mapping[str, Terms]) -> ShownTenant:
+    """Return the tenant as the API shows it. plans: the terms of all plans, by name."""
+    return ShownTenant(**_fields(tenant, plans))
 
-    plans: the terms of all plans, by name.
-    """
+
+def _with_month(tenant: Tenant, plans: Mapping[str, Terms], month: TenantMonth) -> ListedTenant:
+    return ListedTenant(**_fields(tenant, plans), month=month)
+
+
+def _fields(tenant: Tenant, plans: Mapping[str, Terms]) -> dict[str, Any]:
     of_plan, terms = plans.get(tenant.plan or "", NO_TERMS), tenant.terms()
-    return {
-        "object": "tenant",
-        "id": tenant.id,
-        "name": tenant.name,
-        "display_name": tenant.display_name,
-        "plan": tenant.plan,
-        **terms,
-        "sources": sources(of_plan, own_terms(tenant.own, of_plan, terms)),
-        "suspended": tenant.suspended,
-        **{name: getattr(tenant, name) for name in ("external_id", "contact", "note", "tags")},
-        "created_at": tenant.created_at,
-    }
+    names = ("id", "name", "display_name", "plan", "suspended", "external_id", "contact", "note", "tags", "created_at")
+    own = {name: getattr(tenant, name) for name in names}
+    return {**own, **terms, "sources": sources(of_plan, own_terms(tenant.own, of_plan, terms))}
