@@ -22,7 +22,7 @@ class Route:
     """A route of the description.
 
     request, response: structs; None for no body and for an answer that is not JSON; several for an answer that is one
-    of them. streams: the route accepts "stream": true.
+    of them. files: media types of the files that the answer may be instead. streams: the route accepts "stream": true.
     """
 
     method: str
@@ -30,6 +30,7 @@ class Route:
     summary: str
     request: type | None = None
     response: type | tuple[type, ...] | None = None
+    files: tuple[str, ...] = ()
     streams: bool = False
 
     @property
@@ -61,6 +62,7 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
     content: dict[str, Any] = {"text/plain": {"schema": {"type": "string"}}}
     if found := [schema_of[kind] for kind in route.responses]:
         content = {JSON: {"schema": found[0] if len(found) == 1 else {"anyOf": found}}}
+    content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in route.files}
     if route.streams:
         content[EVENTS] = {"schema": {"type": "string", "description": "The answer in chunks, then [DONE]."}}
     operation: dict[str, Any] = {

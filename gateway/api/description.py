@@ -1,14 +1,14 @@
 """OpenAPI description of the gateway's routes, published as `/openapi.json`."""
 
+import asyncio
 import re
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from gateway.api.parameters import find_parameter
-from gateway.api.requests.fields import json_response
 from gateway.api.route import Route, Upload
 from wire.openapi import Route as Described
 from wire.openapi import describe
@@ -26,19 +26,21 @@ UPLOAD_FORM = {
 
 
 class Description:
-    """Route for the description. document: builds it. The result is cached, because building takes
-    18 ms and the route needs no key.
+    """Route for the description. document: builds it. The result is kept, because the route needs no key.
+
+    It is built in a thread, because that takes longer than the event loop may be held.
     """
 
     def __init__(self, document: Callable[[], dict[str, Any]]) -> None:
         self._build = document
-
-    @cached_property
-    def _document(self) -> dict[str, Any]:
-        return self._build()
+        self._body: bytes | None = None
+        self._lock = asyncio.Lock()
 
     async def get(self, _: web.Request) -> web.Response:
-        return json_response(self._document)
+        async with self._lock:
+            if self._body is None:
+                self._body = await asyncio.to_thread(lambda: msgspec.json.encode(self._build()))
+        return web.Response(body=self._body, content_type="application/json")
 
 
 def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:
@@ -63,7 +65,8 @@ def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:
 
 def _described(route: Route) -> Described:
     body = None if route.request is Upload else route.request
-    return Described(route.method, route.canonical, route.summary, body, route.response, streams=route.streams)
+    kinds, files, streams = route.response, route.files, route.streams
+    return Described(route.method, route.canonical, route.summary, body, kinds, files=files, streams=streams)
 
 
 def _query_parameter(route: Route, name: str) -> dict[str, Any]:

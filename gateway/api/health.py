@@ -4,6 +4,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime
+from typing import Literal
 
 from aiohttp import web
 from msgspec import Struct
@@ -39,6 +40,22 @@ class State(Struct, frozen=True):
     @property
     def ok(self) -> bool:
         return self.text == "ok" or self.text.startswith("ok: ")
+
+
+class Live(Struct, frozen=True, kw_only=True):
+    status: Literal["ok"] = "ok"
+
+
+class Readiness(Struct, frozen=True, kw_only=True):
+    """State of the gateway. parts: "ok", "ok: ..." or the fault. since: of faulty parts. engine_problems: of engines
+    without requests.
+    """
+
+    status: Literal["ready", "degraded", "not ready"]
+    parts: dict[str, str]
+    since: dict[str, datetime]
+    engines_up: int
+    engine_problems: list[str]
 
 
 class HealthRoutes:
@@ -80,7 +97,7 @@ class HealthRoutes:
         return self._states
 
     async def live(self, _: web.Request) -> web.Response:
-        return json_response({"status": "ok"})
+        return json_response(Live())
 
     async def ready(self, request: web.Request) -> web.Response:
         """Answer 200 if the gateway should receive requests, else 503, with each part's state.
@@ -92,13 +109,13 @@ class HealthRoutes:
         # `LORAPLEX_QUOTA_FALLBACK` may serve requests without Redis.
         faulty = [name for name, state in self._states.items() if not state.ok and name != "redis"]
         ready = not faulty or not (strict or ALWAYS_NEEDED & set(faulty))
-        body = {
-            "status": ("degraded" if faulty else "ready") if ready else "not ready",
-            "parts": {name: state.text for name, state in self._states.items()},
-            "since": {name: state.since for name, state in self._states.items() if not state.ok},
-            "engines_up": len(self._registry.up),
-            "engine_problems": self._faults(is_operators=is_admin_port(request, self._admin_port)),
-        }
+        body = Readiness(
+            status=("degraded" if faulty else "ready") if ready else "not ready",
+            parts={name: state.text for name, state in self._states.items()},
+            since={name: state.since for name, state in self._states.items() if not state.ok},
+            engines_up=len(self._registry.up),
+            engine_problems=self._faults(is_operators=is_admin_port(request, self._admin_port)),
+        )
         return json_response(body, status=200 if ready else 503)
 
     async def watching(self, _: web.Application) -> AsyncIterator[None]:

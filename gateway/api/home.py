@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 from html import escape
+from typing import Literal
 
 from aiohttp import web
+from msgspec import Struct
 
 from gateway.api.requests.fields import json_response
 from gateway.process.admin_port import is_admin_port
@@ -26,6 +28,14 @@ HEADERS = {
 }
 
 
+class Service(Struct, frozen=True, kw_only=True):
+    """Addresses that are served on this port, with their descriptions."""
+
+    object: Literal["service"] = "service"
+    name: str = "Loraplex"
+    links: dict[str, str]
+
+
 class Home:
     """Route for `/`. paths: returns those of all routes. admin_port: the operators' own port, if there is one."""
 
@@ -37,7 +47,7 @@ class Home:
         """Return the addresses that are served on this port."""
         links = {path: text for path, text in PLACES.items() if self._is_served(request, path)}
         if "text/html" not in request.headers.get("Accept", ""):
-            response = json_response({"object": "service", "name": "Loraplex", "links": links})
+            response = json_response(Service(links=links))
             response.headers.update(HEADERS)
             return response
         items = "".join(

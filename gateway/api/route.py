@@ -24,7 +24,8 @@ class Route:
     role on an admin route or page; by default viewer for reads, operator for changes, and any of a tenant's roles on
     pages of the console. is_open: whether it needs no secret at all.
     query: the allowed query parameters; None to skip the check. request, response: structs of the bodies; `Upload` for
-    a form; several for an answer that is one of them. streams: whether it accepts "stream": true.
+    a form; several for an answer that is one of them. files: media types of the files that the answer may be
+    instead. streams: whether it accepts "stream": true.
     """
 
     method: str
@@ -37,6 +38,7 @@ class Route:
     query: tuple[str, ...] | None = None
     request: type | None = None
     response: type | tuple[type, ...] | None = dict
+    files: tuple[str, ...] = ()
     streams: bool = False
 
     @property

@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any
+from typing import Literal
 
 from aiohttp import web
+from msgspec import Struct
 
 from adapters.manifest import AdapterError, printable
 from adapters.store import AdapterStore
@@ -40,6 +41,25 @@ DEFAULT_MAX_RANK = 64
 UNUSED_SECONDS = 3600.0
 # References are looked up in batches of this size.
 COLLECT_AT_ONCE = 200
+
+
+class TenantAdapter(Struct, frozen=True, kw_only=True):
+    """An adapter of a tenant, with the version that its plain name refers to. base: its base model's name."""
+
+    object: Literal["adapter"] = "adapter"
+    name: str
+    version: int
+    base: str | None
+    digest: str
+    rank: int
+    size_bytes: int
+    created_at: datetime
+    state: str
+
+
+class TenantAdapterList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[TenantAdapter]
 
 
 class AdapterIntake:
@@ -220,23 +240,20 @@ class AdapterIntake:
     async def list(self, tenant: Tenant, may_see: Callable[[str], bool] = lambda name: True) -> web.Response:
         """Return the tenant's adapters. may_see: whether the key may see a name."""
         adapters = await self._catalog.list(tenant)
-        return json_response(
-            {"object": "list", "data": [self.describe(each) for each in adapters if may_see(each.name)]}
-        )
+        return json_response(TenantAdapterList(data=[self.describe(each) for each in adapters if may_see(each.name)]))
 
-    def describe(self, adapter: Adapter) -> dict[str, Any]:
+    def describe(self, adapter: Adapter) -> TenantAdapter:
         """Return an adapter as the API shows it."""
-        return {
-            "object": "adapter",
-            "name": adapter.name,
-            "version": adapter.version,
-            "base": self._catalog.bases.name_of(adapter.base),
-            "digest": digest_name(adapter.digest),
-            "rank": adapter.rank,
-            "size_bytes": adapter.num_bytes,
-            "created_at": adapter.created_at,
-            "state": adapter.state,
-        }
+        return TenantAdapter(
+            name=adapter.name,
+            version=adapter.version,
+            base=self._catalog.bases.name_of(adapter.base),
+            digest=digest_name(adapter.digest),
+            rank=adapter.rank,
+            size_bytes=adapter.num_bytes,
+            created_at=adapter.created_at,
+            state=adapter.state,
+        )
 
 
 class Adapters:

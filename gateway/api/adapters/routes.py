@@ -6,13 +6,13 @@ Most of them exist twice: for a tenant itself under `/v1`, and for operators und
 from collections.abc import Mapping
 from functools import partial
 
-from gateway.api.adapters.adapters import Adapters
-from gateway.api.adapters.probes import ProbeRoutes
+from gateway.api.adapters.adapters import Adapters, TenantAdapter, TenantAdapterList
+from gateway.api.adapters.probes import NewProbe, ProbeRoutes, RecordedProbe
 from gateway.api.adapters.saved_mixtures import SavedMixtureRoutes
-from gateway.api.adapters.use import AdapterUseRoutes
+from gateway.api.adapters.use import AdapterUseAnswer, AdapterUseRoutes, Prefetched
 from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.admin.adapters import LIST_QUERY, AdapterPage, AdminAdapters
-from gateway.api.admin.tenant_chats import TenantChats
+from gateway.api.admin.tenant_chats import NamedModelList, TenantChats
 from gateway.api.golden.handlers import GoldenRoutes
 from gateway.api.route import Route, Upload
 from gateway.api.route_groups import golden_routes, mixture_routes, upload_routes, version_routes
@@ -37,9 +37,19 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "Upload an adapter, or its next version.",
             scope="adapters",
             request=Upload,
+            response=TenantAdapter,
         ),
-        Route("GET", "/v1/adapters", Adapters.list, "List the tenant's adapters.", scope="adapters"),
-        Route("GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters"),
+        Route(
+            "GET",
+            "/v1/adapters",
+            Adapters.list,
+            "List the tenant's adapters.",
+            scope="adapters",
+            response=TenantAdapterList,
+        ),
+        Route(
+            "GET", "/v1/adapters/{name}", Adapters.get, "Return an adapter.", scope="adapters", response=TenantAdapter
+        ),
     ),
     AdapterVersions: version_routes("/v1/adapters", partial(Route, scope="adapters"))
     + version_routes(f"{TENANT}/adapters", partial(Route, scope="admin")),
@@ -55,6 +65,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "Import an adapter from an allowed place.",
             scope="adapters",
             query=("name", "source", "base"),
+            response=TenantAdapter,
         ),
         _admin(
             "POST",
@@ -62,6 +73,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             Imports.add,
             "Import an adapter for a tenant.",
             query=("name", "source", "base"),
+            response=TenantAdapter,
         ),
     ),
     ProbeRoutes: (
@@ -71,12 +83,14 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             ProbeRoutes.get,
             "Return the probe of a version.",
             scope="adapters",
+            response=RecordedProbe,
         ),
         _admin(
             "GET",
             f"{TENANT}/adapters/{{name}}/versions/{{version}}/probe",
             ProbeRoutes.get,
             "Return the probe of a version.",
+            response=RecordedProbe,
         ),
         Route(
             "POST",
@@ -84,6 +98,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             ProbeRoutes.verify,
             "Probe a version again.",
             scope="adapters",
+            response=NewProbe,
         ),
         _admin(
             "POST",
@@ -91,6 +106,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             ProbeRoutes.verify,
             "Probe a tenant's version again.",
             query=("engine",),
+            response=NewProbe,
         ),
     ),
     GoldenRoutes: golden_routes("/v1/adapters", partial(Route, scope="adapters"), ())
@@ -102,12 +118,14 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             AdapterUseRoutes.use,
             "Return who uses an adapter, and its changes.",
             scope="adapters",
+            response=AdapterUseAnswer,
         ),
         _admin(
             "GET",
             f"{TENANT}/adapters/{{name}}/use",
             AdapterUseRoutes.use,
             "Return who uses a tenant's adapter, and its changes.",
+            response=AdapterUseAnswer,
         ),
         _admin(
             "POST",
@@ -115,10 +133,17 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             AdapterUseRoutes.prefetch,
             "Load a version into an engine's host memory.",
             query=("engine",),
+            response=Prefetched,
         ),
     ),
     TenantChats: (
-        _admin("GET", f"{TENANT}/models", TenantChats.models, "List the models of a tenant's requests."),
+        _admin(
+            "GET",
+            f"{TENANT}/models",
+            TenantChats.models,
+            "List the models of a tenant's requests.",
+            response=NamedModelList,
+        ),
         _page_chat("/console/playground/chat", TenantChats.own_chat, "Answer a chat of the console's playground."),
         _page_chat("/admin/playground/{tenant}/chat", TenantChats.chat, "Answer a chat of the playground."),
         Route(

@@ -1,6 +1,7 @@
 """Routes of saved mixtures, for a tenant itself and for operators under `/admin/api/tenants`."""
 
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Literal
 
 from aiohttp import web
 from msgspec import Meta, Struct
@@ -19,6 +20,27 @@ class NewMixture(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(max_length=MAX_CHARS)]
 
 
+class ShownMixture(Struct, frozen=True, kw_only=True):
+    """A saved mixture. model: its text. etag: for `If-Match`."""
+
+    object: Literal["mixture"] = "mixture"
+    name: str
+    model: str
+    created_at: datetime
+    etag: str
+
+
+class MixtureList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ShownMixture]
+
+
+class DeletedMixture(Struct, frozen=True, kw_only=True):
+    object: Literal["mixture"] = "mixture"
+    name: str
+    deleted: bool = True
+
+
 class SavedMixtureRoutes:
     """Routes of saved mixtures. A key needs permission for the name, and to save it also for each part."""
 
@@ -32,7 +54,7 @@ class SavedMixtureRoutes:
         found = await self._catalog.mixtures.list(caller.tenant)
         if caller.principal is not None:
             found = [each for each in found if caller.principal.may_use(each.name)]
-        return json_response({"object": "list", "data": [_describe(each) for each in found]})
+        return json_response(MixtureList(data=[_describe(each) for each in found]))
 
     async def get(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
@@ -55,12 +77,11 @@ class SavedMixtureRoutes:
         await caller.count_change(request, self._quota)
         name, if_match = request.match_info["name"], request.headers.get("If-Match")
         await self._catalog.mixtures.delete(caller.tenant, name, caller.actor, if_match)
-        return json_response({"object": "mixture", "name": name, "deleted": True})
+        return json_response(DeletedMixture(name=name))
 
 
-def _describe(saved: SavedMixture) -> dict[str, Any]:
-    fields = {"name": saved.name, "model": saved.model, "created_at": saved.created_at, "etag": saved.etag}
-    return {"object": "mixture", **fields}
+def _describe(saved: SavedMixture) -> ShownMixture:
+    return ShownMixture(name=saved.name, model=saved.model, created_at=saved.created_at, etag=saved.etag)
 
 
 def _mixture_response(saved: SavedMixture, status: int = 200) -> web.Response:

@@ -1,9 +1,10 @@
 """Routes of an adapter's use and changes, for a tenant itself and for operators; and the operator's prefetch."""
 
-from typing import Any
+from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from gateway.api.adapters.caller import find_caller, version_of
 from gateway.api.requests.fields import json_response
@@ -11,13 +12,51 @@ from gateway.errors import BadRequest
 from gateway.fleet.warming import Warming
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.probes import Probes
-from gateway.records.adapters.use import AdapterUses, Use
+from gateway.records.adapters.use import AdapterUses, Change, Use
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.sharing.turns import Turns
 from wire.money import exact_money
 
 # Maximum concurrent queries, at most one per tenant; and a tenant's pause after a query, as a factor of its duration.
 READS, REST = 2, 1.0
+
+
+class ShownUse(Struct, frozen=True, kw_only=True):
+    """Requests of a key, an end user or a version. name: the key's label, the end user, or the number. id: a key's."""
+
+    name: str
+    id: str
+    requests: int
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    cost: str
+    cost_micros: int
+
+
+class AdapterUseAnswer(Struct, frozen=True, kw_only=True):
+    """Use of an adapter in the last 24 h, the most requests first, and its changes. currency: of the costs.
+
+    is_partial: whether users and versions leave out older requests, because there are too many.
+    """
+
+    object: Literal["adapter.use"] = "adapter.use"
+    name: str
+    currency: str
+    keys: list[ShownUse]
+    users: list[ShownUse]
+    versions: list[ShownUse]
+    is_partial: bool
+    changes: list[Change]
+
+
+class Prefetched(Struct, frozen=True, kw_only=True):
+    """A version that was loaded into the host memory of an engine. engine: its URL."""
+
+    object: Literal["adapter.prefetch"] = "adapter.prefetch"
+    name: str
+    version: int
+    engine: str
 
 
 class AdapterUseRoutes:
@@ -49,10 +88,17 @@ class AdapterUseRoutes:
             await self._catalog.versions.list(caller.tenant, name)
             found = await self._uses.of(caller.tenant, name)
             changes = await self._uses.changes(caller.tenant, name, by_tenant=caller.principal is not None)
-        body: dict[str, Any] = {"object": "adapter.use", "name": name, "currency": self._currency}
-        body |= {each: [_describe(use) for use in getattr(found, each)] for each in ("keys", "users", "versions")}
-        changed = [msgspec.to_builtins(change) for change in changes]
-        return json_response({**body, "is_partial": found.is_partial, "changes": changed})
+        return json_response(
+            AdapterUseAnswer(
+                name=name,
+                currency=self._currency,
+                keys=[_describe(use) for use in found.keys],
+                users=[_describe(use) for use in found.users],
+                versions=[_describe(use) for use in found.versions],
+                is_partial=found.is_partial,
+                changes=changes,
+            )
+        )
 
     async def prefetch(self, request: web.Request) -> web.Response:
         """Load a version into the host memory of an engine. Answers after the load."""
@@ -62,7 +108,7 @@ class AdapterUseRoutes:
             version_of(request),
         )
         engine = await self.load(caller.tenant, name, number, request.query.get("engine", ""))
-        return json_response({"object": "adapter.prefetch", "name": name, "version": number, "engine": engine})
+        return json_response(Prefetched(name=name, version=number, engine=engine))
 
     async def load(self, tenant: Tenant, name: str, number: int, url: str) -> str:
         """Load a version into the host memory of the engine at `url`, and return its URL.
@@ -76,5 +122,6 @@ class AdapterUseRoutes:
         return (await self._warming.load(url, version.digest, binding, tenant.id)).url
 
 
-def _describe(use: Use) -> dict[str, Any]:
-    return {**msgspec.structs.asdict(use), "cost": exact_money(use.cost), "cost_micros": use.cost}
+def _describe(use: Use) -> ShownUse:
+    fields = msgspec.structs.asdict(use) | {"cost": exact_money(use.cost)}
+    return ShownUse(**fields, cost_micros=use.cost)

@@ -15,7 +15,7 @@ from gateway.quota.quota import Quota
 from gateway.records.adapters.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, AliasTarget, Targets
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import ListedAdapter
-from gateway.records.adapters.rows import Version
+from gateway.records.adapters.rows import Reason, State, Version
 from gateway.records.adapters.uploads import PartialUpload, Uploads
 from gateway.records.tenants.tenants import Tenant, Tenants
 from wire.digests import digest_name
@@ -48,6 +48,71 @@ class VersionChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not UNSET}
 
 
+class ShownVersion(Struct, frozen=True, kw_only=True):
+    """A version. digest, rank: null for a refused upload. expires_at: end of its service; null: never. reasons: why it
+    was refused. upload, received: id and received bytes of an unfinished upload, which has no other optional field.
+    """
+
+    object: Literal["adapter.version"] = "adapter.version"
+    name: str
+    version: int | None
+    state: State
+    digest: str | UnsetType | None = UNSET
+    rank: int | UnsetType | None = UNSET
+    upload: str | UnsetType = UNSET
+    received: int | UnsetType = UNSET
+    size_bytes: int
+    created_at: datetime | UnsetType | None = UNSET
+    pinned: bool | UnsetType = UNSET
+    expires_at: datetime | None
+    reasons: tuple[Reason, ...] | UnsetType = UNSET
+
+
+class VersionList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ShownVersion]
+
+
+class DeletedAdapter(Struct, frozen=True, kw_only=True):
+    """A deleted name, or one deleted version of it."""
+
+    object: Literal["adapter", "adapter.version"]
+    name: str
+    version: int | UnsetType = UNSET
+    deleted: bool = True
+
+
+class ShownTarget(Struct, frozen=True, kw_only=True):
+    """A version of an alias and its weight. expires_at: the alias does not refer to it from then on; null: never."""
+
+    version: int
+    weight: int
+    expires_at: datetime | None
+
+
+class ShownAlias(Struct, frozen=True, kw_only=True):
+    """An alias. history: earlier targets, the newest last. etag: for `If-Match`."""
+
+    object: Literal["adapter.alias"] = "adapter.alias"
+    name: str
+    alias: str
+    targets: list[ShownTarget]
+    history: list[list[ShownTarget]]
+    etag: str
+
+
+class AliasList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ShownAlias]
+
+
+class DeletedAlias(Struct, frozen=True, kw_only=True):
+    object: Literal["adapter.alias"] = "adapter.alias"
+    name: str
+    alias: str
+    deleted: bool = True
+
+
 class AdapterVersions:
     """Routes of versions and aliases. An absent adapter and another tenant's get the same answer."""
 
@@ -68,7 +133,7 @@ class AdapterVersions:
                 raise
             found = []
         data = [*map(describe_version, found), *map(_describe_upload, uploads)]
-        return json_response({"object": "list", "data": data})
+        return json_response(VersionList(data=data))
 
     async def get(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
@@ -98,14 +163,14 @@ class AdapterVersions:
         await caller.count_change(request, self._quota)
         running = set() if force else await self.running(caller.tenant, name)
         await self._catalog.delete(caller.tenant, name, caller.actor, number, running=running, force=force)
-        kind = "adapter" if number is None else "adapter.version"
-        version = {} if number is None else {"version": number}
-        return json_response({"object": kind, "name": name, **version, "deleted": True})
+        if number is None:
+            return json_response(DeletedAdapter(object="adapter", name=name))
+        return json_response(DeletedAdapter(object="adapter.version", name=name, version=number))
 
     async def list_aliases(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
         found = await self._catalog.aliases.list(caller.tenant, request.match_info["name"])
-        return json_response({"object": "list", "data": [describe_alias(alias) for alias in found]})
+        return json_response(AliasList(data=[describe_alias(alias) for alias in found]))
 
     async def get_alias(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
@@ -136,7 +201,7 @@ class AdapterVersions:
         await caller.count_change(request, self._quota)
         name, alias, if_match = _alias_of(request)
         await self._catalog.aliases.delete(caller.tenant, name, alias, caller.actor, if_match)
-        return json_response({"object": "adapter.alias", "name": name, "alias": alias, "deleted": True})
+        return json_response(DeletedAlias(name=name, alias=alias))
 
     async def running(self, tenant: Tenant, name: str) -> set[int]:
         """Return the versions of the name that running requests of all gateways use. Raises Unavailable."""
@@ -157,14 +222,9 @@ def _check_end(expires_at: datetime | None, param: str) -> None:
         raise BadRequest(f"{param}: expected a year from {YEARS[0]} to {YEARS[-1]}.", param=param)
 
 
-def describe_version(version: Version) -> dict[str, Any]:
+def describe_version(version: Version) -> ShownVersion:
     """Return a version as the API shows it."""
-    return {
-        "object": "adapter.version",
-        **describe_content(version),
-        "expires_at": version.expires_at,
-        "reasons": version.reasons,
-    }
+    return ShownVersion(**describe_content(version), expires_at=version.expires_at, reasons=version.reasons)
 
 
 def describe_content(version: Version | ListedAdapter) -> dict[str, Any]:
@@ -181,34 +241,32 @@ def describe_content(version: Version | ListedAdapter) -> dict[str, Any]:
     }
 
 
-def _describe_upload(upload: PartialUpload) -> dict[str, Any]:
+def _describe_upload(upload: PartialUpload) -> ShownVersion:
     """Return an unfinished upload as a version without a number."""
-    return {
-        "object": "adapter.version",
-        "name": upload.name,
-        "version": None,
-        "state": "uploading",
-        "upload": upload.id,
-        "received": upload.received,
-        "size_bytes": upload.num_bytes,
-        "expires_at": upload.expires_at,
-    }
+    return ShownVersion(
+        name=upload.name,
+        version=None,
+        state="uploading",
+        upload=upload.id,
+        received=upload.received,
+        size_bytes=upload.num_bytes,
+        expires_at=upload.expires_at,
+    )
 
 
-def describe_alias(alias: Alias) -> dict[str, Any]:
-    """Return an alias as the API shows it. history: earlier targets, the newest last."""
-    return {
-        "object": "adapter.alias",
-        "name": alias.name,
-        "alias": alias.alias,
-        "targets": _describe_targets(alias.targets),
-        "history": [_describe_targets(targets) for targets in alias.history],
-        "etag": alias.etag,
-    }
+def describe_alias(alias: Alias) -> ShownAlias:
+    """Return an alias as the API shows it."""
+    return ShownAlias(
+        name=alias.name,
+        alias=alias.alias,
+        targets=_describe_targets(alias.targets),
+        history=[_describe_targets(targets) for targets in alias.history],
+        etag=alias.etag,
+    )
 
 
-def _describe_targets(targets: Targets) -> list[dict[str, Any]]:
-    return [msgspec.structs.asdict(target) for target in targets]
+def _describe_targets(targets: Targets) -> list[ShownTarget]:
+    return [ShownTarget(**msgspec.structs.asdict(target)) for target in targets]
 
 
 def _alias_response(alias: Alias, status: int = 200) -> web.Response:

@@ -5,8 +5,9 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -62,6 +63,53 @@ class BaseChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     context_length: Tokens | UnsetType = UNSET
 
 
+class BoundVersion(Struct, frozen=True, kw_only=True):
+    """A version that is bound to a base model. name: tenant/name@version."""
+
+    name: str
+    state: str
+
+
+class ShownBase(Struct, frozen=True, kw_only=True):
+    """A base model. digest: of its weights; null: engines are identified by the base's name. is_former: whether these
+    weights were replaced. tokenizer: its folder on the gateways' machines.
+    """
+
+    object: Literal["base"] = "base"
+    name: str
+    digest: str | None
+    is_former: bool
+    state: BaseState
+    tokenizer: str | None
+    context_length: int
+    created_at: datetime | None
+    updated_at: datetime | None
+
+
+class ListedBase(Struct, frozen=True, kw_only=True):
+    """Weights of a base model, as in ShownBase, with the engines that serve them (URLs) and the versions bound to them.
+
+    Engines without a base model on record have a row whose name is null, without the fields of a base model.
+    """
+
+    object: Literal["base"] = "base"
+    name: str | None
+    digest: str | None
+    is_former: bool | UnsetType = UNSET
+    state: BaseState | UnsetType = UNSET
+    tokenizer: str | UnsetType | None = UNSET
+    context_length: int | UnsetType = UNSET
+    created_at: datetime | UnsetType | None = UNSET
+    updated_at: datetime | UnsetType | None = UNSET
+    engines: list[str]
+    versions: list[BoundVersion]
+
+
+class BaseList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ListedBase]
+
+
 class AdminBases:
     """Operator's routes for base models. The response to a change waits until every gateway knows it."""
 
@@ -86,24 +134,24 @@ class AdminBases:
         the versions bound to them. Engines without a base model on record have rows without a name.
         """
         engines: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
-        versions: dict[tuple[str | None, str | None], list[dict[str, str]]] = defaultdict(list)
+        versions: dict[tuple[str | None, str | None], list[BoundVersion]] = defaultdict(list)
         for engine in self._registry.engines:
             if engine.is_up or engine.base is None:
                 engines[engine.base, engine.state.base_digest].append(engine.url)
         for bound in await self._probes.bound():
             name = f"{bound.tenant}/{version_name(bound.name, bound.version)}"
-            versions[bound.base, bound.base_digest].append({"name": name, "state": bound.state})
+            versions[bound.base, bound.base_digest].append(BoundVersion(name=name, state=bound.state))
         data = []
         for base in self._bases.all:
             found = {digest for base_id, digest in (*engines, *versions) if base_id == base.id} | base.digests
             for digest in sorted(found or {None}, key=lambda each: (each != base.digest, each or "")):
-                row = {"engines": sorted(engines[base.id, digest]), "versions": versions[base.id, digest]}
-                data.append(describe_base(base, digest) | row)
+                shown = msgspec.structs.asdict(describe_base(base, digest))
+                urls = sorted(engines[base.id, digest])
+                data.append(ListedBase(**shown, engines=urls, versions=versions[base.id, digest]))
         lost = [(digest, urls) for (base_id, digest), urls in engines.items() if base_id is None]
         for digest, urls in sorted(lost, key=lambda each: each[0] or ""):
-            row = {"object": "base", "name": None, "digest": _named(digest), "engines": sorted(urls), "versions": []}
-            data.append(row)
-        return json_response({"object": "list", "data": data})
+            data.append(ListedBase(name=None, digest=_named(digest), engines=sorted(urls), versions=[]))
+        return json_response(BaseList(data=data))
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a base model and return 201."""
@@ -161,19 +209,18 @@ class AdminBases:
         return await self._bases.change(name, changes, actor, force=force)
 
 
-def describe_base(base: Base, digest: str | None) -> dict[str, Any]:
+def describe_base(base: Base, digest: str | None) -> ShownBase:
     """Return a base model with some weights as the API shows it."""
-    return {
-        "object": "base",
-        "name": base.name,
-        "digest": _named(digest),
-        "is_former": digest is not None and base.digest is not None and digest != base.digest,
-        "state": base.state,
-        "tokenizer": base.tokenizer,
-        "context_length": base.context_length,
-        "created_at": base.created_at,
-        "updated_at": base.updated_at,
-    }
+    return ShownBase(
+        name=base.name,
+        digest=_named(digest),
+        is_former=digest is not None and base.digest is not None and digest != base.digest,
+        state=base.state,
+        tokenizer=base.tokenizer,
+        context_length=base.context_length,
+        created_at=base.created_at,
+        updated_at=base.updated_at,
+    )
 
 
 def _named(digest: str | None) -> str | None:

@@ -47,6 +47,13 @@ class EngineList(msgspec.Struct, frozen=True, kw_only=True):
     data: list[ShownEngine]
 
 
+class UnknownEngine(msgspec.Struct, frozen=True, kw_only=True):
+    """An engine that was drained and is not known now."""
+
+    object: Literal["engine"] = "engine"
+    url: str
+
+
 class AdminEngines:
     """Operator's routes for engines. While SQL is unavailable, a drain takes effect without an audit entry."""
 
@@ -67,7 +74,7 @@ class AdminEngines:
         """Send new requests to a drained engine again."""
         url = (await read_body(request, EngineUrl)).url
         engine = await self.resume_engine(url, request[ACTOR])
-        return json_response({"object": "engine", "url": url} if engine is None else describe_engine(engine))
+        return json_response(UnknownEngine(url=url) if engine is None else describe_engine(engine))
 
     async def drain_engine(self, url: str, actor: str) -> EngineRecord:
         """Drain an engine and record it. Raises RecordNotFound, Unavailable."""

@@ -2,21 +2,85 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from aiohttp import web
+from msgspec import Struct
 
 from gateway.api.admin.engines import find_engine
+from gateway.api.answers import row_struct
 from gateway.api.requests.fields import json_response, read_limit, read_number
 from gateway.errors import Unavailable
 from gateway.fleet.engine import AdapterTier, EngineRecord
-from gateway.fleet.history import History
+from gateway.fleet.history import Change, History, Sample
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import Rates
 from gateway.records.adapters.residency import Residency
 from wire.digests import digest_name
+from wire.responses import StepSecond
 
 DEFAULT_ROWS, MAX_PAGE = 100, 1000
+
+
+EngineSample: Any = row_struct("EngineSample", Sample)
+EngineChange: Any = row_struct("EngineChange", Change)
+
+
+class EngineHistoryAnswer(Struct, frozen=True, kw_only=True):
+    """Last hour of an engine. steps: its last seconds. utilisation: least time of the steps by the device's bandwidth
+    and rate of products, as a part of the last minute; null if the engine has not measured its device.
+    """
+
+    object: Literal["engine.history"] = "engine.history"
+    url: str
+    samples: list[EngineSample]
+    changes: list[EngineChange]
+    steps: list[StepSecond]
+    utilisation: float | None
+
+
+class QueueSample(Struct, frozen=True, kw_only=True):
+    """Requests in the queue and on engines. at: in Unix seconds."""
+
+    at: int
+    waiting: int
+    inside: int
+
+
+class QueueHistoryAnswer(Struct, frozen=True, kw_only=True):
+    """Last hour of the queue, without `?url=`."""
+
+    object: Literal["engine.history"] = "engine.history"
+    url: None = None
+    samples: list[QueueSample]
+    changes: list[EngineChange] = []
+
+
+class AdapterPlace(Struct, frozen=True, kw_only=True):
+    """Memory tier of an adapter on an engine, and the requests of this process there."""
+
+    place: AdapterTier
+    running: int
+
+
+class ShownResident(Struct, frozen=True, kw_only=True):
+    """Content of adapters' versions. places: by the engine's URL, without engines that neither have nor use it."""
+
+    digest: str
+    versions: Sequence[str]
+    requests_per_second: float
+    places: dict[str, AdapterPlace]
+
+
+class ResidencyAnswer(Struct, frozen=True, kw_only=True):
+    """Page of adapters. total: their number on all pages. names_missing: why the names could not be read, or null."""
+
+    object: Literal["list"] = "list"
+    engines: list[str]
+    data: list[ShownResident]
+    total: int
+    has_more: bool
+    names_missing: str | None
 
 
 class ResidentRow(NamedTuple):
@@ -86,19 +150,18 @@ class FleetViews:
         """Return the samples, changes and steps of an engine; without `?url=`, those of the queue."""
         url = request.query.get("url")
         if url is None:
-            queue = [{"at": at, "waiting": waiting, "inside": inside} for at, waiting, inside in self._history.queue]
-            return json_response({"object": "engine.history", "url": None, "samples": queue, "changes": []})
+            queue = [QueueSample(at=at, waiting=waiting, inside=inside) for at, waiting, inside in self._history.queue]
+            return json_response(QueueHistoryAnswer(samples=queue))
         engine = find_engine(self._registry, url)
         history, now = self._history.of(engine.url), int(time.time())
         return json_response(
-            {
-                "object": "engine.history",
-                "url": engine.url,
-                "samples": [sample._asdict() for sample in history.samples],
-                "changes": [change._asdict() for change in history.changes],
-                "steps": history.steps(now),
-                "utilisation": history.utilisation(now),
-            }
+            EngineHistoryAnswer(
+                url=engine.url,
+                samples=[EngineSample(**sample._asdict()) for sample in history.samples],
+                changes=[EngineChange(**change._asdict()) for change in history.changes],
+                steps=history.steps(now),
+                utilisation=history.utilisation(now),
+            )
         )
 
     async def residency(self, request: web.Request) -> web.Response:
@@ -109,27 +172,26 @@ class FleetViews:
         shown = rows[(number - 1) * limit : number * limit]
         urls = [engine.url for engine in matrix.engines]
         return json_response(
-            {
-                "object": "list",
-                "engines": urls,
-                "data": [_described(row, urls) for row in shown],
-                "total": len(rows),
-                "has_more": number * limit < len(rows),
-                "names_missing": matrix.missing,
-            }
+            ResidencyAnswer(
+                engines=urls,
+                data=[_described(row, urls) for row in shown],
+                total=len(rows),
+                has_more=number * limit < len(rows),
+                names_missing=matrix.missing,
+            )
         )
 
 
-def _described(row: ResidentRow, urls: Sequence[str]) -> dict[str, object]:
+def _described(row: ResidentRow, urls: Sequence[str]) -> ShownResident:
     """Return a row. Engines without the adapter and without requests for it are left out."""
     places = {
-        url: {"place": tier, "running": running}
+        url: AdapterPlace(place=tier, running=running)
         for url, (tier, running) in zip(urls, row.tiers, strict=True)
         if tier != "none" or running
     }
-    return {
-        "digest": digest_name(row.digest),
-        "versions": list(row.names),
-        "requests_per_second": round(row.rate, 4),
-        "places": places,
-    }
+    return ShownResident(
+        digest=digest_name(row.digest),
+        versions=row.names,
+        requests_per_second=round(row.rate, 4),
+        places=places,
+    )

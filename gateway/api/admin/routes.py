@@ -4,20 +4,51 @@ Tenants, keys, prices, engines and audit have their own modules.
 """
 
 from importlib.metadata import version
+from typing import Any, Literal
 
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.caller import find_caller
+from gateway.api.answers import row_struct
 from gateway.api.reports.usage import usage_answer
 from gateway.api.requests.fields import json_response, read_flag
 from gateway.api.uploads.resumable import ResumableUploads
 from gateway.errors import RecordNotFound
 from gateway.fleet.gates import Gates
+from gateway.fleet.queue import TenantPlaces
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.tenants.tenants import TENANT_NAME, Tenant, Tenants
+
+
+class Collection(Struct, frozen=True, kw_only=True):
+    """Stored contents that were removed and their bytes; with dry_run, those that would be removed."""
+
+    object: Literal["collection"] = "collection"
+    removed: int
+    bytes: int
+    dry_run: Literal[True] | UnsetType = UNSET
+
+
+class GatewayVersion(Struct, frozen=True, kw_only=True):
+    object: Literal["version"] = "version"
+    version: str
+
+
+QueuedTenant: Any = row_struct("QueuedTenant", TenantPlaces)
+
+
+class QueueAnswer(Struct, frozen=True, kw_only=True):
+    """Requests of a process: waiting, and inside the engines, which have `places`. data: the least served first."""
+
+    object: Literal["queue"] = "queue"
+    waiting: int
+    inside: int
+    places: int
+    data: list[QueuedTenant]
 
 
 class Admin:
@@ -54,9 +85,7 @@ class Admin:
         removed, num_bytes = await self._intake.collect(dry_run=dry_run)
         if not dry_run:
             await self._uploads.sweep()
-        return json_response(
-            {"object": "collection", "removed": removed, "bytes": num_bytes, **({"dry_run": True} if dry_run else {})}
-        )
+        return json_response(Collection(removed=removed, bytes=num_bytes, dry_run=True if dry_run else UNSET))
 
     async def usage(self, request: web.Request) -> web.Response:
         """Report the usage of one tenant (`?tenant=`, also of a deleted one) or of all."""
@@ -70,19 +99,18 @@ class Admin:
         return await usage_answer(request, self._report, self._currency, tenant=name)
 
     async def version(self, _: web.Request) -> web.Response:
-        return json_response({"object": "version", "version": version("loraplex")})
+        return json_response(GatewayVersion(version=version("loraplex")))
 
     async def queue(self, request: web.Request) -> web.Response:
         """Report the requests of the process that answers. Counters and shares are those of all processes."""
         capacity = self._registry.capacity
         return json_response(
-            {
-                "object": "queue",
-                "waiting": self._gate.waiting,
-                "inside": self._gate.inside,
-                "places": capacity.places if capacity is not None else 0,
-                "data": [row._asdict() for row in self._gate.by_tenant()],
-            }
+            QueueAnswer(
+                waiting=self._gate.waiting,
+                inside=self._gate.inside,
+                places=capacity.places if capacity is not None else 0,
+                data=[QueuedTenant(**row._asdict()) for row in self._gate.by_tenant()],
+            )
         )
 
     async def _tenant(self, request: web.Request) -> Tenant:

@@ -4,8 +4,10 @@ The usage row's key id is OPERATOR_KEY followed by the operator's key, and the a
 contains the prompt.
 """
 
-import msgspec
+from typing import Literal
+
 from aiohttp import web
+from msgspec import UNSET, Struct, UnsetType
 
 from gateway.access.auth import TenantPrincipal
 from gateway.access.caller import OPERATOR_KEY, note_key
@@ -20,6 +22,19 @@ from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Most characters of a `key_id`.
 MAX_KEY_ID = 32
+
+
+class NamedModel(Struct, frozen=True, kw_only=True):
+    """A value of `model`. means: the text of a saved mixture; absent for a base model, null for the others."""
+
+    id: str
+    kind: Literal["base", "adapter", "alias", "version", "mixture"]
+    means: str | UnsetType | None = UNSET
+
+
+class NamedModelList(Struct, frozen=True, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[NamedModel]
 
 
 class TenantChats:
@@ -44,8 +59,9 @@ class TenantChats:
         """List the values of `model` in a request to a tenant's models, except mixtures that are written as a sum."""
         tenant = await self._tenants.get(request.match_info["tenant"])
         found = await self._adapters.models(tenant.id)
-        bases = ({"id": base.name, "kind": "base"} for base in self._bases.listed)
-        return json_response({"object": "list", "data": [*bases, *map(msgspec.to_builtins, found)]})
+        bases = [NamedModel(id=base.name, kind="base") for base in self._bases.listed]
+        others = [NamedModel(id=each.id, kind=each.kind, means=each.means) for each in found]
+        return json_response(NamedModelList(data=[*bases, *others]))
 
     async def own_chat(self, request: web.Request) -> web.StreamResponse:
         """Answer a chat of the console's playground, for the visitor's tenant."""

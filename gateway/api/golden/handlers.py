@@ -1,11 +1,13 @@
 """Routes of golden answers, for a tenant itself and for operators under `/admin/api/tenants`."""
 
+import inspect
 from collections.abc import Sequence
-from typing import Annotated, Any
+from datetime import datetime
+from typing import Annotated, Any, Literal
 
 import msgspec
 from aiohttp import web
-from msgspec import Meta, Struct
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
 
 from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.api.adapters.caller import AdapterCaller, find_caller, version_of
@@ -16,7 +18,7 @@ from gateway.errors import BadRequest, NoEngine, translate
 from gateway.fleet.engine import EngineRecord, EngineSoftware
 from gateway.quota.quota import Quota
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.adapters.golden import Golden, GoldenCheck, GoldenPrompt, GoldenSet
+from gateway.records.adapters.golden import Difference, Golden, GoldenAnswer, GoldenCheck, GoldenPrompt, GoldenSet
 from gateway.records.tenants.tenants import Tenant, Tenants
 from wire.decoding import decode
 from wire.digests import digest_name
@@ -41,6 +43,72 @@ class NewGolden(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         for i, each in enumerate(self.prompts):
             if (each.messages is None) == (each.prompt is None):
                 raise ProtocolError.of(f"prompts[{i}]", "expected either messages or prompt")
+
+
+class ShownSoftware(Struct, frozen=True, kw_only=True):
+    """Software of an engine. version: its release. base: digest of its weights. null: unknown."""
+
+    kind: str
+    version: str | None
+    base: str | None
+
+
+class ShownPrompt(Struct, frozen=True, kw_only=True):
+    """A prompt and its golden answer. engine: the software that made the answer."""
+
+    max_tokens: int
+    messages: list[dict[str, Any]] | UnsetType = UNSET
+    prompt: str | UnsetType = UNSET
+    answer: str
+    engine: ShownSoftware
+
+
+ShownDifference: Any = defstruct(
+    "ShownDifference",
+    [*((field.name, field.type) for field in msgspec.structs.fields(Difference)), ("golden", str)],
+    frozen=True,
+    kw_only=True,
+    namespace={"__doc__": f"{inspect.getdoc(Difference)} golden: the golden answer."},
+)
+
+
+class ShownCheck(Struct, frozen=True, kw_only=True):
+    """A check under an engine's software. agreement: share of the prompts whose answer is the golden one. url: of the
+    engine, for an operator.
+    """
+
+    engine: ShownSoftware
+    checked_at: datetime
+    agreement: float
+    differences: list[ShownDifference]
+    url: str | UnsetType = UNSET
+
+
+class ShownGolden(Struct, frozen=True, kw_only=True):
+    """Prompts and golden answers of a version, and the last check under each engine software, the newest first."""
+
+    object: Literal["adapter.golden"] = "adapter.golden"
+    name: str
+    version: int
+    created_at: datetime
+    prompts: list[ShownPrompt]
+    checks: list[ShownCheck]
+
+
+class DeletedGolden(Struct, frozen=True, kw_only=True):
+    object: Literal["adapter.golden"] = "adapter.golden"
+    name: str
+    version: int
+    deleted: bool = True
+
+
+class CheckedGolden(Struct, frozen=True, kw_only=True):
+    """New checks of a version's golden answers."""
+
+    object: Literal["adapter.golden_check"] = "adapter.golden_check"
+    name: str
+    version: int
+    checks: list[ShownCheck]
 
 
 class GoldenRoutes:
@@ -100,7 +168,7 @@ class GoldenRoutes:
         name, number = request.match_info["name"], version_of(request)
         await caller.count_change(request, self._quota)
         await self._golden.delete(caller.tenant, name, number, caller.actor)
-        return json_response({"object": "adapter.golden", "name": name, "version": number, "deleted": True})
+        return json_response(DeletedGolden(name=name, version=number))
 
     async def check(self, request: web.Request) -> web.Response:
         """Ask the prompts of a version again on engines that serve its base model, and record the differences.
@@ -123,9 +191,8 @@ class GoldenRoutes:
         results = []
         for engine in engines:
             found, check = await self.checks.check(caller.tenant, name, number, engine, payer)
-            shown = {} if payer is not None else {"url": engine.url}
-            results.append({**_describe_check(found, check), **shown})
-        return json_response({"object": "adapter.golden_check", "name": name, "version": number, "checks": results})
+            results.append(_describe_check(found, check, UNSET if payer is not None else engine.url))
+        return json_response(CheckedGolden(name=name, version=number, checks=results))
 
     async def _payer(self, request: web.Request, caller: AdapterCaller) -> TenantPrincipal | None:
         """Return the key that pays for prompts; None for an operator. Raises Forbidden if it lacks the scope."""
@@ -154,37 +221,44 @@ def _only(engines: Sequence[EngineRecord], url: str) -> list[EngineRecord]:
     return found
 
 
-def _describe(name: str, version: int, golden: GoldenSet) -> dict[str, Any]:
+def _describe(name: str, version: int, golden: GoldenSet) -> ShownGolden:
     pairs = zip(golden.prompts, golden.answers, strict=True)
-    return {
-        "object": "adapter.golden",
-        "name": name,
-        "version": version,
-        "created_at": golden.created_at,
-        "prompts": [
-            {**msgspec.to_builtins(prompt), "answer": answer.text, "engine": _describe_software(answer.software)}
-            for prompt, answer in pairs
-        ],
-        "checks": [_describe_check(golden, check) for check in golden.checks],
-    }
+    return ShownGolden(
+        name=name,
+        version=version,
+        created_at=golden.created_at,
+        prompts=[_describe_prompt(*pair) for pair in pairs],
+        checks=[_describe_check(golden, check) for check in golden.checks],
+    )
 
 
-def _describe_check(golden: GoldenSet, check: GoldenCheck) -> dict[str, Any]:
-    """Return a check as the API shows it. agreement: share of the prompts whose answer is the golden one."""
+def _describe_prompt(prompt: GoldenPrompt, answer: GoldenAnswer) -> ShownPrompt:
+    return ShownPrompt(
+        max_tokens=prompt.max_tokens,
+        messages=UNSET if prompt.messages is None else prompt.messages,
+        prompt=UNSET if prompt.prompt is None else prompt.prompt,
+        answer=answer.text,
+        engine=_describe_software(answer.software),
+    )
+
+
+def _describe_check(golden: GoldenSet, check: GoldenCheck, url: str | UnsetType = UNSET) -> ShownCheck:
     num_prompts = len(golden.prompts)
-    return {
-        "engine": _describe_software(check.software),
-        "checked_at": check.checked_at,
-        "agreement": (num_prompts - len(check.differences)) / num_prompts,
-        "differences": [
-            {**msgspec.structs.asdict(each), "golden": golden.answers[each.prompt].text} for each in check.differences
+    return ShownCheck(
+        engine=_describe_software(check.software),
+        checked_at=check.checked_at,
+        agreement=(num_prompts - len(check.differences)) / num_prompts,
+        differences=[
+            ShownDifference(**msgspec.structs.asdict(each), golden=golden.answers[each.prompt].text)
+            for each in check.differences
         ],
-    }
+        url=url,
+    )
 
 
-def _describe_software(software: EngineSoftware) -> dict[str, Any]:
-    return {
-        "kind": software.kind,
-        "version": software.version or None,
-        "base": digest_name(software.base_digest) if software.base_digest else None,
-    }
+def _describe_software(software: EngineSoftware) -> ShownSoftware:
+    return ShownSoftware(
+        kind=software.kind,
+        version=software.version or None,
+        base=digest_name(software.base_digest) if software.base_digest else None,
+    )

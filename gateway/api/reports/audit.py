@@ -1,7 +1,7 @@
 """`/v1/audit`: changes of a tenant's own records, by its people and by operators."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
@@ -25,6 +25,14 @@ VISIBLE_FIELDS = frozenset(kind.name for kind in KINDS) | {
 OPERATOR = "operator"
 
 
+class OwnAuditPage(msgspec.Struct, frozen=True, kw_only=True):
+    """Page of entries. next: `after` of the next page; null on the last one."""
+
+    object: Literal["list"] = "list"
+    data: list[AuditEntry]
+    next: str | None
+
+
 class OwnAudit:
     """Route for a tenant's own entries, newest first, in pages."""
 
@@ -38,7 +46,7 @@ class OwnAudit:
         async with self._reads.turn(tenant.id):
             entries, has_more = await self._audit.list(**which, limit=limit)
         shown = [seen_by_tenant(entry) for entry in entries]
-        return json_response({"object": "list", "data": shown, "next": entries[-1].id if has_more else None})
+        return json_response(OwnAuditPage(data=shown, next=entries[-1].id if has_more else None))
 
 
 def read_own_audit(query: Mapping[str, str], tenant: Tenant) -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 
 from gateway.api.admin.tenant_limits import TenantLimits
 from gateway.api.key import OwnKey
-from gateway.api.reports.request_log import ActivityRoutes, RequestLogRoutes
+from gateway.api.reports.activity import ActivityRoutes
+from gateway.api.reports.request_log import RequestLogRoutes
 from gateway.api.reports.usage import Usage
 from gateway.api.reports.usage_pruning import UsagePruning
 from gateway.billing.activity_rebuild import ActivityRebuild

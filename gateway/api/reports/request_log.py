@@ -1,23 +1,19 @@
-"""The request log and the activity: `/admin/api/requests`, `/admin/api/activity`, and `/v1/requests` for a tenant."""
+"""The request log: `/admin/api/requests`, and `/v1/requests` for a tenant."""
 
-from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
 from aiohttp import web
 
 from gateway.access.scopes import PRINCIPAL
-from gateway.api.reports.money import priced, priced_struct, with_money
-from gateway.api.requests.fields import json_response, parse_period, parse_text, read_limit
+from gateway.api.reports.money import priced, priced_struct
+from gateway.api.requests.fields import json_response, parse_text, read_limit
 from gateway.api.requests.log_filter import read_log_filter
-from gateway.errors import BadRequest, RecordNotFound
-from gateway.records.activity.activity import GROUPS, MAX_GROUPS, ORDERS, Activity, Scope
-from gateway.records.activity.periods import STEPS
+from gateway.errors import RecordNotFound
 from gateway.records.requests.log import MAX_PAGE, LogEntry, LogFilter, LogPage, RequestLog, Step, steps
 from gateway.sharing.turns import turns_of_reports
 
 DEFAULT_ENTRIES = 50
-DEFAULT_GROUPS = 8
 # Fields that only operators see.
 OPERATORS = ("engine", "tenant_id")
 
@@ -92,40 +88,3 @@ class RequestLogRoutes:
         if entry is None:
             raise RecordNotFound("There is no such request on record. It may still be running.", param="id")
         return json_response(priced(kind, entry, object="request", currency=self._currency, steps=steps(entry)))
-
-
-class ActivityRoutes:
-    """Route of the activity of a period, for charts. currency: of the costs."""
-
-    def __init__(self, *, activity: Activity, currency: str) -> None:
-        self._activity = activity
-        self._currency = currency
-
-    async def get(self, request: web.Request) -> web.Response:
-        """Report the activity since `?since=`, by default in the last day."""
-        since, until = parse_period(request.query)
-        report = await self._activity.report(
-            since=since or (until or datetime.now(UTC)) - timedelta(days=1),
-            until=until,
-            scope=Scope(**{name: parse_text(request.query, name) for name in ("tenant", "model", "engine")}),
-            group_by=_read_choice(request, "group_by", GROUPS),
-            order=_read_choice(request, "order", ORDERS) or "requests",
-            top=read_limit(request, DEFAULT_GROUPS, MAX_GROUPS),
-            step=_read_step(request),
-        )
-        found = with_money(msgspec.to_builtins(report))
-        return json_response({"object": "activity", "currency": self._currency, **found})
-
-
-def _read_step(request: web.Request) -> int | None:
-    given = request.query.get("step")
-    if given is not None and given not in map(str, STEPS):
-        raise BadRequest(f"step: expected one of {', '.join(map(str, STEPS))} (seconds).", param="step")
-    return None if given is None else int(given)
-
-
-def _read_choice(request: web.Request, name: str, choices: tuple[Any, ...]) -> Any:
-    given = request.query.get(name)
-    if given is not None and given not in choices:
-        raise BadRequest(f"{name}: expected one of {', '.join(choices)}.", param=name)
-    return given

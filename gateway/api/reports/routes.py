@@ -3,10 +3,10 @@
 from collections.abc import Mapping
 
 from gateway.api.admin.tenant_limits import TenantLimits, TenantLimitsLeft
+from gateway.api.reports.activity import ActivityAnswer, ActivityRoutes
 from gateway.api.reports.audit import QUERY as AUDIT_QUERY
-from gateway.api.reports.audit import OwnAudit
+from gateway.api.reports.audit import OwnAudit, OwnAuditPage
 from gateway.api.reports.request_log import (
-    ActivityRoutes,
     OwnRequestPage,
     OwnRequestStory,
     RequestLogRoutes,
@@ -67,6 +67,7 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "List changes of the tenant's records, with their actors.",
             scope="keys",
             query=AUDIT_QUERY,
+            response=OwnAuditPage,
         ),
     ),
     ActivityRoutes: (
@@ -77,6 +78,7 @@ REPORTS: Mapping[type, tuple[Route, ...]] = {
             "Report the activity of a period, for charts.",
             scope="admin",
             query=("since", "until", "tenant", "model", "engine", "group_by", "order", "limit", "step"),
+            response=ActivityAnswer,
         ),
     ),
     TenantLimits: (

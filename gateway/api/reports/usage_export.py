@@ -4,10 +4,11 @@ import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from datetime import UTC, datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from aiohttp import web
+from msgspec import UNSET, Meta, UnsetType
 
 from gateway.api.reports.files import csv_parts, json_parts, send_file
 from gateway.api.reports.parquet import Field, ParquetWriter
@@ -72,6 +73,31 @@ ROW_FIELDS = (
     Field("ttft_ms", "integer", optional=True),
     Field("latency_ms", "integer"),
 )
+# Media types of the files beside JSON.
+FILES = tuple(kind for form, kind in FORMATS.items() if form != "json")
+_TYPES: dict[str, Any] = {
+    "text": str,
+    "flag": bool,
+    "time": Annotated[str, Meta(extra_json_schema={"format": "date-time"})],
+    "integer": int,
+    "money": Annotated[str, Meta(description="An exact decimal.")],
+}
+
+
+def _file_struct(name: str, fields: Sequence[Field], *, may_lack: bool) -> Any:
+    """Return the struct of a file's rows in JSON. may_lack: whether optional fields may be absent."""
+    types: list[Any] = []
+    for field in fields:
+        kind = _TYPES[field.kind]
+        if field.optional and may_lack:
+            types.append((field.name, kind | UnsetType | None, UNSET))
+        else:
+            types.append((field.name, kind | None if field.optional else kind))
+    return msgspec.defstruct(name, types, frozen=True, kw_only=True)
+
+
+ExportedSums = _file_struct("ExportedSums", FIELDS, may_lack=True)
+ExportedRow = _file_struct("ExportedRow", ROW_FIELDS, may_lack=False)
 Rows = AsyncIterator[list[dict[str, Any]]]
 Parts = AsyncGenerator[list[dict[str, Any]]]
 # Fields that a report has only if it groups by one of the values.

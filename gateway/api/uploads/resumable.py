@@ -8,11 +8,13 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from datetime import datetime
 from functools import partial
-from typing import Any
+from typing import Literal
 
 import msgspec
 from aiohttp import web
+from msgspec import Struct
 
 from adapters.check import ARCHIVE
 from adapters.manifest import AdapterError
@@ -38,6 +40,24 @@ ORPHAN_SECONDS = 2 * 3600.0
 _ID = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _NUMBER = re.compile(r"[0-9]{1,15}")
+
+
+class ShownUpload(Struct, frozen=True, kw_only=True):
+    """An unfinished upload. size, received: bytes of the archive, and those that have arrived."""
+
+    object: Literal["adapter.upload"] = "adapter.upload"
+    id: str
+    name: str
+    size: int
+    sha256: str
+    received: int
+    expires_at: datetime
+
+
+class DeletedUpload(Struct, frozen=True, kw_only=True):
+    object: Literal["adapter.upload"] = "adapter.upload"
+    id: str
+    deleted: bool = True
 
 
 class ResumableUploads:
@@ -73,11 +93,11 @@ class ResumableUploads:
         if not 0 < size <= self._rules.max_bytes:
             raise too_large(self._rules.max_bytes) if size else BadRequest("size: expected 1 or more.", param="size")
         await caller.count_change(request, self._quota)
-        return json_response(_upload_as_json(await self._uploads.begin(caller.tenant, name, size, sha256)), status=201)
+        return json_response(_describe(await self._uploads.begin(caller.tenant, name, size, sha256)), status=201)
 
     async def get(self, request: web.Request) -> web.Response:
         _, upload = await self._find(request)
-        return json_response(_upload_as_json(upload))
+        return json_response(_describe(upload))
 
     async def put(self, request: web.Request) -> web.Response:
         """Receive the part that starts at `offset`. The part counts as a whole or not at all."""
@@ -94,7 +114,7 @@ class ResumableUploads:
                 raise BadRequest(f"Expected a part of at least {LEAST_PART_BYTES} bytes, or the rest of the upload.")
             # Runs to its end even if the client disconnects, so that a saved part is either recorded or removed.
             upload = await place.finish(self._add_part(caller.tenant, upload.id, start, size, place))
-        return json_response(_upload_as_json(upload))
+        return json_response(_describe(upload))
 
     async def complete(self, request: web.Request) -> web.Response:
         """Check the archive, add the version and return 201.
@@ -137,7 +157,7 @@ class ResumableUploads:
     async def abort(self, request: web.Request) -> web.Response:
         _, upload = await self._find(request)
         await self._remove(upload.id)
-        return json_response({"object": "adapter.upload", "id": upload.id, "deleted": True})
+        return json_response(DeletedUpload(id=upload.id))
 
     async def sweep(self) -> int:
         """Remove expired uploads, and parts without an upload on record. Returns the number of uploads."""
@@ -226,16 +246,15 @@ class ResumableUploads:
         await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
 
 
-def _upload_as_json(upload: PartialUpload) -> dict[str, Any]:
-    return {
-        "object": "adapter.upload",
-        "id": upload.id,
-        "name": upload.name,
-        "size": upload.num_bytes,
-        "sha256": upload.sha256,
-        "received": upload.received,
-        "expires_at": upload.expires_at,
-    }
+def _describe(upload: PartialUpload) -> ShownUpload:
+    return ShownUpload(
+        id=upload.id,
+        name=upload.name,
+        size=upload.num_bytes,
+        sha256=upload.sha256,
+        received=upload.received,
+        expires_at=upload.expires_at,
+    )
 
 
 def _text(request: web.Request, name: str) -> str:

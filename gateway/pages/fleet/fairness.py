@@ -1,12 +1,12 @@
 """`/admin/fairness` and `/admin/api/fairness`: the tenants' shares against their weights, waits and preemptions."""
 
 import os
-from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from aiohttp import web
 
+from gateway.api.admin.fairness import describe_fairness, largest, share_curve
 from gateway.api.requests.fields import json_response
 from gateway.errors import BadRequest
 from gateway.fleet.fairness import Fairness, TenantFairness
@@ -14,8 +14,6 @@ from gateway.fleet.gates import Gates
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 
-# Tenants with a curve of their own.
-MAX_CURVES = 8
 STATES = {"waiting": "Waits", "behind": "Waits, below its share"}
 
 COLUMNS = (
@@ -78,38 +76,14 @@ class FairnessPages:
 
     async def describe(self, _: web.Request) -> web.Response:
         """Return the page's figures as JSON."""
-        p50, p95 = self._fairness.waits()
-        points = list(self._fairness.points)
-        jain = {"now": self._fairness.jain(), "hour": self._fairness.jain_hour()}
-        names = _largest(self._fairness)
-        return json_response(
-            {
-                "object": "fairness",
-                "process": os.getpid(),
-                "since": datetime.fromtimestamp(self._fairness.since, UTC),
-                "jain": jain,
-                "waits": {
-                    "waiting": self._gate.waiting,
-                    "oldest": self._gate.longest_wait,
-                    "p50": p50,
-                    "p95": p95,
-                },
-                "data": [_described(row) for row in self._fairness.tenants()],
-                "history": {
-                    "times": [point.at for point in points],
-                    "jain": [point.jain for point in points],
-                    "shares": {self._fairness.name(each): _curve(points, each) for each in names},
-                },
-                "preemptions": [row._asdict() for row in self._fairness.preemptions()],
-            }
-        )
+        return json_response(describe_fairness(self._fairness, self._gate))
 
     def _charts(self) -> list[tuple[str, str, dict[str, Any]]]:
         """Return (id, title, data) of the charts."""
         points = list(self._fairness.points)
-        times, names = [point.at for point in points], _largest(self._fairness)
+        times, names = [point.at for point in points], largest(self._fairness)
         series = [
-            {"name": self._fairness.name(each), "values": [_percent(value) for value in _curve(points, each)]}
+            {"name": self._fairness.name(each), "values": [_percent(value) for value in share_curve(points, each)]}
             for each in names
         ]
         if len(self._fairness.hour.service) > len(names):
@@ -129,16 +103,6 @@ class FairnessPages:
         ]
 
 
-def _largest(fairness: Fairness) -> list[str]:
-    """Return the ids of the tenants with most service in the last hour."""
-    service = fairness.hour.service
-    return sorted(service, key=lambda each: -service[each])[:MAX_CURVES]
-
-
-def _curve(points: Sequence[Any], tenant_id: str) -> list[float | None]:
-    return [point.share(tenant_id).share for point in points]
-
-
 def _percent(value: float | None) -> float | None:
     return None if value is None else round(100 * max(0.0, value), 1)
 
@@ -147,7 +111,3 @@ def _is(row: TenantFairness, state: str) -> bool:
     if state == "behind":
         return row.is_behind
     return not state or row.waiting + row.waiting_on_engines > 0
-
-
-def _described(row: TenantFairness) -> dict[str, Any]:
-    return {**row._asdict(), "now": row.now._asdict(), "hour": row.hour._asdict(), "is_behind": row.is_behind}

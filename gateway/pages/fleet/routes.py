@@ -3,6 +3,7 @@
 from functools import partial
 
 from gateway.access.roles import ADMIN_PATH
+from gateway.api.admin.fairness import FairnessAnswer
 from gateway.api.route import Route
 from gateway.pages.fleet.bases import BASES, BasePages
 from gateway.pages.fleet.engines import EnginePages
@@ -52,6 +53,7 @@ FLEET_PAGES: dict[type, tuple[Route, ...]] = {
             "Return the tenants' shares, waits and preemptions.",
             scope="admin",
             query=(),
+            response=FairnessAnswer,
         ),
     ),
 }

@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 from urllib.parse import urlencode
 
 from markupsafe import Markup
+from msgspec import Struct
 
 from gateway.billing.ledger import Ledger
 from gateway.errors import Unavailable
@@ -27,6 +28,28 @@ ENGINES = ("Show the engines", "/admin/engines")
 PART_ACTS = {"engines": ENGINES, "tokenizer": ("Show the base models", "/admin/engines/bases")}
 
 
+class Act(Struct, frozen=True, kw_only=True):
+    """Link to the page that helps."""
+
+    title: str
+    url: str
+
+
+class Need(Struct, frozen=True, kw_only=True):
+    """Entry of the list as the API shows it."""
+
+    level: Level
+    text: str
+    act: Act
+
+
+class NeedList(Struct, frozen=True, kw_only=True):
+    """List "Needs attention", the worst first."""
+
+    object: Literal["list"] = "list"
+    data: list[Need]
+
+
 class Entry(NamedTuple):
     """Entry of the list. act: the link's title, and its URL."""
 
@@ -34,10 +57,11 @@ class Entry(NamedTuple):
     text: str | Markup
     act: tuple[str, str]
 
-    def described(self) -> dict[str, Any]:
+    def described(self) -> Need:
         """Return the entry for JSON, with plain text."""
         text = self.text.striptags() if isinstance(self.text, Markup) else self.text
-        return {"level": self.level, "text": text, "act": {"title": self.act[0], "url": self.act[1]}}
+        title, url = self.act
+        return Need(level=self.level, text=text, act=Act(title=title, url=url))
 
 
 class Needs:

@@ -15,7 +15,7 @@ from gateway.pages.frame.filters import short
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.navigation import VIEWER
 from gateway.pages.frame.strip import Strip
-from gateway.pages.overview.attention import Needs
+from gateway.pages.overview.attention import NeedList, Needs
 from gateway.pages.parts.charts import means
 from gateway.pages.parts.periods import read_period, segments_of
 from gateway.records.activity.activity import Activity
@@ -65,9 +65,8 @@ class Overview:
 
     async def attention(self, _: web.Request) -> web.Response:
         """Return the list "Needs attention" as JSON."""
-        return json_response(
-            {"object": "list", "data": [entry.described() for entry in await self._needs.entries(self._strip.read())]}
-        )
+        found = await self._needs.entries(self._strip.read())
+        return json_response(NeedList(data=[entry.described() for entry in found]))
 
     async def page(self, request: web.Request) -> web.Response:
         now = datetime.now(UTC)

@@ -4,6 +4,7 @@ from functools import partial
 
 from gateway.access.roles import ADMIN_PATH
 from gateway.api.route import Route
+from gateway.pages.overview.attention import NeedList
 from gateway.pages.overview.overview import Overview
 from gateway.pages.overview.search import SearchPage
 
@@ -20,6 +21,7 @@ OVERVIEW_PAGES: dict[type, tuple[Route, ...]] = {
             "List what needs attention, the worst first.",
             scope="admin",
             query=(),
+            response=NeedList,
         ),
     ),
     SearchPage: (

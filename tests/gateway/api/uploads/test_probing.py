@@ -228,7 +228,7 @@ def test_changes_of_a_probe():
     before = AdapterProbe(digest="d", reasons=(), **sizes, **measured)
     assert changes(before, msgspec.structs.replace(before, divergence=0.1004)) == []
     now = msgspec.structs.replace(before, divergence=0.2, base_digest="b", largest_difference=None)
-    assert [change["field"] for change in changes(before, now)] == ["base", "largest_difference", "divergence"]
+    assert [change.field for change in changes(before, now)] == ["base", "largest_difference", "divergence"]
 
 
 async def _probes(gateway: Gateway) -> bool:

@@ -1,0 +1,89 @@
+"""`/admin/api/fairness`: the tenants' shares against their weights, waits and preemptions in this process."""
+
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from msgspec import Struct
+
+from gateway.api.answers import row_struct
+from gateway.fleet.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
+from gateway.fleet.gates import Gates
+
+# Tenants with a curve of their own.
+MAX_CURVES = 8
+ShownShare: Any = row_struct("ShownShare", Share)
+ShownFairness: Any = row_struct("ShownFairness", TenantFairness, now=ShownShare, hour=ShownShare, is_behind=bool)
+ShownPreemptions: Any = row_struct("ShownPreemptions", PreemptionRow)
+
+
+class JainIndex(Struct, frozen=True, kw_only=True):
+    """Jain's index of the tenants that wait: 1 is fair. now: of the last minute; hour: the mean of the last hour."""
+
+    now: float | None
+    hour: float | None
+
+
+class QueueWaits(Struct, frozen=True, kw_only=True):
+    """Waits in the queue of this process in seconds. p50, p95: of the requests admitted in the last hour."""
+
+    waiting: int
+    oldest: float
+    p50: float | None
+    p95: float | None
+
+
+class FairnessHistory(Struct, frozen=True, kw_only=True):
+    """Curves of the last hour. times: Unix seconds. shares: by the tenant's name, of those with most service."""
+
+    times: list[int]
+    jain: list[float | None]
+    shares: dict[str, list[float | None]]
+
+
+class FairnessAnswer(Struct, frozen=True, kw_only=True):
+    """Fairness in one gateway process. process: its id. since: the beginning of its memory."""
+
+    object: Literal["fairness"] = "fairness"
+    process: int
+    since: datetime
+    jain: JainIndex
+    waits: QueueWaits
+    data: list[ShownFairness]
+    history: FairnessHistory
+    preemptions: list[ShownPreemptions]
+
+
+def describe_fairness(fairness: Fairness, gate: Gates) -> FairnessAnswer:
+    """Return the figures of the page of fairness."""
+    p50, p95 = fairness.waits()
+    points = list(fairness.points)
+    shares = {fairness.name(each): share_curve(points, each) for each in largest(fairness)}
+    return FairnessAnswer(
+        process=os.getpid(),
+        since=datetime.fromtimestamp(fairness.since, UTC),
+        jain=JainIndex(now=fairness.jain(), hour=fairness.jain_hour()),
+        waits=QueueWaits(waiting=gate.waiting, oldest=gate.longest_wait, p50=p50, p95=p95),
+        data=[_describe(row) for row in fairness.tenants()],
+        history=FairnessHistory(
+            times=[point.at for point in points], jain=[point.jain for point in points], shares=shares
+        ),
+        preemptions=[ShownPreemptions(**row._asdict()) for row in fairness.preemptions()],
+    )
+
+
+def largest(fairness: Fairness) -> list[str]:
+    """Return the ids of the tenants with most service in the last hour."""
+    service = fairness.hour.service
+    return sorted(service, key=lambda each: -service[each])[:MAX_CURVES]
+
+
+def share_curve(points: Sequence[Sums], tenant_id: str) -> list[float | None]:
+    """Return a tenant's share at each point."""
+    return [point.share(tenant_id).share for point in points]
+
+
+def _describe(row: TenantFairness) -> Any:
+    shares = {"now": ShownShare(**row.now._asdict()), "hour": ShownShare(**row.hour._asdict())}
+    return ShownFairness(**row._asdict() | shares, is_behind=row.is_behind)
