@@ -37,6 +37,8 @@ async def test_the_description_is_published(gateway: Gateway):
     assert (got.status, published["openapi"]) == (200, "3.1.0")
     references = set(re.findall(r'"#/components/schemas/([^"]+)"', got.body.decode()))
     assert references <= set(published["components"]["schemas"])
+    # msgspec puts the module before the names of two structs that have the same name.
+    assert [name for name in published["components"]["schemas"] if not re.fullmatch("[A-Z][A-Za-z]*", name)] == []
     made = published["paths"]["/admin/api/tenants"]["post"]
     assert made["security"] == [{"key": []}]
     assert made["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/NewTenant")
