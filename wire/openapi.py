@@ -3,6 +3,7 @@
 Ranges, lengths and required fields come from the structs' annotations, so the description cannot differ from the code.
 """
 
+import inspect
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,6 +48,9 @@ def describe(title: str, routes: Sequence[Route]) -> dict[str, Any]:
     kinds = list(dict.fromkeys([*kinds, ErrorResponse]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(kinds, schemas, strict=True))
+    for component in components.values():
+        if "description" in component:
+            component["description"] = inspect.cleandoc(component["description"])
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)

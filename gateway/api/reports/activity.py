@@ -14,7 +14,12 @@ from gateway.records.activity.figures import ActivityReport, Curve, Group, Refus
 from gateway.records.activity.periods import STEPS
 
 DEFAULT_GROUPS = 8
-ActivitySums: Any = priced_struct("ActivitySums", Sums)
+ActivitySums: Any = priced_struct(
+    "ActivitySums",
+    Sums,
+    'Sums of admitted requests. failed: those that did not end as "ok" or "cancelled". queue_ms: the sum of the waits '
+    "for an engine. ttft, latency: null without a request that has it.",
+)
 
 
 class ActivityCurve(Struct, frozen=True, kw_only=True):

@@ -20,10 +20,16 @@ OPERATORS = ("engine", "tenant_id")
 
 # Types of the fields that only the story of one request has.
 _STORY: dict[str, Any] = {"object": Literal["request"], "currency": str, "steps": list[Step]}
-LoggedRequest: Any = priced_struct("LoggedRequest", LogEntry)
-OwnLoggedRequest: Any = priced_struct("OwnLoggedRequest", LogEntry, OPERATORS)
-RequestStory: Any = priced_struct("RequestStory", LogEntry, **_STORY)
-OwnRequestStory: Any = priced_struct("OwnRequestStory", LogEntry, OPERATORS, **_STORY)
+_TIMES = (
+    "Times are in ms from the request's arrival, except `queue_ms`, the wait for an engine after the admission. "
+    "key: label of the key `key_id`; null if it is gone. code: the error's."
+)
+LoggedRequest: Any = priced_struct("LoggedRequest", LogEntry, f"A request. {_TIMES}")
+OwnLoggedRequest: Any = priced_struct("OwnLoggedRequest", LogEntry, f"A request of the tenant. {_TIMES}", OPERATORS)
+RequestStory: Any = priced_struct("RequestStory", LogEntry, f"A request with its steps. {_TIMES}", **_STORY)
+OwnRequestStory: Any = priced_struct(
+    "OwnRequestStory", LogEntry, f"A request of the tenant with its steps. {_TIMES}", OPERATORS, **_STORY
+)
 
 
 class RequestPage(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,12 @@ from wire.money import exact_money
 MAX_GROUPS = 1000
 
 
-UsageGroup: Any = priced_struct("UsageGroup", UsageSums)
+UsageGroup: Any = priced_struct(
+    "UsageGroup",
+    UsageSums,
+    "Sums of one tenant and group. Fields that the report does not group by are absent. key: label of `key_id`, "
+    "if it still exists. hour, day, month: its start, UTC. deleted: whether the tenant is deleted.",
+)
 COUNTS = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens")
 UsageTotal: Any = defstruct(
     "UsageTotal", [*((name, int) for name in (*COUNTS, "cost_micros")), ("cost", str)], frozen=True, kw_only=True
