@@ -29,7 +29,7 @@ from wire.digests import digest_name
 from wire.probes import AdapterProbe, ProbeReason
 
 # Prompts of a probe, and tokens of each. The ids are spread over the vocabulary. A prompt is short because running
-# streams wait for a step with twice its tokens.
+# streams wait for the step that computes it, with and without the adapter.
 NUM_PROMPTS, PROMPT_TOKENS = 3, 4
 _STRIDE = 0.6180339887
 # Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.

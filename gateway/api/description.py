@@ -26,21 +26,20 @@ UPLOAD_FORM = {
 
 
 class Description:
-    """Route for the description. document: builds it. The result is kept, because the route needs no key.
+    """Route for the description. document: builds it, once in the process, because the route needs no key.
 
-    It is built in a thread, because that takes longer than the event loop may be held.
+    A thread builds it, because that would hold the event loop too long. A client that leaves does not stop the thread,
+    so clients that connect and leave cannot start further ones.
     """
 
     def __init__(self, document: Callable[[], dict[str, Any]]) -> None:
         self._build = document
-        self._body: bytes | None = None
-        self._lock = asyncio.Lock()
+        self._task: asyncio.Task[bytes] | None = None
 
     async def get(self, _: web.Request) -> web.Response:
-        async with self._lock:
-            if self._body is None:
-                self._body = await asyncio.to_thread(lambda: msgspec.json.encode(self._build()))
-        return web.Response(body=self._body, content_type="application/json")
+        if self._task is None:
+            self._task = asyncio.create_task(asyncio.to_thread(lambda: msgspec.json.encode(self._build())))
+        return web.Response(body=await asyncio.shield(self._task), content_type="application/json")
 
 
 def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:

@@ -31,9 +31,14 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 @pytest.fixture(scope="session")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Stack:
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     _shared.append(Stack(data_dir(tmp_path_factory.mktemp("stack")), "--demo"))
-    return _shared[-1].wait_ready()
+    try:
+        yield _shared[-1].wait_ready()
+    finally:
+        # Still running if the session ended early, by `-x` or Ctrl-C.
+        while _shared:
+            _shared.pop().stop()
 
 
 @pytest.fixture(scope="session", autouse=True)

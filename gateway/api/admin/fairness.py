@@ -11,7 +11,7 @@ from gateway.api.answers import row_struct
 from gateway.fleet.fairness import Fairness, PreemptionRow, Share, Sums, TenantFairness
 from gateway.fleet.gates import Gates
 
-# Tenants with a curve of their own.
+# Maximum number of tenants with a curve of their own.
 MAX_CURVES = 8
 ShownShare: Any = row_struct("ShownShare", Share)
 ShownFairness: Any = row_struct("ShownFairness", TenantFairness, now=ShownShare, hour=ShownShare, is_behind=bool)
@@ -43,7 +43,7 @@ class FairnessHistory(Struct, frozen=True, kw_only=True):
 
 
 class FairnessAnswer(Struct, frozen=True, kw_only=True):
-    """Fairness in one gateway process. process: its id. since: the beginning of its memory."""
+    """Fairness in one gateway process. process: its id. since: time of its start."""
 
     object: Literal["fairness"] = "fairness"
     process: int

@@ -27,8 +27,8 @@ EngineChange: Any = row_struct("EngineChange", Change)
 
 
 class EngineHistoryAnswer(Struct, frozen=True, kw_only=True):
-    """Last hour of an engine. steps: its last seconds. utilisation: least time of the steps by the device's bandwidth
-    and rate of products, as a part of the last minute; null if the engine has not measured its device.
+    """Last hour of an engine. steps: its last seconds. utilisation: fraction of the last minute that the steps would
+    take at the device's full memory bandwidth and compute rate; null if the engine has not measured its device.
     """
 
     object: Literal["engine.history"] = "engine.history"
@@ -48,7 +48,7 @@ class QueueSample(Struct, frozen=True, kw_only=True):
 
 
 class QueueHistoryAnswer(Struct, frozen=True, kw_only=True):
-    """Last hour of the queue, without `?url=`."""
+    """Last hour of the queue: the answer to a request without `?url=`."""
 
     object: Literal["engine.history"] = "engine.history"
     url: None = None
@@ -64,7 +64,9 @@ class AdapterPlace(Struct, frozen=True, kw_only=True):
 
 
 class ShownResident(Struct, frozen=True, kw_only=True):
-    """Content of adapters' versions. places: by the engine's URL, without engines that neither have nor use it."""
+    """Content of adapters. versions: those with this content. places: by the engine's URL, without engines that neither
+    have nor use it.
+    """
 
     digest: str
     versions: Sequence[str]

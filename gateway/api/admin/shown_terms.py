@@ -21,7 +21,7 @@ def _described(kind: Any, text: str) -> Any:
 _TYPES: dict[str, Any] = {kind.name: _limit(kind) for kind in KINDS} | {
     "weight": float,
     "priority": int,
-    "ttft_target": _described(float | None, "Wanted time to first token in seconds; null: none."),
+    "ttft_target": _described(float | None, "Target of the time to first token in seconds; null: none."),
     "on_token_limit": OnTokenLimit,
     "model_limits": _described(dict[str, Limits], "Further limits by the model's name, without unlimited ones."),
     "budget_warn_at": _described(tuple[float, ...], "Shares of a budget at which there is an event, from 0 to 1."),

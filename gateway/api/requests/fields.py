@@ -216,7 +216,7 @@ def json_response(body: object, status: int = 200) -> web.Response:
 def encoded(entry: T) -> T:
     """Return an entry of a long list as JSON. Encoding the entries in pieces leaves turns to the event loop.
 
-    The type stays the entry's, because the list's struct is encoded alike.
+    The declared type is the entry's, so that a struct with a list of entries accepts it.
     """
     return cast(T, msgspec.Raw(msgspec.json.encode(entry)))
 

@@ -161,7 +161,7 @@ class AdapterList:
         if which.names is not None:
             conditions.append(adapters.c.name.in_(which.names))
         if which.is_unused:
-            # Every use within KNOWN is in the sums of days, the last hours' too.
+            # The sums of days include the last hours, so they have every use within KNOWN.
             conditions.append(_last(now, 86400, KNOWN).is_(None))
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
         orders |= {"last_used": _last_use(now), "requests": _recent_requests(now)}
@@ -169,12 +169,12 @@ class AdapterList:
         found = select(adapters.c.id, func.count().over()).select_from(source).where(*conditions)
         chosen = found.order_by(by, adapters.c.name, tenants.c.name).limit(limit).offset(offset)
         async with self._database.read() as connection:
-            numbers = {row[0]: row[1] for row in await connection.execute(chosen)}
-            ids = list(numbers)
+            numbered = (await connection.execute(chosen)).all()
+            ids = [row[0] for row in numbered]
             listed = _listed(now, ids)
             rows = {row.id: row for row in (await connection.execute(select(listed))).all()}
-            total = next(iter(numbers.values()), 0)
-            if offset and not ids:
+            total = numbered[0][1] if numbered else 0
+            if offset and not numbered:
                 total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
             ordered = [rows[each] for each in ids if each in rows]
             return AdapterPage(adapters=await _complete(connection, ordered, now), total=total)
@@ -225,7 +225,7 @@ def _last_use(now: datetime) -> ColumnElement[Any]:
 
 
 def _last(now: datetime, level: int, since: timedelta) -> ColumnElement[Any]:
-    """Return the start of the last hour or day (3600 or 86400) with a request of the series, within a time of now."""
+    """Return the start of the last hour or day (3600 or 86400) with a request of the series, within `since` of now."""
     table = ACTIVITY[level]
     which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - since).timestamp()))
     return select(func.max(table.c.start)).where(*which).correlate(activity_series).scalar_subquery()

@@ -106,7 +106,7 @@ def sums_part(
 def _is_in(column: ColumnElement[int], ids: Select[Any], dialect: str) -> ColumnElement[bool]:
     """Return the condition that a value is among the selected ids, which are few.
 
-    PostgreSQL expects too many ids of a subquery, and would read the whole table in place of its index.
+    PostgreSQL overestimates the number of ids of a subquery, and would read the whole table instead of its index.
     """
     if dialect == "sqlite":
         return column.in_(ids)

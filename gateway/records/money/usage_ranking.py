@@ -34,10 +34,10 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 CURVES = 8
 # Maximum rows that a ranking by end user reads.
 NEWEST = 5_000
-# Minimum number of tenants whose groups are read first for a ranking of all groups, and maximum number of all that are
-# read for it. By Zipf's law the first n groups belong to about the first n / 4 tenants.
+# FIRST_TENANTS: minimum number of tenants whose groups a ranking of all groups reads first. MOST_TENANTS: maximum
+# number that it reads. By Zipf's law the first n groups belong to about the first n / 4 tenants.
 FIRST_TENANTS, MOST_TENANTS = 15, 2000
-# Maximum number of groups in memory.
+# Maximum number of groups that a ranking keeps in memory.
 MOST_GROUPS = 1000
 
 

@@ -1,10 +1,15 @@
 """`/openapi.json` lists every route, and no other."""
 
+import asyncio
 import re
+import threading
+from typing import Any
 
 import pytest
 from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
+from gateway.api.description import Description
 from gateway.api.parameters import OF_ROUTE, PARAMETERS, find_parameter
 from gateway.api.route import Route
 from gateway.api.routes import ROUTES
@@ -80,3 +85,26 @@ async def test_values_of_the_described_types_are_accepted_and_others_refused(gat
                 assert (await gateway.admin.get(f"{path}?{name}={value}{more}")).status == 400, (path, name, value)
                 checked += 1
     assert checked > 12
+
+
+async def test_a_client_that_leaves_does_not_start_another_build():
+    built: list[int] = []
+    loop, has_begun, may_end = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+
+    def build() -> dict[str, Any]:
+        built.append(1)
+        loop.call_soon_threadsafe(has_begun.set)
+        assert may_end.wait(10)
+        return {"openapi": "3.1.0"}
+
+    route, request = Description(build), make_mocked_request("GET", "/openapi.json")
+    leaving = asyncio.create_task(route.get(request))
+    await asyncio.wait_for(has_begun.wait(), 10)
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+    staying = asyncio.create_task(route.get(request))
+    await asyncio.sleep(0)
+    may_end.set()
+    assert (await staying).body == b'{"openapi":"3.1.0"}'
+    assert built == [1]
