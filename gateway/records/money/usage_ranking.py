@@ -195,7 +195,7 @@ class UsageRanking:
             ids = [row[0] for row in tenants[read:needed]]
             found += await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1))
             found = sorted(found, key=lambda row: (-_value(row, window.order), row.tenant_id))[:end]
-            read, needed = needed, len(tenants)
+            read, needed = needed, min(len(tenants), max(end, 2 * needed))
             if len(found) == end:
                 last = (-_value(found[-1], window.order), found[-1].tenant_id)
                 needed = sum((-row[1], row[0]) < last for row in tenants)

@@ -75,9 +75,17 @@ async def test_a_page_has_the_greatest_groups_of_all_tenants(
             assert (page.first is None) == (offset > 0 and (group_by == "tenant" or not is_rebuilt))
 
 
-@pytest.mark.parametrize(("first", "numbers"), [(9, [9]), (3, [3, 9])])
+@pytest.mark.parametrize(
+    ("group_by", "costs", "first", "numbers"),
+    [("model", [300, 199], 9, [9]), ("model", [300, 199], 3, [3, 9]), ("key", [902, 745], 1, [1, 2])],
+)
 async def test_only_the_tenants_that_can_be_on_the_page_are_read(
-    database: Database, monkeypatch: pytest.MonkeyPatch, first: int, numbers: list[int]
+    database: Database,
+    monkeypatch: pytest.MonkeyPatch,
+    group_by: GroupBy,
+    costs: list[int],
+    first: int,
+    numbers: list[int],
 ):
     monkeypatch.setattr(usage_ranking, "FIRST_TENANTS", first)
     await UsageWriter(database).write(rows())
@@ -89,8 +97,8 @@ async def test_only_the_tenants_that_can_be_on_the_page_are_read(
         return await found_of(self, part, window)
 
     monkeypatch.setattr(UsageRanking, "_found", watched)
-    page = await UsageRanking(database).groups(PART, "model", "cost", limit=2)
-    assert [group.cost for group in page.groups] == [300, 199]
+    page = await UsageRanking(database).groups(PART, group_by, "cost", limit=2)
+    assert [group.cost for group in page.groups] == costs
     assert page.has_more
     assert page.number is None
     assert [len(ids) for ids in read] == numbers
