@@ -50,7 +50,8 @@ def describe(title: str, routes: Sequence[Route]) -> dict[str, Any]:
     schema_of = dict(zip(kinds, schemas, strict=True))
     for component in components.values():
         if "description" in component:
-            component["description"] = inspect.cleandoc(component["description"])
+            # Docstrings have Python's word for JSON's null.
+            component["description"] = re.sub(r"\bNone\b", "null", inspect.cleandoc(component["description"]))
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
         paths.setdefault(route.path, {})[route.method.lower()] = _operation(route, schema_of)

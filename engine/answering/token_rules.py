@@ -22,10 +22,11 @@ async def token_rules(body: SamplingRequest, grammar: GrammarSpec | None, tokeni
 
 
 def _encode(bad_words: list[str], tokenizer: Tokenizer) -> list[list[int]]:
-    words = set(bad_words)
+    # In order, so that every engine names the same word in an error.
+    words = dict.fromkeys(bad_words)
     for word in bad_words:
         if bare := word.lstrip():
-            words |= {bare, " " + bare}  # at a text's beginning and after a space, as in vLLM
+            words |= {bare: None, " " + bare: None}  # at a text's beginning and after a space, as in vLLM
     tokens: list[list[int]] = []
     for word in words:
         ids = tokenizer.encode(word, add_special_tokens=False)

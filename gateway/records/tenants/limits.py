@@ -31,7 +31,7 @@ _Fields: Any = limit_fields(REQUEST_KINDS, defaults=False)
 
 
 class Limits(_Fields):
-    """Limits of a tenant, or of one of its keys or models: a field for each of REQUEST_KINDS. None: not limited.
+    """Limits of a tenant, or of one of its keys or models: a field for each kind of limit. None: not limited.
 
     Tokens are prompt and completion tokens together; budgets are in micro-units of the deployment's currency.
     """

@@ -44,6 +44,8 @@ async def test_the_description_is_published(gateway: Gateway):
     assert references <= set(published["components"]["schemas"])
     # msgspec puts the module before the names of two structs that have the same name.
     assert [name for name in published["components"]["schemas"] if not re.fullmatch("[A-Z][A-Za-z]*", name)] == []
+    words = [schema.get("description", "") for schema in published["components"]["schemas"].values()]
+    assert [text for text in words if re.search(r"\bNone\b|[A-Z]+_KINDS", text)] == []
     made = published["paths"]["/admin/api/tenants"]["post"]
     assert made["security"] == [{"key": []}]
     assert made["requestBody"]["content"]["application/json"]["schema"]["$ref"].endswith("/NewTenant")
