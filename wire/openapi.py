@@ -16,6 +16,13 @@ from wire.responses import ErrorResponse
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+# Descriptions of successful answers by status.
+DESCRIPTIONS = {
+    200: "The answer.",
+    201: "Created.",
+    202: "Accepted; the work continues after the answer.",
+    204: "Done; the answer has no body.",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +30,8 @@ class Route:
     """A route of the description.
 
     request, response: structs; None for no body and for an answer that is not JSON; several for an answer that is one
-    of them. files: media types of the files that the answer may be instead. streams: the route accepts "stream": true.
+    of them. statuses: of successful answers. files: media types of the files that the answer may be instead. streams:
+    the route accepts "stream": true.
     """
 
     method: str
@@ -31,6 +39,7 @@ class Route:
     summary: str
     request: type | None = None
     response: type | tuple[type, ...] | None = None
+    statuses: tuple[int, ...] = (200,)
     files: tuple[str, ...] = ()
     streams: bool = False
 
@@ -70,13 +79,11 @@ def _operation(route: Route, schema_of: dict[type, Any]) -> dict[str, Any]:
     content |= {kind: {"schema": {"type": "string", "format": "binary"}} for kind in route.files}
     if route.streams:
         content[EVENTS] = {"schema": {"type": "string", "description": "The answer in chunks, then [DONE]."}}
-    operation: dict[str, Any] = {
-        "summary": route.summary,
-        "responses": {
-            "200": {"description": "The answer.", "content": content},
-            "default": {"description": "The error.", "content": {JSON: {"schema": schema_of[ErrorResponse]}}},
-        },
-    }
+    answers = {str(status): {"description": DESCRIPTIONS[status], "content": content} for status in route.statuses}
+    if "204" in answers:
+        del answers["204"]["content"]
+    error = {"description": "The error.", "content": {JSON: {"schema": schema_of[ErrorResponse]}}}
+    operation: dict[str, Any] = {"summary": route.summary, "responses": answers | {"default": error}}
     if names := re.findall(r"\{(\w+)\}", route.path):
         operation["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names

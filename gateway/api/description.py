@@ -64,8 +64,16 @@ def describe_routes(routes: Iterable[Route]) -> dict[str, Any]:
 
 def _described(route: Route) -> Described:
     body = None if route.request is Upload else route.request
-    kinds, files, streams = route.response, route.files, route.streams
-    return Described(route.method, route.canonical, route.summary, body, kinds, files=files, streams=streams)
+    return Described(
+        route.method,
+        route.canonical,
+        route.summary,
+        body,
+        route.response,
+        statuses=route.statuses,
+        files=route.files,
+        streams=route.streams,
+    )
 
 
 def _query_parameter(route: Route, name: str) -> dict[str, Any]:

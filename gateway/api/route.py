@@ -10,6 +10,11 @@ from aiohttp import web
 from gateway.access.roles import ADMIN_PATH, Role
 from gateway.access.scopes import Scope
 
+# Statuses of an added version: 202 while it is validated.
+ADDED = (201, 202)
+# Statuses of what a PUT changed or created.
+PUT = (200, 201)
+
 
 class Upload:
     """Body of an upload: a form with the adapter's name and its files."""
@@ -24,8 +29,8 @@ class Route:
     role on an admin route or page; by default viewer for reads, operator for changes, and any of a tenant's roles on
     pages of the console. is_open: whether it needs no secret at all.
     query: the allowed query parameters; None to skip the check. request, response: structs of the bodies; `Upload` for
-    a form; several for an answer that is one of them. files: media types of the files that the answer may be
-    instead. streams: whether it accepts "stream": true.
+    a form; several for an answer that is one of them. statuses: of successful answers. files: media types of the files
+    that the answer may be instead. streams: whether it accepts "stream": true.
     """
 
     method: str
@@ -38,6 +43,7 @@ class Route:
     query: tuple[str, ...] | None = None
     request: type | None = None
     response: type | tuple[type, ...] | None = dict
+    statuses: tuple[int, ...] = (200,)
     files: tuple[str, ...] = ()
     streams: bool = False
 

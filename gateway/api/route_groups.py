@@ -24,7 +24,7 @@ from gateway.api.adapters.versions import (
 from gateway.api.admin.keys import KeyRoutes
 from gateway.api.golden.handlers import CheckedGolden, DeletedGolden, GoldenRoutes, NewGolden, ShownGolden
 from gateway.api.key_manager import KeyChanges, KeyList, NewKey, RevokedKey, Rotation, ShownKey
-from gateway.api.route import Route
+from gateway.api.route import ADDED, PUT, Route
 from gateway.api.uploads.resumable import DeletedUpload, ResumableUploads, ShownUpload
 
 FORCE = ("force",)
@@ -40,6 +40,7 @@ def upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
             "Begin or resume an upload.",
             query=("name", "size", "sha256"),
             response=ShownUpload,
+            statuses=(201,),
         ),
         route(
             "GET",
@@ -64,6 +65,7 @@ def upload_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
             "Check the upload and add the version.",
             query=("base",),
             response=TenantAdapter,
+            statuses=ADDED,
         ),
         route("DELETE", one, ResumableUploads.abort, "Abort an upload.", query=(), response=DeletedUpload),
     )
@@ -96,7 +98,16 @@ def version_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
         route("DELETE", version, of.delete, "Delete a version.", query=FORCE, response=DeletedAdapter),
         route("GET", f"{name}/aliases", of.list_aliases, "List an adapter's aliases.", query=(), response=AliasList),
         route("GET", alias, of.get_alias, "Return an alias and its ETag.", query=(), response=ShownAlias),
-        route("PUT", alias, of.move, "Point an alias to versions.", query=(), request=NewTargets, response=ShownAlias),
+        route(
+            "PUT",
+            alias,
+            of.move,
+            "Point an alias to versions.",
+            query=(),
+            request=NewTargets,
+            response=ShownAlias,
+            statuses=PUT,
+        ),
         route(
             "POST",
             f"{alias}/rollback",
@@ -142,7 +153,14 @@ def mixture_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
         route("GET", path, of.list, "List saved mixtures.", query=(), response=MixtureList),
         route("GET", name, of.get, "Return a saved mixture and its ETag.", query=(), response=ShownMixture),
         route(
-            "PUT", name, of.save, "Save a mixture under a name.", query=(), request=NewMixture, response=ShownMixture
+            "PUT",
+            name,
+            of.save,
+            "Save a mixture under a name.",
+            query=(),
+            request=NewMixture,
+            response=ShownMixture,
+            statuses=PUT,
         ),
         route("DELETE", name, of.delete, "Delete a saved mixture.", query=(), response=DeletedMixture),
     )
@@ -152,7 +170,7 @@ def key_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
     one, of, made = f"{path}/{{id}}", KeyRoutes, "Create an API key of a tenant; only this answer contains it."
     changed = "Change the label and limits of a key."
     return (
-        route("POST", path, of.create, made, query=FORCE, request=NewKey, response=ShownKey),
+        route("POST", path, of.create, made, query=FORCE, request=NewKey, response=ShownKey, statuses=(201,)),
         route("GET", path, of.list, "List a tenant's keys.", response=KeyList),
         route(
             "POST",
@@ -161,6 +179,7 @@ def key_routes(path: str, route: Callable[..., Route]) -> tuple[Route, ...]:
             "Replace a key of the own tenant.",
             request=Rotation,
             response=ShownKey,
+            statuses=(201,),
         ),
         route("PATCH", one, of.change, changed, request=KeyChanges, response=ShownKey),
         route("DELETE", one, of.revoke, "Revoke a key of the own tenant.", response=RevokedKey),

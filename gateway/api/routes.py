@@ -33,7 +33,7 @@ from gateway.api.reports.routes import REPORTS
 from gateway.api.reports.usage import Usage, UsageAnswer
 from gateway.api.reports.usage_export import FILES, ROWS_QUERY, ExportedRow, ExportedSums, UsageExport
 from gateway.api.reports.usage_export import QUERY as EXPORT_QUERY
-from gateway.api.route import Route, Upload
+from gateway.api.route import ADDED, PUT, Route, Upload
 from gateway.api.route_groups import key_routes
 from gateway.api.webhook_manager import NewWebhook
 from gateway.pages.routes import PAGES
@@ -115,6 +115,7 @@ API: dict[type, tuple[Route, ...]] = {
             "Upload an adapter for a tenant.",
             request=Upload,
             response=TenantAdapter,
+            statuses=ADDED,
         ),
         _admin(
             "GET", f"{TENANT}/adapters", Admin.list_adapters, "List a tenant's adapters.", response=TenantAdapterList
@@ -176,10 +177,22 @@ API: dict[type, tuple[Route, ...]] = {
     ),
     Engines: (
         Route(
-            "POST", "/internal/engines", Engines.announce, "Announce an engine.", request=Announcement, response=None
+            "POST",
+            "/internal/engines",
+            Engines.announce,
+            "Announce an engine.",
+            request=Announcement,
+            response=None,
+            statuses=(204,),
         ),
         Route(
-            "DELETE", "/internal/engines", Engines.withdraw, "Withdraw an engine.", request=Announcement, response=None
+            "DELETE",
+            "/internal/engines",
+            Engines.withdraw,
+            "Withdraw an engine.",
+            request=Announcement,
+            response=None,
+            statuses=(204,),
         ),
     ),
     **FLEET_ROUTES,
@@ -198,7 +211,13 @@ API: dict[type, tuple[Route, ...]] = {
         _admin("GET", "/admin/api/webhooks", AdminWebhooks.list, "List the webhooks.", response=WebhookList),
         _admin("GET", WEBHOOK, AdminWebhooks.get, "Return a webhook.", response=ShownWebhook),
         _admin(
-            "PUT", WEBHOOK, AdminWebhooks.put, "Add or change a webhook.", request=NewWebhook, response=ShownWebhook
+            "PUT",
+            WEBHOOK,
+            AdminWebhooks.put,
+            "Add or change a webhook.",
+            request=NewWebhook,
+            response=ShownWebhook,
+            statuses=PUT,
         ),
         _admin("DELETE", WEBHOOK, AdminWebhooks.delete, "Delete a webhook.", response=DeletedWebhook),
         _admin("POST", f"{WEBHOOK}/test", AdminWebhooks.test, "Send a test event to a webhook.", response=WebhookTest),
@@ -232,6 +251,7 @@ API: dict[type, tuple[Route, ...]] = {
             "Create an admin key; only this answer contains it.",
             request=NewAdminKey,
             response=ShownKey,
+            statuses=(201,),
         ),
         _admin(
             "GET",
@@ -248,6 +268,7 @@ API: dict[type, tuple[Route, ...]] = {
             "Replace a key.",
             request=Rotation,
             response=ShownKey,
+            statuses=(201,),
         ),
         _admin(
             "PATCH",

@@ -14,7 +14,7 @@ from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.admin.adapters import LIST_QUERY, AdapterPage, AdminAdapters
 from gateway.api.admin.tenant_chats import NamedModelList, TenantChats
 from gateway.api.golden.handlers import GoldenRoutes
-from gateway.api.route import Route, Upload
+from gateway.api.route import ADDED, Route, Upload
 from gateway.api.route_groups import golden_routes, mixture_routes, upload_routes, version_routes
 from gateway.api.uploads.importing import Imports
 from gateway.api.uploads.resumable import ResumableUploads
@@ -38,6 +38,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             scope="adapters",
             request=Upload,
             response=TenantAdapter,
+            statuses=ADDED,
         ),
         Route(
             "GET",
@@ -66,6 +67,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             scope="adapters",
             query=("name", "source", "base"),
             response=TenantAdapter,
+            statuses=ADDED,
         ),
         _admin(
             "POST",
@@ -74,6 +76,7 @@ ADAPTER_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "Import an adapter for a tenant.",
             query=("name", "source", "base"),
             response=TenantAdapter,
+            statuses=ADDED,
         ),
     ),
     ProbeRoutes: (

@@ -59,7 +59,15 @@ FLEET_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "List base models with their engines and adapters.",
             response=BaseList,
         ),
-        _admin("POST", "/admin/api/bases", AdminBases.add, "Add a base model.", request=NewBase, response=ShownBase),
+        _admin(
+            "POST",
+            "/admin/api/bases",
+            AdminBases.add,
+            "Add a base model.",
+            request=NewBase,
+            response=ShownBase,
+            statuses=(201,),
+        ),
         _admin(
             "PATCH",
             "/admin/api/bases/{name:.+}",

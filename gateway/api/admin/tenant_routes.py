@@ -69,6 +69,7 @@ TENANT_ROUTES: Mapping[type, tuple[Route, ...]] = {
             query=FORCE,
             request=NewTenant,
             response=ShownTenant,
+            statuses=(201,),
         ),
         _admin("GET", "/admin/api/tenants", AdminTenants.list, "List tenants.", query=TENANT_LIST, response=TenantList),
         _admin("GET", TENANT, AdminTenants.get, "Return a tenant.", response=ListedTenant),

@@ -226,7 +226,7 @@ async def of_removed_adapters(admin: Operator) -> None:
 def check(route: Route, answer: Answer, published: dict[str, Any]) -> None:
     """Check an answer against the published schema, and that its struct has exactly its fields, in their order."""
     name = f"{route.method} {route.canonical}"
-    described = published["paths"][route.canonical][route.method.lower()]["responses"]["200"]["content"]
+    described = published["paths"][route.canonical][route.method.lower()]["responses"][str(answer.status)]["content"]
     schema = described["application/json"]["schema"] | {"components": published["components"]}
     errors = [error.message for error in jsonschema.Draft202012Validator(schema).iter_errors(answer.json)]
     assert not errors, (name, errors)
