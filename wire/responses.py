@@ -298,13 +298,7 @@ class EngineStateResponse(Struct):
     recent_steps: list[StepSecond] = []
 
 
-# Header with the gateway's allowance of completion tokens, and the content type of a report: a whole (non-streamed)
-# answer whose progress is sent while it runs.
-ALLOWANCE_HEADER = "x-loraplex-allowance"
-# Header with the digest of the base model that the gateway knows of this engine; another engine may have its address.
-BASE_HEADER = "x-loraplex-base"
-# Header with the target of the time to first token, in seconds.
-TTFT_HEADER = "x-loraplex-ttft-target"
+# Content type of a report: a whole (non-streamed) answer whose progress is sent while it runs.
 REPORT_TYPE = "application/x-loraplex-report"
 # Remaining tokens per choice below which the engine reports a whole answer's counts at each step and the gateway
 # reserves more tokens. A fast engine uses them in half a second.

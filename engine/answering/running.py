@@ -21,6 +21,7 @@ from engine.http.metrics import Metrics
 from engine.http.request_span import Phases, describe_generation
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
 from wire.errors import BadRequest
+from wire.headers import RECEIPT_HEADER
 from wire.requests import SamplingRequest
 from wire.responses import AnswerHead, GenerationProgress, PromptTokensDetails, Usage
 from wire.structured import GrammarSpec
@@ -30,8 +31,6 @@ from wire.text.tokenizer import Tokenizer
 # An answer with log-probabilities for more tokens is encoded on a thread: 1,000 tokens with 20 likeliest each take
 # about 10 ms.
 INLINE_ENTRIES = 500
-
-RECEIPT_HEADER = "x-loraplex-adapter-digest"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from aiohttp.typedefs import Handler, Middleware
 
 from engine.answering.usage_log import MAX_ID_BYTES
 from engine.http.errors import ApiError
+from wire.headers import INTERNAL_TOKEN_HEADER
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class Access:
         elif self._internal_token is not None:
             raise ApiError(
                 401,
-                "x-loraplex-internal-token is missing or wrong",
+                f"{INTERNAL_TOKEN_HEADER} is missing or wrong",
                 kind="authentication_error",
                 code="invalid_internal_token",
             )
@@ -75,7 +76,7 @@ class Access:
         """Return whether the request has the internal token, so that it comes from a gateway."""
         if self._internal_token is None:
             return False
-        return _equal(request.headers.get("x-loraplex-internal-token", ""), self._internal_token)
+        return _equal(request.headers.get(INTERNAL_TOKEN_HEADER, ""), self._internal_token)
 
     def _shows_key(self, request: web.Request) -> bool:
         scheme, _, given = request.headers.get("authorization", "").partition(" ")

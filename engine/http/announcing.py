@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import ClientSession, ClientTimeout
 
+from wire.headers import ANNOUNCE_TOKEN_HEADER, INTERNAL_TOKEN_HEADER
 from wire.http_errors import HTTP_ERRORS
 
 logger = logging.getLogger(__name__)
@@ -29,9 +30,9 @@ async def announcing(
     announce_token: secret for announcements, if it differs from the internal token.
     """
     if announce_token:
-        headers = {"x-loraplex-announce-token": announce_token}
+        headers = {ANNOUNCE_TOKEN_HEADER: announce_token}
     else:
-        headers = {"x-loraplex-internal-token": internal_token or ""}
+        headers = {INTERNAL_TOKEN_HEADER: internal_token or ""}
     async with ClientSession(headers=headers, timeout=TIMEOUT) as session:
         tasks = [asyncio.create_task(_keep_announcing(session, gateway, url)) for gateway in gateways]
         try:

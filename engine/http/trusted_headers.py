@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.answering.usage_log import MAX_ID_BYTES
 from engine.http.errors import ApiError
-from wire.responses import ALLOWANCE_HEADER, BASE_HEADER, TTFT_HEADER
+from wire.headers import ALLOWANCE_HEADER, BASE_HEADER, PRIORITY_HEADER, TENANT_HEADER, TTFT_HEADER, WEIGHT_HEADER
 
 # Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
@@ -39,14 +39,14 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
     """
     if not internal:
         return Caller()
-    tenant_id = headers.get("x-loraplex-tenant", "")
+    tenant_id = headers.get(TENANT_HEADER, "")
     if not (tenant_id.isascii() and tenant_id.isprintable() and len(tenant_id) <= 256):
-        raise ApiError(400, "x-loraplex-tenant: expected at most 256 ASCII characters", param="x-loraplex-tenant")
+        raise ApiError(400, f"{TENANT_HEADER}: expected at most 256 ASCII characters", param=TENANT_HEADER)
     return Caller(
         internal=True,
         tenant_id=tenant_id,
         weight=_weight(headers),
-        priority=int(_number(headers, "x-loraplex-priority", int, 0)),
+        priority=int(_number(headers, PRIORITY_HEADER, int, 0)),
         ttft_target=_ttft_target(headers),
         request_id=_request_id(headers),
         allowance=_allowance(headers),
@@ -55,10 +55,10 @@ def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:
 
 
 def _weight(headers: Mapping[str, str]) -> float:
-    weight = _number(headers, "x-loraplex-weight", float, 1.0)
+    weight = _number(headers, WEIGHT_HEADER, float, 1.0)
     if weight <= 0:
-        message = f"x-loraplex-weight: expected a number above 0, got {weight:g}"
-        raise ApiError(400, message, param="x-loraplex-weight")
+        message = f"{WEIGHT_HEADER}: expected a number above 0, got {weight:g}"
+        raise ApiError(400, message, param=WEIGHT_HEADER)
     return weight
 
 

@@ -4,9 +4,6 @@ import hashlib
 import hmac
 import re
 
-INTERNAL_TOKEN = "x-loraplex-internal-token"
-ANNOUNCE_TOKEN = "x-loraplex-announce-token"
-
 # Guesses are throttled to 14,400 a day for each address; 64 bits also resist an attack on a leaked hash.
 MIN_BITS = 64
 # Entropy at which a secret cannot be guessed at any rate (a trillion guesses a second would need a billion years), so

@@ -24,13 +24,13 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.access.caller import CALLER, parse_address
-from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port
 from gateway.process.outage import Outage
 from gateway.redis.errors import REDIS_ERRORS
 from wire.bounded_dict import BoundedDict
+from wire.headers import ANNOUNCE_TOKEN_HEADER, INTERNAL_TOKEN_HEADER
 
 log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class FailedLogins:
 
 def _presented(request: web.Request) -> Iterator[str]:
     """Yield the secrets in a request's headers."""
-    for header in (INTERNAL_TOKEN, ANNOUNCE_TOKEN):
+    for header in (INTERNAL_TOKEN_HEADER, ANNOUNCE_TOKEN_HEADER):
         yield from request.headers.getall(header, ())
     for given in request.headers.getall("Authorization", ()):
         yield given.partition(" ")[2].strip()

@@ -10,13 +10,14 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.errors import Handler
+from wire.headers import BUDGET_HEADER, MAX_TOKENS_HEADER, RECEIPT_HEADER
 
 API = "/v1/"
 METHODS = "GET, HEAD, POST, PUT, PATCH, DELETE"
 # Headers of answers that a page may read.
 EXPOSED = (
-    "x-request-id, retry-after, retry-after-ms, etag, upload-offset, idempotent-replayed, x-loraplex-max-tokens, "
-    "x-loraplex-budget-remaining, x-loraplex-adapter-digest, x-ratelimit-limit-requests, "
+    "x-request-id, retry-after, retry-after-ms, etag, upload-offset, idempotent-replayed, "
+    f"{MAX_TOKENS_HEADER}, {BUDGET_HEADER}, {RECEIPT_HEADER}, x-ratelimit-limit-requests, "
     "x-ratelimit-remaining-requests, x-ratelimit-reset-requests, x-ratelimit-limit-tokens, "
     "x-ratelimit-remaining-tokens, x-ratelimit-reset-tokens"
 )

@@ -6,12 +6,12 @@ from typing import Annotated
 import msgspec
 from aiohttp import web
 
-from gateway.access.credentials import ANNOUNCE_TOKEN, INTERNAL_TOKEN
 from gateway.api.requests.fields import read_body
 from gateway.errors import BadRequest, InvalidKey, RecordNotFound, Unavailable, WrongKey
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.discovery import Announcements
 from gateway.redis.errors import REDIS_ERRORS
+from wire.headers import ANNOUNCE_TOKEN_HEADER, INTERNAL_TOKEN_HEADER
 
 
 class Announcement(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -28,7 +28,7 @@ class Engines:
 
     def __init__(self, announcements: Announcements | None, internal_token: str, announce_token: str | None) -> None:
         self._announcements = announcements
-        self._header = ANNOUNCE_TOKEN if announce_token else INTERNAL_TOKEN
+        self._header = ANNOUNCE_TOKEN_HEADER if announce_token else INTERNAL_TOKEN_HEADER
         self._token = (announce_token or internal_token).encode()
 
     async def announce(self, request: web.Request) -> web.Response:

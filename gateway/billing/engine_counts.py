@@ -8,6 +8,7 @@ import msgspec
 from aiohttp import ClientPayloadError, ClientSession, ClientTimeout
 
 from gateway.process.outage import Outage
+from wire.headers import INTERNAL_TOKEN_HEADER
 from wire.http_errors import HTTP_ERRORS
 from wire.responses import FinishedRequest, FinishedRequestList
 
@@ -29,7 +30,7 @@ class FinishedClient:
         self._session = session
         # Outages of the engines that do not answer, by URL.
         self._outages: dict[str, Outage] = {}
-        self._headers = {"x-loraplex-internal-token": internal_token}
+        self._headers = {INTERNAL_TOKEN_HEADER: internal_token}
 
     async def ask(
         self, engine_url: str, request_ids: Sequence[str], wait: float = 0.0

@@ -6,7 +6,6 @@ release send none.
 
 from wire.digests import bare_digest, digest_name
 
-HEADER = "x-loraplex-adapter-digest"
 BASE = "base"
 
 

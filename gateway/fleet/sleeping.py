@@ -17,6 +17,7 @@ from aiohttp import ClientSession, ClientTimeout
 from gateway.errors import NoEngine
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
+from wire.headers import INTERNAL_TOKEN_HEADER
 from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class Supervisors:
 
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session
-        self._headers = {"x-loraplex-internal-token": internal_token}
+        self._headers = {INTERNAL_TOKEN_HEADER: internal_token}
         self._waking: dict[str, asyncio.Task[Sleep | None]] = {}
 
     async def mark_if_asleep(self, engine: EngineRecord) -> bool:

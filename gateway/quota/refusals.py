@@ -9,6 +9,7 @@ from gateway.quota.demand import Demand
 from gateway.quota.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW
 from gateway.quota.limits import CLASSES, Limit
 from gateway.quota.periods import period_words
+from wire.headers import BUDGET_HEADER
 from wire.money import exact_money, format_money
 
 # Remaining, wait (ms) and reset (ms) of each limit.
@@ -17,7 +18,6 @@ States = Sequence[tuple[int, int, int]]
 # Suffix of the headers -> the kinds of limits that they report.
 _OF_REQUESTS = {kind.letter for kind in REQUEST_KINDS}
 HEADERS = {"requests": TAKES_ONE & WINDOW.keys() & _OF_REQUESTS, "tokens": TOKEN_RATE & _OF_REQUESTS}
-BUDGET_HEADER = "x-loraplex-budget-remaining"
 WHOLE_ANSWER = (
     " Behind an engine without allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
     "stream it, and its hold grows with it."

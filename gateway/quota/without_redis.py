@@ -11,6 +11,7 @@ from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
 from wire.bounded_dict import BoundedDict
+from wire.headers import MAX_TOKENS_HEADER
 
 # Maximum number of budgets whose remaining amount is stored.
 KNOWN_BUDGETS = 10_000
@@ -75,7 +76,7 @@ def reservation(demand: Demand, granted: int, headers: dict[str, str], admitted_
     """Return the reservation of a granted demand. granted: completion tokens of all choices together."""
     each = granted // demand.choices
     if each < demand.max_tokens:
-        headers = {**headers, "x-loraplex-max-tokens": str(each)}
+        headers = {**headers, MAX_TOKENS_HEADER: str(each)}
     return Reservation(
         request_id=demand.request_id,
         tenant_id=demand.tenant_id,

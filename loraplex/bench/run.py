@@ -19,6 +19,7 @@ from loraplex.bench.monitor import Monitor
 from loraplex.bench.sampling import Fixed
 from loraplex.bench.sending import Sample, Sender
 from loraplex.client import reason
+from wire.headers import INTERNAL_TOKEN_HEADER, TENANT_HEADER, WEIGHT_HEADER
 
 # Pause of a closed loop's place after a failed request, so that a server that refuses everything is not flooded.
 AFTER_FAILURE = 0.1
@@ -67,9 +68,9 @@ class Server:
     def headers(self, tenant: Tenant | None, api_key: str | None) -> dict[str, str]:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         if self.internal_token is not None:
-            headers["x-loraplex-internal-token"] = self.internal_token
+            headers[INTERNAL_TOKEN_HEADER] = self.internal_token
             if tenant is not None:
-                headers |= {"x-loraplex-tenant": tenant.name, "x-loraplex-weight": f"{tenant.weight:g}"}
+                headers |= {TENANT_HEADER: tenant.name, WEIGHT_HEADER: f"{tenant.weight:g}"}
         return headers
 
 

@@ -17,11 +17,11 @@ import aiohttp
 from aiohttp import web
 
 from loraplex.up.processes import Child, ChildError, ProcessGroup
+from wire.headers import INTERNAL_TOKEN_HEADER
 from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
-TOKEN_HEADER = "x-loraplex-internal-token"
 LOOK_SECONDS = 1.0
 LOOK_TIMEOUT = aiohttp.ClientTimeout(total=2.0)
 # Estimated time of an idle engine's stop.
@@ -66,7 +66,7 @@ class SleepingBase:
         self.state: State = "awake"
         self._engines, self._processes = engines, processes
         self._sleep_after, self._load_seconds, self._ready_seconds = sleep_after, load_seconds, ready_seconds
-        self._headers = {TOKEN_HEADER: token}
+        self._headers = {INTERNAL_TOKEN_HEADER: token}
         self._note = note
         self._wanted = asyncio.Event()
         self._since = self._now()
@@ -200,7 +200,7 @@ class Supervisor:
         await self._runner.cleanup()
 
     async def _handle(self, request: web.Request) -> web.Response:
-        given = request.headers.get(TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
+        given = request.headers.get(INTERNAL_TOKEN_HEADER, "").encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(given, self._token):
             raise web.HTTPUnauthorized
         number = request.match_info["number"]

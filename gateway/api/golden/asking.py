@@ -29,6 +29,7 @@ from gateway.records.adapters.catalog import Model
 from gateway.records.adapters.golden import GoldenAnswer, GoldenPrompt
 from gateway.records.tenants.tenants import Tenant
 from wire.deadlines import MOST_PRIORITY
+from wire.headers import RECEIPT_HEADER
 from wire.model_names import version_name
 
 # Priority of free requests among the tenant's own requests. As a tenant's it is LAST_TENANT.
@@ -172,7 +173,7 @@ class Asking:
             engine = answering.engine
             software = engine.software
             try:
-                bill.observe_receipt(answering.response.headers.get(receipts.HEADER))
+                bill.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
                 answer = await read_answer(answering.response, MAX_ANSWER_BYTES, _no_reservation)
                 bill.observe_answer(answer)
             except EngineMismatch:

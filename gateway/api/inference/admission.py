@@ -26,12 +26,12 @@ from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.money.prices import PriceList
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.turns import Turns
+from wire.headers import SESSION_HEADER
 
 # Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
 # that the event loop handles other tenants' requests in between.
 ADMISSIONS_EACH = 8
 # Names the session of a request without `user`; a session always gets the same version of a canary.
-SESSION_HEADER = "x-loraplex-session"
 # Characters of a user that count, because the choice of a version hashes them.
 MAX_USER_CHARS = 512
 

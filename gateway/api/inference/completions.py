@@ -37,6 +37,7 @@ from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.engine import EngineRecord
 from gateway.metrics import Metrics
 from gateway.spans import TRUST_TRACEPARENT, describe_request
+from wire.headers import RECEIPT_HEADER
 from wire.telemetry.spans import NO_SPAN, SPAN
 
 STREAM_HEADERS = {
@@ -119,7 +120,7 @@ class Completions:
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
                     stack.enter_context(self._mark_mismatch(answering.engine))
                     self._admission.forms.served(call.tenant.id, request.get(FORM))
-                    account.observe_receipt(answering.response.headers.get(receipts.HEADER))
+                    account.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
                     if not asked.stream:
                         return await self._relay_answer(answering, account, delivery)
                 return await self._relay_stream(request, answering, asked, account, delivery)
@@ -307,4 +308,4 @@ async def _send(delivery: Delivery, response: web.StreamResponse, data: bytes) -
 def _headers(account: Account) -> dict[str, str]:
     if account.served_digest is None:
         return account.reservation.headers
-    return {**account.reservation.headers, receipts.HEADER: receipts.as_receipt(account.served_digest)}
+    return {**account.reservation.headers, RECEIPT_HEADER: receipts.as_receipt(account.served_digest)}

@@ -23,11 +23,19 @@ from gateway.fleet.kinds.kind import (
     with_clients_names,
 )
 from wire.digests import digest_name
+from wire.headers import (
+    ALLOWANCE_HEADER,
+    BASE_HEADER,
+    INTERNAL_TOKEN_HEADER,
+    PRIORITY_HEADER,
+    TENANT_HEADER,
+    TTFT_HEADER,
+    WEIGHT_HEADER,
+)
 from wire.http_errors import HTTP_ERRORS
 from wire.prefetch import KeepRequest, Kept, Prefetched, PrefetchRequest
 from wire.probes import ProbeRequest
 from wire.requests import AllowanceRequest
-from wire.responses import ALLOWANCE_HEADER, BASE_HEADER, TTFT_HEADER
 from wire.service import ServiceElsewhere
 
 if TYPE_CHECKING:
@@ -54,7 +62,7 @@ class Loraplex(EngineKind):
 
     def __init__(self, services: Services) -> None:
         super().__init__(services)
-        self._token = {"x-loraplex-internal-token": services.internal_token}
+        self._token = {INTERNAL_TOKEN_HEADER: services.internal_token}
         self._stream_timeout = ClientTimeout(
             total=None, sock_connect=PROBE_TIMEOUT.total, sock_read=services.silence_seconds
         )
@@ -82,9 +90,9 @@ class Loraplex(EngineKind):
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
         headers = {
             **self._token,
-            "x-loraplex-tenant": call.tenant.id,
-            "x-loraplex-weight": repr(call.tenant.weight),
-            "x-loraplex-priority": str(call.tenant.priority),
+            TENANT_HEADER: call.tenant.id,
+            WEIGHT_HEADER: repr(call.tenant.weight),
+            PRIORITY_HEADER: str(call.tenant.priority),
         }
         if engine.state.base_digest is not None:
             # Another engine may have taken its address since its last report.
@@ -126,7 +134,7 @@ class Loraplex(EngineKind):
         await self._post_json(engine, "/service", ServiceElsewhere(service), SERVICE_TIMEOUT)
 
     async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> tuple[int, bytes]:
-        headers = {"Content-Type": "application/json", "x-loraplex-tenant": tenant_id, **self._token}
+        headers = {"Content-Type": "application/json", TENANT_HEADER: tenant_id, **self._token}
         data = msgspec.json.encode(ProbeRequest(digest_name(digest)))
         async with self._session.post(
             engine.url + "/probe", data=data, headers=headers, timeout=ADAPTER_TIMEOUT, allow_redirects=False
