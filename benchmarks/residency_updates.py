@@ -26,7 +26,7 @@ from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from benchmarks.routing_engines import start_engine
 from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.probe import Probe
+from gateway.fleet.health_checks import HealthChecks
 from gateway.fleet.registry import Registry
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
@@ -42,11 +42,11 @@ LOOK_SECONDS = 0.0005
 class Asking:
     """Follower that polls, as the gateway does for engines that push nothing."""
 
-    def __init__(self, probe: Probe) -> None:
-        self._probe = probe
+    def __init__(self, checks: HealthChecks) -> None:
+        self._checks = checks
 
     async def __call__(self, engine: EngineRecord) -> None:
-        await self._probe(engine)
+        await self._checks(engine)
 
     async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         return False
@@ -78,8 +78,8 @@ async def measure(url: str, digests: list[str], workers: int, *, pushed: bool) -
 
         for _ in range(workers):
             session = await stack.enter_async_context(ClientSession())
-            probe = Probe(session, kinds_of(session), only(BASE_MODEL))
-            registry = Registry(listed, probe if pushed else Asking(probe))
+            checks = HealthChecks(session, kinds_of(session), only(BASE_MODEL))
+            registry = Registry(listed, checks if pushed else Asking(checks))
             task = asyncio.create_task(registry.watch(lambda: None))
             stack.callback(task.cancel)
             registries.append(registry)

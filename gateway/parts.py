@@ -16,29 +16,29 @@ from gateway.billing.ledger import Ledger
 from gateway.billing.past import UsagePast
 from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
+from gateway.fleet.adapter_probes import AdapterProber
 from gateway.fleet.addresses import ANNOUNCED
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
 from gateway.fleet.drains import Drains
 from gateway.fleet.engine_service import EngineService
+from gateway.fleet.engine_tokenizer import EngineTokenizer
 from gateway.fleet.fairness import Fairness
 from gateway.fleet.gates import Gates
+from gateway.fleet.health_checks import HealthChecks
 from gateway.fleet.history import History
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
 from gateway.fleet.pinning import Pinning
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.probe import Probe
-from gateway.fleet.probing import AdapterProber
 from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
 from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.shared_deaths import SharedDeaths
 from gateway.fleet.shared_service import SharedService
 from gateway.fleet.tokenizers import Tokenizers
-from gateway.fleet.tokenizing import EngineTokenizer
 from gateway.fleet.warming import Warming
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
@@ -212,8 +212,8 @@ def build_serving(resources: Resources, bases: Bases) -> Serving:
         silence_seconds=settings.engine_silence,
     )
     kinds = make_kinds(services)
-    probe = Probe(resources.session, kinds, bases, settings.internal_token)
-    registry = Registry(Discovery(settings.engine_addresses, announcements), probe, timeout)
+    health_checks = HealthChecks(resources.session, kinds, bases, settings.internal_token)
+    registry = Registry(Discovery(settings.engine_addresses, announcements), health_checks, timeout)
     counters = ServiceCounters()
     gate = Gates(registry.capacity_of, counters, settings.queue_length, settings.queue_seconds)
     quarantine = Quarantine(
@@ -231,7 +231,7 @@ def build_serving(resources: Resources, bases: Bases) -> Serving:
 
     def judge_again() -> None:
         for engine in registry.up:
-            probe.judge(engine)
+            health_checks.judge(engine)
 
     bases.changed = judge_again
     prober = AdapterProber(registry, kinds, quarantine)

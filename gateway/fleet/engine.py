@@ -350,7 +350,7 @@ class EngineRecord:
             self.breaker = Breakers()
         self._change(Health.UP, "")
 
-    def note_missed_probe(self, reason: str) -> None:
+    def note_missed_check(self, reason: str) -> None:
         """Count an unanswered health check."""
         if self.condition.miss(reason):
             self.mark_down(reason, Health.SILENT)

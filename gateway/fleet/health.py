@@ -7,14 +7,14 @@ from enum import StrEnum
 
 from aiohttp import ClientConnectorDNSError, ClientConnectorError, ClientSSLError, ServerDisconnectedError
 
-# An engine in a long step may miss a probe or two. A refused connection means down at once.
+# An engine in a long step may miss a check or two. A refused connection means down at once.
 MISSES_UNTIL_SILENT = 3
 
 
 class Health(StrEnum):
-    """State of an engine as its probes show it. Only an engine that is UP gets new requests."""
+    """State of an engine as its health checks show it. Only an engine that is UP gets new requests."""
 
-    # No probe has been answered yet.
+    # No check has been answered yet.
     UNKNOWN = "unknown"
     UP = "up"
     # It does not answer although its connections stay open, for example in a long step or while it is stopped.
@@ -30,14 +30,14 @@ class Health(StrEnum):
 
 @dataclass(slots=True)
 class Condition:
-    """An engine's health, as its probes have shown it.
+    """An engine's health, as its health checks have shown it.
 
     reason: its cause and the remedy, if there is one; "" while the engine is up. since: time (monotonic) of the last
     change of health. misses: unanswered health checks in a row.
     """
 
     health: Health = Health.UNKNOWN
-    reason: str = "it has not been probed yet"
+    reason: str = "it has not been checked yet"
     since: float = field(default_factory=time.monotonic)
     misses: int = 0
 

@@ -1,4 +1,4 @@
-"""Registry of engines: discovery, and one task per engine that probes it and follows its state."""
+"""Registry of engines: discovery, and one task per engine that checks it and follows its state."""
 
 import asyncio
 import logging
@@ -20,10 +20,10 @@ POLL_SECONDS = 1.0
 
 
 class Watch(Protocol):
-    """Updates of engines' records; gateway/fleet/probe.py implements it."""
+    """Updates of engines' records; gateway/fleet/health_checks.py implements it."""
 
     async def __call__(self, engine: EngineRecord) -> None:
-        """Probe the engine."""
+        """Check the engine."""
 
     async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         """Follow the engine's state stream until it ends. Returns whether it had any line. changed: called for each."""
@@ -35,8 +35,8 @@ class Watch(Protocol):
 class Registry:
     """The engines that `discover` finds.
 
-    Each is probed and then followed; an engine that cannot be followed is probed every second. An engine that discovery
-    drops gets no new requests; its running requests go on.
+    Each is checked and then followed; an engine that cannot be followed is checked every second. An engine that
+    discovery drops gets no new requests; its running requests go on.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Registry:
         return BaseAsleep(min(seconds)) if seconds else otherwise
 
     async def poll(self) -> None:
-        """Discover engines and probe each of them once."""
+        """Discover engines and check each of them once."""
         await self._discover_engines()
         await asyncio.gather(*(self._watch(engine) for engine in self._engines.values()))
 
@@ -139,7 +139,7 @@ class Registry:
                 task.cancel()
 
     async def _watch_one(self, engine: EngineRecord, changed: Callable[[], None]) -> None:
-        """Probe the engine, follow its state stream to the end, and probe it again at once."""
+        """Check the engine, follow its state stream to the end, and check it again at once."""
         await self._watch(engine)
         self._abandon_silent(engine)
         changed()
@@ -181,7 +181,7 @@ class Registry:
     def _end_watch(self, url: str, task: "asyncio.Task[None]") -> None:
         self._watching.pop(url, None)
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("engine %s could not be probed", url, exc_info=error)
+            log.error("engine %s could not be checked", url, exc_info=error)
 
     async def _discover_engines(self) -> None:
         addresses = {address.url: address for address in await self._discover()}

@@ -23,7 +23,7 @@ from wire.http_errors import HTTP_ERRORS
 log = logging.getLogger(__name__)
 
 TIMEOUT = ClientTimeout(total=2.0)
-# Time from the end of an engine's load until its gateways have its first report: they probe it every second.
+# Time from the end of an engine's load until its gateways have its first report: they check it every second.
 NOTICED_SECONDS = 1.5
 
 

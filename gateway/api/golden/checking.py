@@ -21,9 +21,9 @@ from wire.text.tokenizer import ChatTemplateError
 
 log = logging.getLogger(__name__)
 
-# Deaths and failures of engines during checks of one golden set under one software, after which the check is recorded
-# with these errors.
-MOST_DEATHS = 2
+# Number of deaths and failures of engines during checks of one golden set under one software, at which the check is
+# recorded with these errors.
+DEATHS_UNTIL_RECORDED = 2
 DIED = "Engines died or failed while they answered this prompt."
 NOT_ASKED = "Engines died or failed while they answered an earlier prompt."
 # Limit of the golden sets whose deaths are remembered.
@@ -76,7 +76,7 @@ class GoldenChecks:
             except (BadRequest, ProtocolError, ChatTemplateError) as error:
                 differences.append(Difference(prompt=i, error=str(error)))
             except (EngineDied, UpstreamFailed):
-                # The prompt may be the cause. After MOST_DEATHS the check is recorded, so that it is not repeated.
+                # The prompt may be the cause. At the last death the check is recorded, so that it is not repeated.
                 if not self._is_last_death(found.tag, software):
                     raise
                 differences.append(Difference(prompt=i, error=DIED))
@@ -108,7 +108,7 @@ class GoldenChecks:
         self._deaths[tag, software] += 1
         while len(self._deaths) > MAX_REMEMBERED:
             del self._deaths[next(iter(self._deaths))]
-        return self._deaths[tag, software] >= MOST_DEATHS
+        return self._deaths[tag, software] >= DEATHS_UNTIL_RECORDED
 
 
 def num_equal(one: Sequence[int], other: Sequence[int]) -> int:

@@ -10,7 +10,7 @@ import msgspec
 
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
-from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
+from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.process.background import running
 from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.probes import Probes, Unprobed

@@ -22,7 +22,7 @@ from wire.digests import digest_name
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
-PROBE_TIMEOUT = ClientTimeout(total=3.0)
+HEALTH_TIMEOUT = ClientTimeout(total=3.0)
 CONNECT_SECONDS = 5.0
 TOKENIZE_TIMEOUT = ClientTimeout(total=10.0)
 WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
@@ -148,7 +148,7 @@ class EngineKind(ABC):
         Raises ClientError, OSError, TimeoutError.
         """
         async with self._session.get(
-            (url or engine.url) + path, headers=self.headers(engine), timeout=PROBE_TIMEOUT, allow_redirects=False
+            (url or engine.url) + path, headers=self.headers(engine), timeout=HEALTH_TIMEOUT, allow_redirects=False
         ) as response:
             if response.status != 200:
                 # Redirects are refused too: a server's secret is never sent to another server.

@@ -14,7 +14,7 @@ from gateway.fleet.call import Call, EngineRefused, EngineWithdrew
 from gateway.fleet.engine import LORAPLEX, EngineRecord, EngineState, parse_state
 from gateway.fleet.kinds.kind import (
     CONNECT_SECONDS,
-    PROBE_TIMEOUT,
+    HEALTH_TIMEOUT,
     EngineKind,
     ErrorDetail,
     Services,
@@ -64,7 +64,7 @@ class Loraplex(EngineKind):
         super().__init__(services)
         self._token = {INTERNAL_TOKEN_HEADER: services.internal_token}
         self._stream_timeout = ClientTimeout(
-            total=None, sock_connect=PROBE_TIMEOUT.total, sock_read=services.silence_seconds
+            total=None, sock_connect=HEALTH_TIMEOUT.total, sock_read=services.silence_seconds
         )
 
     def headers(self, engine: EngineRecord) -> dict[str, str]:

@@ -8,7 +8,7 @@ from aiohttp import ClientSession
 
 from gateway.fleet.engine import Address, EngineRecord
 from gateway.fleet.health import Health
-from gateway.fleet.probe import Probe
+from gateway.fleet.health_checks import HealthChecks
 from gateway.fleet.registry import Registry
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
@@ -21,7 +21,7 @@ class Fleet:
 
     def __init__(self, session: ClientSession, *urls: str) -> None:
         self.urls = list(urls)
-        self.registry = Registry(self._listed, Probe(session, kinds_of(session), only(BASE_MODEL)))
+        self.registry = Registry(self._listed, HealthChecks(session, kinds_of(session), only(BASE_MODEL)))
         self._changed = asyncio.Event()
 
     async def _listed(self) -> list[Address]:

@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
 from gateway.fleet.engine import Address, EngineRecord
-from gateway.fleet.probing import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import Suspect

@@ -16,9 +16,9 @@ from engine.http.announcing import _send
 from gateway.billing.engine_counts import FinishedClient
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.health_checks import HealthChecks
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.vllm import Vllm, check_version, may_run_on_cpu
-from gateway.fleet.probe import Probe
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, Gateway, running, settings, until
@@ -266,11 +266,11 @@ async def test_no_secret_follows_a_redirect(tmp_path: Path, kind: str):
         address = parse_address(kind + elsewhere.url)
         engine = EngineRecord(address)
         kinds = kinds_of(session, tmp_path)
-        probe = Probe(session, kinds, only(BASE_MODEL))
-        await probe(engine)
+        checks = HealthChecks(session, kinds, only(BASE_MODEL))
+        await checks(engine)
         assert not engine.is_up
         # Only its other routes redirect.
-        assert not await probe.follow(engine, lambda: None)
+        assert not await checks.follow(engine, lambda: None)
         with pytest.raises(Exception, match="307"):
             await kinds[address.traits.name].get(engine, "/state")
         assert await FinishedClient(session, TOKEN).ask(elsewhere.url, ["req_1"]) is None
@@ -308,7 +308,7 @@ class Worker:
     def __init__(self, session: ClientSession, url: str, room: int, redis: Redis, store: Path) -> None:
         self.engine = EngineRecord(Address(url, Vllm.traits, adapters=room, key=API_KEY))
         kinds = kinds_of(session, store, redis)
-        self.probe = Probe(session, kinds, only(BASE_MODEL))
+        self.check = HealthChecks(session, kinds, only(BASE_MODEL))
         vllm = kinds["vllm"]
         assert isinstance(vllm, Vllm)
         self.adapters = vllm.adapters
@@ -339,7 +339,7 @@ async def two_workers(
         one, two = (Worker(session, vllm.url, room, redis, folder) for _ in range(2))
         for worker in (one, two):
             worker.trust(folder)
-            await worker.probe(worker.engine)
+            await worker.check(worker.engine)
         yield vllm, one, two
 
 
@@ -360,7 +360,7 @@ async def test_workers_do_not_unload_each_others_popular_adapters(tmp_path: Path
             for worker, popular in ((one, popular_one), (two, popular_two)):
                 for digest in popular:
                     await worker.ask(digest, vllm)
-                await worker.probe(worker.engine)
+                await worker.check(worker.engine)
             await asyncio.sleep(0.03)
         assert set(vllm.names) == {f"sha256:{digest}" for digest in (*popular_one, *popular_two)}
         assert len(vllm.loads) == len(set(vllm.loads)) == 8
@@ -375,9 +375,9 @@ async def test_a_long_answer_keeps_its_adapter_from_being_unloaded_by_another_wo
             for digest in others:
                 # A poll of the first worker, longer after its use than the period of reports.
                 await asyncio.sleep(0.22)
-                await one.probe(one.engine)
+                await one.check(one.engine)
                 await asyncio.sleep(0.04)
-                await two.probe(two.engine)
+                await two.check(two.engine)
                 await two.ask(digest, vllm)
         assert f"sha256:{long}" in vllm.names
         assert vllm.unloads == [f"sha256:{digest}" for digest in others[:2]]

@@ -25,8 +25,8 @@ from wire.probes import AdapterProbe
 
 log = logging.getLogger(__name__)
 
-# Number of engines that must die during probes of an adapter before it is refused.
-MOST_DEATHS = 2
+# Number of engines that died during probes of an adapter, at which it is refused.
+DEATHS_UNTIL_REFUSED = 2
 # Adapters whose deaths are remembered.
 MAX_REMEMBERED = 10_000
 
@@ -106,10 +106,10 @@ class AdapterProber:
         return _read(engine, status, answer)
 
     def _check_deaths(self, suspect: Suspect) -> None:
-        """Raise AdapterRefused if MOST_DEATHS engines died during probes of the adapter, at any gateway process."""
-        if max(self._deaths[suspect], self._quarantine.number_of_deaths(suspect)) >= MOST_DEATHS:
+        """Raise AdapterRefused if too many engines died during probes of the adapter, at any gateway process."""
+        if max(self._deaths[suspect], self._quarantine.number_of_deaths(suspect)) >= DEATHS_UNTIL_REFUSED:
             log.error("adapter %s is refused: engines died during its probes", digest_name(suspect.mark))
-            text = f"{MOST_DEATHS} engines died while they probed this adapter"
+            text = f"{DEATHS_UNTIL_REFUSED} engines died while they probed this adapter"
             raise AdapterRefused([Reason(message=text, code="adapter_probe_crashed")])
 
     def _engines(self, base: str) -> list[EngineRecord]:

@@ -1,4 +1,4 @@
-"""Probes of engines by a health route and their state, then by the stream of their state changes, if they push them."""
+"""Health checks of engines: their health route and state, then the stream of their state changes, if they push it."""
 
 import logging
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from aiohttp import ClientResponseError, ClientSession
 
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health, network_reason
-from gateway.fleet.kinds.kind import PROBE_TIMEOUT, EngineKind, Misconfigured
+from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, EngineKind, Misconfigured
 from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.sleeping import Supervisors
 from gateway.records.bases.registry import Bases, NoBase
@@ -20,8 +20,8 @@ OUR_KEY = "it refuses the internal token; start it with this gateway's LORAPLEX_
 ITS_KEY = "{} refuses this gateway's key; name its API key by ?key_env= or ?key_file= in LORAPLEX_ENGINES"
 
 
-class Probe:
-    """Watch of an engine's state, and of the base model that it serves."""
+class HealthChecks:
+    """Health checks of engines, which also find the base model that each serves."""
 
     def __init__(self, session: ClientSession, kinds: Kinds, bases: Bases, internal_token: str = "") -> None:
         self._session = session
@@ -30,7 +30,7 @@ class Probe:
         self._bases = bases
 
     async def __call__(self, engine: EngineRecord) -> None:
-        """Probe the engine and update its record. Raises no network errors."""
+        """Check the engine and update its record. Raises no network errors."""
         kind = self._kinds[engine.address.traits.name]
         if not await self._is_alive(engine, kind):
             return
@@ -58,12 +58,12 @@ class Probe:
         route = f"GET {kind.health_path}"
         try:
             url = engine.url + kind.health_path
-            async with self._session.get(url, timeout=PROBE_TIMEOUT, allow_redirects=False) as response:
+            async with self._session.get(url, timeout=HEALTH_TIMEOUT, allow_redirects=False) as response:
                 if response.status == 200:
                     return True
                 status = _status(await response.read())
         except TimeoutError:
-            engine.note_missed_probe(f"{route} had no answer within {PROBE_TIMEOUT.total:g} s")
+            engine.note_missed_check(f"{route} had no answer within {HEALTH_TIMEOUT.total:g} s")
         except HTTP_ERRORS as error:
             if await self._supervisors.mark_if_asleep(engine):
                 self._find_base(engine)
@@ -98,9 +98,9 @@ class Probe:
             if pushed:
                 engine.mark_down("its state stream stopped sending", Health.SILENT)
             else:
-                engine.note_missed_probe("its state stream did not begin in time")
+                engine.note_missed_check("its state stream did not begin in time")
         except (*HTTP_ERRORS, ValueError, msgspec.MsgspecError) as error:
-            # The next probe of the health route finds the reason.
+            # The next check of the health route finds the reason.
             log.debug("engine %s: its state stream ended: %s", engine.url, type(error).__name__)
         return pushed
 
