@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from adapters.manifest import AdapterError, AdapterNotFound
 from engine.answering.in_flight import InFlight
-from engine.answering.rest import Rest
+from engine.answering.pauses import Pauses
 from engine.core.client import Core
 from engine.core.errors import EngineUnavailable, QueueFull
 from engine.core.messages import AdapterFacts, Inspection
@@ -70,7 +70,7 @@ class ModelRegistry:
         self._invocations = BoundedDict[str, tuple[int, ...]](MAX_INVOCATIONS)
         # Serializes the registration and the removal of folders, so that neither undoes the other.
         self._folders = asyncio.Lock()
-        self._rest = Rest(NAMED_SHARE, in_flight.wait_idle)
+        self._pauses = Pauses(NAMED_SHARE, in_flight.wait_idle)
         self._created = int(time.time())
         # Moving average of the time to load an adapter.
         self.load_seconds = 0.0
@@ -156,11 +156,11 @@ class ModelRegistry:
         """
         if name == self.base_name or named_digest(name) is not None:
             raise ApiError(400, f"the name {name!r} is taken", param="lora_name")
-        await self._rest.wait()
+        await self._pauses.wait()
         started = time.monotonic()
         try:
             async with AsyncExitStack() as stack:
-                stack.enter_context(self._rest.after())
+                stack.enter_context(self._pauses.after())
                 async with self._folders:
                     digest = await self._add_path(path)
                     await stack.enter_async_context(self._kept(digest))

@@ -2,8 +2,8 @@
 
 The rows join the step loop as two requests of a few tokens at a time, so running streams are delayed as by any short
 prompt. The scheduler charges the tenant, and the device pool evicts by its usual rules. One probe runs at a time, with
-a rest after each of its jobs (`answering/rest.py`): the load, and each pass over a prompt. So a request is delayed by
-one job at most, and many probes delay streams little; the tenants' probes take turns. Knows no HTTP.
+a pause after each of its jobs (`answering/pauses.py`): the load, and each pass over a prompt. So a request is delayed
+by one job at most, and many probes delay streams little; the tenants' probes take turns. Knows no HTTP.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ import numpy as np
 from engine.answering.activation import adapter_start
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
-from engine.answering.rest import Rest
+from engine.answering.pauses import Pauses
 from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import Inspection
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
@@ -58,7 +58,7 @@ class Prober:
         self._prompts = fixed_prompts(facts.vocab_size)
         # A tenant holds its lock while it waits for the turn, so each tenant has at most one place in the queue.
         self._turn = asyncio.Lock()
-        self._rest = Rest(SHARE, in_flight.wait_idle)
+        self._pauses = Pauses(SHARE, in_flight.wait_idle)
         self._locks: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -90,7 +90,7 @@ class Prober:
 
     async def _probe(self, digest: str, tenant_id: str) -> AdapterProbe:
         async with AsyncExitStack() as stack:
-            async with self._rest.job():
+            async with self._pauses.job():
                 served = await stack.enter_async_context(self._models.using(digest_name(digest), tenant_id))
                 inspected = await self._models.inspect(digest, tenant_id)
             if not inspected.has_effect:
@@ -135,7 +135,7 @@ class Prober:
             for number, (prompt, served) in enumerate(zip(prompts, models, strict=True))
         ]
         found: dict[int, RequestOutput] = {}
-        async with self._rest.job():
+        async with self._pauses.job():
             with self._in_flight.submit(sequences) as ticket:
                 while len(found) < len(sequences):
                     news = await ticket.news()

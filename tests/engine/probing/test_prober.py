@@ -153,7 +153,7 @@ async def test_a_probe_rests_after_each_of_its_passes(
 ):
     """A request beside it is delayed by one pass, not by all of them."""
     monkeypatch.setattr("engine.probing.prober.SHARE", 1e-9)
-    monkeypatch.setattr("engine.answering.rest.MOST_REST_S", 3600.0)
+    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 3600.0)
     name = put(9)
     body = {"model": "tiny", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
     checks = 0

@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 # Maximum pause: a job may take long without using the engine, such as with a slow store.
-MOST_REST_S = 5.0
+MAX_PAUSE_S = 5.0
 
 
-class Rest:
-    """Rest after each job, in proportion to its duration.
+class Pauses:
+    """Pause after each job, in proportion to its duration.
 
     share: maximum share of the time that jobs use. wait_idle: waits until the engine has no request.
     """
@@ -22,24 +22,24 @@ class Rest:
         self._ends_at = 0.0
 
     async def wait(self) -> None:
-        """Wait until the rest ends or the engine is idle, because then a job delays no request."""
+        """Wait until the pause ends or the engine is idle, because then a job delays no request."""
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, self._ends_at - time.monotonic())):
                 await self._wait_idle()
 
     @contextmanager
     def after(self) -> Iterator[None]:
-        """Measure the job in the block. The rest begins at its end, also after an error."""
+        """Measure the job in the block. The pause begins at its end, also after an error."""
         started = time.monotonic()
         try:
             yield
         finally:
             ended = time.monotonic()
-            self._ends_at = ended + min(MOST_REST_S, (ended - started) * (1 / self._share - 1))
+            self._ends_at = ended + min(MAX_PAUSE_S, (ended - started) * (1 / self._share - 1))
 
     @asynccontextmanager
     async def job(self) -> AsyncIterator[None]:
-        """Wait for the end of the rest, then measure the job in the block."""
+        """Wait for the end of the pause, then measure the job in the block."""
         await self.wait()
         with self.after():
             yield
