@@ -11,9 +11,10 @@ from collections import defaultdict
 from collections.abc import Callable
 from heapq import nlargest
 from typing import Protocol
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine_problems import EngineProblems
 from wire.http_errors import HTTP_ERRORS
 from wire.service import MAX_TENANTS
 
@@ -41,7 +42,7 @@ class EngineService:
         # By engine: service at the other engines that is not reported yet, and the report in flight.
         self._unreported: WeakKeyDictionary[EngineRecord, dict[str, float]] = WeakKeyDictionary()
         self._reporting: WeakKeyDictionary[EngineRecord, asyncio.Task[None]] = WeakKeyDictionary()
-        self._failing: WeakSet[EngineRecord] = WeakSet()
+        self._problems = EngineProblems(log)
         # Place of the first engine that gets a report in the next round, in a large fleet.
         self._turn = 0
 
@@ -95,16 +96,10 @@ class EngineService:
         try:
             await self._send(engine, service)
         except HTTP_ERRORS as error:
-            if engine not in self._failing:
-                self._failing.add(engine)
-                log.warning(
-                    "engine %s does not accept the service of tenants at other engines (%s); it orders tenants by its "
-                    "own service",
-                    engine.url,
-                    type(error).__name__,
-                )
+            problem = "orders tenants by its own service, because it does not accept their service at other engines"
+            self._problems.found(engine, problem, type(error).__name__)
         else:
-            self._failing.discard(engine)
+            self._problems.ended(engine)
         finally:
             self._reporting.pop(engine, None)
 

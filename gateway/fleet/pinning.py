@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Protocol
-from weakref import WeakKeyDictionary
 
 from msgspec import MsgspecError
 
@@ -20,6 +19,7 @@ from gateway.errors import Unavailable
 from gateway.fleet.base_engines import BaseEngines
 from gateway.fleet.candidates import engines_for
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine_problems import EngineProblems
 from gateway.fleet.routing import Rates
 from gateway.records.bases.base import Binding
 from wire.http_errors import HTTP_ERRORS
@@ -53,8 +53,8 @@ class Pinning:
         self._read = read
         self._send = send
         self._rates = rates
-        # Engines with too little room or without an answer: logged once until it changes.
-        self._reported: WeakKeyDictionary[EngineRecord, str] = WeakKeyDictionary()
+        # Engines with too little room or without an answer.
+        self._problems = EngineProblems(log)
 
     async def watch(self) -> None:
         """Send the pins until cancelled."""
@@ -78,18 +78,14 @@ class Pinning:
         try:
             kept = await self._send(engine, digests)
         except (*HTTP_ERRORS, MsgspecError) as error:
-            self._report(engine, f"takes no pins of adapters: {type(error).__name__}")
+            self._problems.found(engine, f"takes no pins of adapters: {type(error).__name__}")
             return
-        missing = len(digests) - kept
-        self._report(engine, f"lacks the room or the files for {missing} of {len(digests)} pins" if missing else "")
-        if not missing:
-            for digest in digests:
-                engine.prefetched.add(digest)
-
-    def _report(self, engine: EngineRecord, problem: str) -> None:
-        if problem and self._reported.get(engine) != problem:
-            log.warning("engine %s %s", engine.url, problem)
-        self._reported[engine] = problem
+        if missing := len(digests) - kept:
+            self._problems.found(engine, f"lacks the room or the files for {missing} of {len(digests)} pins")
+            return
+        self._problems.ended(engine)
+        for digest in digests:
+            engine.prefetched.add(digest)
 
 
 def _keeps(bindings: Collection[Binding], engine: EngineRecord) -> bool:

@@ -6,11 +6,11 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol
-from weakref import WeakSet
 
 from msgspec import MsgspecError
 
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine_problems import EngineProblems
 from wire.bounded_dict import BoundedDict
 from wire.http_errors import HTTP_ERRORS
 
@@ -38,7 +38,7 @@ class Prefetch:
         self._tasks: set[asyncio.Task[None]] = set()
         # Time of the last hint by engine and digest, oldest first.
         self._sent = BoundedDict[tuple[str, str], float](MAX_SENT)
-        self._failing: WeakSet[EngineRecord] = WeakSet()
+        self._problems = EngineProblems(log)
 
     def hint(self, engine: EngineRecord, digests: Sequence[str], tenant_id: str) -> None:
         """Tell the engine to load the adapters that it does not hold. Ignored by kinds that take no hints."""
@@ -74,11 +74,9 @@ class Prefetch:
         is_loaded = False
         try:
             is_loaded = await self._send(engine, digest, tenant_id)
-            self._failing.discard(engine)
+            self._problems.ended(engine)
         except (*HTTP_ERRORS, MsgspecError) as error:
-            if engine not in self._failing:
-                self._failing.add(engine)
-                log.warning("engine %s takes no prefetch hints: %s", engine.url, type(error).__name__)
+            self._problems.found(engine, "takes no prefetch hints", type(error).__name__)
         finally:
             self._in_flight[tenant_id] -= 1
             if not self._in_flight[tenant_id]:
