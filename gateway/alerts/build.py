@@ -9,12 +9,12 @@ from gateway.alerts.watch import Watch
 from gateway.parts import Records, Serving
 from gateway.records.events.events import Events
 from gateway.records.events.webhooks import Webhooks
+from gateway.records.leadership import Leadership
 from gateway.records.money.spending import Spending
 from gateway.records.tenants.budgeted import BudgetedTenants
-from gateway.records.turns import Turn
 from gateway.resources import Resources
 
-# Lifetimes of the turns' leases: another process takes over from one that died after this time.
+# Lifetimes of the leaders' leases: another process takes over from one that died after this time.
 OUTBOX_SECONDS, WATCH_SECONDS = 20.0, 60.0
 
 
@@ -38,8 +38,10 @@ def build_alerts(resources: Resources, records: Records, serving: Serving) -> Al
         events,
         BudgetedTenants(database),
         Spending(database),
-        Turn(database, "watch", WATCH_SECONDS),
+        Leadership(database, "watch", WATCH_SECONDS),
         resources.metrics,
         lambda: serving.registry.engines,
     )
-    return Alerts(events, webhooks, sender, Outbox(webhooks, Turn(database, "outbox", OUTBOX_SECONDS), sender), watch)
+    return Alerts(
+        events, webhooks, sender, Outbox(webhooks, Leadership(database, "outbox", OUTBOX_SECONDS), sender), watch
+    )

@@ -10,7 +10,7 @@ from gateway.alerts.sending import Sender
 from gateway.errors import Unavailable
 from gateway.process.background import running
 from gateway.records.events.webhooks import Pending, Webhooks
-from gateway.records.turns import Turn
+from gateway.records.leadership import Leadership
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +25,11 @@ class Outbox:
     An event is delivered twice if the process ends between the target's answer and its record; its id is the same.
     """
 
-    def __init__(self, webhooks: Webhooks, turn: Turn, sender: Sender, look_seconds: float = LOOK_SECONDS) -> None:
+    def __init__(
+        self, webhooks: Webhooks, leadership: Leadership, sender: Sender, look_seconds: float = LOOK_SECONDS
+    ) -> None:
         self._webhooks = webhooks
-        self._turn = turn
+        self._leadership = leadership
         self._sender = sender
         self._look_seconds = look_seconds
         self._running: dict[str, asyncio.Task[None]] = {}
@@ -41,13 +43,13 @@ class Outbox:
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)
         await self._sender.close()
-        await self._turn.leave()
+        await self._leadership.leave()
 
     async def run(self) -> None:
-        """Deliver while this process has the turn, until cancelled. Run it as a task."""
+        """Deliver while this process leads, until cancelled. Run it as a task."""
         while True:
             try:
-                if await self._turn.take():
+                if await self._leadership.take():
                     await self._start_due()
             except Unavailable as error:
                 # `Database` logs the outage.

@@ -22,9 +22,9 @@ from gateway.quota.periods import period_start
 from gateway.records.events.events import Events
 from gateway.records.events.types import EventType
 from gateway.records.keys.expiring import expiring_keys
+from gateway.records.leadership import Leadership
 from gateway.records.money.spending import Spending
 from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
-from gateway.records.turns import Turn
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Watch:
         events: Events,
         tenants: BudgetedTenants,
         spending: Spending,
-        turn: Turn,
+        leadership: Leadership,
         metrics: Metrics,
         engines: Callable[[], Sequence[EngineRecord]],
         look_seconds: float = LOOK_SECONDS,
@@ -99,13 +99,13 @@ class Watch:
         self._events = events
         self._tenants = tenants
         self._spending = spending
-        self._turn = turn
+        self._leadership = leadership
         self._metrics = metrics
         self._engines = engines
         self._look_seconds = look_seconds
         # (time.monotonic(), number of wrong keys so far) at each look of the last minute.
         self._wrong_keys: list[tuple[float, int]] = []
-        self._has_turn = False
+        self._leads = False
         self._was_up: set[str] = set()
         # Type and id of the newest event of each engine.
         self._reported: dict[str, tuple[str, str]] = {}
@@ -114,7 +114,7 @@ class Watch:
         """Watch beside an application."""
         async with running(self.run()):
             yield
-        await self._turn.leave()
+        await self._leadership.leave()
 
     async def run(self) -> None:
         """Look again and again, until cancelled. Run it as a task."""
@@ -134,11 +134,11 @@ class Watch:
         self._was_up |= {engine.url for engine in self._engines() if engine.is_up}
         await self._look_at_wrong_keys(now)
         await self._look_at_refused(now)
-        had_turn, self._has_turn = self._has_turn, await self._turn.take()
-        if not self._has_turn:
+        led, self._leads = self._leads, await self._leadership.take()
+        if not self._leads:
             self._metrics.budgets_used({})
             return
-        if not had_turn:
+        if not led:
             newest = await self._events.newest(("engine.down", "engine.up"))
             self._reported = {url: (event.type, event.id) for url, event in newest.items()}
         await self._look_at_engines()
@@ -221,7 +221,7 @@ class Watch:
         return kind == "engine.down", event_id
 
     async def _report_engine(self, kind: Any, url: str, data: dict[str, Any], last: str) -> None:
-        # `once` contains the event before it, so that two gateways that hold the turn at once record one event.
+        # `once` contains the event before it, so that two gateways that lead at once record one event.
         name = hashlib.sha256(url.encode()).hexdigest()[:32]
         await self._events.record(kind, data, once=f"{kind}:{name}:{last}")
         newest = (await self._events.newest(("engine.down", "engine.up")))[url]

@@ -28,8 +28,8 @@ PROBE_SECONDS = 2.0
 STORE_SECONDS = 30.0
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """A service that the gateway needs. latency: seconds of one query just now; None without an answer."""
+class Dependency(msgspec.Struct, frozen=True, kw_only=True):
+    """A server that the gateway needs. latency: seconds of one query just now; None without an answer."""
 
     kind: str
     latency: float | None
@@ -59,8 +59,8 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     revision: str | None
     expected_revision: str
     migrations: list[Migration]
-    database: Part
-    redis: Part
+    database: Dependency
+    redis: Dependency
     stored: Stored | None
     journal_bytes: int
     journal_limit: int
@@ -98,8 +98,8 @@ class Conditions:
             revision=revision,
             expected_revision=known[0].revision,
             migrations=known,
-            database=Part(kind=self._database.dialect, latency=database, num_bytes=num_bytes),
-            redis=Part(kind="redis", latency=redis),
+            database=Dependency(kind=self._database.dialect, latency=database, num_bytes=num_bytes),
+            redis=Dependency(kind="redis", latency=redis),
             stored=stored,
             journal_bytes=await asyncio.to_thread(_journal_bytes, folder),
             journal_limit=settings.journal_bytes,

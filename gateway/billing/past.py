@@ -15,7 +15,7 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_daily, usage_hourly
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class UsagePart(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """Part of a tenant's usage: by a family of keys, or by models. Without any field, all of it.
 
     models: names, which include the tenant's other names with a version of the same content. besides: all adapters
@@ -27,7 +27,7 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     besides: tuple[str, ...] | None = None
 
 
-ALL = Part()
+ALL = UsagePart()
 
 
 class UsagePast:
@@ -40,7 +40,7 @@ class UsagePast:
         self._database = database
         self._bases = bases
 
-    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int:
+    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int:
         """Return the cost, in micro-units, of the requests in `[since, until)`."""
         parts = [
             select(int_sum(table.c.cost).label("cost")).where(*self._within(table, start, end, tenant_id, part))
@@ -54,7 +54,7 @@ class UsagePast:
             return (await connection.execute(select(int_sum(every.c.cost)))).scalar_one()
 
     async def cost_by_day(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
+        self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL
     ) -> dict[datetime, int]:
         """Return the cost of the requests in `[since, until)` by day (UTC), in micro-units. Days without requests lack.
 
@@ -76,7 +76,7 @@ class UsagePast:
             return {row.day: row.cost for row in (await connection.execute(query)).all()}
 
     async def by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True
+        self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL, *, tokens: bool = True
     ) -> list[tuple[datetime, int]]:
         """Return (start of the hour, tokens of the token rates) of the requests in `[since, until)`, in order.
 
@@ -105,7 +105,7 @@ class UsagePast:
         return sorted(sums.items())
 
     def _within(
-        self, table: Table, start: datetime | None, end: datetime | None, tenant_id: str, part: Part
+        self, table: Table, start: datetime | None, end: datetime | None, tenant_id: str, part: UsagePart
     ) -> list[ColumnElement[Any]]:
         at = TIMES[table]
         found: list[ColumnElement[Any]] = [table.c.tenant_id == tenant_id]

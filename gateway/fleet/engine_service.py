@@ -27,7 +27,7 @@ SECONDS = 0.25
 MAX_REPORTS = 64
 
 
-class Sender(Protocol):
+class SendService(Protocol):
     async def __call__(self, engine: EngineRecord, service: dict[str, float]) -> None:
         """Report service at other engines by tenant id. Raises ClientError, OSError, TimeoutError."""
 
@@ -35,7 +35,7 @@ class Sender(Protocol):
 class EngineService:
     """Counts of one process. engines: returns the engines of the fleet. send: sends an engine its report."""
 
-    def __init__(self, engines: Callable[[], list[EngineRecord]], send: Sender) -> None:
+    def __init__(self, engines: Callable[[], list[EngineRecord]], send: SendService) -> None:
         self._engines = engines
         self._send = send
         self._served: dict[str, dict[str, float]] = {}

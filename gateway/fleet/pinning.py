@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 SECONDS = 5.0
 
 
-class Sender(Protocol):
+class SendPins(Protocol):
     async def __call__(self, engine: EngineRecord, digests: Sequence[str]) -> int:
         """Send pins and return the number of adapters kept. Raises ClientError, OSError, TimeoutError, MsgspecError."""
 
@@ -46,7 +46,7 @@ class Pinning:
         self,
         fleet_of: Callable[[str], BaseEngines],
         read: Callable[[], Awaitable[Mapping[str, Collection[Binding]]]],
-        send: Sender,
+        send: SendPins,
         rates: Rates,
     ) -> None:
         self._fleet_of = fleet_of

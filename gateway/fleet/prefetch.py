@@ -22,7 +22,7 @@ REPEAT_SECONDS = 10.0
 MAX_OF_TENANT, MAX_IN_FLIGHT, MAX_SENT = 4, 64, 4096
 
 
-class Sender(Protocol):
+class SendHint(Protocol):
     async def __call__(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
         """Send a hint and return whether the engine has the adapter in memory. Raises ClientError, OSError,
         TimeoutError, MsgspecError.
@@ -32,7 +32,7 @@ class Sender(Protocol):
 class Prefetch:
     """Hints of one process. They are limited for each tenant; engines limit the loaded bytes too."""
 
-    def __init__(self, send: Sender) -> None:
+    def __init__(self, send: SendHint) -> None:
         self._send = send
         self._in_flight: Counter[str] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()

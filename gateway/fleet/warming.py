@@ -1,27 +1,19 @@
 """Prefetch of adapters into an engine's host memory on an operator's order."""
 
-from typing import Protocol
-
 from msgspec import MsgspecError
 
 from gateway.errors import BadRequest, Unavailable
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.prefetch import SendHint
 from gateway.fleet.registry import Registry
 from gateway.records.bases.base import Binding
 from wire.http_errors import HTTP_ERRORS
 
 
-class Sender(Protocol):
-    async def __call__(self, engine: EngineRecord, digest: str, tenant_id: str) -> bool:
-        """Make an engine load an adapter, and return whether it has it. Raises ClientError, OSError, TimeoutError,
-        MsgspecError.
-        """
-
-
 class Warming:
-    """Sender of the orders. send: the call that also sends hints for waiting requests (prefetch.py)."""
+    """Sender of the orders. send: as for waiting requests."""
 
-    def __init__(self, registry: Registry, send: Sender) -> None:
+    def __init__(self, registry: Registry, send: SendHint) -> None:
         self._registry = registry
         self._send = send
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.billing.past import ALL, Part
+from gateway.billing.past import ALL, UsagePart
 from gateway.quota.kinds import BUDGET, BY_LETTER, KINDS, REQUEST_KINDS, TAKES_ONE
 from gateway.records.adapters.catalog import Model
 from gateway.records.tenants.limits import Limits
@@ -24,7 +24,7 @@ class Limit(msgspec.Struct, frozen=True, gc=False):
     owner: str
     kind: str
     value: int
-    part: Part = ALL
+    part: UsagePart = ALL
 
     @property
     def name(self) -> str:
@@ -53,13 +53,13 @@ def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ..
     found = [*_set(tenant.limits, "tenant", "tenant")]
     if principal.key_limits != NO_LIMITS:
         family = principal.key_family
-        found += _set(principal.key_limits, "key", f"key:{family}", Part(family=family))
+        found += _set(principal.key_limits, "key", f"key:{family}", UsagePart(family=family))
     if tenant.model_limits:
         limited = [[name for name in names if name in tenant.model_limits] for names in parts]
         for name in dict.fromkeys(name for names in limited for name in names):
-            found += _set(tenant.model_limits[name], "model", f"model:{name}", Part(models=(name,)))
+            found += _set(tenant.model_limits[name], "model", f"model:{name}", UsagePart(models=(name,)))
         if is_adapter and not all(limited) and ANY_ADAPTER in tenant.model_limits:
-            part = Part(besides=tuple(tenant.model_limits))
+            part = UsagePart(besides=tuple(tenant.model_limits))
             found += _set(tenant.model_limits[ANY_ADAPTER], "model", f"model:{ANY_ADAPTER}", part)
     return tuple(found)
 
@@ -77,7 +77,7 @@ def adapter_limits(
     return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in letters.items() if value is not None)
 
 
-def _set(limits: Limits, owner: str, prefix: str, part: Part = ALL) -> Iterator[Limit]:
+def _set(limits: Limits, owner: str, prefix: str, part: UsagePart = ALL) -> Iterator[Limit]:
     for kind in REQUEST_KINDS:
         value = getattr(limits, kind.name)
         if value is not None:

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol
 
-from gateway.billing.past import ALL, Part
+from gateway.billing.past import ALL, UsagePart
 from gateway.errors import Unavailable
 from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
 from gateway.quota.limits import Limit
@@ -27,14 +27,14 @@ Script = Callable[..., Awaitable[Any]]
 class Past(Protocol):
     """Usage sums from the ledger, implemented by `gateway.billing.past.UsagePast`. Raises Unavailable."""
 
-    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int: ...
+    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int: ...
 
     async def by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True
+        self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL, *, tokens: bool = True
     ) -> list[tuple[datetime, int]]: ...
 
     async def cost_by_day(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL
+        self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL
     ) -> dict[datetime, int]: ...
 
 

@@ -14,7 +14,7 @@ from aiohttp import hdrs, web
 from gateway.access.caller import CALLER
 from gateway.access.throttle import client_network
 from gateway.process.reads import Forwarding
-from gateway.sharing.pace import Pace
+from gateway.sharing.byte_rate import ByteRate
 
 # A body of 8 MiB is dropped within half a second. An owner's bodies take some 1 % of a core.
 BYTES_PER_SECOND = 16 * 2**20
@@ -29,7 +29,7 @@ class UnreadBodies:
     """The unread rests of refused bodies, by owner: a tenant, or the network of a client without a key."""
 
     def __init__(self, bytes_per_second: float = BYTES_PER_SECOND) -> None:
-        self._pace = Pace(bytes_per_second)
+        self._rate = ByteRate(bytes_per_second)
 
     async def close(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Close the connection of a request that is answered before its whole body was received.
@@ -45,7 +45,7 @@ class UnreadBodies:
         if transport is not None:
             # Paused: a loop chooses how it reads when it starts.
             transport.pause_reading()
-            delay = partial(self._pace.delay, _owner())
+            delay = partial(self._rate.delay, _owner())
             transport.set_protocol(_Dropping(request.protocol, transport, delay, request.content.feed_eof))
             transport.resume_reading()
 

@@ -24,7 +24,7 @@ class FormError(ValueError):
     """The form is malformed. The message names the fault."""
 
 
-class Part(msgspec.Struct, frozen=True, kw_only=True):
+class FormPart(msgspec.Struct, frozen=True, kw_only=True):
     """A part of a form. name: the form's field. filename: None for a part that is not a file."""
 
     name: str
@@ -43,7 +43,7 @@ class Form:
         self._buffer = bytearray(b"\r\n")
         self._in_part = False
 
-    async def next(self) -> Part | None:
+    async def next(self) -> FormPart | None:
         """Return the next part, None after the last. Raises FormError, and the errors of `receive`."""
         while self._in_part:
             await self.read()
@@ -97,7 +97,7 @@ class Form:
         self._buffer += received
 
 
-def _parse_part_headers(lines: list[bytes]) -> Part:
+def _parse_part_headers(lines: list[bytes]) -> FormPart:
     headers = {}
     for line in lines:
         text = line.decode("utf-8", "replace")
@@ -112,7 +112,9 @@ def _parse_part_headers(lines: list[bytes]) -> Part:
     parameters = _parameters(headers.get("content-disposition", ""))
     if not parameters.get("name"):
         raise FormError("a part has no Content-Disposition: form-data with a name")
-    return Part(name=parameters["name"], filename=parameters.get("filename") or _extended(parameters.get("filename*")))
+    return FormPart(
+        name=parameters["name"], filename=parameters.get("filename") or _extended(parameters.get("filename*"))
+    )
 
 
 def _parameters(disposition: str) -> dict[str, str]:

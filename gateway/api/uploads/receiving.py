@@ -20,11 +20,11 @@ from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.manifest import printable
 from adapters.spool import Spool
 from gateway.api.requests.pieces import Pieces
-from gateway.api.uploads.form import Form, FormError, Part
+from gateway.api.uploads.form import Form, FormError, FormPart
 from gateway.errors import BadRequest, TooLarge, TooSlow
 from gateway.process.reads import large_reads
 from gateway.quota.uploading import ReceivedBytes
-from gateway.sharing.pace import Pace
+from gateway.sharing.byte_rate import ByteRate
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ LEAST_WAIT_SECONDS = 0.02
 T = TypeVar("T")
 # Threads for the disk writes of uploads, so that they delay no other work.
 _DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
-_PACE = Pace(UPLOAD_BYTES_PER_SECOND)
+_RATE = ByteRate(UPLOAD_BYTES_PER_SECOND)
 
 
 class UploadRules(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +202,7 @@ class BodyReader:
             raise BadRequest("The request's body does not match its Content-Length or Transfer-Encoding.") from error
         await self._received.add(len(piece))
         owner = self._received.owner
-        if owner is not None and (wait := _PACE.delay(owner, len(piece))) > LEAST_WAIT_SECONDS:
+        if owner is not None and (wait := _RATE.delay(owner, len(piece))) > LEAST_WAIT_SECONDS:
             self._begun += wait
             await asyncio.sleep(wait)
         if self._pieces.num_bytes > rules.max_bytes:
@@ -241,7 +241,7 @@ async def _read_form(form: Form, place: Workplace, body: BodyReader) -> Named:
     return Named(**texts)
 
 
-def _target(part: Part) -> str:
+def _target(part: FormPart) -> str:
     """Return a part's fixed file name: its field, or its own file name if that is one of the adapter's files."""
     if part.name in FIELDS:
         return part.filename if part.name == "file" and part.filename in FILES else part.name

@@ -1,4 +1,4 @@
-"""Tables of events, of the webhooks that receive them, and of turns that one gateway holds at a time."""
+"""Tables of events, of the webhooks that receive them, and of leases that one gateway holds at a time."""
 
 from sqlalchemy import Column, ForeignKey, Index, Integer, String, Table, Text
 

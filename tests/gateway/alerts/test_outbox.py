@@ -15,8 +15,8 @@ from gateway.records.database import Database
 from gateway.records.events.events import MAX_PER_HOUR, Events
 from gateway.records.events.tables import event_deliveries, events, webhooks
 from gateway.records.events.webhooks import MAX_OF_TENANT, Webhook, Webhooks
+from gateway.records.leadership import Leadership
 from gateway.records.tenants.tenants import Tenant, Tenants
-from gateway.records.turns import Turn
 from testing.gateway.running import until
 
 Take = Callable[[str, str], Awaitable[str | None]]
@@ -41,7 +41,7 @@ class Targets:
 
 def outbox(database: Database, targets: Targets, seconds: float = 30.0) -> Outbox:
     sender: Any = targets
-    return Outbox(Webhooks(database), Turn(database, "outbox", seconds), sender, look_seconds=0.05)
+    return Outbox(Webhooks(database), Leadership(database, "outbox", seconds), sender, look_seconds=0.05)
 
 
 class Running:
@@ -240,7 +240,7 @@ async def test_a_slow_target_delays_no_other(database: Database):
 
 async def test_a_dead_gateways_deliveries_are_taken_over(database: Database):
     await add(database, "one")
-    dead = Turn(database, "outbox", 0.5)
+    dead = Leadership(database, "outbox", 0.5)
     assert await dead.take()
     await record(database, "event")
     targets = Targets()
@@ -253,14 +253,14 @@ async def test_a_dead_gateways_deliveries_are_taken_over(database: Database):
     assert len(targets.sent) == 1
 
 
-async def test_a_turn_has_one_holder(database: Database):
-    turns = [Turn(database, "work", 30.0) for _ in range(5)]
-    taken = await asyncio.gather(*(turn.take() for turn in turns))
+async def test_only_one_process_leads(database: Database):
+    candidates = [Leadership(database, "work", 30.0) for _ in range(5)]
+    taken = await asyncio.gather(*(one.take() for one in candidates))
     assert sum(taken) == 1
-    holder = turns[taken.index(True)]
-    assert await holder.take()
-    await holder.leave()
-    assert sum(await asyncio.gather(*(turn.take() for turn in turns))) == 1
+    leader = candidates[taken.index(True)]
+    assert await leader.take()
+    await leader.leave()
+    assert sum(await asyncio.gather(*(one.take() for one in candidates))) == 1
 
 
 async def test_old_events_are_removed_with_their_deliveries(database: Database):

@@ -14,11 +14,11 @@ from gateway.metrics import Metrics
 from gateway.records.database import Database
 from gateway.records.events.events import Event, Events
 from gateway.records.events.tables import events
+from gateway.records.leadership import Leadership
 from gateway.records.money.spending import Spending
 from gateway.records.tables import api_keys, usage_daily
 from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.records.tenants.tenants import Tenant, Tenants
-from gateway.records.turns import Turn
 
 MONTH = {"period": "month", "since": f"{datetime.now(UTC):%Y-%m}-01"}
 
@@ -26,14 +26,14 @@ MONTH = {"period": "month", "since": f"{datetime.now(UTC):%Y-%m}-01"}
 class Gateway:
     """A process' watch, with its own metrics and its own view of the engines."""
 
-    def __init__(self, database: Database, turn_seconds: float = 30.0) -> None:
+    def __init__(self, database: Database, lease_seconds: float = 30.0) -> None:
         self.metrics = Metrics()
         self.engines: list[Any] = []
         self.watch = Watch(
             Events(database),
             BudgetedTenants(database),
             Spending(database),
-            Turn(database, "watch", turn_seconds),
+            Leadership(database, "watch", lease_seconds),
             self.metrics,
             lambda: self.engines,
         )
@@ -67,7 +67,7 @@ async def test_thresholds_of_a_budget_are_one_event_each(database: Database):
     tenants = Tenants(database)
     acme = await tenants.create("acme", {"budget_per_month": 1000, "budget_warn_at": (0.5, 0.8, 1.0)}, "a")
     await tenants.create("free", {}, "a")
-    # Both hold the turn: the lease of the first has run out by the clock of the second.
+    # Both lead: the lease of the first has run out by the clock of the second.
     gateways = [Gateway(database, 0.0) for _ in range(2)]
 
     async def look() -> list[str]:
@@ -168,7 +168,7 @@ async def test_a_budget_of_which_too_little_is_left_is_exhausted(database: Datab
     assert await types(database) == []
     await spend(database, acme, 460)
     for _ in range(2):
-        # The gateway that refused does not hold the turn.
+        # The gateway that refused does not lead.
         other.metrics.refused("acme", "budget")
         other.metrics.refused("acme", "requests")
         for gateway in (holder, other):

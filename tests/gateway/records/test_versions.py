@@ -14,7 +14,7 @@ from sqlalchemy import event, select, update
 from sqlalchemy.engine import Engine
 
 import migrations
-from gateway.billing.past import Part, UsagePast
+from gateway.billing.past import UsagePart, UsagePast
 from gateway.billing.writer import UsageWriter
 from gateway.errors import (
     AdapterInUse,
@@ -341,8 +341,8 @@ async def test_recalled_usage_counts_names_with_any_version_of_the_content(
     rows = [row(name, model=name, cost=cost, **used) for name, cost in (("pirate", 1), ("other", 10), ("json", 100))]
     await UsageWriter(database).write(rows)
     past, period = UsagePast(database, only()), (NOON - timedelta(hours=1), NOON + timedelta(hours=1))
-    assert await past.cost(acme.id, *period, Part(models=("pirate",))) == 11
-    assert await past.cost(acme.id, *period, Part(besides=("pirate",))) == 100
+    assert await past.cost(acme.id, *period, UsagePart(models=("pirate",))) == 11
+    assert await past.cost(acme.id, *period, UsagePart(besides=("pirate",))) == 100
 
 
 async def test_an_adapter_of_the_release_before_keeps_its_version(database_url: str):

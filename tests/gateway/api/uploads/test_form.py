@@ -7,11 +7,11 @@ from typing import Any
 import aiohttp.multipart
 import pytest
 
-from gateway.api.uploads.form import Form, FormError, Part
+from gateway.api.uploads.form import Form, FormError, FormPart
 from testing.gateway.running import Gateway
 
 
-async def part_of(disposition: bytes) -> Part | None:
+async def part_of(disposition: bytes) -> FormPart | None:
     sent = [b"--b\r\nContent-Disposition: " + disposition + b"\r\n\r\nx\r\n--b--\r\n"]
 
     async def receive() -> bytes:
@@ -34,7 +34,7 @@ async def part_of(disposition: bytes) -> Part | None:
     ],
 )
 async def test_parts_as_clients_write_them(disposition: bytes, filename: str | None):
-    assert await part_of(disposition) == Part(name="file", filename=filename)
+    assert await part_of(disposition) == FormPart(name="file", filename=filename)
 
 
 MALFORMED = [

@@ -14,7 +14,7 @@ import pytest
 
 import gateway.records.adapters.uploads
 from gateway.api.uploads import receiving, resumable
-from gateway.sharing.pace import Pace
+from gateway.sharing.byte_rate import ByteRate
 from loraplex import resumable_push
 from loraplex.client import GatewayClient
 from testing.gateway.running import Answer, Client
@@ -42,7 +42,7 @@ async def put(client: Client, upload: str, start: int, part: bytes, path: str = 
 
 
 async def test_a_tenants_uploads_share_a_rate(start: Start, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(receiving, "_PACE", Pace(4 * MIB))
+    monkeypatch.setattr(receiving, "_RATE", ByteRate(4 * MIB))
     async with start(upload_min_rate=100 * MIB) as gateway_:
         acme, other = await gateway_.tenant("acme"), await gateway_.tenant("other")
         begun = [await begin(each) for each in (acme, other)]

@@ -1,4 +1,4 @@
-"""Turns: work that one gateway process does at a time, by a lease in SQL.
+"""Leadership: work that one gateway process does at a time, by a lease in SQL.
 
 The lease is in SQL, not in Redis, because the work needs SQL anyway and must not stop while Redis is away.
 """
@@ -19,11 +19,11 @@ from gateway.records.events.tables import turns
 LEAVE_SECONDS = 1.0
 
 
-class Turn:
-    """A turn by name. The process that holds it loses it after `seconds` without a call of `take`, by its own clock.
+class Leadership:
+    """Leadership in one kind of work, by its name.
 
-    The clocks of the gateways' machines may differ by less than `seconds`; a larger difference lets two gateways hold
-    the turn, whose work must bear that.
+    The leader loses it after `seconds` without a call of `take`, by its own clock. The clocks of the gateways' machines
+    may differ by less than `seconds`; after a larger difference two gateways lead, and the work must bear that.
     """
 
     def __init__(self, database: Database, name: str, seconds: float) -> None:
@@ -33,7 +33,7 @@ class Turn:
         self._owner = uuid.uuid4().hex
 
     async def take(self) -> bool:
-        """Take or prolong the turn. Return whether this process holds it. Raises Unavailable."""
+        """Take or prolong the leadership. Return whether this process leads. Raises Unavailable."""
         now = datetime.now(UTC)
         values = {"owner": self._owner, "until": now + self._seconds}
         free = or_(turns.c.owner == self._owner, turns.c.until < now)
@@ -50,7 +50,7 @@ class Turn:
         return True
 
     async def leave(self) -> None:
-        """Release the turn, if this process holds it. While the database is unavailable, the turn only expires."""
+        """End the leadership, if this process leads. While the database is unavailable, it only expires."""
         mine = (turns.c.name == self._name) & (turns.c.owner == self._owner)
         with suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(LEAVE_SECONDS), self._database.write() as connection:

@@ -7,7 +7,7 @@ from wire.bounded_dict import BoundedDict
 MAX_OWNERS = 1000
 
 
-class Pace:
+class ByteRate:
     def __init__(self, bytes_per_second: float) -> None:
         self._seconds_each = 1 / bytes_per_second
         # Owner -> time (monotonic) at which its next piece may be received, least recently used first.
