@@ -11,7 +11,7 @@ from aiohttp import ClientResponse
 from msgspec import Struct
 
 from gateway.fleet.call import Call
-from gateway.fleet.engine import EngineRecord
+from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.kind import EngineKind, Services
 from gateway.fleet.kinds.runtime_adapters import AdapterApi, RuntimeAdapters
 from wire.errors import BadRequest
@@ -67,6 +67,11 @@ class ForeignKind(EngineKind):
     ) -> ClientResponse:
         """Send the server's body, and return its answer, unread. Raises what `send` raises."""
         return await self.post(engine, call, body, headers)
+
+
+def reported_state(state: dict[str, Any], **others: Any) -> EngineState:
+    """Return a server's state, which operators see as reported. others: fields that only they see."""
+    return EngineState(**state, reported={**state, **others})
 
 
 class Models(NamedTuple):

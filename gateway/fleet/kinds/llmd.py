@@ -18,7 +18,7 @@ from gateway.errors import GatewayError
 from gateway.fleet.answers import Incoming
 from gateway.fleet.call import Call
 from gateway.fleet.engine import EngineRecord, EngineState, Traits
-from gateway.fleet.kinds.foreign import read_models
+from gateway.fleet.kinds.foreign import read_models, reported_state
 from gateway.fleet.kinds.kind import ErrorDetail, Misconfigured
 from gateway.fleet.kinds.vllm import MIXES_BASE, Vllm
 
@@ -49,7 +49,8 @@ class Llmd(Vllm):
                 "each vLLM and set LORAPLEX_ADAPTER_STORE"
             )
         models = read_models(await self.get(engine, "/v1/models"))
-        state: dict[str, Any] = {
+        # Counts and adapters of one server would say nothing about the pool.
+        state = {
             "model": models.base_name(self._services.base_names()),
             "max_num_seqs": engine.address.requests,
             "version": server.version,
@@ -58,8 +59,7 @@ class Llmd(Vllm):
             # Another server of the pool may have answered before.
             "adapters_only": MIXES_BASE if server.mixes_base else engine.state.adapters_only,
         }
-        # Counts and adapters of one server would say nothing about the pool.
-        return EngineState(**state, reported=state)
+        return reported_state(state)
 
     async def prepare_adapter(self, engine: EngineRecord, digest: str) -> None:
         """Do nothing: the chosen server loads the adapter."""

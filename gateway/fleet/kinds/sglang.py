@@ -22,7 +22,7 @@ from gateway.fleet.answers import read_error
 from gateway.fleet.call import Call
 from gateway.fleet.engine import EngineRecord, EngineState, Traits
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
-from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models
+from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models, reported_state
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.runtime_adapters import AdapterApi
 from wire.digests import digest_name
@@ -149,8 +149,11 @@ class Sglang(ForeignKind):
             "max_num_seqs": min(engine.address.requests, load.max_running_requests or engine.address.requests),
             "max_lora_rank": info.max_lora_rank or 0,
         }
-        served = {"calls_tools": info.tool_call_parser is not None, "keeps_seeds": info.enable_deterministic_inference}
-        return EngineState(**state, reported={**state, **served})  # type: ignore[arg-type]
+        return reported_state(
+            state,
+            calls_tools=info.tool_call_parser is not None,
+            keeps_seeds=info.enable_deterministic_inference,
+        )
 
     def request_body(self, engine: EngineRecord, call: Call) -> dict[str, Any]:
         return request_body(call.body, call.path, call.tenant.id, call.model.digest, engine.state.reported)

@@ -30,7 +30,7 @@ from msgspec import Meta, Struct
 from gateway.fleet.call import Call
 from gateway.fleet.engine import OPENAI_REQUEST_ERRORS, EngineRecord, EngineState, OwnFields, Traits
 from gateway.fleet.kinds.fields import allowed, cache_salt, is_one_sequence, request_type
-from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models
+from gateway.fleet.kinds.foreign import ForeignKind, describe_version, is_release, read_models, reported_state
 from gateway.fleet.kinds.kind import Misconfigured
 from gateway.fleet.kinds.prefill import FIELD, can_be_split, first_body, read_params
 from gateway.fleet.kinds.runtime_adapters import AdapterApi
@@ -99,7 +99,7 @@ class Vllm(ForeignKind):
             "adapters_only": MIXES_BASE if server.mixes_base and may_hold_adapters else None,
             **server.state(),
         }
-        return EngineState(**state, reported=state)
+        return reported_state(state)
 
     async def read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
         """Return the state of one server. Raises what `read_state` raises."""
