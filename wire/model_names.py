@@ -25,8 +25,6 @@ _ALIAS = rf"[a-z][a-z0-9._-]{{0,{MAX_ALIAS_CHARS - 1}}}"
 ADAPTER_NAME = re.compile(_NAME)
 ALIAS_NAME = re.compile(_ALIAS)
 _REFERENCE = re.compile(rf"(?P<name>{_NAME})(?:@(?P<version>[1-9][0-9]{{0,8}})|:(?P<alias>{_ALIAS}))?")
-# Longest text of a reference.
-MAX_REFERENCE_CHARS = MAX_NAME_CHARS + 1 + MAX_ALIAS_CHARS
 
 
 class Reference(msgspec.Struct, frozen=True):

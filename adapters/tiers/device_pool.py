@@ -138,11 +138,6 @@ class AdapterPool:
         """Return those of the digests whose pages can be read now. Takes time by the smaller of the two sets."""
         return self._residents.readable_among(digests)
 
-    @property
-    def num_reservations(self) -> int:
-        """Return the number of adapters for which device memory is reserved."""
-        return len(self._reservations)
-
     def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
         """Return whether the adapter is usable in this step; if not, start loading it. Never blocks. Takes O(1), except
         when it evicts.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from engine.model import gemma, llama
-from engine.model.config import ModelConfig, read_config
+from engine.model.config import ModelConfig
 from engine.model.decoder import Decoder
 from engine.model.weights import Checkpoint, open_weights
 from engine.progress import Progress
@@ -32,11 +32,6 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(llama.ARCHITECTURES, Family(llama.parse_config, llama.LlamaDecoder)),
     **dict.fromkeys(gemma.ARCHITECTURES, Family(gemma.parse_config, gemma.GemmaDecoder)),
 }
-
-
-def read_model_config(path: Path) -> ModelConfig:
-    """Return the config of a folder or file. Raises ConfigError, naming the field, if it cannot be served."""
-    return parse_model_config(read_config(path))
 
 
 def parse_model_config(raw: dict[str, Any]) -> ModelConfig:

@@ -17,7 +17,8 @@ from engine.build import DTYPES, kv_bytes_per_token
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.draft_model import DraftModel
-from engine.model.families import read_model_config
+from engine.model.config import read_config
+from engine.model.families import parse_model_config
 from engine.scheduling.request import Grammar, NewRequest, SamplingParams
 from engine.sizing import ExpectedLoad, estimate
 from engine.speculative_config import SpeculativeConfig
@@ -243,7 +244,9 @@ def test_the_work_of_drafts_is_charged(make_engine: Make, always: None) -> None:
 def test_memory_of_the_draft_model_is_counted(tiny: Path, make_engine: Make) -> None:
     plain, _ = make_engine()
     engine, _ = make_engine("other")
-    base, other = (kv_bytes_per_token(read_model_config(tiny / name), torch.float32) for name in ("base", "other"))
+    base, other = (
+        kv_bytes_per_token(parse_model_config(read_config(tiny / name)), torch.float32) for name in ("base", "other")
+    )
     assert engine.state().num_blocks == (2 << 20) // (16 * (base + other))
     assert plain.state().num_blocks == (2 << 20) // (16 * base)
     assert draft_model(engine).cache.num_blocks == engine.state().num_blocks

@@ -199,5 +199,5 @@ def test_pages_are_never_over_committed_and_every_request_is_served(
     engine.worker.finish()
     engine.pool.poll()
     engine.check()
-    assert engine.pool.num_reservations == 0
+    assert len(engine.pool._reservations) == 0
     assert not engine.pool.is_loading

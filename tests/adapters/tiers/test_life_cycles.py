@@ -208,7 +208,7 @@ class LifeCycles(RuleBasedStateMachine):
             for digest in list(self.host._resident):
                 self.host.drop(digest)
             pool, host = self.pool, self.host
-            assert (pool.num_free_pages, pool.num_reservations) == (PAGES, 0)
+            assert (pool.num_free_pages, len(pool._reservations)) == (PAGES, 0)
             assert len(pool._residents.free_slots) == pool.num_slots
             assert not any(pool.slot_digests)
             assert not pool._wanted

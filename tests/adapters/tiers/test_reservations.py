@@ -41,7 +41,7 @@ def test_a_reservation_leaves_the_other_pages_and_the_residents_to_everybody(
     # Eight pages are not in use. Six are enough for the next one, and the cold adapter takes one of the others.
     wait_for(pool, big)
     wait_for(pool, cold)
-    assert pool.num_reservations == 0
+    assert len(pool._reservations) == 0
 
 
 def test_pages_beyond_a_reservation_serve_others(make: Make, adapter: Callable[..., str]) -> None:
@@ -72,9 +72,9 @@ def test_each_tenant_has_a_reservation_and_they_end_in_order(make: Make, adapter
         pool._host.fetch(digest).result(60)
     assert pool.ensure(first, "a") is Residency.NO_ROOM
     assert pool.ensure(second, "a") is Residency.NO_ROOM
-    assert pool.num_reservations == 1, "one per tenant"
+    assert len(pool._reservations) == 1, "one per tenant"
     assert pool.ensure(third, "b") is Residency.NO_ROOM
-    assert pool.num_reservations == 2
+    assert len(pool._reservations) == 2
     pool.unpin(streams[0])
     pool.poll()
     assert pool.ensure(third, "b") is Residency.NO_ROOM
@@ -86,7 +86,7 @@ def test_each_tenant_has_a_reservation_and_they_end_in_order(make: Make, adapter
     pool.unpin(streams[2])
     pool.unpin(streams[3])
     wait_for(pool, third)
-    assert pool.num_reservations == 0
+    assert len(pool._reservations) == 0
 
 
 def test_overdue_reservations_name_the_holders_to_preempt(
@@ -246,4 +246,4 @@ def wait_for_reservation(pool: AdapterPool, digest: str, tenant_id: str) -> None
     pool._host.fetch(digest).result(60)
     pool.poll()
     assert pool.ensure(digest, tenant_id) is Residency.NO_ROOM
-    assert pool.num_reservations == 1
+    assert len(pool._reservations) == 1

@@ -16,7 +16,8 @@ from adapters.manifest import AdapterError, BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.model.families import read_model_config
+from engine.model.config import read_config
+from engine.model.families import parse_model_config
 from engine.model.weights import base_tensor
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
@@ -116,7 +117,7 @@ Make = Callable[..., tuple[Engine, dict[str, str]]]
 def make_engine(request: pytest.FixtureRequest) -> Make:
     def make(twin: Twin, **options: Any) -> tuple[Engine, dict[str, str]]:
         dtype = getattr(torch, options.get("dtype", "float32"))
-        config = read_model_config(twin.folder)
+        config = parse_model_config(read_config(twin.folder))
         compare = partial(base_tensor, twin.folder, config, dtype)
         host = HostCache(None, BaseShape.from_config_dir(twin.folder), 64 << 20, dtype, base_tensor=compare)
         request.addfinalizer(host.close)

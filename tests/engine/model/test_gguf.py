@@ -12,7 +12,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from engine.model.config import read_config
-from engine.model.families import parse_model_config, read_model_config
+from engine.model.families import parse_model_config
 from engine.model.gguf.blocks import KEPT
 from engine.model.gguf.folder import write_folder
 from engine.model.gguf.tokenizer import read_tokenizer
@@ -82,7 +82,7 @@ def test_a_file_gives_the_folder_s_tensors_and_config(family: str, tmp_path: Pat
     assert of_file.keys() == of_folder.keys()
     for name, tensor in of_folder.items():
         assert torch.equal(of_file[name], tensor), name
-    found, expected = read_model_config(file), read_model_config(folder)
+    found, expected = parse_model_config(read_config(file)), parse_model_config(read_config(folder))
     assert found.rms_norm_eps == pytest.approx(expected.rms_norm_eps)
     fields = [field.name for field in dataclasses.fields(expected) if field.name != "rms_norm_eps"]
     assert {name: getattr(found, name) for name in fields} == {name: getattr(expected, name) for name in fields}
@@ -107,7 +107,7 @@ def test_quantised_weights_are_what_transformers_makes_of_the_same_file(
     if kind in ROUNDED:
         original = tensors(llama)["model.layers.0.mlp.up_proj.weight"]
         assert (of_file["model.layers.0.mlp.up_proj.weight"] - original).abs().max() < 0.05
-    assert read_model_config(file).dtype == "bfloat16"
+    assert parse_model_config(read_config(file)).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("kind", sorted(KEPT))
@@ -152,10 +152,11 @@ def test_a_kept_block_whose_scale_is_not_finite_is_refused(llama: Path, tmp_path
 def test_rope_scaling_is_transformers_own(llama: Path, tmp_path: Path) -> None:
     yarn = {"type": "yarn", "factor": 4.0, "original_context_length": 32.0}
     file = gguf_files.write(llama, tmp_path / "yarn.gguf", rope=yarn)
-    rope = read_model_config(file).rope
+    rope = parse_model_config(read_config(file)).rope
     assert (rope.kind, rope.parameters["factor"]) == ("yarn", 4.0)
     file = gguf_files.write(llama, tmp_path / "linear.gguf", rope={"type": "linear", "factor": 2.0})
-    assert (read_model_config(file).rope.kind, read_model_config(file).rope.parameters["factor"]) == ("linear", 2.0)
+    rope = parse_model_config(read_config(file)).rope
+    assert (rope.kind, rope.parameters["factor"]) == ("linear", 2.0)
     with pytest.raises(ConfigError, match="longrope"):
         read_config(gguf_files.write(llama, tmp_path / "long.gguf", rope={"type": "longrope"}))
 
@@ -170,7 +171,7 @@ def test_llama_3_scaling_comes_as_divisors_of_the_frequencies(llama: Path, tmp_p
     plain, _ = rope_frequencies(parse_model_config(raw).rope, 64)
     divisors = np.array(plain, np.float32) / np.array(expected, np.float32)
     file = gguf_files.write(llama, tmp_path / "model.gguf", extra={"rope_freqs.weight": divisors})
-    config = read_model_config(file)
+    config = parse_model_config(read_config(file))
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     assert factor == 1.0
     np.testing.assert_allclose(frequencies, expected, rtol=1e-6)
@@ -200,7 +201,7 @@ def test_a_folder_written_around_a_file_is_the_same_model(llama: Path, tmp_path:
     file = gguf_files.write(tmp_path, tmp_path / "model.gguf", Kind.Q8_0, vocabulary=True)
     folder = tmp_path / "folder"
     write_folder(file, folder)
-    assert read_model_config(folder) == read_model_config(file)
+    assert parse_model_config(read_config(folder)) == parse_model_config(read_config(file))
     of_file, of_folder = tensors(file), tensors(folder)
     assert all(torch.equal(of_file[name], tensor) for name, tensor in of_folder.items())
     chat = [{"role": "user", "content": "What is a fox?"}]
@@ -245,7 +246,7 @@ def whole(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def load(file: Path) -> None:
     """Load everything that a server reads from a file."""
-    config = read_model_config(file)
+    config = parse_model_config(read_config(file))
     rope_frequencies(config.rope, config.head_dim)
     read_tokenizer(file)
     tensors(file)

@@ -50,7 +50,7 @@ class World:
         self.step()
         self.ask("least")
         self.step()
-        assert self.scheduler.adapters.num_reservations == 2
+        assert len(self.scheduler.adapters._reservations) == 2
         for tenant_id, cost in (("low", 1000), ("middle", 2000), ("high", 4000)):
             self.policy.charge_tenant(tenant_id, cost)
 
