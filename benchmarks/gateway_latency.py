@@ -33,6 +33,8 @@ from testing.gateway.bases import only
 from testing.gateway.running import save_model
 
 HERE = Path(__file__).resolve().parent
+# Arguments of Python that run the gateway.
+GATEWAY = ("-c", "from loraplex.cli import main; main()", "gateway")
 CONTEXT = 4096
 TENANTS = 8
 ADAPTERS_PER_TENANT = 8
@@ -114,6 +116,24 @@ class Gauge:
         return sum(process.memory_info().rss for process in family) / 2**20
 
 
+def gateway_environment(
+    folder: Path, database_url: str, redis_url: str, engine_url: str, admin_key: str
+) -> dict[str, str]:
+    """Return a gateway's environment, without its ports. Makes the model in the folder."""
+    return {
+        "LORAPLEX_DATABASE_URL": database_url,
+        "LORAPLEX_REDIS_URL": redis_url,
+        "LORAPLEX_ENGINES": engine_url,
+        "LORAPLEX_INTERNAL_TOKEN": secrets.token_hex(20),
+        "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
+        "LORAPLEX_MODEL_DIR": str(save_model(folder / "model", CONTEXT)),
+        "LORAPLEX_BASE_MODEL": "base",
+        "LORAPLEX_KEY_PEPPER": secrets.token_hex(20),
+        "LORAPLEX_ADMIN_KEY": admin_key,
+        "LORAPLEX_MIGRATE_ON_START": "true",
+    }
+
+
 class Bench:
     def __init__(self, folder: Path, flags: argparse.Namespace) -> None:
         self.folder, self.flags = folder, flags
@@ -129,21 +149,8 @@ class Bench:
         double = program(str(HERE / "gateway_double.py"), *double_flags, log=folder / "double.log")
         with double as engine, ValkeyServer(data_dir=folder / "valkey") as valkey:
             engine_url = f"http://127.0.0.1:{first_line(engine, folder / 'double.log')}"
-            environment = {
-                "LORAPLEX_DATABASE_URL": database_url,
-                "LORAPLEX_REDIS_URL": valkey.connection_url,
-                "LORAPLEX_ENGINES": engine_url,
-                "LORAPLEX_INTERNAL_TOKEN": secrets.token_hex(20),
-                "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
-                "LORAPLEX_MODEL_DIR": str(save_model(folder / "model", CONTEXT)),
-                "LORAPLEX_BASE_MODEL": "base",
-                "LORAPLEX_KEY_PEPPER": secrets.token_hex(20),
-                "LORAPLEX_ADMIN_KEY": admin_key,
-                "LORAPLEX_PORT": "0",
-                "LORAPLEX_MIGRATE_ON_START": "true",
-            }
-            arguments = ["-c", "from loraplex.cli import main; main()", "gateway"]
-            with program(*arguments, environment=environment, log=log) as gateway:
+            environment = gateway_environment(folder, database_url, valkey.connection_url, engine_url, admin_key)
+            with program(*GATEWAY, environment=environment | {"LORAPLEX_PORT": "0"}, log=log) as gateway:
                 gateway_url = json.loads(first_line(gateway, log))["gateway"]
                 keys = asyncio.run(provision(gateway_url, admin_key, database_url))
                 load(gateway_url, keys, self.models, 500, 16)

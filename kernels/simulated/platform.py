@@ -5,13 +5,15 @@ It measures the host's share of a step and has no ops: `engine.execution.simulat
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from kernels.immediate import ImmediateLane, ImmediatePlatform
 
-class SimulatedPlatform:
+
+class SimulatedPlatform(ImmediatePlatform):
     name = "simulated device"
     is_host = False
     has_ops = False
@@ -20,9 +22,6 @@ class SimulatedPlatform:
 
     def ops(self, *_: object) -> NoReturn:
         raise NotImplementedError("a simulated device runs no ops")
-
-    def is_available(self) -> bool:
-        return True
 
     def total_memory(self) -> int:
         return sys.maxsize
@@ -33,43 +32,17 @@ class SimulatedPlatform:
     def watch_peak(self) -> Callable[[], int]:
         return lambda: 0
 
-    def release_memory(self) -> None:
-        pass
-
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, *, huge_pages: bool = False) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, device="meta")
-
-    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        return torch.empty(tuple(shape), dtype=dtype)
-
-    def fence(self) -> "_Done":
-        return _Done()
 
     def lane(self) -> "SimulatedLane":
         return SimulatedLane()
 
-    def capture(self, step: Callable[[], Tensor], pool: Any) -> tuple[Callable[[], Tensor], Any]:
-        return step, pool
 
-
-class _Done:
-    def synchronize(self) -> None:
-        pass
-
-
-class SimulatedLane:
+class SimulatedLane(ImmediateLane):
     """Lane whose copies take no time. The host packs each row as for a GPU."""
 
     in_place = False
-
-    def launched(self) -> _Done:
-        return _Done()
-
-    def wait(self, fence: Any) -> None:
-        pass
-
-    def copy(self, target: Tensor, source: Tensor) -> _Done:
-        return _Done()
 
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor.to("meta")
