@@ -235,7 +235,7 @@ class FairThreads:
         ):
             return
         raise TooManyPending(
-            f"this tenant's took {used:.1f} s of CPU time recently, more than {self._max_cpu_seconds:g} s",
+            f"this tenant used {used:.1f} s of CPU time recently; {self._max_cpu_seconds:g} s are allowed",
             is_tenants=True,
             retry_after=max(1, math.ceil(HALF_LIFE_S * math.log2(used / self._max_cpu_seconds))),
         )

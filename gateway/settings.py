@@ -124,8 +124,8 @@ class Settings:
     max_answer_bytes: types.Bytes = 8 * 2**20
     # Unread bytes of a stream at which its engine place is released for other requests; also the maximum size of an
     # event.
-    # Then the memory of one worker for the unread answers of all clients; a tenant gets at most half of it.
     reader_buffer_bytes: types.Bytes = 2**20
+    # Memory of one worker for the unread answers of all clients; a tenant gets at most half of it.
     answer_memory_bytes: types.Bytes = 32 * 2**20
     # Networks of proxies whose X-Forwarded-For is trusted, so that wrong keys count against the client's own address.
     trusted_proxies: types.Networks = ()

@@ -17,7 +17,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
 from gateway.metrics import Metrics
 from gateway.process.background import running
-from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, ROLLING_BUDGET
+from gateway.quota.kinds import BUDGET, PERIOD_BY_LETTER, ROLLING_BUDGET
 from gateway.quota.periods import period_start
 from gateway.records.events.events import Events
 from gateway.records.events.types import EventType
@@ -64,7 +64,7 @@ class _ThresholdCrossing(NamedTuple):
     @property
     def data(self) -> dict[str, Any]:
         data: dict[str, Any] = {} if self.threshold is None else {"threshold": self.threshold}
-        data |= {"budget": self._budget, "spent": self.spent, "period": BUDGET_PERIOD[self.kind]}
+        data |= {"budget": self._budget, "spent": self.spent, "period": PERIOD_BY_LETTER[self.kind]}
         return {**data, "since": f"{period_start(self.kind, self.now):%Y-%m-%d}"}
 
     @property

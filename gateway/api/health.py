@@ -168,7 +168,7 @@ class HealthRoutes:
         if redis == "ok":
             return "ok"
         modes = ", ".join(f"{name} {mode}" for name, mode in self._quota.fallback.items())
-        return f"unavailable: {modes}" if self._quota.is_closed_without else f"ok: without redis, {modes}"
+        return f"unavailable: {modes}" if self._quota.is_closed_without_redis else f"ok: without redis, {modes}"
 
     async def _probe(self, part: Database | Quota) -> str:
         try:

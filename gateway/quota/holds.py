@@ -26,7 +26,7 @@ class Holds:
 
     def __init__(self, script: Callable[..., Awaitable[Any]], without: WithoutRedis) -> None:
         self._script = script
-        self._without = without
+        self._without_redis = without
         self._expectations = Expectations()
 
     def expected(self, tenant_id: str, model: Model | str, max_tokens: int, choices: int) -> int:
@@ -40,13 +40,13 @@ class Holds:
 
         model: empty for an upload, from whose length nothing is learnt.
         """
-        rates = {limit.field: limit for limit in limits if limit.kind in TOKEN_RATE}
+        rates = {limit.field: limit for limit in limits if limit.letter in TOKEN_RATE}
         if demand.expected is None or not rates:
             return reservation
         tenant_id, request_id = demand.tenant_id, demand.request_id
 
         async def grow(used: int, wanted: int) -> Grown:
-            local = self._without.grow(tenant_id, request_id, used, wanted)
+            local = self._without_redis.grow(tenant_id, request_id, used, wanted)
             if local is not None:
                 return local
             reply = await self._script(tenant_id, "grow", request_id, used, wanted)

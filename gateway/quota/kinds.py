@@ -217,16 +217,16 @@ ALERT_KINDS = tuple(kind for kind in KINDS if kind.charged == "alert")
 # Kinds that the script counts, by their letters.
 BY_LETTER = {kind.letter: kind for kind in KINDS if kind.letter}
 
-# Letters of the counted kinds by property, for the script and its twin. WINDOW maps letters to microseconds.
-WINDOW = {letter: kind.window for letter, kind in BY_LETTER.items() if kind.window is not None}
+# Letters of the counted kinds by property, for the script and its twin. WINDOW_BY_LETTER maps letters to microseconds.
+WINDOW_BY_LETTER = {letter: kind.window for letter, kind in BY_LETTER.items() if kind.window is not None}
 TAKES_ONE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.takes == "one")
 GAUGE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_gauge)
 TOKEN_RATE = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_token_rate)
 BUDGET = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_budget)
 # Period of a budget by letter, and the names of the budgets.
-BUDGET_PERIOD = {letter: str(kind.period) for letter, kind in BY_LETTER.items() if kind.is_budget}
+PERIOD_BY_LETTER = {letter: str(kind.period) for letter, kind in BY_LETTER.items() if kind.is_budget}
 BUDGET_NAMES = tuple(kind.name for kind in KINDS if kind.is_budget)
 # Days of the rolling budgets by letter. A budget of a period, and a soft one, by the period's name.
-ROLLING_BUDGET = {letter: ROLLING_DAYS for letter, period in BUDGET_PERIOD.items() if period == ROLLING}
+ROLLING_BUDGET = {letter: ROLLING_DAYS for letter, period in PERIOD_BY_LETTER.items() if period == ROLLING}
 SOFT_BUDGET = {str(kind.period): kind.name for kind in ALERT_KINDS}
 RECALLED = frozenset(letter for letter, kind in BY_LETTER.items() if kind.is_recalled)

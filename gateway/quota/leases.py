@@ -8,7 +8,7 @@ from datetime import timedelta
 import msgspec
 
 from gateway.errors import Unavailable
-from gateway.quota.kinds import TAKES_ONE, WINDOW
+from gateway.quota.kinds import TAKES_ONE, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH, LeaseProgress, Reservation
 from gateway.redis.client import QuotaStore
@@ -115,7 +115,8 @@ class Leases:
         Rates of requests are left out, because their state is lost with the lease.
         """
         reservation = lease.reservation
-        limits = [limit for limit in lease.limits if not (limit.kind in TAKES_ONE and limit.kind in WINDOW)]
+        request_rates = TAKES_ONE & WINDOW_BY_LETTER.keys()
+        limits = [limit for limit in lease.limits if limit.letter not in request_rates]
         await self._store.script(
             reservation.tenant_id,
             "restore",

@@ -15,26 +15,27 @@ CLASSES = {letter: kind.limit_class for letter, kind in BY_LETTER.items()}
 
 
 class Limit(msgspec.Struct, frozen=True, gc=False):
-    """Limit of a tenant. field: its unique key within the tenant, which ends with the letter of its kind.
+    """Limit of a tenant. field: its unique key within the tenant, which ends with its letter.
 
-    owner: "tenant", "key" or "model". part: the part of the tenant's usage that counts against it.
+    owner: "tenant", "key" or "model". letter: that of its kind (`kinds.BY_LETTER`). part: the part of the tenant's
+    usage that counts against it.
     """
 
     field: str
     owner: str
-    kind: str
+    letter: str
     value: int
     part: UsagePart = ALL
 
     @property
     def name(self) -> str:
-        return BY_LETTER[self.kind].name
+        return BY_LETTER[self.letter].name
 
     def amount(self, tokens: int, cost: int) -> int:
         """Return the amount that a request with these tokens and this cost takes of the limit."""
-        if self.kind in TAKES_ONE:
+        if self.letter in TAKES_ONE:
             return 1
-        return cost if self.kind in BUDGET else tokens
+        return cost if self.letter in BUDGET else tokens
 
 
 NO_LIMITS = Limits()
@@ -74,7 +75,9 @@ def adapter_limits(
         "max_concurrent_uploads": at_once,
     }
     letters = {kind.letter: values[kind.name] for kind in KINDS if kind.name in values}
-    return tuple(Limit(f"tenant:{kind}", "tenant", kind, value) for kind, value in letters.items() if value is not None)
+    return tuple(
+        Limit(f"tenant:{letter}", "tenant", letter, value) for letter, value in letters.items() if value is not None
+    )
 
 
 def _set(limits: Limits, owner: str, prefix: str, part: UsagePart = ALL) -> Iterator[Limit]:

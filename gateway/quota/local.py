@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 import msgspec
 
 from gateway.quota.demand import HEADROOM, Demand
-from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
+from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.periods import period_end, period_start
 from gateway.quota.rolling import MAX_STEP, DailySpend, day_of
@@ -99,7 +99,7 @@ class LocalLimits:
         allowed = not any(waits)
         if allowed and again is None:
             for room in rooms:
-                is_held = room.limit.kind in TOKEN_RATE
+                is_held = room.limit.letter in TOKEN_RATE
                 self._take(room, at_first if is_held else room.limit.amount(tokens, cost), now)
             lease = _Lease(tokens, granted, cost, now, limits, at_first)
             self._leases[demand.tenant_id + demand.request_id] = lease
@@ -132,18 +132,18 @@ class LocalLimits:
             return False
         now = _now() if now is None else now
         for limit in lease.limits:
-            field, kind = scope + limit.field, limit.kind
+            field, letter = scope + limit.field, limit.letter
             state = self._states.get(field)
-            if kind in WINDOW:
-                if kind in TOKEN_RATE:
+            if letter in WINDOW_BY_LETTER:
+                if letter in TOKEN_RATE:
                     self._hold(field, -lease.held)
-                more = tokens - lease.charged if kind in TOKEN_RATE else int(counts) - 1
+                more = tokens - lease.charged if letter in TOKEN_RATE else int(counts) - 1
                 self._settle_rate(limit, field, more, lease.at, now)
-            elif kind in ROLLING_BUDGET:
+            elif letter in ROLLING_BUDGET:
                 if (days := self._days.get(field)) is not None:
                     self._days[field] = days.at(now).plus(cost - lease.cost, day_of(lease.at))
-            elif kind in BUDGET:
-                if state is not None and state[0] == _period(kind, lease.at):
+            elif letter in BUDGET:
+                if state is not None and state[0] == _period(letter, lease.at):
                     self._states[field] = (state[0], max(0, state[1] + cost - lease.cost), 0)
             elif state is not None:
                 left = state[0] - limit.amount(lease.tokens, 0)
@@ -163,12 +163,12 @@ class LocalLimits:
         granted = wanted = max(0, min(wanted, lease.tokens - lease.charged - more))
         wait, blocking = 0, ""
         for limit in lease.limits:
-            field, kind = scope + limit.field, limit.kind
-            if kind not in TOKEN_RATE:
+            field, letter = scope + limit.field, limit.letter
+            if letter not in TOKEN_RATE:
                 continue
             state = self._states.get(field)
             basis = _basis(state, limit)
-            window, unit = WINDOW[kind], WINDOW[kind] / basis
+            window, unit = WINDOW_BY_LETTER[letter], WINDOW_BY_LETTER[letter] / basis
             debt = _debt(state, now) + more * unit
             if more > 0:
                 self._states[field] = (_decays_from(state, now), debt, basis)
@@ -183,7 +183,7 @@ class LocalLimits:
                     wait, blocking = this, limit.field
         granted = max(granted, lease.held - more, 0)
         for limit in lease.limits:
-            if limit.kind in TOKEN_RATE:
+            if limit.letter in TOKEN_RATE:
                 self._hold(scope + limit.field, granted - lease.held)
         lease.charged += more
         lease.held = granted
@@ -191,15 +191,15 @@ class LocalLimits:
 
     def _room(self, scope: str, limit: Limit, now: int) -> _Room:
         """Return the room of a limit before the request."""
-        field, kind = scope + limit.field, limit.kind
-        if length := ROLLING_BUDGET.get(kind):
+        field, letter = scope + limit.field, limit.letter
+        if length := ROLLING_BUDGET.get(letter):
             days = self._days.get(field, DailySpend(day_of(now), (0,) * length)).at(now)
             return _Room(limit, field, max(0, limit.value - days.total), used=days.total, days=days)
-        if kind not in WINDOW:
+        if letter not in WINDOW_BY_LETTER:
             state = self._states.get(field)
-            used = _spent(state, kind, now) if kind in BUDGET else state[0] if state else 0
+            used = _spent(state, letter, now) if letter in BUDGET else state[0] if state else 0
             return _Room(limit, field, max(0, limit.value - int(used)), used=used)
-        window, unit = WINDOW[kind], WINDOW[kind] / limit.value
+        window, unit = WINDOW_BY_LETTER[letter], WINDOW_BY_LETTER[letter] / limit.value
         debt, early = self._under_limit(field, limit, now)
         held = self._held.get(field, 0) * unit
         left = max(0, math.floor((window - debt - held) / unit + 0.001))
@@ -207,7 +207,7 @@ class LocalLimits:
 
     def _under_limit(self, field: str, limit: Limit, now: int) -> tuple[float, float]:
         """Do what the script's `under_limit` does. Return the debt, and the time by which it is paid off earlier."""
-        state, window = self._states.get(field), WINDOW[limit.kind]
+        state, window = self._states.get(field), WINDOW_BY_LETTER[limit.letter]
         basis, debt = _basis(state, limit), _debt(state, now)
         of_limit = debt * (basis / limit.value)
         if basis < limit.value or (basis > limit.value and of_limit <= window):
@@ -223,9 +223,9 @@ class LocalLimits:
             return 0
         if room.days is not None:
             return room.days.wait(limit.value, amount, now)
-        if limit.kind not in WINDOW:
-            return _left_ms(limit.kind, now) if limit.kind in BUDGET else GAUGE_WAIT_MS
-        window = WINDOW[limit.kind]
+        if limit.letter not in WINDOW_BY_LETTER:
+            return _left_ms(limit.letter, now) if limit.letter in BUDGET else GAUGE_WAIT_MS
+        window = WINDOW_BY_LETTER[limit.letter]
         needed = (amount - 0.001) * (window / limit.value)
         if room.held_time + needed > window:
             return GAUGE_WAIT_MS
@@ -239,12 +239,12 @@ class LocalLimits:
         if room.days is not None:
             room.days = self._days[field] = room.days.plus(amount, day_of(now))
             return
-        if limit.kind not in WINDOW:
+        if limit.letter not in WINDOW_BY_LETTER:
             total = room.used + amount
-            self._states[field] = (_period(limit.kind, now), total, 0) if limit.kind in BUDGET else (total, 0, 0)
+            self._states[field] = (_period(limit.letter, now), total, 0) if limit.letter in BUDGET else (total, 0, 0)
             return
-        room.occupied += amount * (WINDOW[limit.kind] / limit.value)
-        if limit.kind in TOKEN_RATE:
+        room.occupied += amount * (WINDOW_BY_LETTER[limit.letter] / limit.value)
+        if limit.letter in TOKEN_RATE:
             self._hold(field, amount)
         else:
             self._states[field] = (_decays_from(self._states.get(field), now), room.occupied, limit.value)
@@ -253,7 +253,7 @@ class LocalLimits:
         """Add `more` requests or tokens to a rate's debt. If negative, refund the part that is not paid off yet."""
         state = self._states.get(field)
         basis = _basis(state, limit)
-        added = more * (WINDOW[limit.kind] / basis)
+        added = more * (WINDOW_BY_LETTER[limit.letter] / basis)
         if added < 0:
             speed = max(1, limit.value / basis)
             added = -max(0, -added - speed * max(0, _decays_from(state, now) - admitted_at))
@@ -271,8 +271,10 @@ class LocalLimits:
     def _forget(self, now: int) -> None:
         self._days = {field: days for field, days in self._days.items() if days.at(now).total}
         for field, state in list(self._states.items()):
-            kind = field[-1]
-            if (kind in WINDOW and _debt(state, now) == 0) or (kind in BUDGET and state[0] < _period(kind, now)):
+            letter = field[-1]
+            if (letter in WINDOW_BY_LETTER and _debt(state, now) == 0) or (
+                letter in BUDGET and state[0] < _period(letter, now)
+            ):
                 del self._states[field]
 
 
@@ -284,13 +286,13 @@ def _granted(demand: Demand, rooms: Sequence[_Room]) -> int:
     """Return the completion tokens that the limits have room for, or the fewest that suffice."""
     granted, prompt = demand.completion, demand.prompt_tokens
     for room in rooms:
-        kind = room.limit.kind
-        if kind in BUDGET:
+        letter = room.limit.letter
+        if letter in BUDGET:
             if demand.price.output > 0:
                 money = min(room.left, 8_000_000_000) * 1_000_000 - prompt * demand.price.highest_input
                 granted = min(granted, money // demand.price.output)
-        elif kind not in TAKES_ONE and not (
-            kind in TOKEN_RATE and prompt + demand.first_completion + room.limit.value // HEADROOM <= room.left
+        elif letter not in TAKES_ONE and not (
+            letter in TOKEN_RATE and prompt + demand.first_completion + room.limit.value // HEADROOM <= room.left
         ):
             granted = min(granted, room.left - prompt)
     return granted if granted == demand.completion else max(demand.least, granted // demand.step * demand.step)
@@ -300,9 +302,9 @@ def _reset(room: _Room, now: int) -> int:
     """Return the ms until the limit is fully available again if nothing more is used."""
     if room.days is not None:
         return room.days.reset(now)
-    if room.limit.kind in WINDOW:
+    if room.limit.letter in WINDOW_BY_LETTER:
         return math.ceil((room.occupied - room.early) / 1000)
-    return _left_ms(room.limit.kind, now) if room.limit.kind in BUDGET else 0
+    return _left_ms(room.limit.letter, now) if room.limit.letter in BUDGET else 0
 
 
 def _debt(state: State | None, now: int) -> float:
@@ -322,18 +324,18 @@ def _decays_from(state: State | None, now: int) -> float:
     return now if at - now > MAX_STEP else max(at, now)
 
 
-def _spent(state: State | None, kind: str, now: int) -> float:
-    return state[1] if state is not None and state[0] == _period(kind, now) else 0
+def _spent(state: State | None, letter: str, now: int) -> float:
+    return state[1] if state is not None and state[0] == _period(letter, now) else 0
 
 
-def _period(kind: str, now: int) -> int:
+def _period(letter: str, now: int) -> int:
     """Return the first day of a budget's period, which identifies the period."""
-    return period_start(kind, _moment(now)).toordinal()
+    return period_start(letter, _moment(now)).toordinal()
 
 
-def _left_ms(kind: str, now: int) -> int:
+def _left_ms(letter: str, now: int) -> int:
     """Return the milliseconds until a budget's next period."""
-    return int(period_end(kind, _moment(now)).timestamp()) * 1000 - now // 1000
+    return int(period_end(letter, _moment(now)).timestamp()) * 1000 - now // 1000
 
 
 def _moment(now: int) -> datetime:

@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from gateway.quota.kinds import BUDGET_PERIOD, DAY, MONTH, ROLLING, ROLLING_DAYS, WEEK
+from gateway.quota.kinds import DAY, MONTH, PERIOD_BY_LETTER, ROLLING, ROLLING_DAYS, WEEK
 
 # Days of the periods that have a fixed length.
 LENGTHS = {DAY: 1, WEEK: 7, ROLLING: ROLLING_DAYS}
@@ -10,26 +10,26 @@ LENGTHS = {DAY: 1, WEEK: 7, ROLLING: ROLLING_DAYS}
 PERIOD_WORDS = {DAY: "today", WEEK: "this week", MONTH: "this month", ROLLING: "in the last 30 days"}
 
 
-def period_start(kind: str, now: datetime) -> datetime:
-    """Return the start of a budget's present period. kind: its letter."""
+def period_start(letter: str, now: datetime) -> datetime:
+    """Return the start of a budget's present period. letter: that of the budget's kind."""
     today = now.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-    if BUDGET_PERIOD[kind] == MONTH:
+    if PERIOD_BY_LETTER[letter] == MONTH:
         return today.replace(day=1)
-    if BUDGET_PERIOD[kind] == ROLLING:
+    if PERIOD_BY_LETTER[letter] == ROLLING:
         return today - timedelta(days=ROLLING_DAYS - 1)
-    return today - timedelta(days=today.weekday()) if BUDGET_PERIOD[kind] == WEEK else today
+    return today - timedelta(days=today.weekday()) if PERIOD_BY_LETTER[letter] == WEEK else today
 
 
-def period_end(kind: str, now: datetime) -> datetime:
+def period_end(letter: str, now: datetime) -> datetime:
     """Return the end of a budget's present period, which is the start of the next one in the calendar."""
-    start = period_start(kind, now)
-    if BUDGET_PERIOD[kind] == MONTH:
+    start = period_start(letter, now)
+    if PERIOD_BY_LETTER[letter] == MONTH:
         return (start + timedelta(days=31)).replace(day=1)
-    return start + timedelta(days=LENGTHS[BUDGET_PERIOD[kind]])
+    return start + timedelta(days=LENGTHS[PERIOD_BY_LETTER[letter]])
 
 
-def period_words(kind: str) -> str:
+def period_words(letter: str) -> str:
     """Return the period for messages: "This month's", and the like."""
-    if BUDGET_PERIOD[kind] == ROLLING:
+    if PERIOD_BY_LETTER[letter] == ROLLING:
         return f"The last {ROLLING_DAYS} days'"
-    return "Today's" if BUDGET_PERIOD[kind] == DAY else f"This {BUDGET_PERIOD[kind]}'s"
+    return "Today's" if PERIOD_BY_LETTER[letter] == DAY else f"This {PERIOD_BY_LETTER[letter]}'s"

@@ -61,11 +61,11 @@ class Quota:
         timeout: float,
         lease_seconds: float,
         fallback: Mapping[str, Mode] = CLOSED,
-        admitted_without: Callable[[str], None] = lambda mode: None,
+        on_admitted_without_redis: Callable[[str], None] = lambda mode: None,
         past: Past | None = None,
         check: Check = "warn",
     ) -> None:
-        """admitted_without: called with "open" or "local" for each request that is admitted without Redis.
+        """on_admitted_without_redis: called with "open" or "local" for each request that is admitted without Redis.
 
         past: the ledger's sums, for a month's spend and a day's tokens that Redis has lost.
         """
@@ -76,8 +76,8 @@ class Quota:
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback
         self._presence = Presence(redis)
-        self._without = WithoutRedis(fallback, lambda: self._presence.count, admitted_without)
-        self._holds = Holds(self._store.script, self._without)
+        self._without_redis = WithoutRedis(fallback, lambda: self._presence.count, on_admitted_without_redis)
+        self._holds = Holds(self._store.script, self._without_redis)
         self._leases = Leases(self._store, self._lease_ms, self._register)
         # Tenant id -> request id -> (tokens, cost, requests) used, of ended requests to be settled when Redis answers.
         self._unsettled: dict[str, dict[str, tuple[int, int, int]]] = {}
@@ -86,7 +86,7 @@ class Quota:
         self._ending: set[asyncio.Task[None]] = set()
 
     @property
-    def is_closed_without(self) -> bool:
+    def is_closed_without_redis(self) -> bool:
         """Return whether a class of limits is closed while Redis is away, so that most requests are refused."""
         return "closed" in self.fallback.values()
 
@@ -203,11 +203,11 @@ class Quota:
         except Unavailable:
             if sent:
                 self._settle_later(tenant_id, request_id)
-            if self._without.refuses(limits):
+            if self._without_redis.refuses(limits):
                 raise
-            shares = self._without.shares(tenant_id, limits)
+            shares = self._without_redis.shares(tenant_id, limits)
             demand = demand.within(shares)
-            return self._holds.attach(self._without.acquire(shares, demand), demand, model, limits)
+            return self._holds.attach(self._without_redis.acquire(shares, demand), demand, model, limits)
         except asyncio.CancelledError:
             # The client left, but the script may have run.
             self._settle_later(tenant_id, request_id)
@@ -217,7 +217,7 @@ class Quota:
         states = [(flat[i], flat[i + 1], flat[i + 2]) for i in range(0, end, 3)]
         for i in range(end, len(flat), 2):
             self._recall.reload(tenant_id, limits[flat[i]], flat[i + 1])
-        self._without.remember_budgets(tenant_id, limits, states)
+        self._without_redis.remember_budgets(tenant_id, limits, states)
         headers = rate_headers(limits, states, demand.currency)
         if not allowed:
             raise refusal(limits, states, demand, headers)
@@ -251,18 +251,18 @@ class Quota:
         back.
         """
         tenant_id, request_id = reservation.tenant_id, reservation.request_id
-        held = self._leases.has(tenant_id, request_id)
+        has_lease = self._leases.has(tenant_id, request_id)
         self._leases.remove(tenant_id, request_id)
         if reservation.hold is not None:
             reservation.hold.ended(tokens)
-        self._without.settle(tenant_id, request_id, tokens, cost, counts=counts)
+        self._without_redis.settle(tenant_id, request_id, tokens, cost, counts=counts)
         arguments = ("settle", request_id, tokens, cost, int(counts), event)
         for left in reversed(range(SETTLE_TRIES)):
             try:
                 return await self._store.script(tenant_id, *arguments)
             except Unavailable:
                 if left == 0 or self._store.away:
-                    if held:
+                    if has_lease:
                         self._settle_later(tenant_id, request_id, (tokens, cost, int(counts)))
                     raise
         raise AssertionError("unreachable")

@@ -99,16 +99,16 @@ class Recall:
         if past is None:
             return Used(0.0, 0)
         until = EPOCH + timedelta(microseconds=since)
-        if length := ROLLING_BUDGET.get(limit.kind):
-            start = period_start(limit.kind, until)
+        if length := ROLLING_BUDGET.get(limit.letter):
+            start = period_start(limit.letter, until)
             costs = await past.cost_by_day(tenant_id, start, until, limit.part)
             days = tuple(costs.get(start + number * DAY, 0) for number in range(length))
             return Used(sum(days), sum(days), days)
-        if limit.kind in BUDGET:
-            cost = await past.cost(tenant_id, period_start(limit.kind, until), until, limit.part)
+        if limit.letter in BUDGET:
+            cost = await past.cost(tenant_id, period_start(limit.letter, until), until, limit.part)
             return Used(cost, cost)
         first = (until - DAY).replace(minute=0, second=0, microsecond=0)
-        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.kind not in TAKES_ONE)
+        hours = await past.by_hour(tenant_id, first, until, limit.part, tokens=limit.letter not in TAKES_ONE)
         return Used(still_counted(hours, limit.value, until), sum(amount for _, amount in hours))
 
 

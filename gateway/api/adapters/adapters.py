@@ -144,9 +144,12 @@ class AdapterIntake:
             chosen = next((each for each in shown if each.name == base), None)
             if chosen is not None and chosen.state == "active":
                 return Candidates(bases=[chosen])
-            what = "there is no base model" if chosen is None else f"no new adapters ({chosen.state}):"
+            quoted = f"'{printable(base, 64)}'"
+            fault = f"there is no base model {quoted}"
+            if chosen is not None:
+                fault = f"the base model {quoted} is {chosen.state} and takes no new adapters"
             names = ", ".join(f"'{each.name}'" for each in usable) or "none"
-            raise BadRequest(f"base: {what} '{printable(base, 64)}'; expected one of: {names}.", param="base")
+            raise BadRequest(f"base: {fault}; expected one of: {names}.", param="base")
         if not usable:
             raise BadRequest("base: no base model takes adapters at present.", param="base")
         return Candidates(bases=usable, closed=[each.name for each in shown if each.state != "active"])

@@ -4,8 +4,8 @@ Written from the sources of SGLang 0.5.11 to 0.5.23. It has never run against a 
 
 Before SAFE, SGLang accepted a `cache_salt` and ignored it: the salt never reached the scheduler, so all tenants shared
 the prefix cache (sgl-project/sglang#23300: 0.5.10.post1 lacks the fix, 0.5.11 has it). The keys of caches outside the
-server's memory still lack the salt. A server with such a cache is refused, or with another setting that can mix up
-tenants or adapters (`check_server`).
+server's memory still lack the salt. `check_server` refuses a server with such a cache, or with another setting that can
+mix up tenants or adapters.
 
 A request selects its adapter by `lora_path`. Its `model` has no colon, because SGLang reads the text after a
 colon as an adapter's name. SGLang ignores fields that it does not know, so this module refuses them.

@@ -87,7 +87,7 @@ class ConsoleHome(ConsolePages):
         rows = []
         for each in found:
             limit = each.limit if isinstance(each, Left) else each
-            title, source = BY_LETTER[limit.kind].help, OWNERS.get(limit.owner, limit.owner)
+            title, source = BY_LETTER[limit.letter].help, OWNERS.get(limit.owner, limit.owner)
             text = term_text(limit.name, limit.value)
             if isinstance(each, Left):
                 rows.append(used_row(each, title, text, source, self.console.currency, now))

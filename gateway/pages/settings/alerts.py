@@ -18,7 +18,7 @@ from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
-from gateway.quota.kinds import BUDGET_PERIOD, BY_LETTER
+from gateway.quota.kinds import BY_LETTER, PERIOD_BY_LETTER
 from gateway.records.events.events import EVENT_TYPES, Event, Events
 from gateway.records.events.webhook_list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
 from gateway.records.events.webhooks import Webhook
@@ -53,7 +53,7 @@ CSV_COLUMNS = (
     Column("created_at", "Added", value=lambda target: target.webhook.created_at),
 )
 BUDGET = "budget_per_month"
-PERIODS = {letter: "30 days" if name == "30 days" else f"a {name}" for letter, name in BUDGET_PERIOD.items()}
+PERIODS = {letter: "30 days" if name == "30 days" else f"a {name}" for letter, name in PERIOD_BY_LETTER.items()}
 BUDGET_LETTERS = tuple(kind.letter for kind in BY_LETTER.values() if kind.is_budget)
 
 

@@ -23,7 +23,7 @@ from sqlalchemy import (
 )
 
 from gateway.errors import BadRequest
-from gateway.quota.kinds import BUDGET, BUDGET_PERIOD, BY_LETTER
+from gateway.quota.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
 from gateway.quota.periods import period_start
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
@@ -69,7 +69,7 @@ class TenantMonth(msgspec.Struct, frozen=True, kw_only=True):
 
     requests: int = 0
     spend: int = 0
-    spent: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(BUDGET_PERIOD.values(), 0))
+    spent: dict[str, int] = msgspec.field(default_factory=lambda: dict.fromkeys(PERIOD_BY_LETTER.values(), 0))
     forecast: int = 0
     last_used_at: datetime | None = None
 
@@ -194,7 +194,7 @@ def tightest_budget(tenant: Tenant, month: TenantMonth) -> BudgetUse | None:
     """Return the tenant's budget of which the largest part is spent; None without a budget."""
     found = [
         BudgetUse(period, month.spent.get(period, 0), budget)
-        for kind, period in BUDGET_PERIOD.items()
+        for kind, period in PERIOD_BY_LETTER.items()
         if (budget := getattr(tenant.limits, BY_LETTER[kind].name))
     ]
     return _tightest(found) if found else None
@@ -205,7 +205,7 @@ def _tightest(uses: Sequence[BudgetUse]) -> BudgetUse:
 
 
 def _use(row: Row[Any], kind: str) -> BudgetUse:
-    return BudgetUse(BUDGET_PERIOD[kind], getattr(row, f"spent_{kind}"), getattr(row, f"budget_{kind}") or 0)
+    return BudgetUse(PERIOD_BY_LETTER[kind], getattr(row, f"spent_{kind}"), getattr(row, f"budget_{kind}") or 0)
 
 
 def _matching(
@@ -299,7 +299,7 @@ def _month(tenant: Tenant, sums: Any, used_at: datetime | None, now: datetime) -
     return TenantMonth(
         requests=sums.requests,
         spend=sums.spend,
-        spent={period: getattr(sums, f"spent_{kind}") for kind, period in BUDGET_PERIOD.items()},
+        spent={period: getattr(sums, f"spent_{kind}") for kind, period in PERIOD_BY_LETTER.items()},
         forecast=round(forecast),
         last_used_at=used_at,
     )

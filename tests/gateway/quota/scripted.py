@@ -7,7 +7,7 @@ import redis
 
 from gateway.quota import script
 from gateway.quota.demand import Demand
-from gateway.quota.kinds import WINDOW
+from gateway.quota.kinds import WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
@@ -131,7 +131,7 @@ class Bucket:
         self.limit, self.level, self.at = limit, 0.0, 0
 
     def use(self, amount: int, moment: int) -> None:
-        drained = (moment - self.at) * self.limit.value / WINDOW[self.limit.kind]
+        drained = (moment - self.at) * self.limit.value / WINDOW_BY_LETTER[self.limit.letter]
         self.level, self.at = max(0.0, self.level - drained) + amount, moment
         # The script allows 0.001 token of slack for fractions at each admission.
         assert self.level <= self.limit.value + 1

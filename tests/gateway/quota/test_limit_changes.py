@@ -9,7 +9,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import WINDOW
+from gateway.quota.kinds import WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.records.money.prices import FREE
 from tests.gateway.quota.scripted import DAY, SECOND, START, Bucket, Script, Twin
@@ -45,7 +45,7 @@ def remaining(limits: Script | Twin, limit: Limit) -> int:
     allowed, _, [(left, *_)] = limits.acquire("asks", [limit], 0, 0, 1, FREE)
     if allowed:
         limits.settle("asks", 0, 0, False)
-    return left + (allowed and limit.kind == "r")
+    return left + (allowed and limit.letter == "r")
 
 
 class Reference:
@@ -55,7 +55,7 @@ class Reference:
     """
 
     def __init__(self, limit: Limit, now: int) -> None:
-        self.window, self.rate, self.level, self.at = WINDOW[limit.kind], limit.value, 0.0, now
+        self.window, self.rate, self.level, self.at = WINDOW_BY_LETTER[limit.letter], limit.value, 0.0, now
 
     def left(self, limit: Limit, now: int) -> float:
         self.level = max(0.0, self.level - (now - self.at) * self.rate / self.window)
@@ -78,13 +78,13 @@ def test_a_lowered_limit_leaves_less_by_what_was_used(limits: Script | Twin, kin
     assert use(limits, "a", limit_of(kind, 1_000_000), 97)
     assert remaining(limits, limit_of(kind, 100)) == 3
     # The 97 are paid off at the new rate.
-    limits.now += WINDOW[kind] // 2
+    limits.now += WINDOW_BY_LETTER[kind] // 2
     assert remaining(limits, limit_of(kind, 100)) == 53
 
 
 @pytest.mark.parametrize("kind", ["t", "d"])
 def test_a_limit_below_what_was_used_refuses_for_less_than_its_window(limits: Script | Twin, kind: str):
-    small, window = limit_of(kind, 1000), WINDOW[kind]
+    small, window = limit_of(kind, 1000), WINDOW_BY_LETTER[kind]
     assert use(limits, "a", limit_of(kind, 1_000_000), 900_000)
     # 899,001 are paid off in 0.899 windows at the former rate, and one at the new rate.
     _, _, [(left, wait, reset)] = limits.acquire("b", [small], 0, 1, 1, FREE)
@@ -131,7 +131,7 @@ def test_what_remains_is_the_reference_buckets(
             allowed, _, [(shown, reset, _)] = limits.acquire(f"r{number}", [limit], 0, tokens, tokens, FREE)
             assert shown + (tokens if allowed else 0) == pytest.approx(left, abs=1.01, rel=1e-9)
             assert allowed or tokens > left - 0.01
-            assert reset <= 2 * WINDOW[kind] / 1000
+            assert reset <= 2 * WINDOW_BY_LETTER[kind] / 1000
             if allowed:
                 limits.settle(f"r{number}", tokens, 0, True)
                 reference.level += tokens

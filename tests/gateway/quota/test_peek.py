@@ -65,7 +65,7 @@ class Peeked:
         tokens = prompt + answer.granted
         cost = price.highest_cost(prompt, answer.granted)
         for limit, (remaining, reset), (rest, _, reset_then) in zip(limits, left, answer.states, strict=True):
-            at_first = prompt + min(held, answer.granted) if limit.kind in TOKEN_RATE else limit.amount(tokens, cost)
+            at_first = prompt + min(held, answer.granted) if limit.letter in TOKEN_RATE else limit.amount(tokens, cost)
             assert rest == remaining - (at_first if answer.allowed else 0)
             assert reset_then >= reset
         if answer.allowed:
@@ -109,7 +109,7 @@ def test_a_peek_before_any_request_writes_nothing(client: redis.Redis, limits: l
     script = Script(client)
     found = script.peek(limits)
     assert stored(client, script) == [{}, [], {}, [], -2, -2, -2, -2]
-    assert [since for _, _, since in found] == [script.now if limit.kind in RECALLED else 0 for limit in limits]
+    assert [since for _, _, since in found] == [script.now if limit.letter in RECALLED else 0 for limit in limits]
     assert [remaining for remaining, _, _ in found] == [limit.value for limit in limits]
 
 

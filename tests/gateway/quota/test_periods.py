@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import BUDGET_PERIOD, ROLLING_BUDGET
+from gateway.quota.kinds import PERIOD_BY_LETTER, ROLLING_BUDGET
 from gateway.quota.periods import period_end, period_start, period_words
 
 
@@ -25,7 +25,7 @@ def test_periods_around_a_wednesday(kind: str, start: str, end: str):
 
 
 @given(
-    kind=st.sampled_from(sorted(BUDGET_PERIOD.keys() - ROLLING_BUDGET.keys())), seconds=st.integers(0, 4_000_000_000)
+    kind=st.sampled_from(sorted(PERIOD_BY_LETTER.keys() - ROLLING_BUDGET.keys())), seconds=st.integers(0, 4_000_000_000)
 )
 def test_calendar_periods_follow_each_other(kind: str, seconds: int):
     now = datetime.fromtimestamp(seconds, UTC)

@@ -10,7 +10,7 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import BY_LETTER, WINDOW
+from gateway.quota.kinds import BY_LETTER, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
@@ -96,7 +96,7 @@ def test_script_and_twin_agree_on_every_answer(client: redis.Redis, limits: list
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    limits=limit_sets.map(lambda found: [limit for limit in found if limit.kind not in "cou"]),
+    limits=limit_sets.map(lambda found: [limit for limit in found if limit.letter not in "cou"]),
     price=prices,
     before=st.lists(st.tuples(st.integers(0, SECOND), st.integers(0, 30), st.integers(0, 1000)), max_size=15),
     tokens=st.integers(1, 1000),
@@ -142,7 +142,7 @@ def test_never_one_token_more_than_the_limit_and_what_came_back(
         allowed, granted, _ = script.acquire(f"r{number}", [limit], 0, tokens, 1, Price())
         if allowed:
             taken += limit.amount(granted, 0)
-        elapsed = Fraction(script.now - START - steps[0][0], WINDOW[kind])
+        elapsed = Fraction(script.now - START - steps[0][0], WINDOW_BY_LETTER[kind])
         # The script's own slack for the precision of doubles: 0.001 token.
         assert taken <= value * (1 + elapsed) + Fraction(2, 1000)
 
