@@ -10,17 +10,16 @@ from gateway.access.page_guard import FORM
 from gateway.access.roles import DEFAULT_SCOPES
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.adapters.caller import tenants_caller
-from gateway.api.key_manager import KeyManager
+from gateway.api.key_manager import KeyChanges, KeyManager
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.answers import error_field, is_confirmed
 from gateway.pages.parts.key_forms import (
     DONE,
-    edit_form,
+    edit_key,
     key_form,
     read_grace,
-    read_key_changes,
     read_new_key,
     revoke_form,
     rotate_form,
@@ -81,17 +80,13 @@ class ConsoleKeys(ConsolePages):
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a key's label and limits; with a form, change them."""
         key, principal = await self._key(request), request[PRINCIPAL]
-        form, errors = request.get(FORM), dict[str, str]()
-        if form is not None:
-            try:
-                changes, caller = read_key_changes(form, key), tenants_caller(request)
-                await caller.count_change(request, self.console.quota)
-                await self._manager.change(key.id, changes, caller.actor, principal)
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
-                raise web.HTTPSeeOther(f"{LIST}?done=changed")
-        return edit_form(self.console.frame, request, key, errors)
+
+        async def save(changes: KeyChanges) -> None:
+            caller = tenants_caller(request)
+            await caller.count_change(request, self.console.quota)
+            await self._manager.change(key.id, changes, caller.actor, principal)
+
+        return await edit_key(self.console.frame, request, key, save, f"{LIST}?done=changed")
 
     @needs("keys")
     async def rotate(self, request: web.Request) -> web.StreamResponse:

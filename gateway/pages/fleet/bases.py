@@ -14,6 +14,7 @@ from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import error_field, error_text, is_confirmed, read_form, typing_error
+from gateway.pages.parts.edits import merge, shown_values
 from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
@@ -125,15 +126,16 @@ class BasePages:
 
     async def edit(self, request: web.Request) -> web.Response:
         """Return the form of a base model; with a form, change it."""
-        form, errors = request.get(FORM), dict[str, str]()
-        base = self._base(request)
+        sent, base = request.get(FORM), self._base(request)
         present = {
             "digest": base.digest or "",
             "tokenizer": base.tokenizer or "",
             "context_length": str(base.context_length),
         }
-        if form is None:
-            return self._form(request, base, present, errors)
+        if sent is None:
+            return self._form(request, base, present, {}, shown=shown_values(present))
+        edit = merge(sent, present)
+        form, errors = edit.fields, dict(edit.conflicts)
         changed = {name: text for name, text in form.items() if name in present and text.strip() != present[name]}
         given = read_form(_read_fields(changed, errors), BaseChanges, errors)
         if given is not None and not errors:
@@ -145,7 +147,7 @@ class BasePages:
                 errors[error_field(error)] = error_text(error)
             else:
                 raise web.HTTPSeeOther(f"{BASES}?done=changed")
-        return self._form(request, base, form, errors)
+        return self._form(request, base, form, errors, edit.status, shown_values(present))
 
     async def act(self, request: web.Request) -> web.Response:
         """Ask for the base model's name, then drain or retire it; resume it at once."""
@@ -190,13 +192,23 @@ class BasePages:
             rows.append(BaseRow(base, _state(base, up, is_asleep), up, len(engines), adapters.get(base.id, 0), price))
         return rows
 
-    def _form(self, request: web.Request, base: Base | None, values: Mapping[str, str], errors: Any) -> web.Response:
+    def _form(
+        self,
+        request: web.Request,
+        base: Base | None,
+        values: Mapping[str, str],
+        errors: Any,
+        status: int = 400,
+        shown: str = "",
+    ) -> web.Response:
+        """Return the form. status: of an answer with errors. shown: the hidden field of an edit."""
         return self._frame.render(
             request,
             "base_form.html",
             title="New base model" if base is None else f"Change {base.name}",
-            status=400 if errors else 200,
+            status=status if errors else 200,
             base=base,
+            shown=shown,
             values=values,
             errors=errors,
             action=request.path if base is None else f"{request.path}?{urlencode({'name': base.name})}",

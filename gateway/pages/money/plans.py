@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from aiohttp import web
+from multidict import MultiDict
 
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
@@ -10,7 +11,8 @@ from gateway.api.admin.plans import NewPlan
 from gateway.errors import BadRequest, Conflict, GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import error_field, is_confirmed, read_form, typing_error
-from gateway.pages.parts.forms import read_terms, term_groups, terms_text
+from gateway.pages.parts.edits import Edit, merge, shown_values
+from gateway.pages.parts.forms import NAMES, read_terms, term_groups, term_text, terms_text
 from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
@@ -66,8 +68,11 @@ class PlanPages:
         """Return the form of a plan, or of a new one; with a form, save it."""
         name = request.match_info.get("plan")
         plan = None if name is None else await self._records.plans.get(name)
-        form, errors = request.get(FORM), dict[str, str]()
-        if form is not None:
+        sent, errors = request.get(FORM), dict[str, str]()
+        present = {} if plan is None else self._values(plan)
+        edit = Edit(MultiDict(present), {}) if sent is None else merge(sent, present)
+        form, errors = edit.fields, dict(edit.conflicts)
+        if sent is not None and not errors:
             values, _ = read_terms(form, errors)
             prices = self._read_prices(form, errors)
             given = read_form({**values, "prices": prices}, NewPlan, errors)
@@ -82,19 +87,22 @@ class PlanPages:
             request,
             "plan_form.html",
             title=f"Plan {plan.name}" if plan else "New plan",
-            status=400 if errors else 200,
+            status=edit.status if errors else 200,
             plan=plan,
-            name=form.get("name", "") if form else "",
-            groups=term_groups(plan.terms if plan else NO_TERMS, DEFAULTS, form, self._currency),
-            models=self._models(plan, form),
+            name=form.get("name", ""),
+            groups=term_groups(NO_TERMS, DEFAULTS, form, self._currency),
+            models=self._models(form),
+            shown=shown_values(present) if plan else "",
             errors=errors,
         )
 
     async def prices(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a plan's prices; with a form, save them."""
         plan = await self._records.plans.get(request.match_info["plan"])
-        form, errors = request.get(FORM), dict[str, str]()
-        if form is not None:
+        sent, present = request.get(FORM), self._price_values(plan)
+        edit = Edit(MultiDict(present), {}) if sent is None else merge(sent, present)
+        form, errors = edit.fields, dict(edit.conflicts)
+        if sent is not None and not errors:
             prices = self._read_prices(form, errors)
             given = read_form({"prices": prices}, NewPlan, errors)
             if given is not None and not errors:
@@ -110,9 +118,10 @@ class PlanPages:
             request,
             "plan_prices.html",
             title=f"Prices of plan {plan.name}",
-            status=400 if errors else 200,
+            status=edit.status if errors else 200,
             plan=plan,
-            models=self._models(plan, form),
+            models=self._models(form),
+            shown=shown_values(present),
             errors=errors,
         )
 
@@ -156,15 +165,26 @@ class PlanPages:
             ("all", EVERYTHING, "Everything else"),
         ]
 
-    def _models(self, plan: Plan | None, form: Mapping[str, str] | None) -> Sequence[PricedFields]:
-        found = []
-        for field, model, title in self._priced():
-            price = plan.prices.get(model) if plan else None
-            values = {name: "" if price is None else format_money(getattr(price, name)) for name, _ in AMOUNTS}
-            if form is not None:
-                values = {name: form.get(f"{field}_{name}", "") for name, _ in AMOUNTS}
-            found.append((title, [(f"{field}_{name}", label, values[name]) for name, label in AMOUNTS]))
-        return found
+    def _values(self, plan: Plan) -> dict[str, str]:
+        """Return the form's fields of a plan as text."""
+        terms = given_terms(plan.terms)
+        return {name: term_text(name, terms[name]) if name in terms else "" for name in NAMES} | self._price_values(
+            plan
+        )
+
+    def _price_values(self, plan: Plan) -> dict[str, str]:
+        prices = {field: plan.prices.get(model) for field, model, _ in self._priced()}
+        return {
+            f"{field}_{name}": "" if price is None else format_money(getattr(price, name))
+            for field, price in prices.items()
+            for name, _ in AMOUNTS
+        }
+
+    def _models(self, form: Mapping[str, str]) -> Sequence[PricedFields]:
+        return [
+            (title, [(f"{field}_{name}", label, form.get(f"{field}_{name}", "")) for name, label in AMOUNTS])
+            for field, _, title in self._priced()
+        ]
 
     def _read_prices(self, form: Mapping[str, str], errors: dict[str, str]) -> dict[str, dict[str, int]]:
         prices = {}

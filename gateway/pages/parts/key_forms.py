@@ -1,18 +1,19 @@
 """Forms that create, rotate and revoke keys, for operators and for tenants' own people."""
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from aiohttp import web
-from multidict import MultiMapping
+from multidict import MultiDict, MultiMapping
 
 from gateway.access.page_guard import FORM
 from gateway.api.key_manager import KeyChanges, NewKey
 from gateway.api.requests.fields import read_fields
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import typing_error
+from gateway.pages.parts.answers import error_field, typing_error
+from gateway.pages.parts.edits import Edit, merge, shown_values
 from gateway.pages.parts.forms import LIMIT_NAMES, limit_fields, read_terms
 from gateway.records.keys.keys import ApiKey
 from gateway.records.tenants.limits import Limits
@@ -31,16 +32,39 @@ def read_new_key(form: MultiMapping[str]) -> NewKey:
     return read_fields(fields | _read_limits(form)[0], NewKey)
 
 
-def read_key_changes(form: MultiMapping[str], key: ApiKey) -> KeyChanges:
-    """Return the changes of `templates/key_edit.html`. Raises BadRequest."""
-    fields: dict[str, Any] = {"label": form.get("label", "").strip()}
+async def edit_key(
+    frame: Frame, request: web.Request, key: ApiKey, save: Callable[[KeyChanges], Awaitable[None]], then: str
+) -> web.Response:
+    """Return the form of a key's label and limits; with a form, save the changed fields and redirect to `then`."""
+    present = {"label": key.label or ""}
     if key.tenant is not None:
-        values, empty = _read_limits(form)
-        fields |= values | dict.fromkeys(empty)
-    return read_fields(fields, KeyChanges)
+        present |= {field.name: field.value for field in limit_fields(key.limits, None, frame.currency)}
+    sent = request.get(FORM)
+    if sent is None:
+        return _edit_form(frame, request, key, Edit(MultiDict(present), {}), present, {})
+    edit = merge(sent, present)
+    errors = dict(edit.conflicts)
+    if not errors:
+        try:
+            changes = _read_changes(edit.fields, present)
+            if changes.given():
+                await save(changes)
+        except GatewayError as error:
+            errors[error_field(error)] = error.message
+        else:
+            raise web.HTTPSeeOther(then)
+    return _edit_form(frame, request, key, edit, present, errors)
 
 
-def _read_limits(form: MultiMapping[str]) -> tuple[dict[str, Any], list[str]]:
+def _read_changes(form: MultiMapping[str], present: Mapping[str, str]) -> KeyChanges:
+    """Return the fields of `templates/key_edit.html` that differ from the key's. Raises BadRequest."""
+    changed = {name: form.get(name, "").strip() for name in present if form.get(name, "").strip() != present[name]}
+    fields: dict[str, Any] = {"label": changed.pop("label")} if "label" in changed else {}
+    values, empty = _read_limits(changed)
+    return read_fields(fields | values | {name: None for name in empty if name in changed}, KeyChanges)
+
+
+def _read_limits(form: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the limits that are set, and the names of the others. Raises BadRequest."""
     errors: dict[str, str] = {}
     values, empty = read_terms(form, errors, LIMIT_NAMES)
@@ -56,17 +80,19 @@ def read_grace(form: MultiMapping[str]) -> int:
     return int(form["grace"])
 
 
-def edit_form(frame: Frame, request: web.Request, key: ApiKey, errors: dict[str, str]) -> web.Response:
-    """Return the form of a key's label and limits. errors: texts by field."""
-    form = request.get(FORM)
+def _edit_form(
+    frame: Frame, request: web.Request, key: ApiKey, edit: Edit, present: Mapping[str, str], errors: dict[str, str]
+) -> web.Response:
+    """Return the form of a key's label and limits. present: the key's values by field; errors: texts by field."""
     return frame.render(
         request,
         "key_edit.html",
         title=f"Edit {key.label or key.id}",
-        status=400 if errors else 200,
+        status=edit.status if errors else 200,
         key=key,
-        label=key.label if form is None else form.get("label", ""),
-        limits=limit_fields(key.limits, form, frame.currency) if key.tenant is not None else (),
+        label=edit.fields.get("label", ""),
+        limits=limit_fields(key.limits, edit.fields, frame.currency) if key.tenant is not None else (),
+        shown=shown_values(present),
         errors=errors,
     )
 

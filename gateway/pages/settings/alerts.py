@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, cast
 
 from aiohttp import web
+from multidict import MultiDict
 
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
@@ -14,6 +15,7 @@ from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_f
 from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.answers import error_field, error_text, is_confirmed, typing_error
+from gateway.pages.parts.edits import SHOWN, merge, shown_values
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
@@ -161,17 +163,22 @@ class AlertPages:
         """Return the form of a target; with a form, change it."""
         webhook = await self._webhook(request)
         form, errors = request.get(FORM), dict[str, str]()
+        status = 400
         if form is not None:
+            types = " ".join(form.getall("types", []))
+            edit = merge(MultiDict({"types": types, SHOWN: form.get(SHOWN, "")}), _present(webhook))
+            chosen, errors, status = edit.fields["types"].split(), dict(edit.conflicts), edit.status
+        if form is not None and not errors:
             try:
                 # The form does not show the URL, because its path may hold a secret.
-                given = {"url": _url(form) or webhook.url, "types": form.getall("types", []) or None}
+                given = {"url": _url(form) or webhook.url, "types": chosen or None}
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
                 await self._manager.put(webhook.name, known, request[ACTOR])
             except GatewayError as error:
                 errors[error_field(error)] = error_text(error)
             else:
                 raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
-        return self._form(request, webhook, form, errors)
+        return self._form(request, webhook, form, errors, status)
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         webhook = await self._webhook(request)
@@ -246,15 +253,16 @@ class AlertPages:
         )
 
     def _form(
-        self, request: web.Request, webhook: Webhook | None, form: Any, errors: Mapping[str, str]
+        self, request: web.Request, webhook: Webhook | None, form: Any, errors: Mapping[str, str], status: int = 400
     ) -> web.StreamResponse:
         chosen = form.getall("types", []) if form is not None else (webhook.types if webhook else None) or ()
         return self._frame.render(
             request,
             "alert_form.html",
             title=f"Edit {webhook.name}" if webhook else "New target",
-            status=400 if errors else 200,
+            status=status if errors else 200,
             webhook=webhook,
+            shown=shown_values(_present(webhook)) if webhook else "",
             address=shown_url(webhook.url) if webhook else "",
             has_mail=self._manager.has_mail,
             types=[(kind, EVENT_TITLES[kind], kind in chosen) for kind in EVENT_TYPES],
@@ -273,6 +281,11 @@ class AlertPages:
                 return False
             raise
         return True
+
+
+def _present(webhook: Webhook) -> dict[str, str]:
+    """Return the form's field of the event types as text, in the form's order."""
+    return {"types": " ".join(kind for kind in EVENT_TYPES if kind in (webhook.types or ()))}
 
 
 def _url(form: Mapping[str, str]) -> str:

@@ -14,10 +14,11 @@ from gateway.api.requests.named_models import check_names
 from gateway.errors import GatewayError
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import error_field, error_text, read_form
+from gateway.pages.parts.edits import merge, shown_values
 from gateway.pages.parts.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
 from gateway.parts import Records
 from gateway.records.tenants.tenants import TEXTS, Tenant
-from gateway.records.tenants.terms import FIELDS, NO_TERMS, Terms, own_terms, resolve
+from gateway.records.tenants.terms import FIELDS, NO_TERMS, Terms, given_terms, own_terms, resolve
 
 LIST = "/admin/tenants"
 # Values of the button that saves the shown changes, and of the one that returns to the form.
@@ -63,7 +64,7 @@ class TenantForms:
                     errors[error_field(error)] = error_text(error)
                 else:
                     raise web.HTTPSeeOther(f"{LIST}/{quote(name)}?done=created")
-        return await self._form(request, None, errors, NAMES)
+        return await self._form(request, None, form or {}, errors, NAMES)
 
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a tenant; with a form, show what changes, and then change it."""
@@ -74,9 +75,13 @@ class TenantForms:
         return await self._edit(request, BUDGET_TERMS)
 
     async def _edit(self, request: web.Request, names: Sequence[str]) -> web.StreamResponse:
-        tenant = await self._records.tenants.get(request.match_info["tenant"])
-        form, errors = request.get(FORM), dict[str, str]()
-        if form is not None and form.get("act") != EDIT:
+        tenant, plans = await self._records.tenants.get(request.match_info["tenant"]), await self._records.plans.terms()
+        sent, errors = request.get(FORM), dict[str, str]()
+        present = _values(tenant, plans, names)
+        if sent is None:
+            return await self._form(request, tenant, present, {}, names)
+        form, errors = (edit := merge(sent, present)).fields, dict(edit.conflicts)
+        if sent.get("act") != EDIT and not errors:
             terms, empty = read_terms(form, errors, names)
             texts = _read_texts(form) if names is NAMES else {}
             changed = read_form({**terms, **texts, "inherit": empty}, TenantChanges, errors)
@@ -84,7 +89,7 @@ class TenantForms:
                 errors["tags"] = TAGS
             if changed is not None and not errors:
                 try:
-                    plans, given = await self._records.plans.terms(), changed.given()
+                    given = changed.given()
                     new = given.get("model_limits", {}).keys() - tenant.model_limits.keys()
                     await check_names(self._records.catalog, tenant, sorted(new), "model_limits", any_adapter=True)
                     changes = _changed(tenant, _own(tenant, plans), given)
@@ -94,7 +99,7 @@ class TenantForms:
                     return self._preview(request, tenant, form, rows)
                 except GatewayError as error:
                     errors[error_field(error)] = error_text(error)
-        return await self._form(request, tenant, errors, names)
+        return await self._form(request, tenant, form, errors, names, edit.status)
 
     async def _save(self, request: web.Request, tenant: Tenant, changes: Mapping[str, Any]) -> None:
         """Make the changes. Raises HTTPSeeOther to the tenant's page, GatewayError."""
@@ -121,29 +126,40 @@ class TenantForms:
         )
 
     async def _form(
-        self, request: web.Request, tenant: Tenant | None, errors: dict[str, str], names: Sequence[str]
+        self,
+        request: web.Request,
+        tenant: Tenant | None,
+        values: Mapping[str, str],
+        errors: Mapping[str, str],
+        names: Sequence[str],
+        status: int = 400,
     ) -> web.StreamResponse:
-        form, plans = request.get(FORM), await self._records.plans.terms()
+        """Return the form with values by field. status: of an answer with errors."""
+        plans = await self._records.plans.terms()
         of_plan = plans.get((tenant.plan if tenant else None) or "", NO_TERMS)
-        own = NO_TERMS if tenant is None else _own(tenant, plans)
-        groups = term_groups(own, resolve(of_plan, NO_TERMS), form, self._currency)
-        texts = {name: (getattr(tenant, name) if tenant else None) or "" for name in TEXTS}
-        values = texts | {
-            "plan": (tenant.plan if tenant else None) or "",
-            "tags": " ".join(tenant.tags if tenant else ()),
-        }
+        groups = term_groups(NO_TERMS, resolve(of_plan, NO_TERMS), values, self._currency)
         return self._frame.render(
             request,
             "tenant_form.html",
             title=f"{'Edit' if names is NAMES else 'Budgets of'} {tenant.name}" if tenant else "New tenant",
-            status=400 if errors else 200,
+            status=status if errors else 200,
             tenant=tenant,
             has_texts=names is NAMES,
-            values=values if form is None else {**values, **form},
+            values=dict.fromkeys(LABELS, "") | dict(values),
+            shown=shown_values(_values(tenant, plans, names)) if tenant else "",
             groups=[group for group in groups if {field.name for field in group.fields} <= set(names)],
             plans=[("", "No plan"), *((name, name) for name in sorted(plans))],
             errors=errors,
         )
+
+
+def _values(tenant: Tenant, plans: Mapping[str, Terms], names: Sequence[str]) -> dict[str, str]:
+    """Return the form's fields of a tenant as text: its own terms, an inherited one empty, and its other fields."""
+    own = given_terms(_own(tenant, plans))
+    values = {name: term_text(name, own[name]) if name in own else "" for name in names}
+    if names is NAMES:
+        values |= {name: getattr(tenant, name) or "" for name in (*TEXTS, "plan")} | {"tags": " ".join(tenant.tags)}
+    return values
 
 
 def _read_texts(form: Mapping[str, str]) -> dict[str, Any]:

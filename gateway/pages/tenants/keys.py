@@ -9,7 +9,7 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.roles import ADMIN_ROLES, DEFAULT_SCOPES, TENANT_SCOPES
 from gateway.access.scopes import ACTOR
-from gateway.api.key_manager import KeyManager, NewAdminKey
+from gateway.api.key_manager import KeyChanges, KeyManager, NewAdminKey
 from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.errors import GatewayError
@@ -17,11 +17,10 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import error_field, is_confirmed
 from gateway.pages.parts.key_forms import (
     DONE,
-    edit_form,
+    edit_key,
     key_form,
     read_expiry,
     read_grace,
-    read_key_changes,
     read_new_key,
     revoke_form,
     rotate_form,
@@ -79,15 +78,11 @@ class KeyPages:
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a key's label and limits; with a form, change them."""
         key = await self._key(request)
-        form, errors = request.get(FORM), dict[str, str]()
-        if form is not None:
-            try:
-                await self._manager.change(key.id, read_key_changes(form, key), request[ACTOR])
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
-                raise web.HTTPSeeOther(f"{LIST}?done=changed")
-        return edit_form(self._frame, request, key, errors)
+
+        async def save(changes: KeyChanges) -> None:
+            await self._manager.change(key.id, changes, request[ACTOR])
+
+        return await edit_key(self._frame, request, key, save, f"{LIST}?done=changed")
 
     async def new_admin(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a new admin key; with a form, create it and show its secret."""

@@ -48,8 +48,9 @@ class TenantPages:
         self._records = records
 
     async def list(self, request: web.Request) -> web.StreamResponse:
+        """Return a page of the list, or all of it as CSV. An error of a filter is shown at its field, without rows."""
         errors: dict[str, str] = {}
-        which = TenantFilter()
+        which, is_csv = TenantFilter(), request.query.get("format") == "csv"
         # An empty field of the form is no filter.
         query = {name: value for name, value in request.query.items() if value}
         if query.get("plan") == "none":
@@ -57,6 +58,8 @@ class TenantPages:
         try:
             which = read_filter(query)
         except BadRequest as error:
+            if is_csv:
+                raise
             errors[error.param or ""] = error.message
         table = read_table(request, "tenants", COLUMNS, "name")
         sort, lists = cast(Sort, table.sort), self._records.tenant_lists
@@ -65,9 +68,10 @@ class TenantPages:
             page = await lists.page(which, sort=sort, descending=table.descending, limit=limit, offset=offset)
             return page.rows, page.total
 
-        if request.query.get("format") == "csv":
+        if is_csv:
             return await send_csv(request, "tenants", COLUMNS, read)
-        await read_page(table, read)
+        if not errors:
+            await read_page(table, read)
         return self._frame.render(
             request,
             "tenants.html",
