@@ -157,16 +157,21 @@ class Engine:
         outputs += self._commit()
         if launched is not None:
             num_decodes = self.scheduler.num_decodes
-            num_drafts = sum(request.num_drafted for request in plan)
-            num_prompt_tokens = sum(plan.values()) - num_decodes - num_drafts
-            context = sum(r.num_computed + n for r, n in plan.items())
+            num_drafts = 0 if self.scheduler.drafter is None else sum(request.num_drafted for request in plan)
+            num_prompt_tokens = launched.layout.num_tokens - num_decodes - num_drafts
             self.scheduler.advance(plan)
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
             is_short = self.scheduler.is_short
             self._in_flight = StepInFlight(
-                sampling, launched if num_drafts else None, started, num_decodes, num_prompt_tokens, is_short, context
+                sampling,
+                launched if num_drafts else None,
+                started,
+                num_decodes,
+                num_prompt_tokens,
+                is_short,
+                launched.layout.context,
             )
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
@@ -199,20 +204,23 @@ class Engine:
 
         Each token is sampled after the previous one is committed, from the same state as without drafts.
         """
-        accepted: dict[Request, list[int]] = {}
-        sampling, number = step.sampling, 0
-        while True:
-            sampled = sampling.wait()
-            moved = self.scheduler.commit(sampled)
-            self._num_generated_tokens += len(moved)
+        drafter, number = self.scheduler.drafter, 0
+        accepted, moved = self._commit_tokens(step.sampling)
+        while drafter is not None and (left := drafter.confirm(moved)):
+            number += 1
+            tokens, moved = self._commit_tokens(self.runner.sample_after_drafts(step.launched, left, number))
             for request in moved:
-                tokens = accepted.setdefault(request, [])
-                if sampled[request] >= 0:
-                    tokens.append(sampled[request])
-            drafter, number = self.scheduler.drafter, number + 1
-            if drafter is None or not (left := drafter.confirm(moved)):
-                return accepted
-            sampling = self.runner.sample_after_drafts(step.launched, left, number)
+                accepted[request] += tokens[request]
+        return accepted
+
+    def _commit_tokens(self, sampling: StepTokens) -> tuple[dict[Request, list[int]], list[Request]]:
+        """Append sampled tokens to their requests. Return the new token of each request that received one, none for a
+        request without a finite one, and these requests.
+        """
+        sampled = sampling.wait()
+        moved = self.scheduler.commit(sampled)
+        self._num_generated_tokens += len(moved)
+        return {request: [sampled[request]] if sampled[request] >= 0 else [] for request in moved}, moved
 
     def measure_roofline(self) -> None:
         """Measure the device, so that the steps' times can be compared with its limits. Call it before the first

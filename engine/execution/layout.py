@@ -1,13 +1,14 @@
 """Layout of a step: its plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import operator
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 from torch import Tensor
 
 from engine.execution.transfer import upload
-from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request
+from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request, Status
 from kernels.batch import Batch
 from kernels.ops import LoraTables
 from wire.digests import digest_name
@@ -53,8 +54,25 @@ class Layout:
     prompt_rows: list[PromptRows]
 
     @property
+    def num_tokens(self) -> int:
+        return int(self.query_start[-1])
+
+    @property
+    def context(self) -> int:
+        """Return the number of tokens of all requests, those of this step included."""
+        return int(self.firsts.sum()) + self.num_tokens
+
+    @property
     def adapter_slots(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.adapters.tolist()) - {-1}))
+
+    def running(self) -> tuple[list[Request], list[int]]:
+        """Return the requests of `sampled` that have not ended or been preempted since, and their `sampled_rows`."""
+        requests = [request for request in self.sampled if request.status is Status.RUNNING]
+        if len(requests) == len(self.sampled):
+            return requests, self.sampled_rows
+        rows = zip(self.sampled, self.sampled_rows, strict=True)
+        return requests, [row for request, row in rows if request.status is Status.RUNNING]
 
     def positions(self) -> np.ndarray:
         """Return the position of each token, `[T]`."""
@@ -72,14 +90,34 @@ class Layout:
         return np.where(positions < self.by_token(self.adapter_starts), -1, self.by_token(self.adapters))
 
 
-def rows_by_slot(adapters: np.ndarray, slots: Collection[int]) -> dict[int, np.ndarray]:
-    """Return the rows `[n]` of those slots that are among `adapters`."""
-    found = {slot: np.flatnonzero(adapters == slot) for slot in slots}
-    return {slot: rows for slot, rows in found.items() if len(rows)}
+def rows_by_slot(adapters: np.ndarray, slots: Container[int]) -> dict[int, np.ndarray]:
+    """Return the rows `[n]` of those slots that are among `adapters`.
+
+    slots: only asked for the slots of `adapters`, because the loader's thread may add others meanwhile.
+    """
+    found = sorted(slot for slot in set(adapters.tolist()) if slot in slots)
+    return {slot: np.flatnonzero(adapters == slot) for slot in found}
+
+
+@dataclass(slots=True)
+class _Streams:
+    """A laid out step in which each request received one token, and what must be unchanged to use its arrays again.
+
+    blocks: each request's list of blocks, a new one whenever the request has taken a seat. lengths: their lengths.
+    slots: each request's adapter slot. receipts: the receipt of each of these slots.
+    """
+
+    requests: list[Request]
+    blocks: list[list[int]]
+    lengths: list[int]
+    slots: list[int]
+    receipts: dict[int, str]
+    layout: Layout
 
 
 class Planner:
-    """Builder of layouts. Each seat's block table is kept between steps, so that only new blocks are written.
+    """Builder of layouts. Each seat's block table is kept between steps, so that only new blocks are written. While the
+    same requests are decoded, step after step, only what changes is read from them.
 
     slot_digests: the digest of the adapter in each slot of the device pool, "" for an empty slot.
     """
@@ -90,11 +128,49 @@ class Planner:
         self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._written = [0] * max_num_seqs
         self._new: list[tuple[int, int, int]] = []
+        self._streams: _Streams | None = None
 
     def lay_out(self, plan: Mapping[Request, int]) -> Layout:
         """Lay out the plan's requests in its order. The rows of logits are every position of a prompt with
         prompt_logprobs, and otherwise the last token of each request whose tokens this step completes, and its drafts.
         """
+        requests = list(plan)
+        is_even = sum(plan.values()) == len(requests)  # one token of each request
+        if is_even and self._streams is not None and (layout := self._next(self._streams, requests)) is not None:
+            return layout
+        layout, self._streams = self._lay_out(plan), None
+        if is_even and not layout.prompt_rows and len(layout.sampled) == len(requests):
+            blocks, slots = [request.blocks for request in requests], [request.adapter_slot for request in requests]
+            receipts = {slot: self._served(slot) for slot in slots}
+            self._streams = _Streams(requests, blocks, [len(each) for each in blocks], slots, receipts, layout)
+        return layout
+
+    def _next(self, last: _Streams, requests: list[Request]) -> Layout | None:
+        """Lay out the next token of the requests of the last step; None if anything else has changed."""
+        if requests != last.requests or [request.adapter_slot for request in requests] != last.slots:
+            return None
+        if not all(map(operator.is_, [request.blocks for request in requests], last.blocks)):
+            return None
+        if any(self._served(slot) != receipt for slot, receipt in last.receipts.items()):
+            return None
+        lengths = [len(blocks) for blocks in last.blocks]
+        for i in [i for i, (now, before) in enumerate(zip(lengths, last.lengths, strict=True)) if now != before]:
+            self._write(requests[i].seat, last.blocks[i])
+        last.lengths = lengths
+        token_ids = [-1 if request.num_pending else request.token_ids[-1] for request in requests]
+        return replace(
+            last.layout,
+            token_ids=np.array(token_ids, np.int64),
+            firsts=np.array([request.num_computed for request in requests], np.int64),
+            num_blocks=max(lengths),
+            new_blocks=self._take_new(),
+        )
+
+    def _take_new(self) -> np.ndarray:
+        new, self._new = np.array(self._new, np.int64).reshape(-1, 3).T, []
+        return new
+
+    def _lay_out(self, plan: Mapping[Request, int]) -> Layout:
         token_ids: list[int] = []
         seats: list[int] = []
         firsts: list[int] = []
@@ -129,7 +205,6 @@ class Planner:
         counts = np.fromiter(plan.values(), np.int64, len(plan))
         starts = np.zeros(len(plan) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        new_blocks, self._new = np.array(self._new, np.int64).reshape(-1, 3).T, []
         return Layout(
             token_ids=np.array(token_ids, np.int64),
             query_start=starts,
@@ -141,7 +216,7 @@ class Planner:
             adapter_starts=np.array(adapter_starts, np.int64),
             tables=self._tables,
             num_blocks=num_blocks,
-            new_blocks=new_blocks,
+            new_blocks=self._take_new(),
             sampled=sampled,
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,

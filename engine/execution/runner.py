@@ -19,7 +19,7 @@ from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample
 from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
-from engine.scheduling.request import Request, Status
+from engine.scheduling.request import Request
 from kernels.ops import KvCache, LoraTables
 from kernels.platform import Fence, platform_of
 from kernels.reference import LARGEST
@@ -189,12 +189,10 @@ class Runner:
         """
         layout, logits = launched.layout, launched.logits
         logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
-        live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]
-        requests = [layout.sampled[i] for i in live]
+        requests, rows = layout.running()
         if not requests:
             done = platform_of(self.device).fence()
             return Sampling([], None, [entry for entry in logprobs if entry is not None], done=done)
-        rows = [layout.sampled_rows[i] for i in live]
         return self._sample(logits, rows, requests, [entry for entry in logprobs if entry is not None])
 
     @torch.inference_mode()

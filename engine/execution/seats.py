@@ -54,7 +54,8 @@ class DrawTable:
             if self._owners[seat] is not request:
                 self._write(seat, request)
         temperature, top_p, min_p = (column[seats] for column in self._floats)  # each contiguous
-        positions = np.array([request.num_output_tokens + 1 for request in requests], np.int64)
+        # The same as `num_output_tokens + 1`, without a call for every stream in every step.
+        positions = np.array([len(r.token_ids) + r.num_pending - r.num_prompt_tokens + 1 for r in requests], np.int64)
         return DrawColumns(temperature, self._top_k[seats], top_p, min_p, self._seeds[seats].view(np.int64), positions)
 
     def _write(self, seat: int, request: Request) -> None:

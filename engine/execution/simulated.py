@@ -24,7 +24,7 @@ from engine.execution.runner import RunnerLimits
 from engine.execution.sampler import bans
 from engine.execution.seats import DrawTable
 from engine.execution.transfer import upload
-from engine.scheduling.request import Request, Status, TokenLogprobs
+from engine.scheduling.request import Request, TokenLogprobs
 
 DEVICE = torch.device("meta")
 _BASE, _FACTOR, _LAST = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -83,11 +83,10 @@ class SimulatedRunner:
         layout = launched.layout
         for rows in layout.prompt_rows:
             self._add_prompt_logprobs(rows.request, rows.first, rows.num_tokens)
-        live = [i for i, request in enumerate(layout.sampled) if request.status is Status.RUNNING]
-        requests = [layout.sampled[i] for i in live]
+        requests, logits_rows = layout.running()
         if not requests:
             return SimulatedTokens([], [], launched.ends)
-        return self._sample(launched, [layout.sampled_rows[i] for i in live], requests)
+        return self._sample(launched, logits_rows, requests)
 
     def sample_after_drafts(self, launched: Pass, requests: Sequence[Request], number: int) -> SimulatedTokens:
         """Choose the tokens after the first `number` drafts of each of these requests."""

@@ -114,6 +114,17 @@ def test_pages_of_no_adapter_count_as_mixed(make_engine: Make) -> None:
     assert run(engine) == {"x": "mixed"}
 
 
+def test_a_slot_that_changes_its_adapter_under_a_stream_is_reported(make_engine: Make) -> None:
+    engine, digests = make_engine()
+    ask(engine, "x", digests[0], max_tokens=20)
+    request = engine.scheduler.requests["x"]
+    while request.num_output_tokens < 3:
+        engine.step()
+    assert request.served_digest == f"sha256:{digests[0]}"
+    engine.adapters.slot_digests[:] = [digests[1]] * engine.adapters.num_slots
+    assert run(engine) == {"x": "mixed"}
+
+
 def test_a_preempted_request_keeps_one_receipt(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     # Admission expects no growth, so that blocks run out.
     monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)

@@ -1,0 +1,173 @@
+"""Layouts: one made from the arrays of the step before equals one made from the plan alone."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution.layout import Layout, Planner, rows_by_slot
+from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.speculative_config import SpeculativeConfig
+from testing.tiny import save_adapter, save_model
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
+# The next step changes them.
+Make = Callable[..., tuple[Engine, list[str]]]
+TABLES = ("tables", "new_blocks")
+
+
+class CheckedPlanner:
+    """Compare each layout of an engine with its slow twin, that of a new planner, and count both kinds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.counts: Counter[str] = Counter()
+        self._lay_out, self._last = Planner.lay_out, np.empty(0)
+        self._device = np.full((8, 8), -1)  # the tables as a device has them: only changed entries arrive
+
+        def checked(planner: Planner, plan: Mapping[Request, int]) -> Layout:
+            return self._checked(planner, plan)
+
+        monkeypatch.setattr(Planner, "lay_out", checked)
+
+    def _checked(self, planner: Planner, plan: Mapping[Request, int]) -> Layout:
+        self.planner = planner
+        twin = self._lay_out(Planner(*self._device.shape, planner._slot_digests), plan)
+        layout = self._lay_out(planner, plan)
+        for name in {field.name for field in fields(Layout)} - {*TABLES}:
+            found, expected = getattr(layout, name), getattr(twin, name)
+            if isinstance(expected, np.ndarray):
+                np.testing.assert_array_equal(found, expected, err_msg=name, strict=True)
+            else:
+                assert found == expected, name
+        seats, indexes, blocks = layout.new_blocks
+        self._device[seats, indexes] = blocks
+        for request in plan:
+            for tables in (layout.tables, self._device):
+                assert tables[request.seat, : len(request.blocks)].tolist() == request.blocks
+        self.counts["kept" if layout.seats is self._last else "made"] += 1
+        self._last = layout.seats
+        return layout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    save_model(folder / "base", max_model_len=128)
+    for i in range(3):
+        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
+    return folder
+
+
+@pytest.fixture
+def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
+    """Return a factory of engines with few blocks, and the digests of three adapters."""
+
+    def make(**options: Any) -> tuple[Engine, list[str]]:
+        host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 20, torch.float32)
+        request.addfinalizer(host.close)
+        config = EngineConfig(
+            model=str(folder / "base"),
+            device="simulated:0,0",
+            kv_cache_memory=20 * BLOCK_BYTES,
+            max_num_batched_tokens=64,
+            max_num_seqs=8,
+            **options,
+        )
+        engine = Engine(config, host)
+        request.addfinalizer(engine.close)
+        return engine, [host.add_path(folder / f"adapter-{i}") for i in range(3)]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"async_scheduling": True},
+        {"async_scheduling": False},
+        {
+            "async_scheduling": False,
+            "speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3),
+        },
+    ],
+    ids=["asynchronous", "synchronous", "drafts"],
+)
+def test_kept_arrays_are_those_of_a_new_layout(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Over arrivals, ends, aborts and preemptions of streams with and without adapters, logprobs and drafts."""
+    checked, chance = CheckedPlanner(monkeypatch), random.Random(1)
+    engine, digests = make_engine(**options)
+    # Admission expects no growth, so that blocks run out.
+    monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+    for number in range(50):
+        prompt = [3 + chance.randrange(300)] * chance.randrange(1, 60)
+        params = SamplingParams(
+            max_tokens=chance.randrange(1, 60),
+            ignore_eos=True,
+            seed=number,
+            prompt_logprobs=chance.choice([None, None, 1]),
+        )
+        engine.add_request(NewRequest(str(number), prompt, params, adapter_digest=chance.choice([None, *digests])))
+        for _ in range(chance.choice([0, 1, 1, 30])):
+            engine.step()
+        if chance.random() < 0.2:
+            engine.abort(str(chance.randrange(number + 1)))
+    while engine.has_work():
+        engine.step()
+    assert checked.counts["kept"] > 50
+    assert checked.counts["made"] > 50
+    assert engine.state().num_preemptions
+
+
+@pytest.mark.parametrize("change", ["blocks", "adapter", "order"])
+def test_a_change_makes_a_new_layout(make_engine: Make, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Other blocks in the place of a request's former ones, another adapter's slot, another order of requests."""
+    checked = CheckedPlanner(monkeypatch)
+    engine, digests = make_engine()
+    for i in range(4):
+        prompt = [3 + i] * (20 + i)
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[i % 2]))
+    requests = engine.scheduler.running
+    while len(requests) < 4 or not all(request.num_output_tokens > 4 for request in requests):
+        engine.step()
+        requests = engine.scheduler.running
+    made = checked.counts["made"]
+    checked.planner.lay_out(dict.fromkeys(requests, 1))
+    assert checked.counts["made"] == made
+    if change == "blocks":
+        requests[1].blocks = requests[1].blocks[::-1]
+    elif change == "adapter":
+        requests[1].adapter_slot = requests[0].adapter_slot
+    else:
+        requests = requests[::-1]
+    checked.planner.lay_out(dict.fromkeys(requests, 1))
+    assert checked.counts["made"] == made + 1
+
+
+class Loading(dict[int, str]):
+    """Adapters by slot, to which the loader adds one as soon as they are iterated over."""
+
+    def __iter__(self) -> Iterator[int]:
+        for slot in super().__iter__():
+            self[10 + len(self)] = "new"
+            yield slot
+
+
+def test_a_step_beside_a_load_finds_its_rows() -> None:
+    loading = Loading({0: "a", 3: "b", 4: "c"})
+    with pytest.raises(RuntimeError, match="changed size"):
+        list(loading)
+    rows = rows_by_slot(np.array([3, -1, 5, 3, 0]), loading)
+    assert {slot: found.tolist() for slot, found in rows.items()} == {0: [4], 3: [0, 3]}
