@@ -140,20 +140,17 @@ class Scheduler:
         """Record a launched step: computed tokens and full blocks. The step before it must be committed. The tokens of
         requests with drafts are recorded when they are committed.
         """
-        advance = self.cache.advance
         for request, num_tokens in plan.items():
             if request.status is Status.RUNNING:  # else it ended while this step was being launched
                 request.charged = 0.0
                 if not request.num_drafted:
-                    advance(request, request.num_computed + num_tokens)
+                    self.cache.advance(request, request.num_computed + num_tokens)
 
     def commit(self, sampled: dict[Request, int]) -> list[Request]:
         """Append a step's tokens to its requests, one to each. Return the requests that received one: those that had
         not ended before, and whose token does not depend on a draft.
         """
-        moved = [r for r in sampled if r.status is not Status.FINISHED]
-        if self.drafter is not None:
-            moved = [r for r in moved if not is_doubtful(r, sampled[r])]
+        moved = [r for r in sampled if r.status is not Status.FINISHED and not is_doubtful(r, sampled[r])]
         for request in moved:
             before = request.status  # waiting if it was preempted while its token was in flight
             request.append(sampled[request])
@@ -193,7 +190,6 @@ class Scheduler:
         The loop runs for every stream in every step, so it reads a request's counts once and calls only what it must.
         """
         budget, block_size, prompts = self._limits.max_num_batched_tokens, self.cache.block_size, list[Request]()
-        charge = self.policy.charge
         for request in self.running.copy():
             num_tokens = len(request.token_ids) + request.num_pending
             num_outputs = num_tokens - request.num_prompt_tokens
@@ -206,9 +202,7 @@ class Scheduler:
                 continue  # preempted for an earlier request of this loop
             if num_tokens > len(request.blocks) * block_size and not self._grow_or_preempt(request, num_tokens, plan):
                 continue
-            plan[request] = 1
-            request.charged = cost = step_cost(request, 1)
-            charge(request, cost)
+            self._plan(plan, request, 1)
         return [request for request in prompts if request.status is Status.RUNNING] if prompts else prompts
 
     def _plan(self, plan: Plan, request: Request, num_tokens: int) -> None:
