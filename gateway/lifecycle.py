@@ -53,7 +53,7 @@ class Lifecycle:
             self._disks,
             self._compiled,
         )
-        return (self._templates, *parts, self._engines, self._usage, self._accounts, *others)
+        return (*parts, self._engines, self._usage, self._accounts, *others)
 
     async def _templates(self, _: web.Application) -> AsyncIterator[None]:
         """Compile the pages' templates during the start, so that no request blocks the event loop with it."""

@@ -1,8 +1,13 @@
 """Frame of every page: navigation by role, status strip, security headers, and the templates' filters."""
 
+import hashlib
 import json
+import pickle
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, Protocol
 from urllib.parse import urlencode
@@ -28,6 +33,10 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+# Options that compiled templates depend on.
+OPTIONS: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
+# Folder of compiled templates.
+COMPILED = Path(__file__).parents[1] / "templates" / "__pycache__"
 THEME_COOKIE = "loraplex_theme"
 THEMES = ("light", "dark")
 
@@ -45,17 +54,34 @@ class Viewer(Protocol):
     def csrf(self) -> str: ...
 
 
-class Compiled(jinja2.BytecodeCache):
-    """Cache of compiled templates for all gateways of a process."""
+class Compiled(jinja2.FileSystemBytecodeCache):
+    """Cache of compiled templates: in memory for all gateways of a process, in files for the next process.
+
+    The files lie beside the templates and are written only where Python writes its own bytecode. jinja2 checks each
+    file against its template; the names cover everything else that compilation depends on.
+    """
 
     codes: ClassVar[dict[str, CodeType]] = {}
 
+    def __init__(self) -> None:
+        version = hashlib.sha256(f"{jinja2.__version__} {OPTIONS}".encode()).hexdigest()[:12]
+        super().__init__(str(COMPILED), f"%s.{sys.implementation.cache_tag}-{version}.pyc")
+
     def load_bytecode(self, bucket: Bucket) -> None:
         bucket.code = self.codes.get(bucket.key)
+        if bucket.code is None:
+            with suppress(OSError, EOFError, ValueError, pickle.UnpicklingError):
+                super().load_bytecode(bucket)
+        if bucket.code is not None:
+            self.codes[bucket.key] = bucket.code
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         if bucket.code is not None:
             self.codes[bucket.key] = bucket.code
+        if not sys.dont_write_bytecode:
+            with suppress(OSError):  # the folder may be read-only
+                COMPILED.mkdir(exist_ok=True)
+                super().dump_bytecode(bucket)
 
 
 class Frame:
@@ -77,10 +103,8 @@ class Frame:
             loader=jinja2.PackageLoader("gateway.pages"),
             bytecode_cache=Compiled(),
             auto_reload=False,
-            autoescape=True,
             undefined=jinja2.StrictUndefined,
-            trim_blocks=True,
-            lstrip_blocks=True,
+            **OPTIONS,
         )
         self._environment.filters.update(filters(currency))
         self._environment.filters["data"] = as_attribute
@@ -88,7 +112,7 @@ class Frame:
         self._environment.globals["currency"] = self.currency = currency
 
     def compile(self) -> None:
-        """Compile all templates, which takes a second of CPU in the process's first gateway. Run it in a thread."""
+        """Compile all templates, which takes a second of CPU unless an earlier process did it. Run it in a thread."""
         for name in self._environment.list_templates(extensions=["html"]):
             self._environment.get_template(name)
 

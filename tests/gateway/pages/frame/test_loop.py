@@ -60,6 +60,7 @@ async def test_no_page_holds_the_event_loop(serve: Any, monkeypatch: pytest.Monk
                     holds.longest = 0.0
                     assert (await browser.get(path)).status == 200, path
                     found.append(holds.longest)
+                    assert not Compiled.codes, "the start has loaded all templates"
                 assert min(found) < MOST, (path, found)
 
 
