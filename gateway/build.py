@@ -255,7 +255,7 @@ def _build_housekeeping(
     rebuild = ActivityRebuild(resources.database, minutes_kept)
     chores: dict[str, Chore] = {
         # The rebuild reads rows, so it runs before retention removes them.
-        "days of charts rebuilt": rebuild.run,
+        "days of sums rebuilt": rebuild.run,
         "adapters and bytes collected": intake.collect,
         "unfinished uploads removed": resumable.sweep,
         "events removed": alerts.events.sweep,

@@ -1,4 +1,4 @@
-"""Rebuilding of the sums for charts from usage rows, for days whose rows an earlier release wrote without such sums.
+"""Rebuilding of the sums for charts, and by end user, from usage rows that an earlier release wrote without such sums.
 
 A day is rebuilt if its sums for charts count a different number of requests than its sums for reports, which every
 release has written. So no marker is needed, and days that an earlier release writes during an upgrade are found too.
@@ -34,6 +34,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.billing.activity_writer import COLUMNS, MIXTURES, Series, series_of
+from gateway.billing.end_user_rebuild import EndUserRebuild
 from gateway.records.activity import tables as charts
 from gateway.records.activity.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BOUNDS, STATUSES, activity_series
@@ -55,6 +56,7 @@ class ActivityRebuild:
     def __init__(self, database: Database, minutes_kept: timedelta) -> None:
         self._database = database
         self._minutes_kept = minutes_kept
+        self._end_users = EndUserRebuild(database)
         # Past days that need no check: their sums are right, or retention has removed the rows to rebuild them from.
         self._settled: set[datetime] = set()
 
@@ -63,11 +65,13 @@ class ActivityRebuild:
         edges = select(func.min(usage_daily.c.day), func.max(usage_daily.c.day))
         async with self._database.read() as connection:
             first, day = (await connection.execute(edges)).one()
-        rebuilt, today = 0, datetime.now(UTC).date()
+        # Rows of the day before may still arrive from a gateway of an earlier release.
+        rebuilt, yesterday = 0, datetime.now(UTC).date() - timedelta(days=1)
         while day is not None and day >= first:
             if day not in self._settled:
-                rebuilt += await self._check(day)
-                if day.date() < today:
+                charts, end_users = await self._check(day), await self._end_users.check(day, PAUSE_SECONDS)
+                rebuilt += charts or end_users
+                if day.date() < yesterday:
                     self._settled.add(day)
             day -= timedelta(days=1)
         return rebuilt

@@ -1,7 +1,7 @@
 """Writer of usage rows into SQL: each row once, with the sums of its hour and day in the same transaction.
 
 Any number of processes may write at once. All transactions lock in the same order (rows by request id, then hours, then
-days, then the sums for charts and numbers of failures, each by its key), so that they cannot deadlock.
+days, then the sums by end user and for charts and numbers of failures, each by its key), so that they cannot deadlock.
 """
 
 import hashlib
@@ -18,6 +18,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.billing.activity_writer import ActivityWriter
+from gateway.billing.end_user_writer import EndUserWriter
 from gateway.billing.usage_row import UsageRow, decode, encode
 from gateway.errors import Unavailable
 from gateway.records.database import Database, is_datas_fault
@@ -39,6 +40,7 @@ class UsageWriter:
         self._upserts = {table: self._adding(table) for table in (usage_hourly, usage_daily)}
         self._count_failures = self._adding(refusal_counts, ("requests",))
         self._activity = ActivityWriter(database.dialect)
+        self._end_users = EndUserWriter(database.dialect)
         self.rejected = 0
 
     async def write_events(self, events: Iterable[bytes]) -> None:
@@ -67,6 +69,7 @@ class UsageWriter:
                     if new:
                         await connection.execute(self._upserts[table], sums_by(new, period))
                 if new:
+                    await self._end_users.add(connection, new)
                     await self._activity.add(connection, new)
                 if failed := failures_of(new):
                     await connection.execute(self._count_failures, failed)

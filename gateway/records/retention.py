@@ -1,4 +1,7 @@
-"""Removal of old records: sums by minute and, if the operator wants it, usage rows. Sums by hour and day stay."""
+"""Removal of old records: sums by minute and, if the operator wants it, usage rows with their sums by end user.
+
+Sums by hour and day stay. Those by end user are removed with the rows, because they name persons and may be as many.
+"""
 
 from datetime import UTC, datetime, timedelta
 
@@ -7,6 +10,7 @@ from sqlalchemy import ColumnElement, Table, delete, func, select, tuple_
 from gateway.records.activity.periods import MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
 from gateway.records.database import Database
+from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.sums import int_sum
 from gateway.records.tables import usage
@@ -34,7 +38,11 @@ class Retention:
         """Remove usage rows that are older than `kept`; None keeps all. Returns their number."""
         if kept is None:
             return 0
-        return await self._remove(usage, usage.c.created_at < datetime.now(UTC) - kept)
+        before = datetime.now(UTC) - kept
+        removed = await self._remove(usage, usage.c.created_at < before)
+        if removed < MOST:
+            await self._remove_end_users(before)
+        return removed
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
         """Return the number of usage rows from before a moment, and their cost in micro-units."""
@@ -53,8 +61,20 @@ class Retention:
                 costs = list((await connection.execute(remove)).scalars())
             removed, cost = removed + len(costs), cost + sum(costs)
             if len(costs) < AT_ONCE:
+                await self._remove_end_users(before)
                 break
         return removed, cost
+
+    async def _remove_end_users(self, before: datetime) -> None:
+        """Remove the sums by end user of the days that ended before a moment."""
+        days, sums = usage_end_user_days.c, usage_end_users.c
+        first = before.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        async with self._database.read() as connection:
+            query = select(days.day).where(days.day < first).distinct()
+            found = list((await connection.execute(query)).scalars())
+        for day in found:
+            await self._remove(usage_end_users, sums.day == day)
+            await self._remove(usage_end_user_days, days.day == day)
 
     async def _remove(self, table: Table, *which: ColumnElement[bool]) -> int:
         keys = list(table.primary_key.columns)

@@ -16,6 +16,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.parts import Billing, Records
 from gateway.records.activity.activity import Activity
 from gateway.records.money.priced_names import AdapterPrices
+from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.requests.log import RequestLog
 from gateway.resources import Resources
 
@@ -33,7 +34,7 @@ def build_console(
         ConsoleRequests(console, RequestLog(database)),
         ConsoleAdapters(console, prices),
         ConsolePlayground(console),
-        ConsoleUsage(console),
+        ConsoleUsage(console, UsageRanking(database)),
         ConsoleKeys(console, manager),
         ConsoleAudit(console),
         ConsoleHelp(console),

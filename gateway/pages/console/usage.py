@@ -14,9 +14,19 @@ from gateway.errors import BadRequest
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.frame.frame import link
 from gateway.pages.parts import periods
-from gateway.pages.parts.periods import LAST_MONTH, MONTH, PagePeriod, read_period, segments_of
-from gateway.pages.parts.tables import Column, fill, read_table
+from gateway.pages.parts.periods import (
+    LAST_MONTH,
+    MONTH,
+    PagePeriod,
+    bounds_before,
+    read_period,
+    segments_of,
+    whole,
+)
+from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
+from gateway.records.money.usage_ranking import Part, UsageRanking
 from gateway.records.money.usage_report import UsagePage, UsageSums
+from gateway.records.money.usage_rows import UsageFilter
 from gateway.sharing.turns import Turns
 from wire.money import MICRO_UNITS
 
@@ -24,8 +34,8 @@ QUERY = (*periods.QUERY[:3], "by", "sort", "page", "format")
 PERIODS = ("24h", "7d", "30d", MONTH, LAST_MONTH)
 BY = {"day": "Day", "hour": "Hour", "month": "Month", "model": "Model", "key": "Key", "end_user": "End user"}
 TIMES = {"hour": "%Y-%m-%d %H:00", "day": "%Y-%m-%d", "month": "%B %Y"}
-# Groups whose change since the period before is shown. End users have no sums, and their rows are read once only.
-COMPARED = {"model": "model", "key": "key_id"}
+# Groups whose change since the period before is shown, and the field that identifies one.
+COMPARED = {"model": "model", "key": "key_id", "end_user": "end_user"}
 # Most rows of the page, whose sums are of all rows, and of a file, which is refused beyond it.
 MAX_ROWS, MAX_FILE_ROWS = 5000, 20_000
 # Rows of a file that are encoded at a time, a few ms of the event loop; files that are sent at once, one of a tenant.
@@ -50,10 +60,11 @@ GROUP_COLUMNS = {
 
 
 class ConsoleUsage(ConsolePages):
-    """Page of usage and cost."""
+    """Page of usage and cost. Of end users, whose number has no bound, it reads those that it shows."""
 
-    def __init__(self, console: Console) -> None:
+    def __init__(self, console: Console, ranking: UsageRanking) -> None:
         super().__init__(console)
+        self._ranking = ranking
         self._files = Turns(FILES)
 
     @needs("usage")
@@ -63,7 +74,7 @@ class ConsoleUsage(ConsolePages):
         errors: dict[str, str] = {}
         by, span = "day", PagePeriod(MONTH, periods.month_start(now), now)
         try:
-            by, span = _read_group(request), read_period(request, MONTH, now)
+            by, span = _read_group(request), whole(read_period(request, MONTH, now))
             if request.query.get("format"):
                 return await self._file(request, principal, by, span)
             context = await self._figures(request, principal, by, span)
@@ -94,23 +105,49 @@ class ConsoleUsage(ConsolePages):
         """Return the table, the tiles' sums with their changes, and the charts. Raises BadRequest."""
         columns = (GROUP_COLUMNS[by], *SUMS, *((CHANGE,) if by in COMPARED else ()))
         step = by if by in TIMES else "hour" if span.until - span.since <= HOURLY else "day"
-        earlier = span._replace(name="", since=span.before, until=span.before_until)
-        async with self.console.reads.turn(principal.tenant.id):
-            found = await self._page(principal, (by,), span)
-            steps = found if by == step else await self._page(principal, (step,), span)
-            before = await self._page(principal, (by,) if by in COMPARED else (), earlier)
-        table = fill(read_table(request, "usage", columns, by if by in TIMES else "-cost"), found.groups)
+        since, until = bounds_before(span)
+        earlier = PagePeriod("", since, until)
+        table = read_table(request, "usage", columns, by if by in TIMES else "-cost")
         table.csv, table.formats = False, tuple(FORMATS)
-        costs = {getattr(row, COMPARED[by]): row.cost for row in before.groups} if by in COMPARED else {}
+        own = () if by == "end_user" else (by,)
+        async with self.console.reads.turn(principal.tenant.id):
+            found = await self._page(principal, own, span)
+            steps = found if by == step else await self._page(principal, (step,), span)
+            before = await self._page(principal, own if by in COMPARED else (), earlier)
+            if by == "end_user":
+                costs = await self._rank(principal, table, span, earlier)
+            else:
+                fill(table, found.groups)
+                costs = {getattr(row, COMPARED[by]): row.cost for row in before.groups} if by in COMPARED else {}
+
+        def before_of(row: Any) -> int | None:
+            return costs.get(getattr(row, COMPARED[by]), 0)
+
         return {
             "table": table,
             "total": found.total,
             "changes": {name: _change(found.total[name], before.total[name]) for name in MEASURES},
-            "change_of": lambda row: _change(row.cost, costs.get(getattr(row, COMPARED[by]))),
+            "change_of": lambda row: _change(row.cost, before_of(row)),
+            "is_new": lambda row: bool(row.cost) and before_of(row) == 0,
             "has_change": by in COMPARED,
             "is_partial": found.next is not None,
             "charts": _charts(steps.groups, step, self.console.currency),
         }
+
+    async def _rank(
+        self, principal: TenantPrincipal, table: Table, span: PagePeriod, earlier: PagePeriod
+    ) -> dict[str | None, int | None]:
+        """Read the end users of the table's page. Returns their costs in the period before. Raises BadRequest."""
+        which = UsageFilter(tenant_id=principal.tenant.id, models=principal.allowed_models)
+        part = Part(which=which, since=span.since, until=_end(span))
+        order = "name" if table.sort == "end_user" else table.sort
+        page = await self._ranking.groups(
+            part, "end_user", order, descending=table.descending, offset=table.offset, limit=ROWS
+        )
+        table.rows, table.total, table.has_more = page.groups, page.number, page.has_more
+        before = Part(which=which, since=earlier.since, until=earlier.until)
+        groups = await self._ranking.earlier(before, "end_user", page.groups, "cost")
+        return {group.end_user: group.before for group in groups}
 
     async def _file(
         self, request: web.Request, principal: TenantPrincipal, by: str, span: PagePeriod
@@ -137,9 +174,13 @@ class ConsoleUsage(ConsolePages):
             tenant_id=principal.tenant.id,
             models=principal.allowed_models,
             since=span.since,
-            until=span.until,
+            until=_end(span),
             limit=limit,
         )
+
+
+def _end(span: PagePeriod) -> datetime | None:
+    return None if span.is_open else span.until
 
 
 async def _parts(groups: Sequence[UsageSums]) -> AsyncGenerator[list[dict[str, Any]]]:

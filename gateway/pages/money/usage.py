@@ -12,21 +12,21 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import (
-    LAST_MONTH,
-    LENGTHS,
     MONTH,
     TITLES,
     PagePeriod,
     as_field,
+    bounds_before,
     read_period,
     segments_of,
+    whole,
 )
 from gateway.pages.parts.tables import ROWS, Column, read_table
 from gateway.records.money.usage_ranking import (
     CURVES,
     GROUPS,
     MEASURES,
-    NEWEST,
+    MOST_COMPARED,
     Curves,
     GroupBy,
     Measure,
@@ -63,8 +63,6 @@ EXPORTS = (
 )
 # Longest period with a point per hour, and with a point per day.
 HOURS, DAYS = timedelta(days=3), timedelta(days=120)
-# Named periods above this length begin with a whole day.
-DAILY = timedelta(days=7)
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -104,15 +102,12 @@ class UsagePages:
         )
 
     async def _figures(self, request: web.Request, now: datetime) -> dict[str, Any]:
-        span = read_period(request, MONTH, now)
+        span = whole(read_period(request, MONTH, now))
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
         which = read_usage_filter(request)
-        span = _whole(span)
-        # The sums of the present hour and day reach up to now, so a period that ends now needs no end.
-        is_open = span.name not in ("", LAST_MONTH)
-        part = Part(which=which, since=span.since, until=None if is_open else span.until)
-        bounds = (_floor(span.before), _floor(span.before_until)) if is_open else (span.before, span.before_until)
+        part = Part(which=which, since=span.since, until=None if span.is_open else span.until)
+        bounds = bounds_before(span)
         earlier = Part(which=which, since=bounds[0], until=bounds[1])
         by_time = group_by in ("hour", "day", "month")
         default = "-name" if by_time else f"-{measure}"
@@ -125,6 +120,9 @@ class UsagePages:
         if not by_time and (table.sort != measure or not table.descending or leaders is None):
             leaders = (await self._ranking.groups(part, group_by, measure, limit=CURVES)).groups
         step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
+        if group_by == "end_user" and step == "hour" and total["requests"] > MOST_COMPARED:
+            # End users have sums by day only.
+            step = "day"
         curves, table.rows = await asyncio.gather(
             self._ranking.curves(part, group_by, leaders or (), measure, step),
             self._ranking.earlier(earlier, group_by, ranking.groups, measure),
@@ -144,24 +142,11 @@ class UsagePages:
             "before_title": f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
             "chart": _chart(curves, group_by, measure, step, self._currency),
             "step": step,
-            "newest": NEWEST if group_by == "end_user" and total["requests"] > NEWEST else None,
+            "is_partial": ranking.is_partial,
             "measured": lambda group: getattr(group, measure),
             "change_of": lambda group: _change(getattr(group, measure), group.before),
             "period_title": TITLES.get(span.name, "Custom period"),
         }
-
-
-def _floor(moment: datetime, hour: int | None = None) -> datetime:
-    """Return the start of the hour in UTC. hour: another hour of its day."""
-    start = moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
-    return start if hour is None else start.replace(hour=hour)
-
-
-def _whole(span: PagePeriod) -> PagePeriod:
-    """Return a named period, extended to the start of its first hour, or day if it is long, so that sums suffice."""
-    if span.name not in LENGTHS:
-        return span
-    return span._replace(since=_floor(span.since, 0 if LENGTHS[span.name] > DAILY else None))
 
 
 def _columns(group_by: GroupBy, *, by_time: bool) -> tuple[Column, ...]:

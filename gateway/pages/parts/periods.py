@@ -32,6 +32,8 @@ QUERY = ("period", "since", "until", "at")
 # Time before and after the moment `at`.
 AROUND = timedelta(minutes=10)
 MAX_DAYS = 3660
+# Named periods above this length begin with a whole day in reports of usage.
+DAILY = timedelta(days=7)
 
 
 class PagePeriod(NamedTuple):
@@ -54,6 +56,11 @@ class PagePeriod(NamedTuple):
     def before_until(self) -> datetime:
         """Return the end of the period before. For the present month it is cut so that both are equally long."""
         return min(self.since, self.before + (self.until - self.since)) if self.name == MONTH else self.since
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether the period ends now. Sums of the present hour and day reach up to now, so it needs no end."""
+        return self.name not in ("", LAST_MONTH)
 
     @property
     def fields(self) -> dict[str, str]:
@@ -84,6 +91,26 @@ def read_period(request: web.Request, default: str, now: datetime) -> PagePeriod
         end = month_start(now)
         return PagePeriod(name, month_start(end - timedelta(days=1)), end)
     raise BadRequest(f"period: expected one of {', '.join(TITLES)}.", param="period")
+
+
+def whole(period: PagePeriod) -> PagePeriod:
+    """Return a named period, extended to the start of its first hour, or day if it is long, so that sums suffice."""
+    if period.name not in LENGTHS:
+        return period
+    return period._replace(since=_floor(period.since, 0 if LENGTHS[period.name] > DAILY else None))
+
+
+def bounds_before(period: PagePeriod) -> tuple[datetime, datetime]:
+    """Return both ends of the period before, in whole hours if the period ends now."""
+    if period.is_open:
+        return _floor(period.before), _floor(period.before_until)
+    return period.before, period.before_until
+
+
+def _floor(moment: datetime, hour: int | None = None) -> datetime:
+    """Return the start of the hour in UTC. hour: another hour of its day."""
+    start = moment.astimezone(UTC).replace(minute=0, second=0, microsecond=0)
+    return start if hour is None else start.replace(hour=hour)
 
 
 def read_time(request: web.Request, now: datetime) -> datetime:

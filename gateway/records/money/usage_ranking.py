@@ -1,7 +1,7 @@
 """Usage of a period as a ranking of groups, with their curves: a page of the groups in any order, in bounded memory."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
 
@@ -10,8 +10,9 @@ from sqlalchemy import ColumnElement, Subquery, select, tuple_
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
+from gateway.records.money.end_user_sums import EndUserSums, read_largest
 from gateway.records.money.tenant_sums import SUMMED, TenantSums
-from gateway.records.money.usage_rows import UsageFilter, rows_of
+from gateway.records.money.usage_rows import UsageFilter, days_of, rows_of
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
 
@@ -32,8 +33,8 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 }
 # Number of groups with a curve of their own.
 CURVES = 8
-# Maximum rows that a ranking by end user reads.
-NEWEST = 5_000
+# Maximum requests that the curves and the comparison of a ranking by end user read, where sums do not suffice.
+MOST_COMPARED = 100_000
 # FIRST_TENANTS: minimum number of tenants whose groups a ranking of all groups reads first. MOST_TENANTS: maximum
 # number that it reads. By Zipf's law the first n groups belong to about the first n / 4 tenants.
 FIRST_TENANTS, MOST_TENANTS = 15, 2000
@@ -77,13 +78,15 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     """A page of groups. first: the first CURVES groups of the order; None if the query left them out. number: number of
-    all groups; None if not all were counted. has_more: groups follow the page.
+    all groups; None if not all were counted. has_more: groups follow the page. is_partial: some tenants have too many
+    end users to be read, so that groups of theirs may be missing.
     """
 
     groups: list[RankedGroup]
     first: list[RankedGroup] | None
     number: int | None
     has_more: bool = False
+    is_partial: bool = False
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,22 +109,21 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, which=msgspec.structs.replace(self.which, tenant_ids=ids))
 
     def of_groups(self, groups: Sequence[RankedGroup]) -> "Part":
-        """Return the usage restricted to these groups' tenants and models, which indexes support."""
+        """Return the usage restricted to these groups' tenants, models and end users, which indexes support."""
         models = sorted({group.model for group in groups if group.model is not None}) or self.which.models
         ids = sorted({group.tenant_id for group in groups if group.tenant_id is not None})
-        which = msgspec.structs.replace(self.which, tenant_ids=ids, models=models)
+        users = sorted({group.end_user for group in groups if group.end_user is not None}) or None
+        which = msgspec.structs.replace(self.which, tenant_ids=ids, models=models, end_users=users)
         return msgspec.structs.replace(self, which=which)
 
 
 class UsageRanking:
-    """Queries of rankings. They raise Unavailable, and BadRequest as a report by end user does.
-
-    A ranking by end user counts the newest NEWEST requests of its period, because no sums are by end user.
-    """
+    """Queries of rankings. They raise Unavailable, and BadRequest as a report by end user does."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
         self._sums = TenantSums(database)
+        self._end_users = EndUserSums(database)
 
     async def groups(
         self,
@@ -136,10 +138,17 @@ class UsageRanking:
         """Return a page of groups. order: of SUMMED, "tokens" or "name"."""
         part = await self._with_tenant(part)
         window = _Window(group_by, order, descending, offset, limit)
-        is_long = group_by in ("model", "key") and part.which.is_of_all and descending and order != "name"
+        is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MOST_GROUPS
         first: Sequence[Any] | None = None
-        if is_long and await self._sums.complete():
+        is_partial = False
+        if is_long and group_by in ("model", "key") and await self._sums.complete():
             first = await self._first(part, window)
+        if group_by == "end_user":
+            which, summed = await self._end_users.summed((group_by,), part.which, part.since, part.until)
+            if is_long and summed.issuperset(days_of(part.since, part.until)):
+                first, is_partial = await self._first_end_users(part, window, summed)
+            else:
+                (await self._end_users.reads(which, part.since, part.until, summed)).check()
         if first is not None:
             found = first[offset:]
         else:
@@ -156,6 +165,7 @@ class UsageRanking:
             first=None if first is None else [_group(row._mapping, group_by, labels) for row in leaders],
             number=number,
             has_more=has_more,
+            is_partial=is_partial,
         )
 
     async def _found(self, part: Part, window: "_Window") -> Sequence[Any]:
@@ -183,8 +193,8 @@ class UsageRanking:
         """
         end = window.offset + window.limit + 1
         rows = await self._rows(part, ("tenant",))
-        if rows is None or end > MOST_GROUPS:
-            return [] if rows is None else None
+        if rows is None:
+            return []
         amount = _measured(rows, window.order)
         largest = select(rows.c.tenant_id, amount).group_by(rows.c.tenant_id).order_by(amount.desc(), rows.c.tenant_id)
         async with self._database.read() as connection:
@@ -201,13 +211,26 @@ class UsageRanking:
                 needed = sum((-row[1], row[0]) < last for row in tenants)
         return found if needed <= read else None
 
+    async def _first_end_users(
+        self, part: Part, window: "_Window", summed: Collection[datetime]
+    ) -> tuple[Sequence[Any], bool]:
+        """Return the first end users up to the end of the window and one more, and whether some may be missing."""
+        end = window.offset + window.limit + 1
+        measures = ("prompt_tokens", "completion_tokens") if window.order == "tokens" else (window.order,)
+        candidates = await self._end_users.candidates(measures, part.since, part.until, summed)
+
+        async def read(ids: list[str]) -> Sequence[Any]:
+            return await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1))
+
+        return await read_largest(candidates, end, read, lambda row: _value(row, window.order))
+
     async def earlier(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure
     ) -> list[RankedGroup]:
         """Return the groups with their measure in `part`, the period before."""
         if "tenant" not in KEYS[group_by] or not groups:
             return list(groups)
-        rows = await self._rows(part.of_groups(groups), (group_by,))
+        rows = await self._rows_of_groups(part.of_groups(groups), (group_by,))
         if rows is None:
             return list(groups)
         keys = [rows.c[name] for name in KEYS[group_by]]
@@ -234,44 +257,54 @@ class UsageRanking:
     ) -> Curves:
         """Return the curves of these groups and of all groups together."""
         part = await self._with_tenant(part)
-        by_user = ("end_user", step) if group_by == "end_user" else (step,)
         rows, found = await asyncio.gather(
-            self._by(part, by_user, (step,), measure), self._steps_of(part, group_by, groups, measure, step)
+            self._rows(part, (step,)), self._steps_of(part, group_by, groups, measure, step)
         )
-        total = {row[0]: row[1] for row in rows}
+        total = {} if rows is None else {row[0]: row[1] for row in await self._by(rows, (step,), measure)}
         starts = sorted(total)
         curves = []
-        for group in groups if "tenant" in KEYS[group_by] else ():
+        for group in groups if found is not None else ():
             values = found.get(_identity(group, group_by), {})
             curves.append((group, [values.get(start, 0) for start in starts]))
         return Curves(starts=starts, groups=curves, total=[total[start] for start in starts])
 
     async def _steps_of(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
-    ) -> dict[tuple[Any, ...], dict[datetime, int]]:
-        """Return the measure of each tenant's group by step."""
+    ) -> dict[tuple[Any, ...], dict[datetime, int]] | None:
+        """Return the measure of each tenant's group by step; None if it would read too much, or for groups of times."""
+        if "tenant" not in KEYS[group_by] or not groups:
+            return None
+        rows = await self._rows_of_groups(part.of_groups(groups), (group_by, step))
+        if rows is None:
+            return None
         found: dict[tuple[Any, ...], dict[datetime, int]] = {}
-        if "tenant" in KEYS[group_by] and groups:
-            own = {_identity(group, group_by) for group in groups}
-            names = (*KEYS[group_by], step)
-            for *key, start, value in await self._by(part.of_groups(groups), (group_by, step), names, measure):
-                if tuple(key) in own:
-                    found.setdefault(tuple(key), {})[start] = value
+        own = {_identity(group, group_by) for group in groups}
+        for *key, start, value in await self._by(rows, (*KEYS[group_by], step), measure):
+            if tuple(key) in own:
+                found.setdefault(tuple(key), {})[start] = value
         return found
 
-    async def _by(self, part: Part, group_by: Sequence[str], names: Sequence[str], measure: Measure) -> Sequence[Any]:
+    async def _by(self, rows: Subquery, names: Sequence[str], measure: Measure) -> Sequence[Any]:
         """Return rows of the columns `names` and, last, the measure."""
-        rows = await self._rows(part, group_by)
-        if rows is None:
-            return []
         keys = [rows.c[name] for name in names]
         async with self._database.read() as connection:
             return (await connection.execute(select(*keys, _measured(rows, measure)).group_by(*keys))).all()
 
+    async def _rows_of_groups(self, part: Part, group_by: Sequence[str]) -> Subquery | None:
+        """Return the rows of few groups; None without any, or if too many requests would be read."""
+        if "end_user" in group_by:
+            which, summed = await self._end_users.summed(group_by, part.which, part.since, part.until)
+            reads = await self._end_users.reads(which, part.since, part.until, summed)
+            if reads.requests > MOST_COMPARED:
+                return None
+        return await self._rows(part, group_by)
+
     async def _rows(self, part: Part, group_by: Sequence[str]) -> Subquery | None:
         complete = await self._sums.complete()
-        dialect = self._database.dialect
-        return rows_of(dialect, group_by, part.which, part.since, part.until, by_tenant=complete, newest=NEWEST)
+        which, summed = await self._end_users.summed(group_by, part.which, part.since, part.until)
+        return rows_of(
+            self._database.dialect, group_by, which, part.since, part.until, by_tenant=complete, summed=summed
+        )
 
     async def _with_tenant(self, part: Part) -> Part:
         """Return the part, restricted to the tenant of its key, because indexes of the sums begin with the tenant."""

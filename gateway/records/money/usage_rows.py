@@ -1,6 +1,6 @@
 """Rows and sums of usage that make up a period: daily and hourly sums wherever these fit, rows at its edges."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -9,11 +9,14 @@ from sqlalchemy import ColumnElement, Select, Subquery, Table, func, literal, se
 
 from gateway.errors import BadRequest
 from gateway.records.activity.tables import activity_series
+from gateway.records.money.end_user_tables import usage_end_users
 from gateway.records.money.tenant_sums import PERIODS, STARTS, SUMMED, can_sum, sums_part
 from gateway.records.tables import UtcDateTime, usage, usage_daily, usage_hourly
 
-# Groups without sums. A report by one of them reads the rows of requests.
+# Groups of which the usual sums know nothing. A report by version reads the rows of requests; one by end user has sums
+# of whole days, but only together with the other groups of BY_END_USER and without a filter by key or model.
 BY_ROWS = frozenset({"version", "end_user"})
+BY_END_USER = frozenset({"tenant", "end_user", "day", "month"})
 # Longest period of a report by such a group, in days.
 MOST_VERSION_DAYS = 31
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
@@ -32,16 +35,17 @@ def rows_of(
     until: Moment,
     *,
     by_tenant: bool = False,
-    newest: int | None = None,
+    summed: Collection[datetime] = (),
 ) -> Subquery | None:
     """Return the rows and sums that make up `[since, until)`; None for an empty period.
 
     Columns: those of UsageFilter, SUMMED, and those that the grouping needs. by_tenant: whether the sums by tenant are
-    complete and may replace those by key and model. newest: maximum rows for a report by a group of BY_ROWS; older
-    rows are left out. Raises BadRequest for a period that is too long for a report that reads the rows of requests.
+    complete and may replace those by key and model. summed: days whose sums by end user are complete; for a report that
+    `can_sum_end_users` allows. Raises BadRequest for a period that is too long for a report that reads the rows of
+    requests.
     """
     if BY_ROWS & set(group_by):
-        covered = _row_segments(since, until)
+        covered = _row_segments(since, until, summed)
     else:
         covered = segments(since, until, days="hour" not in group_by)
     by_tenant = by_tenant and can_sum(group_by, which.models, which.key_id)
@@ -53,29 +57,50 @@ def rows_of(
             parts.append(sums_part(level, (start, end), group_by, dialect, owners=owners, models=models))
         else:
             parts.append(which.narrow(_select_span(table, start, end, group_by, dialect)))
-            if by_tenant:
+            if by_tenant or summed:
                 parts[-1] = _columns_of_sums(parts[-1], group_by)
-    if newest is not None and BY_ROWS & set(group_by):
-        part = which.narrow(_select_span(usage, since, until, group_by, dialect))
-        return part.order_by(usage.c.created_at.desc()).limit(newest).subquery()
+    if days := whole_days(since, until, summed):
+        parts.append(which.narrow(_select_end_users(days, group_by, dialect)))
     return union_all(*parts).subquery() if parts else None
 
 
+def can_sum_end_users(group_by: Sequence[str], which: "UsageFilter") -> bool:
+    """Return whether a report may read the sums by end user."""
+    return "end_user" in group_by and set(group_by) <= BY_END_USER and which.models is None and which.key_id is None
+
+
+def days_of(since: Moment, until: Moment) -> list[datetime]:
+    """Return the start of every day of a period, of its first and last day too. Raises BadRequest like `rows_of`."""
+    since, end = _bounds(since, until)
+    first, number = _start(since, DAY), (_start(end, DAY, up=True) - _start(since, DAY)).days
+    return [first + i * DAY for i in range(number)]
+
+
+def whole_days(since: Moment, until: Moment, among: Collection[datetime]) -> list[datetime]:
+    """Return the days that lie entirely within a period. Without an end it includes the whole present day."""
+    return sorted(day for day in among if (since is None or since <= day) and (until is None or day + DAY <= until))
+
+
 def _columns_of_sums(part: Select[Any], group_by: Sequence[str]) -> Select[Any]:
-    """Return rows in the columns of `sums_part`."""
+    """Return rows in the columns of `sums_part`, or of `_select_end_users`."""
     columns = part.selected_columns
-    names = ("tenant_id", "tenant", "model", *(name for name in PERIODS if name in group_by), *SUMMED)
+    own = "end_user" if "end_user" in group_by else "model"
+    names = ("tenant_id", "tenant", own, *(name for name in PERIODS if name in group_by), *SUMMED)
     return part.with_only_columns(*(columns[name] for name in names))
 
 
 class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests of a report; None: any. tenant: by name, also of a deleted tenant. models, tenant_ids: only these."""
+    """Requests of a report; None: any. tenant: by name, also of a deleted tenant. models, tenant_ids: only these.
+
+    end_users: only these, in a report by end user.
+    """
 
     tenant_id: str | None = None
     tenant: str | None = None
     models: Sequence[str] | None = None
     key_id: str | None = None
     tenant_ids: Sequence[str] | None = None
+    end_users: Sequence[str] | None = None
 
     @property
     def is_of_all(self) -> bool:
@@ -93,6 +118,8 @@ class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
         columns = query.selected_columns
         if self.tenant_ids is not None:
             query = query.where(columns.tenant_id.in_(self.tenant_ids))
+        if self.end_users is not None and "end_user" in columns:
+            query = query.where(columns.end_user.in_(self.end_users))
         for name in ("tenant_id", "tenant", "key_id"):
             if (value := getattr(self, name)) is not None:
                 query = query.where(columns[name] == value)
@@ -127,8 +154,22 @@ def segments(since: Moment, until: Moment, *, days: bool = True) -> Iterator[tup
         yield usage_daily, first_day, last_day
 
 
-def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
-    """Yield `[since, until)` in segments of rows within a day each. Raises BadRequest for a too long period."""
+def _row_segments(since: Moment, until: Moment, summed: Collection[datetime]) -> Iterator[tuple[Table, Moment, Moment]]:
+    """Yield `[since, until)` without whole days that are summed, in segments of rows within a day each.
+
+    Raises BadRequest for a too long period.
+    """
+    since, end = _bounds(since, until)
+    whole = set(whole_days(since, until, summed))
+    while since < end:
+        next_day = _start(since + timedelta(microseconds=1), DAY, up=True)
+        if since not in whole:
+            yield usage, since, min(next_day, end)
+        since = next_day
+
+
+def _bounds(since: Moment, until: Moment) -> tuple[datetime, datetime]:
+    """Return both ends of a period. Raises BadRequest for one that is too long for reading rows."""
     # Includes rows that are written while the report is made, or have the time of a clock that is ahead.
     end = until or datetime.now(UTC) + HOUR
     if since is None or end - since > timedelta(days=MOST_VERSION_DAYS, hours=1):
@@ -137,10 +178,7 @@ def _row_segments(since: Moment, until: Moment) -> Iterator[tuple[Table, Moment,
             "end user.",
             param="since",
         )
-    while since < end:
-        next_day = _start(since + timedelta(microseconds=1), DAY, up=True)
-        yield usage, since, min(next_day, end)
-        since = next_day
+    return since, end
 
 
 def _unless_empty(table: Table, start: Moment, end: Moment) -> Iterator[tuple[Table, Moment, Moment]]:
@@ -186,6 +224,20 @@ def _select_span(table: Table, start: Moment, end: Moment, group_by: Sequence[st
     if end is not None:
         query = query.where(at < end)
     return query
+
+
+def _select_end_users(days: Sequence[datetime], group_by: Sequence[str], dialect: str) -> Select[Any]:
+    """Select the sums by end user of these days, in the columns of `_columns_of_sums`.
+
+    The days are listed, not bounded: the primary key continues with the tenant, so that one tenant's sums are read in
+    one piece for each day.
+    """
+    table = usage_end_users.c
+    labels: list[ColumnElement[Any]] = [table.day] if "day" in group_by else []
+    if "month" in group_by:
+        labels.append(start_of("month", table.day, dialect).label("month"))
+    columns = (table.tenant_id, table.tenant, table.end_user, *labels, *(table[name] for name in SUMMED))
+    return select(*columns).where(table.day.in_(days))
 
 
 def start_of(period: str, at: ColumnElement[datetime], dialect: str) -> ColumnElement[Any]:

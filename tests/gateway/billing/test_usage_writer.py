@@ -13,7 +13,7 @@ from gateway.billing.usage_row import decode, encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
 from gateway.records.database import Database
-from gateway.records.money import usage_report
+from gateway.records.money import end_user_sums
 from gateway.records.money.usage_report import SUMMED, UsageReport, UsageSums
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.records.tenants.tenants import Tenants
@@ -231,8 +231,8 @@ async def test_usage_by_version(database: Database, monkeypatch: pytest.MonkeyPa
         await report.page(["version"], **period, after=huge)
     # A tenant's own report does not read any number of rows.
     own = {"tenant_id": rows[0].tenant_id, **period}
-    monkeypatch.setattr(usage_report, "MOST_VERSION_ROWS", 6)
+    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 6)
     assert (await report.page(["version"], **own)).total["requests"] == 6
-    monkeypatch.setattr(usage_report, "MOST_VERSION_ROWS", 5)
+    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 5)
     with pytest.raises(BadRequest, match="at most 5 requests"):
         await report.page(["version"], **own)

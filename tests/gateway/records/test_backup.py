@@ -188,7 +188,7 @@ async def test_an_old_key_a_budget_and_every_row_are_back(
     before: dict[str, list[tuple[Any, ...]]] = {}
     await until(copied)
     assert stat.S_IMODE((tmp_path / "backup").stat().st_mode) == 0o600
-    assert all(before[name] for name in ("audit", "plans", "prices", "adapter_aliases", "usage", "usage_daily"))
+    assert all(before[name] for name in ("audit", "plans", "prices", "adapter_aliases", "usage", "usage_end_users"))
 
     new, to = tmp_path / "new", database_url
     new.mkdir()

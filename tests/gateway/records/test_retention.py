@@ -9,6 +9,8 @@ from gateway.billing.writer import UsageWriter
 from gateway.records import retention
 from gateway.records.activity.tables import ACTIVITY, ENGINE
 from gateway.records.database import Database
+from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
+from gateway.records.money.usage_report import UsageReport
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.retention import Retention
 from gateway.records.tables import usage, usage_daily
@@ -53,3 +55,23 @@ async def test_old_usage_rows_are_removed_only_if_asked(database: Database, monk
     assert await Retention(database).prune_usage(timedelta(days=2)) == 32
     assert await count(database, usage) == 48
     assert await count(database, usage_daily) == 80
+
+
+async def test_sums_by_end_user_are_removed_with_the_rows_of_their_days(database: Database, monkeypatch: Any):
+    monkeypatch.setattr(retention, "AT_ONCE", 7)
+    today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
+    rows = [row(f"r{i}", created_at=today - timedelta(hours=i), end_user=f"u{i}") for i in range(80)]
+    await UsageWriter(database).write(rows)
+    for remove, oldest in (
+        (Retention(database).prune_usage(None), 4),
+        (Retention(database).remove_usage(today - timedelta(hours=60), 1000), 3),
+        (Retention(database).prune_usage(NOW - today + timedelta(hours=36)), 2),
+    ):
+        await remove
+        since = today - timedelta(days=oldest)
+        async with database.read() as connection:
+            for table in (usage_end_users, usage_end_user_days):
+                assert min((await connection.execute(select(table.c.day))).scalars()) == since
+        # A day of which only some rows are removed keeps its sums, so its report stays whole.
+        page = await UsageReport(database).page(("end_user",), since=since, until=since + timedelta(days=1))
+        assert page.total["requests"] == await count(database, usage_daily, usage_daily.c["day"] == since) > 0

@@ -1,0 +1,128 @@
+"""Rebuilding of the sums by end user from usage rows, for rows that an earlier release wrote without such sums.
+
+A tenant's day is rebuilt if its sums by end user count a different number of requests than its sums for reports, which
+every release has written. So no marker is needed, and days that an earlier release writes during an upgrade are found.
+"""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import Any
+
+from sqlalchemy import ColumnElement, Insert, delete, func, insert, literal, select, text
+from sqlalchemy.ext.asyncio import AsyncConnection
+
+from gateway.records.database import Database
+from gateway.records.money.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
+from gateway.records.schema import UtcDateTime
+from gateway.records.sums import int_sum
+from gateway.records.tables import usage, usage_daily
+
+# Maximum number of tenants and of their requests in one transaction, which locks out writers of usage rows. A tenant
+# with more requests has a transaction of its own.
+MOST_TENANTS, MOST_REQUESTS = 200, 20_000
+
+
+class EndUserRebuild:
+    """Rebuilder of the sums by end user. Raises Unavailable."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    async def check(self, day: datetime, pause: float) -> bool:
+        """Rebuild the sums of the tenants of a day that need it. Returns whether there were any.
+
+        pause: seconds after each transaction, so that the ledger and readers come first.
+        """
+        async with self._database.read() as connection:
+            known, summed = await _known(connection, day), await _summed(connection, day)
+            lacking = {tenant_id: number for tenant_id, number in known.items() if summed.get(tenant_id, 0) != number}
+            # After retention has removed a day's rows, nothing is left to rebuild it from.
+            query = select(usage.c.request_id).where(*_in_day(day)).limit(1)
+            if not lacking or (await connection.execute(query)).first() is None:
+                return False
+        rebuilt = False
+        for ids in _batches(lacking):
+            rebuilt |= await self._replace(day, ids)
+            await asyncio.sleep(pause)
+        return rebuilt
+
+    async def _replace(self, day: datetime, ids: list[str]) -> bool:
+        """Replace the sums of tenants all of whose rows exist. Returns whether there were any."""
+        async with self._database.write() as connection:
+            if self._database.dialect == "postgresql":
+                # Lock out writers of usage rows until the transaction ends. SQLite does so itself.
+                await connection.execute(text("LOCK TABLE usage IN SHARE MODE"))
+            query = select(usage.c.tenant_id, func.count()).where(usage.c.tenant_id.in_(ids), *_in_day(day))
+            rows: dict[str, int] = dict((await connection.execute(query.group_by(usage.c.tenant_id))).all())
+            known = await _known(connection, day, ids)
+            whole = sorted(tenant_id for tenant_id, number in known.items() if rows.get(tenant_id) == number)
+            if not whole:
+                return False
+            for table in (usage_end_users, usage_end_user_days):
+                await connection.execute(delete(table).where(table.c.day == day, table.c.tenant_id.in_(whole)))
+            await connection.execute(_sums_of_rows(day, whole))
+            await connection.execute(_days_of_sums(day, whole))
+        return True
+
+
+def _batches(lacking: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the tenants' ids, some at a time."""
+    some: list[str] = []
+    size = 0
+    for tenant_id, number in sorted(lacking.items()):
+        if some and (len(some) == MOST_TENANTS or size + number > MOST_REQUESTS):
+            yield some
+            some, size = [], 0
+        some.append(tenant_id)
+        size += number
+    if some:
+        yield some
+
+
+async def _known(connection: AsyncConnection, day: datetime, ids: list[str] | None = None) -> dict[str, int]:
+    """Return the requests of a day by tenant id, by the sums for reports. ids: only these tenants."""
+    query = select(usage_daily.c.tenant_id, int_sum(usage_daily.c.requests)).where(usage_daily.c.day == day)
+    if ids is not None:
+        query = query.where(usage_daily.c.tenant_id.in_(ids))
+    found = await connection.execute(query.group_by(usage_daily.c.tenant_id))
+    return dict(found.all())
+
+
+async def _summed(connection: AsyncConnection, day: datetime) -> dict[str, int]:
+    days = usage_end_user_days.c
+    found = await connection.execute(select(days.tenant_id, days.requests).where(days.day == day))
+    return dict(found.all())
+
+
+def _in_day(day: datetime) -> list[ColumnElement[bool]]:
+    return [usage.c.created_at >= day, usage.c.created_at < day + timedelta(days=1)]
+
+
+def _sums_of_rows(day: datetime, ids: list[str]) -> Insert:
+    """Return the statement that inserts the sums of tenants' rows, as `end_user_writer.sums_of` makes them."""
+    end_user = func.coalesce(usage.c.end_user, "")
+    sums: list[ColumnElement[Any]] = [func.count(), *(func.sum(usage.c[name]) for name in SUMMED[1:])]
+    found = (
+        select(literal(day, UtcDateTime), usage.c.tenant_id, end_user, func.min(usage.c.tenant), *sums)
+        .where(usage.c.tenant_id.in_(ids), *_in_day(day))
+        .group_by(usage.c.tenant_id, end_user)
+    )
+    return insert(usage_end_users).from_select(usage_end_users.c.keys(), found)
+
+
+def _days_of_sums(day: datetime, ids: list[str]) -> Insert:
+    """Return the statement that inserts the number and maxima of tenants' sums."""
+    sums = usage_end_users.c
+    found = (
+        select(
+            literal(day, UtcDateTime),
+            sums.tenant_id,
+            func.count(),
+            func.sum(sums.requests),
+            *(func.max(sums[name]) for name in SUMMED),
+        )
+        .where(sums.day == day, sums.tenant_id.in_(ids))
+        .group_by(sums.tenant_id)
+    )
+    return insert(usage_end_user_days).from_select(usage_end_user_days.c.keys(), found)

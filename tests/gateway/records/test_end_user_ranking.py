@@ -1,0 +1,205 @@
+"""Rankings by end user: exact over the whole period, and bounded whatever number of end users a tenant has."""
+
+import random
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import msgspec
+import pytest
+from sqlalchemy import delete, update
+
+from gateway.billing.usage_row import UsageRow
+from gateway.billing.writer import UsageWriter
+from gateway.errors import BadRequest
+from gateway.records.database import Database
+from gateway.records.money import end_user_sums, usage_ranking
+from gateway.records.money.end_user_sums import Candidate, read_largest
+from gateway.records.money.end_user_tables import usage_end_user_days
+from gateway.records.money.usage_ranking import Part, RankedGroup, UsageRanking
+from gateway.records.money.usage_rows import UsageFilter
+from gateway.records.tables import usage
+from testing.gateway.rows import row
+
+NOW = datetime.now(UTC)
+START = (NOW - timedelta(days=9)).replace(hour=0, minute=0, second=0, microsecond=0)
+WHOLE = Part(which=UsageFilter(), since=START, until=None)
+PARTIAL = Part(which=UsageFilter(), since=NOW - timedelta(days=7, hours=5), until=NOW - timedelta(hours=3))
+VALUES: dict[str, Callable[[Any], int]] = {
+    "cost": lambda each: each.cost,
+    "tokens": lambda each: each.prompt_tokens + each.completion_tokens,
+    "cached_tokens": lambda each: each.cached_tokens,
+}
+
+
+def rows(number: int = 500) -> list[UsageRow]:
+    """Return usage of eight tenants: a few large ones, and end users of the same names in several."""
+    chance = random.Random(5)
+    return [
+        row(
+            f"r{i:05}",
+            tenant_id=f"t{(tenant := int(8 ** chance.random()))}",
+            tenant=f"n{tenant}",
+            model=chance.choice(("base", "pirate")),
+            end_user=chance.choice((None, *(f"user-{tenant}-{j}" for j in range(7)), "shared")),
+            cost=chance.randrange(1000),
+            prompt_tokens=chance.randrange(100),
+            completion_tokens=chance.randrange(100),
+            cached_tokens=chance.randrange(3),
+            created_at=NOW - timedelta(seconds=chance.randrange(10 * 86400)),
+        )
+        for i in range(number)
+    ]
+
+
+def expected(part: Part, order: str) -> list[tuple[str, str, int]]:
+    """Return tenant's id, end user and value, the largest first, made from the rows in plain Python."""
+    found: dict[tuple[str, str], int] = {}
+    for each in rows():
+        if part.since <= each.created_at < (part.until or NOW + timedelta(days=1)):
+            key = (each.tenant_id, each.end_user or "")
+            found[key] = found.get(key, 0) + VALUES[order](each)
+    return sorted(((*key, value) for key, value in found.items()), key=lambda item: (-item[2], *item))
+
+
+def shown(groups: Sequence[RankedGroup], order: str) -> list[tuple[Any, ...]]:
+    return [(group.tenant_id, group.end_user, VALUES[order](group)) for group in groups]
+
+
+@pytest.mark.parametrize("order", VALUES)
+@pytest.mark.parametrize("part", [WHOLE, PARTIAL], ids=["whole days", "edges"])
+async def test_every_page_is_exact(database: Database, monkeypatch: pytest.MonkeyPatch, part: Part, order: str):
+    monkeypatch.setattr(end_user_sums, "RANKED_AT_ONCE", 10)
+    await UsageWriter(database).write(rows())
+    ranking, whole = UsageRanking(database), expected(part, order)
+    found: list[Any] = []
+    for offset in range(0, len(whole), 20):
+        page = await ranking.groups(part, "end_user", order, offset=offset, limit=20)
+        assert not page.is_partial
+        assert page.has_more == (offset + 20 < len(whole))
+        found += shown(page.groups, order)
+    assert found == whole
+    backwards = await ranking.groups(part, "end_user", order, descending=False, limit=5)
+    assert [each[2] for each in shown(backwards.groups, order)] == sorted(each[2] for each in whole)[:5]
+    by_name = await ranking.groups(part, "end_user", "name", descending=False, limit=1000)
+    assert sorted(shown(by_name.groups, order)) == sorted(whole)
+
+
+async def test_a_tenants_ranking_has_its_own_end_users(database: Database):
+    await UsageWriter(database).write(rows())
+    ranking = UsageRanking(database)
+    for which in (UsageFilter(tenant="n2"), UsageFilter(tenant_id="t2")):
+        part = msgspec.structs.replace(WHOLE, which=which)
+        page = await ranking.groups(part, "end_user", "cost", limit=100)
+        assert shown(page.groups, "cost") == [each for each in expected(WHOLE, "cost") if each[0] == "t2"]
+    with_model = msgspec.structs.replace(WHOLE, which=UsageFilter(tenant="n2", models=["base"]))
+    page = await ranking.groups(with_model, "end_user", "cost", limit=100)
+    assert sum(group.cost for group in page.groups) == sum(
+        each.cost for each in rows() if each.tenant == "n2" and each.model == "base" and each.created_at >= START
+    )
+
+
+async def test_only_tenants_that_can_be_on_the_page_are_read(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """A tenant with very many small end users is not read."""
+    many = [row(f"m{i}", tenant_id="hostile", end_user=f"u{i}", cost=1, created_at=NOW) for i in range(600)]
+    await UsageWriter(database).write([*rows(), *many])
+    monkeypatch.setattr(end_user_sums, "RANKED_AT_ONCE", 1)
+    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 590)
+    read: list[str] = []
+    found_of = UsageRanking._found
+
+    async def watched(self: UsageRanking, part: Part, window: Any) -> Any:
+        read.extend(part.which.tenant_ids or ())
+        return await found_of(self, part, window)
+
+    monkeypatch.setattr(UsageRanking, "_found", watched)
+    page = await UsageRanking(database).groups(WHOLE, "end_user", "cost", limit=5)
+    assert shown(page.groups, "cost") == expected(WHOLE, "cost")[:5]
+    assert (page.is_partial, page.has_more) == (False, True)
+    assert "hostile" not in read
+    assert 1 <= len(read) < 8
+
+
+async def test_a_tenant_with_too_many_end_users_is_left_out(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """One of them is the largest of all, so the ranking cannot know that none of the others belongs on the page."""
+    many = [row(f"m{i}", tenant_id="h", tenant="h", end_user=f"u{i}", created_at=NOW) for i in range(600)]
+    await UsageWriter(database).write([*rows(), *many, row("m", tenant_id="h", end_user="u", cost=10**6)])
+    await UsageWriter(database).write([row("n", tenant_id="h", tenant="h", end_user="u", cost=10**6, created_at=NOW)])
+    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 550)
+    ranking = UsageRanking(database)
+    page = await ranking.groups(WHOLE, "end_user", "cost", limit=5)
+    assert page.is_partial
+    assert shown(page.groups, "cost") == expected(WHOLE, "cost")[:5]
+    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 5000)
+    page = await ranking.groups(WHOLE, "end_user", "cost", limit=5)
+    assert shown(page.groups, "cost") == [("h", "u", 10**6), *expected(WHOLE, "cost")[:4]]
+    # Chosen by itself, it is refused instead, and so is an order for which all end users would have to be read.
+    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 550)
+    own = msgspec.structs.replace(WHOLE, which=UsageFilter(tenant="h"))
+    for part, order in ((own, "cost"), (WHOLE, "name")):
+        with pytest.raises(BadRequest, match="at most 550 requests"):
+            await ranking.groups(part, "end_user", order)
+
+
+async def test_a_day_without_all_sums_is_read_from_rows(database: Database):
+    await UsageWriter(database).write(rows())
+    async with database.write() as connection:
+        day = START + timedelta(days=4)
+        await connection.execute(delete(usage_end_user_days).where(usage_end_user_days.c.day == day))
+        others = usage.c.created_at < day, usage.c.created_at >= day + timedelta(days=1)
+        for gone in others:
+            await connection.execute(update(usage).where(gone).values(cost=0))
+    page = await UsageRanking(database).groups(WHOLE, "end_user", "cost", limit=100)
+    assert shown(page.groups, "cost") == expected(WHOLE, "cost")
+
+
+@pytest.mark.parametrize("step", ["day", "hour"])
+async def test_curves_and_comparison_add_up(database: Database, monkeypatch: pytest.MonkeyPatch, step: Any):
+    await UsageWriter(database).write(rows())
+    ranking = UsageRanking(database)
+    page = await ranking.groups(PARTIAL, "end_user", "cost", limit=4)
+    curves = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step)
+    assert [sum(values) for _, values in curves.groups] == [group.cost for group in page.groups]
+    assert sum(curves.total) == sum(each[2] for each in expected(PARTIAL, "cost"))
+    before = Part(which=UsageFilter(), since=PARTIAL.since - timedelta(days=2), until=PARTIAL.since)
+    costs = {each[:2]: each[2] for each in expected(before, "cost")}
+    compared = await ranking.earlier(before, "end_user", page.groups, "cost")
+    assert [group.before for group in compared] == [
+        costs.get((group.tenant_id, group.end_user), 0) for group in page.groups
+    ]
+    # Rather than reading many rows, the page lacks both.
+    monkeypatch.setattr(usage_ranking, "MOST_COMPARED", 0)
+    assert [group.before for group in await ranking.earlier(before, "end_user", page.groups, "cost")] == [None] * 4
+    without = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step)
+    assert (without.groups, without.total) == ([], curves.total)
+
+
+async def test_the_largest_are_found_whatever_the_bounds_and_sizes(monkeypatch: pytest.MonkeyPatch):
+    """Compare with a sort of everything, for many random tenants, ties included."""
+    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 40)
+    monkeypatch.setattr(end_user_sums, "RANKED_AT_ONCE", 9)
+    monkeypatch.setattr(end_user_sums, "MOST_TENANTS", 12)
+    chance, complete = random.Random(3), 0
+    for _ in range(500):
+        tenants = {f"{i:02}": [chance.randrange(30) for _ in range(chance.randrange(1, 9))] for i in range(15)}
+        candidates = sorted(
+            (Candidate(name, max(values) + chance.randrange(4), len(values)) for name, values in tenants.items()),
+            key=lambda candidate: (-candidate.most, candidate.tenant_id),
+        )
+        number = chance.randrange(1, 20)
+
+        async def read(ids: list[str], of: dict[str, list[int]] = tenants, number: int = number) -> list[Any]:
+            found = [Found(name, value) for name in ids for value in of[name]]
+            return sorted(found, key=lambda each: (-each.value, each.tenant_id))[:number]
+
+        got, is_partial = await read_largest(candidates[:13], number, read, lambda each: each.value)
+        whole = await read(list(tenants), number=number)
+        if not is_partial:
+            complete += 1
+            assert got == whole
+    assert 100 < complete < 500
+
+
+class Found(msgspec.Struct, frozen=True):
+    tenant_id: str
+    value: int
