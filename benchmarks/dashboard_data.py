@@ -30,6 +30,7 @@ from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import failures_of
 from gateway.records.activity.activity import Activity, Scope
 from gateway.records.database import Database, upgrade
+from gateway.records.money.end_user_tables import SUMMED
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.requests.log import LogFilter, RequestLog
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
@@ -43,10 +44,10 @@ Maker = Callable[[random.Random, datetime, int], Iterable[UsageRow]]
 
 
 class Filler(Protocol):
-    """Writer of whole tables. hour_of, day_of: SQL of the start of a usage row's hour, and of an hour's day."""
+    """Writer of whole tables."""
 
-    hour_of: str
-    day_of: str
+    def start_of(self, period: str, column: str) -> str:
+        """Return the SQL of the start of the "hour" or "day" of a time."""
 
     async def write(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         """Write rows, whose values are in the order of the table's columns."""
@@ -57,12 +58,12 @@ class Filler(Protocol):
 
 
 class OnSqlite:
-    hour_of = "strftime('%Y-%m-%d %H:00:00.000000', substr(created_at, 1, 19))"
-    day_of = "strftime('%Y-%m-%d 00:00:00.000000', hour)"
-
     def __init__(self, path: Path) -> None:
         self._connection = sqlite3.connect(path)
         self._connection.execute("PRAGMA synchronous=OFF")
+
+    def start_of(self, period: str, column: str) -> str:
+        return f"strftime('%Y-%m-%d {'%H' if period == 'hour' else '00'}:00:00.000000', substr({column}, 1, 19))"
 
     async def write(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         marks = ", ".join("?" * len(table.c))
@@ -79,11 +80,11 @@ class OnSqlite:
 
 
 class OnPostgresql:
-    hour_of = "date_trunc('hour', created_at, 'UTC')"
-    day_of = "date_trunc('day', hour, 'UTC')"
-
     def __init__(self, connection: asyncpg.Connection) -> None:
         self._connection = connection
+
+    def start_of(self, period: str, column: str) -> str:
+        return f"date_trunc('{period}', {column}, 'UTC')"
 
     async def write(self, table: Table, rows: Sequence[tuple[Any, ...]]) -> None:
         await self._connection.copy_records_to_table(table.name, records=rows, columns=table.c.keys())
@@ -148,8 +149,11 @@ async def fill(url: str, filler: Filler, rows: int, make: Maker = make_rows) -> 
         refused = [_refused(row, f"{i}-{j}") for j, row in enumerate(made) if j % 50 == 0]
         await filler.write(refused_requests, refused)
     await filler.write(refusal_counts, [(*key, number) for key, number in counts.items()])
-    await filler.execute(_reports_from(filler.hour_of, "usage", "hour", "count(*)", "usage_hourly"))
-    await filler.execute(_reports_from(filler.day_of, "usage_hourly", "day", "sum(requests)", "usage_daily"))
+    hours_of, days_of = filler.start_of("hour", "created_at"), filler.start_of("day", "hour")
+    await filler.execute(_reports_from(hours_of, "usage", "hour", "count(*)", "usage_hourly"))
+    await filler.execute(_reports_from(days_of, "usage_hourly", "day", "sum(requests)", "usage_daily"))
+    for statement in _end_users_from(filler.start_of("day", "created_at")):
+        await filler.execute(statement)
     await filler.close()
     database = Database(url)
     activity_rebuild.PAUSE_SECONDS = 0.0
@@ -164,6 +168,22 @@ def _reports_from(start: str, source: str, period: str, requests: str, table: st
     return (
         f"INSERT INTO {table} (tenant_id, {period}, key_id, model, tenant, requests, {', '.join(summed)}) "
         f"SELECT {keys}, min(tenant), {requests}, {sums} FROM {source} GROUP BY {keys}"
+    )
+
+
+def _end_users_from(day: str) -> Iterator[str]:
+    """Yield the statements that fill the tables of sums by end user. day: SQL of the day of a usage row."""
+    keys, names = f"{day}, tenant_id, coalesce(end_user, '')", ", ".join(SUMMED)
+    sums = ", ".join(f"sum({name})" for name in SUMMED[1:])
+    yield (
+        f"INSERT INTO usage_end_users (day, tenant_id, end_user, tenant, {names}) "
+        f"SELECT {keys}, min(tenant), count(*), {sums} FROM usage GROUP BY {keys}"
+    )
+    most = ", ".join(f"most_{name}" for name in SUMMED)
+    yield (
+        f"INSERT INTO usage_end_user_days (day, tenant_id, end_users, requests, {most}) "
+        f"SELECT day, tenant_id, count(*), sum(requests), {', '.join(f'max({name})' for name in SUMMED)} "
+        "FROM usage_end_users GROUP BY day, tenant_id"
     )
 
 

@@ -37,7 +37,9 @@ PAGES = (
         for by in ("tenant", "model", "key")
     ),
     *("/admin/usage", "/admin/usage?period=last_month", "/admin/usage?period=30d&group_by=day"),
-    *("/admin/usage?period=24h&group_by=hour", "/admin/usage?period=30d&group_by=end_user"),
+    "/admin/usage?period=24h&group_by=hour",
+    *(f"/admin/usage?period={period}&group_by=end_user" for period in ("24h", "7d", "30d", "month", "last_month")),
+    *(f"/admin/usage?period=30d&group_by=end_user&{more}" for more in ("measure=tokens", "page=3", "tenant=tenant-1")),
     *("/admin/usage?period=30d&group_by=model&tenant=tenant-1", "/admin/usage?period=30d&model=base"),
     *("/admin/usage?period=30d&model=adapter-2", "/admin/usage?period=30d&group_by=model&model=adapter-2"),
     *("/admin/usage?period=30d&group_by=model&page=3", "/admin/usage?period=30d&group_by=key&page=3"),

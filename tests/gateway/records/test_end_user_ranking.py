@@ -121,7 +121,7 @@ async def test_only_tenants_that_can_be_on_the_page_are_read(database: Database,
 
 
 async def test_a_tenant_with_too_many_end_users_is_left_out(database: Database, monkeypatch: pytest.MonkeyPatch):
-    """One of them is the largest of all, so the ranking cannot know that none of the others belongs on the page."""
+    """Its largest end user may be the largest of all, so the ranking cannot be known to be whole."""
     many = [row(f"m{i}", tenant_id="h", tenant="h", end_user=f"u{i}", created_at=NOW) for i in range(600)]
     await UsageWriter(database).write([*rows(), *many, row("m", tenant_id="h", end_user="u", cost=10**6)])
     await UsageWriter(database).write([row("n", tenant_id="h", tenant="h", end_user="u", cost=10**6, created_at=NOW)])

@@ -185,6 +185,29 @@ async def test_usage_is_compared_with_the_period_before(gateway: Gateway, tmp_pa
         assert re.search(r">old</th>.*? 100 %", table.replace("\n", ""))
 
 
+async def test_end_users_are_ranked_page_by_page(gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    tenant_id = (await gateway.admin.get("/admin/api/tenants/acme")).json["id"]
+    database, now = Database(f"sqlite:///{tmp_path}/gateway.db"), datetime.now(UTC)
+    own = {"tenant_id": tenant_id, "created_at": now - timedelta(hours=2)}
+    used = [row(f"req_{i}", end_user=f"user-{i:02}", cost=1_000_000 * (i + 1), **own) for i in range(60)]
+    before = own | {"created_at": now - timedelta(hours=30)}
+    await UsageWriter(database).write([*used, row("req_before", end_user="user-59", cost=30_000_000, **before)])
+    await database.close()
+    async with gateway.browser(acme.key, "/console") as browser:
+        found: list[str] = []
+        for number, rows in ((1, 50), (2, 10)):
+            page = text(await browser.get(f"/console/usage?period=24h&by=end_user&page={number}"))
+            shown = re.findall(r'<th scope="row" class="wrap">(user-\d\d)</th>.*?</tr>', page, re.S)
+            assert len(shown) == rows
+            found += shown
+            assert page.count(">new</span>") == (rows if number == 2 else rows - 1)
+            assert ("100 %" in page.split("</thead>")[1]) == (number == 1)
+        assert found == [f"user-{i:02}" for i in reversed(range(60))]
+        named = text(await browser.get("/console/usage?period=24h&by=end_user&sort=end_user"))
+        assert named.index("user-00") < named.index("user-01")
+
+
 @pytest.fixture
 async def admin_key(gateway: Gateway) -> str:
     await gateway.tenant("acme")

@@ -18,6 +18,7 @@ from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.pages.money.usage import UsagePages
 from gateway.records.database import Database
+from gateway.records.money import end_user_sums
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.tables import usage
@@ -141,6 +142,29 @@ async def test_requests_without_an_end_user_have_a_group(reader: Reader, databas
     _, text = await reader.get(f"/admin/usage?{MARCH}&group_by=end_user&tenant=n01")
     assert [line[0] for line in table(text)] == ["none given"]
     assert [each["name"] for each in chart(text)["series"]] == ["n01 / none given"]
+
+
+async def test_end_users_of_the_whole_period_are_ranked(
+    reader: Reader, database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    """Sixty end users have usage on one to three days each; two pages show them all."""
+    amounts = {f"user-{i:02}": (i % 3 + 1, 10**6 * (60 - i)) for i in range(60)}
+    used = [
+        row(f"req_{user}-{j}", end_user=user, cost=cost, created_at=NOON + timedelta(days=i % 20 + j))
+        for i, (user, (number, cost)) in enumerate(amounts.items())
+        for j in range(number)
+    ]
+    await fill(database, *used)
+    whole = {user: number * cost for user, (number, cost) in amounts.items()}
+    expected = sorted(whole, key=lambda user: (-whole[user], user))
+    pages = [table((await reader.get(f"/admin/usage?{MARCH}&group_by=end_user&page={page}"))[1]) for page in (1, 2)]
+    assert [len(page) for page in pages] == [50, 10]
+    lines = [line for page in pages for line in page]
+    assert [(line[0], int(line[2])) for line in lines] == [(user, amounts[user][0]) for user in expected]
+    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 3)
+    for path, is_noted in ((f"{MARCH}&group_by=end_user", True), (f"{MARCH}&group_by=tenant", False)):
+        _, text = await reader.get(f"/admin/usage?{path}")
+        assert ("too many end users to rank" in text) == is_noted
 
 
 @pytest.mark.parametrize("form", ["csv", "json", "parquet"])
