@@ -7,9 +7,11 @@ every release has written. So no marker is needed, and days that an earlier rele
 import asyncio
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import ColumnElement, Insert, delete, func, insert, literal, select, text
+from sqlalchemy import ColumnElement, Executable, Insert, delete, func, insert, literal, select, text
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
@@ -19,7 +21,7 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import usage, usage_daily
 
 # Maximum number of tenants and of their requests in one transaction, which locks out writers of usage rows. A tenant
-# with more requests has a transaction of its own.
+# with more requests has a transaction of its own, with a statement for each hour, so that none reaches its time-out.
 MOST_TENANTS, MOST_REQUESTS = 200, 20_000
 
 
@@ -61,7 +63,8 @@ class EndUserRebuild:
                 return False
             for table in (usage_end_users, usage_end_user_days):
                 await connection.execute(delete(table).where(table.c.day == day, table.c.tenant_id.in_(whole)))
-            await connection.execute(_sums_of_rows(day, whole))
+            for since, until in _spans(day, sum(rows[tenant_id] for tenant_id in whole)):
+                await connection.execute(_sums_of_rows(self._database.dialect, day, whole, since, until))
             await connection.execute(_days_of_sums(day, whole))
         return True
 
@@ -99,16 +102,28 @@ def _in_day(day: datetime) -> list[ColumnElement[bool]]:
     return [usage.c.created_at >= day, usage.c.created_at < day + timedelta(days=1)]
 
 
-def _sums_of_rows(day: datetime, ids: list[str]) -> Insert:
-    """Return the statement that inserts the sums of tenants' rows, as `end_user_writer.sums_of` makes them."""
+def _spans(day: datetime, requests: int) -> list[tuple[datetime, datetime]]:
+    """Return the parts of a day whose rows are summed in one statement."""
+    number = 1 if requests <= MOST_REQUESTS else 24
+    bounds = [day + i * timedelta(days=1) / number for i in range(number + 1)]
+    return list(pairwise(bounds))
+
+
+def _sums_of_rows(dialect: str, day: datetime, ids: list[str], since: datetime, until: datetime) -> Executable:
+    """Return the statement that adds tenants' rows to the sums, as `end_user_writer.sums_of` makes them."""
     end_user = func.coalesce(usage.c.end_user, "")
     sums: list[ColumnElement[Any]] = [func.count(), *(func.sum(usage.c[name]) for name in SUMMED[1:])]
     found = (
         select(literal(day, UtcDateTime), usage.c.tenant_id, end_user, func.min(usage.c.tenant), *sums)
-        .where(usage.c.tenant_id.in_(ids), *_in_day(day))
+        .where(usage.c.tenant_id.in_(ids), usage.c.created_at >= since, usage.c.created_at < until)
         .group_by(usage.c.tenant_id, end_user)
     )
-    return insert(usage_end_users).from_select(usage_end_users.c.keys(), found)
+    adding = (postgresql if dialect == "postgresql" else sqlite).insert(usage_end_users)
+    added = adding.from_select(usage_end_users.c.keys(), found)
+    return added.on_conflict_do_update(
+        index_elements=list(usage_end_users.primary_key.columns),
+        set_={name: usage_end_users.c[name] + added.excluded[name] for name in SUMMED},
+    )
 
 
 def _days_of_sums(day: datetime, ids: list[str]) -> Insert:

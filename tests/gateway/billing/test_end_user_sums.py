@@ -137,11 +137,15 @@ async def test_writers_at_once_lose_nothing(migrated_postgres_url: str):
         await database.close()
 
 
+@pytest.mark.parametrize("most", [5, 30, 1000])
 async def test_rows_of_an_earlier_release_are_summed(
-    database: Database, earlier_release: Any, monkeypatch: pytest.MonkeyPatch
+    database: Database, earlier_release: Any, monkeypatch: pytest.MonkeyPatch, most: int
 ):
-    """Some days have no sums, some lack requests of one tenant; a day that is right is not touched."""
-    monkeypatch.setattr(end_user_rebuild, "MOST_REQUESTS", 30)
+    """Some days have no sums, some lack requests of one tenant; a day that is right is not touched.
+
+    most: number of requests beyond which a tenant's day is summed by the hour.
+    """
+    monkeypatch.setattr(end_user_rebuild, "MOST_REQUESTS", most)
     await UsageWriter(database).write(rows(200))
     await forget(database, ("day", START))
     await forget(database, ("day", START + DAY), ("tenant_id", "tb"))
