@@ -62,12 +62,13 @@ async def test_sums_by_end_user_are_removed_with_the_rows_of_their_days(database
     today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
     rows = [row(f"r{i}", created_at=today - timedelta(hours=i), end_user=f"u{i}") for i in range(80)]
     await UsageWriter(database).write(rows)
+    of = Retention(database)
     for remove, oldest in (
-        (Retention(database).prune_usage(None), 4),
-        (Retention(database).remove_usage(today - timedelta(hours=60), 1000), 3),
-        (Retention(database).prune_usage(NOW - today + timedelta(hours=36)), 2),
+        (lambda: of.prune_usage(None), 4),
+        (lambda: of.remove_usage(today - timedelta(hours=60), 1000), 3),
+        (lambda: of.prune_usage(NOW - today + timedelta(hours=36)), 2),
     ):
-        await remove
+        await remove()
         since = today - timedelta(days=oldest)
         async with database.read() as connection:
             for table in (usage_end_users, usage_end_user_days):
