@@ -2,7 +2,8 @@
 
 Triton needs no device to compile, only a driver that names a target. So the real launch functions run here with tensors
 in host memory, and every launch stops after compilation. Prints one JSON line per compiled variant: kernel, label, uses
-of tensor-core instructions, bytes of stack (spilled registers), bytes of shared memory.
+of tensor-core instructions, bytes of stack (spilled registers), bytes of shared memory. With the argument `all`, pages
+and KV caches are of every type; otherwise one type of 8 bits each.
 """
 
 import json
@@ -41,6 +42,8 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 ARCHITECTURE = int(sys.argv[1]) if sys.argv[1:] and sys.argv[1].isdigit() else 90
 # Triton has no fp8_e4m3 before sm_89.
 DTYPES = (torch.bfloat16, *((torch.float8_e4m3fn,) if ARCHITECTURE >= 89 else ()), torch.int8)
+# Without `all`, pages are of fp8_e4m3 where there is one. KV caches are of int8, which needs the most registers.
+PAGE_DTYPES, CACHE_DTYPES = (DTYPES, DTYPES) if "all" in sys.argv else (DTYPES[:2], (DTYPES[0], DTYPES[-1]))
 
 
 class Driver:
@@ -142,7 +145,7 @@ def elementwise(num_tokens: int) -> None:
     fused.rms_norm(qkv[:, :4096].view(num_tokens, 32, 128), x[0, :128], 1e-6)
     fused.add_rms_norm(x, x, x[0], 1e-5)
     fused.add_rms_norm(x, x, torch.empty(4096), 1e-5)
-    for dtype in DTYPES:
+    for dtype in CACHE_DTYPES:
         cache, scales = cache_of(dtype)
         for norms in (None, HeadNorms(qkv[0, :128], qkv[0, :128], 1e-6)):
             fused.rope_and_write_kv(qkv, index, torch.zeros(9, 128), cache, cache, index, scales, scales, norms)
@@ -201,9 +204,10 @@ def main() -> None:
 def run(decodes: int, prompt: int) -> None:
     """Launch a step of decoding requests only, then a step with a prompt."""
     offsets = (0, 4096, 5120, 6144)
-    for dtype in DTYPES:
+    for dtype in PAGE_DTYPES:
         lora(decodes, offsets, dtype, tile_sizes=segments.DECODE)
         lora(prompt, offsets, dtype, num_adapters=2)
+    for dtype in CACHE_DTYPES:
         attend([1] * decodes, 700 + decodes, dtype)
         attend([prompt, 1, 5], 800 + prompt, dtype)
     lora(prompt, offsets, single_adapter=True)

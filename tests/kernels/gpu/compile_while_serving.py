@@ -1,8 +1,10 @@
-"""Engine on a GPU's path without a GPU: every launch compiles for an H200 and runs nothing; run by test_compiles.py.
+"""Engine on a GPU's path without a GPU, as for an H200: a launch counts a variant and runs nothing; see test_compiles.py.
 
 Tensors are in host memory and hold zeros or whatever they hold, and every sampled token is 0. The Python around the
-kernels is the real one: graphs, routing, sampling. Prints a JSON line with the kernels compiled before the engine was
-ready, and those compiled while it served fuzzed requests. The argument is a key of CASES.
+kernels is the real one: graphs, routing, sampling. Triton compiles a kernel once for each of its cache keys (types,
+constants, alignments, options). Prints one JSON line per case with the variants (name: number of keys) launched before
+the engine was ready, and the new ones launched while it served fuzzed requests. The arguments are keys of CASES; after
+`--compile`, Triton also compiles each variant.
 """
 
 import json
@@ -11,6 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,16 +48,24 @@ CASES: dict[str, dict[str, Any]] = {
     "drafts": {"speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)},
 }
 launch = JITFunction.run
-compiled: Counter[str] = Counter()
 known: set[tuple[str, str]] = set()
 
 
-def compile_only(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
+def launch_nothing(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
     kernel = launch(self, *args, grid=grid, warmup=True, **kwargs)
-    if (self.__name__, kernel.hash) not in known:
-        known.add((self.__name__, kernel.hash))
-        compiled[self.__name__] += 1
+    known.add((self.__name__, kernel.hash))
     return kernel
+
+
+def skip_compilation(self: Any, key: str, signature: Any, device: int, *_: Any) -> Any:
+    """Store a stand-in for a compiled variant in Triton's cache of kernels."""
+    kernel_cache = self.device_caches[device][0]
+    kernel_cache[key] = SimpleNamespace(hash=key)
+    return kernel_cache[key]
+
+
+def counts(variants: set[tuple[str, str]]) -> Counter[str]:
+    return Counter(name for name, _ in variants)
 
 
 class ZeroOps(TritonOps):
@@ -122,18 +133,26 @@ def serve(served: Engine, digests: list[str], seed: int, most_tokens: int) -> in
 
 def main() -> None:
     triton.runtime.driver.set_active(Driver())
-    JITFunction.run = compile_only
+    JITFunction.run = launch_nothing
+    if "--compile" not in sys.argv:
+        JITFunction._do_compile = skip_compilation
     torch.empty = torch.zeros  # type: ignore[assignment]  # no kernel writes the tables by which torch's ops gather
     segmented_lora._num_sms = attention_work._num_sms = lambda device: 132  # type: ignore[assignment]
     segmented_lora.can_launch_early = paged_attention.can_launch_early = lambda device: True  # type: ignore[assignment]
+    for case in sys.argv[1:]:
+        if case in CASES:
+            run(CASES[case])
+
+
+def run(options: dict[str, Any]) -> None:
+    known.clear()
     with tempfile.TemporaryDirectory() as folder:
-        options = CASES[sys.argv[1]]
         served, digests = make_engine(Path(folder), **options)
-        ready = dict(compiled)
-        compiled.clear()
+        ready = set(known)
         steps = serve(served, digests, 0, 16 if "speculative_config" in options else 5)
         drafted = sum(count.drafted for count in served.state().drafts)
-        print(json.dumps({"ready": ready, "serving": compiled, "steps": steps, "drafted": drafted}))
+        found = {"ready": counts(ready), "serving": counts(known - ready), "steps": steps, "drafted": drafted}
+        print(json.dumps(found), flush=True)
         served.close()
 
 
