@@ -1,4 +1,4 @@
-"""Engine on a GPU's path without a GPU, as for an H200: a launch counts a variant and runs nothing; see test_compiles.py.
+"""Engine on a GPU's path without a GPU, as for an H200: launches count variants, run nothing; see test_compiles.py.
 
 Tensors are in host memory and hold zeros or whatever they hold, and every sampled token is 0. The Python around the
 kernels is the real one: graphs, routing, sampling. Triton compiles a kernel once for each of its cache keys (types,
