@@ -5,11 +5,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.access.auth import TenantPrincipal
 from gateway.api.inference.delivery import ClientGone
 from gateway.api.requests.prompts import InferenceRequest
+from gateway.billing.attempts import Attempts
 from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.ledger import Ledger
@@ -37,6 +39,19 @@ SETTLE_PATIENCE_SECONDS = 1.0
 OUTCOME_PATIENCE_SECONDS = 10.0
 
 
+@dataclass(slots=True)
+class HoldEnd:
+    """End of an answer whose token rates have no more room.
+
+    by_engine: whether the engine ended the answer. is_handled: whether the gateway has counted the end. cut: the error
+    for which the gateway stopped an engine that keeps no allowance.
+    """
+
+    by_engine: bool = False
+    is_handled: bool = False
+    cut: RateLimited | None = None
+
+
 class Account:
     """Costs of a request so far. Token counts are the engine's if it sends them. base: name of the base model."""
 
@@ -62,18 +77,10 @@ class Account:
         self.hold = reservation.hold
         if self.hold is not None:
             self.hold.weight = asked.weights.completion
-        # Whether the engine ended the answer because its token rates had no room, and whether that has been handled.
-        self.ended_by_allowance = self.was_limited = False
-        # The error for which the gateway stopped an engine that keeps no allowance.
-        self.cut: RateLimited | None = None
+        self.hold_end = HoldEnd()
         # Indices of the choices that have ended.
         self.ended_choices: set[int] = set()
-        self.engine: str | None = None
-        # Whether the engine reports the counts of ended requests; ours do.
-        self.engine_remembers = False
-        self._before: tuple[str | None, bool] = None, False
-        # The last of our engines that died with the request before an answer.
-        self.lost_engine: str | None = None
+        self.attempts = Attempts()
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -107,9 +114,9 @@ class Account:
     @property
     def is_beyond_hold(self) -> bool:
         """Return whether the answer needs more tokens than its hold, and this has not been handled yet."""
-        if self.hold is None or self.was_limited:
+        if self.hold is None or self.hold_end.is_handled:
             return False
-        return self.ended_by_allowance or self.hold.pace.is_used_up
+        return self.hold_end.by_engine or self.hold.pace.is_used_up
 
     @property
     def status(self) -> str:
@@ -130,26 +137,17 @@ class Account:
 
     def sent(self, engine: EngineRecord, prompt_tokens: int) -> None:
         """Record that the engine has the prompt. From then on the request costs tokens, even if its client leaves."""
-        self._before = self.engine, self.engine_remembers
-        self.engine, self.prompt_tokens, self.completion_tokens = engine.url, prompt_tokens, 0
-        self.engine_remembers = engine.address.traits.has_usage_log
+        self.attempts.sent(engine)
+        self.prompt_tokens, self.completion_tokens = prompt_tokens, 0
 
     def unsent(self) -> None:
         """Undo the last `sent`: the request did not reach that engine."""
-        self.engine, self.engine_remembers = self._before
+        self.attempts.unsent()
         self.prompt_tokens = 0
 
     def lost(self) -> None:
         """Record that the engine of the last `sent` died with the request, perhaps after work on it."""
-        if self.engine_remembers:
-            self.lost_engine = self.engine
-
-    @property
-    def engines_to_ask(self) -> list[str]:
-        """Return the engines whose work on the request may be unknown to this gateway, the likeliest first."""
-        served = self.engine if self.ending.asks_engine and self.engine_remembers else None
-        lost = self.lost_engine if self.ending.may_be_lost else None
-        return list(dict.fromkeys(url for url in (served, lost) if url is not None))
+        self.attempts.died()
 
     def observe_receipt(self, receipt: Any) -> None:
         """Store the engine's receipt. Raises EngineMismatch if it is not of the request's adapter."""
@@ -179,7 +177,7 @@ class Account:
         choices = decode_choices(event)
         if isinstance(progress, dict):
             self.observe_receipt(progress.get("adapter_digest"))
-            self.ended_by_allowance = progress.get("ended_by_allowance") is True
+            self.hold_end.by_engine = progress.get("ended_by_allowance") is True
         if isinstance(usage, dict):
             self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         elif isinstance(progress, dict):
@@ -194,8 +192,8 @@ class Account:
                 self.ended_choices.add(_int(choice.index, 0))
 
     def _progressed(self) -> None:
-        if self.on_progress is not None and self.engine is not None:
-            self.on_progress(self.reservation, self.engine, self.prompt_tokens, self.completion_tokens)
+        if self.on_progress is not None and self.attempts.engine is not None:
+            self.on_progress(self.reservation, self.attempts.engine, self.prompt_tokens, self.completion_tokens)
         if self.hold is not None:
             self.hold.use(self.completion_tokens)
 
@@ -218,7 +216,7 @@ class Account:
             endpoint=self.endpoint,
             model=self.model.name,
             adapter_digest=self.model.digest,
-            engine=self.engine,
+            engine=self.attempts.engine,
             prompt_tokens=billed.prompt,
             completion_tokens=billed.completion,
             cached_tokens=billed.cached,
@@ -319,14 +317,14 @@ class Accounting:
     async def _close(self, account: Account) -> None:
         ended = time.monotonic()
         outcome = None
-        for engine in account.engines_to_ask:
+        for engine in account.attempts.to_ask(account.ending):
             try:
                 outcome = await self._finished.outcome(engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
                 if await self._leave(account, engine):
                     return
             if outcome is not None:
-                account.engine = engine
+                account.attempts.engine = engine
                 break
         charged = account.charge(outcome)
         account.billed = charged.billed

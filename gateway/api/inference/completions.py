@@ -90,7 +90,7 @@ class Completions:
                     return await self._forward(request, endpoint, asked, account)
             finally:
                 # Without an engine there is no usage row, so the request log needs a row of the refusal.
-                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.lost_engine is not None
+                request[HAS_USAGE] = account.ending is not Ending.UNSERVED or account.attempts.lost is not None
                 if account.ending is not Ending.FINISHED:
                     request[ENDING] = account.ending.value
                 request[LOG_FIELDS] = log_fields(account)
@@ -201,7 +201,7 @@ class Completions:
             except ClientGone:
                 raise
             except Exception as raised:  # noqa: BLE001  (the status line is already sent: an event reports the error)
-                error = account.cut or raised
+                error = account.hold_end.cut or raised
                 failure = translate(error, request[REQUEST_ID])
                 request[ERROR_CODE] = failure.code or failure.kind
                 account.failed(request[ERROR_CODE])
@@ -226,14 +226,14 @@ class Completions:
         """
         assert account.hold is not None
         try:
-            if account.ended_by_allowance:
+            if account.hold_end.by_engine:
                 raise account.hold.refused()
             await account.hold.cover()
         except RateLimited as refusal:
             self._limited(account, refusal)
             if account.principal.tenant.on_token_limit != "shorten":
                 raise
-            if account.ended_by_allowance:
+            if account.hold_end.by_engine:
                 # The engine has ended the answer itself, as if it had reached its maximum length.
                 return True
             account.finish_reason = "length"
@@ -245,7 +245,7 @@ class Completions:
 
     def _limited(self, account: Account, refusal: RateLimited) -> None:
         """Count an answer that ends because its token rates have no more room."""
-        account.was_limited = True
+        account.hold_end.is_handled = True
         self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
     @contextmanager
@@ -275,7 +275,7 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
     def cut(refusal: RateLimited) -> None:
         if not answering.engine.keeps_allowances:
-            account.cut = refusal
+            account.hold_end.cut = refusal
             answering.response.close()
 
     if account.hold is not None:

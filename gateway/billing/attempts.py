@@ -1,0 +1,43 @@
+"""Engines that a request was sent to: which one has it, and which ones may have worked on it without a known count."""
+
+from gateway.billing.charges import Ending
+from gateway.fleet.engine import EngineRecord
+
+
+class Attempts:
+    """Attempts of a request.
+
+    engine: URL of the engine that has the prompt, or that reported its final counts. lost: URL of the last of our
+    engines that died with the request before an answer.
+    """
+
+    def __init__(self) -> None:
+        self.engine: str | None = None
+        self.lost: str | None = None
+        self._sent: list[EngineRecord] = []
+
+    def sent(self, engine: EngineRecord) -> None:
+        """Record that the engine has the prompt."""
+        self._sent.append(engine)
+        self.engine = engine.url
+
+    def unsent(self) -> None:
+        """Undo the last `sent`: the request did not reach that engine."""
+        self._sent.pop()
+        self.engine = self._sent[-1].url if self._sent else None
+
+    def died(self) -> None:
+        """Record that the engine of the last `sent` died with the request, perhaps after work on it."""
+        if self._remembers:
+            self.lost = self.engine
+
+    def to_ask(self, ending: Ending) -> list[str]:
+        """Return the engines whose work on the request may be unknown to this gateway, the likeliest first."""
+        served = self.engine if ending.asks_engine and self._remembers else None
+        lost = self.lost if ending.may_be_lost else None
+        return list(dict.fromkeys(url for url in (served, lost) if url is not None))
+
+    @property
+    def _remembers(self) -> bool:
+        """Return whether the engine reports the counts of ended requests; ours do."""
+        return bool(self._sent) and self._sent[-1].address.traits.has_usage_log
