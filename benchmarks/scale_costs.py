@@ -37,7 +37,7 @@ SLOTS, RESIDENT, ADAPTERS = 32, 32, 10_000
 # Seconds of CPU for which a case is repeated, at least.
 CASE_SECONDS = 0.2
 # Tenants in a measured exchange. More do not fit in its time-out.
-MOST_EXCHANGED = 10_000
+MAX_EXCHANGED = 10_000
 BINDING = Binding()
 
 
@@ -257,6 +257,6 @@ def measure(fleets: list[int], tenants: list[int], requests: int) -> list[Cost]:
         url = server.connection_url
         found += asyncio.run(quota(url, requests))
         for number in tenants:
-            if number <= MOST_EXCHANGED:
+            if number <= MAX_EXCHANGED:
                 found += asyncio.run(exchanges(url, number))
     return found

@@ -32,7 +32,7 @@ from kernels.memory import lazy_zeros
 from loraplex.models import ensure_demo_model
 
 STEPS = 14  # the first two are not counted
-MOST_TOKENS = 64 * 4096
+MAX_TOKENS = 64 * 4096
 
 
 def bandwidth() -> float:
@@ -81,7 +81,7 @@ def make_adapters(base: BaseShape, folder: Path, n: int, rank: int) -> list[Path
 class Bench:
     def __init__(self, model: Path, host: HostCache) -> None:
         config = EngineConfig(
-            model=str(model), dtype="bfloat16", max_num_seqs=128, max_num_batched_tokens=MOST_TOKENS,
+            model=str(model), dtype="bfloat16", max_num_seqs=128, max_num_batched_tokens=MAX_TOKENS,
             kv_cache_memory=8 << 30, adapter_memory=2 << 30, enable_prefix_caching=False,
         )  # fmt: skip
         self.engine = Engine(config, host)

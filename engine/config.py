@@ -21,7 +21,7 @@ MetricsNames = Literal["loraplex", "vllm"]
 DEVICES = ("auto", "cpu", "cuda")
 SIMULATED = "simulated"
 # Maximum of each time in a simulated step.
-LONGEST_STEP_S = 60.0
+MAX_STEP_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class StepTime:
             seconds = [float(time) / 1000 for time in times.split(",")]
         except ValueError:
             seconds = []
-        if kind != SIMULATED or len(seconds) not in (2, 3) or not all(0 <= s <= LONGEST_STEP_S for s in seconds):
+        if kind != SIMULATED or len(seconds) not in (2, 3) or not all(0 <= s <= MAX_STEP_S for s in seconds):
             expected = f"{', '.join(DEVICES)} or {SIMULATED}:STEP_MS,MS_PER_TOKEN, such as {SIMULATED}:4.5,0.01"
             raise ConfigError("device", f"expected {expected}; got {device!r}")
         return cls(*seconds)

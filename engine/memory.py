@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 # Sizes on devices whose memory is not measured.
 FIXED_KV_CACHE, FIXED_ADAPTERS = 2 << 30, 1 << 30
 # Default of the adapters' memory: a quarter of what the weights leave, at most this.
-MOST_ADAPTERS = 8 << 30
+MAX_ADAPTERS = 8 << 30
 
 # Limit of a step's logits for prompt_logprobs; larger prompts take more steps.
 PROMPT_LOGITS_BYTES = 128 << 20
@@ -117,7 +117,7 @@ def adapter_bytes(config: EngineConfig, share: Share | None, weights: int) -> in
         return FIXED_ADAPTERS
     if weights >= share.num_bytes:
         raise ConfigError("gpu_memory_utilization", f"the model does not fit: {_spent(share, weights)}")
-    return min(MOST_ADAPTERS, (share.num_bytes - weights) // 4)
+    return min(MAX_ADAPTERS, (share.num_bytes - weights) // 4)
 
 
 def host_adapter_bytes(config: EngineConfig, on_device: int, platform: Platform, host: Platform) -> int:

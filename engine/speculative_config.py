@@ -6,7 +6,7 @@ from typing import Any
 
 from wire.errors import ConfigError
 
-MOST_DRAFTS, LONGEST_LOOKUP = 32, 64
+MAX_DRAFTS, MAX_LOOKUP = 32, 64
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
 
 
@@ -35,7 +35,7 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         if self.method not in FIELDS:
             raise refused("method", f"expected ngram (prompt lookup) or draft_model, got {self.method!r}")
-        _check("num_speculative_tokens", self.num_speculative_tokens, MOST_DRAFTS)
+        _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         if self.method == "draft_model":
             if not isinstance(self.model, str) or not self.model:
                 raise refused("model", f"expected a model folder or a .gguf file, got {self.model!r}")
@@ -43,7 +43,7 @@ class SpeculativeConfig:
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         given = (least or most or DEFAULT_MIN, most or least or DEFAULT_MAX)
         for name, value in zip(("prompt_lookup_min", "prompt_lookup_max"), given, strict=True):
-            _check(name, value, LONGEST_LOOKUP)
+            _check(name, value, MAX_LOOKUP)
             object.__setattr__(self, name, value)
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise refused("prompt_lookup_min", f"expected at most prompt_lookup_max ({most}), got {least}")
@@ -69,7 +69,7 @@ class SpeculativeConfig:
                     raise refused(name, f"unknown; known are {', '.join(known)}")
         for name in known[2:]:
             if name in given and name != "model":
-                _check(name, given[name], LONGEST_LOOKUP)
+                _check(name, given[name], MAX_LOOKUP)
         return cls(**{name: value for name, value in given.items() if name in known})
 
 

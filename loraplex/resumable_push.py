@@ -12,7 +12,7 @@ from typing import Any, BinaryIO
 from loraplex.client import ADAPTER_FILES, UPLOAD_TIMEOUT, GatewayClient, GatewayError
 
 # Smaller adapters are sent in one request.
-LEAST_BYTES = 8 << 20
+MIN_BYTES = 8 << 20
 PART_BYTES = 8 << 20
 # Pauses before a part is sent again after the gateway could not be reached, in seconds.
 PAUSES = (0.5, 1.0, 2.0, 4.0, 8.0, 15.0)

@@ -6,7 +6,7 @@ USUAL_TARGET_S = 10.0
 # goes before one of the next higher priority.
 PRIORITY_S = 10.0
 # Limit of a priority's absolute value, so that no request starves.
-MOST_PRIORITY = 100
+MAX_PRIORITY = 100
 
 
 def deadline(arrived: float, ttft_target: float | None, priority: int) -> float:
@@ -15,4 +15,4 @@ def deadline(arrived: float, ttft_target: float | None, priority: int) -> float:
     It does not change while the request waits, so no request starves. Lower priorities go first.
     """
     target = USUAL_TARGET_S if ttft_target is None else ttft_target
-    return arrived + target + PRIORITY_S * max(-MOST_PRIORITY, min(priority, MOST_PRIORITY))
+    return arrived + target + PRIORITY_S * max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))

@@ -19,7 +19,7 @@ from wire.chat import (
     check_tools,
     conversation_of,
 )
-from wire.deadlines import MOST_PRIORITY
+from wire.deadlines import MAX_PRIORITY
 from wire.decoding import decode as decode
 from wire.decoding import refuse
 from wire.errors import BadRequest
@@ -77,7 +77,7 @@ class SamplingRequest(Struct, kw_only=True):
     prompt_logprobs: TopLogprobs | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=1024)] | None = None
     # Both order the request among its tenant's own. A lower priority goes first; the target is in seconds.
-    priority: Annotated[int, Meta(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = None
+    priority: Annotated[int, Meta(ge=-MAX_PRIORITY, le=MAX_PRIORITY)] | None = None
     ttft_target: Annotated[float, Meta(gt=0, le=3600)] | None = None
     user: Annotated[str | None, Meta(description="Always gets the same version of an alias with weights.")] = None
     include_stop_str_in_output: bool | None = None

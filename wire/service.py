@@ -8,7 +8,7 @@ from wire.errors import BadRequest
 
 # Maximum number of tenants in one report.
 MAX_TENANTS = 1000
-MOST_SERVICE = 1e12
+MAX_SERVICE = 1e12
 
 
 class ServiceElsewhere(Struct):
@@ -24,8 +24,8 @@ class ServiceElsewhere(Struct):
             message = f"tenants: expected at most {MAX_TENANTS} tenants, got {len(self.tenants)}"
             raise BadRequest("tenants", message)
         for cost in self.tenants.values():
-            if not (math.isfinite(cost) and 0 <= cost <= MOST_SERVICE):
-                raise BadRequest("tenants", f"tenants: expected service from 0 to {MOST_SERVICE:g}, got {cost:g}")
+            if not (math.isfinite(cost) and 0 <= cost <= MAX_SERVICE):
+                raise BadRequest("tenants", f"tenants: expected service from 0 to {MAX_SERVICE:g}, got {cost:g}")
 
 
 class ServiceCharged(Struct):

@@ -17,7 +17,7 @@ from benchmarks.hostile.ratios import percentile
 
 # Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds. With the minimum the
 # neighbour stays below the default limit of 600 requests a minute: it got 429s itself in attacks of 40 s.
-CHAT_INTERVAL_FACTOR, LEAST_CHAT_INTERVAL = 3.0, 0.12
+CHAT_INTERVAL_FACTOR, MIN_CHAT_INTERVAL = 3.0, 0.12
 LONE_CHATS = 8
 UPLOAD_SECONDS = 3.0
 # Short answers give more chats a second, so that p99 depends on more than one of them: a first token and a decode step.
@@ -51,7 +51,7 @@ class Neighbour:
         self._headers = {"Authorization": f"Bearer {key}"}
         self._model = model
         self._uploads = uploads
-        self.chat_interval = LEAST_CHAT_INTERVAL
+        self.chat_interval = MIN_CHAT_INTERVAL
         # Keeps a slow machine from exceeding this tenant's own limit of concurrent uploads. Waiting counts as time.
         self._one_upload = asyncio.Lock()
 
@@ -66,7 +66,7 @@ class Neighbour:
         for _ in range(2 * LONE_CHATS):
             await self._guarded(self._chat, measured)
         lone = percentile(measured.whole[LONE_CHATS:], 0.5)
-        self.chat_interval = max(LEAST_CHAT_INTERVAL, CHAT_INTERVAL_FACTOR * lone)
+        self.chat_interval = max(MIN_CHAT_INTERVAL, CHAT_INTERVAL_FACTOR * lone)
 
     async def measure(self, until: asyncio.Event) -> Measurements:
         """Measure until the event is set and every started request has ended."""

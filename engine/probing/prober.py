@@ -24,7 +24,7 @@ from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import Inspection
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.state import EngineFacts
-from wire.deadlines import MOST_PRIORITY
+from wire.deadlines import MAX_PRIORITY
 from wire.digests import digest_name
 from wire.probes import AdapterProbe, ProbeReason
 
@@ -33,7 +33,7 @@ from wire.probes import AdapterProbe, ProbeReason
 NUM_PROMPTS, PROMPT_TOKENS = 3, 4
 _STRIDE = 0.6180339887
 # Limit of one tenant's running and waiting probes, and the time limit of a probe once its turn has come.
-MOST_OF_TENANT = 8
+MAX_OF_TENANT = 8
 PROBE_S = 60.0
 # Maximum share of the time that the jobs of probes use while requests run.
 SHARE = 0.1
@@ -77,8 +77,8 @@ class Prober:
 
     @asynccontextmanager
     async def _turn_of(self, tenant_id: str) -> AsyncIterator[None]:
-        if self._waiting[tenant_id] >= MOST_OF_TENANT:
-            raise TenantQueueFull(f"{MOST_OF_TENANT} of your adapters are being probed here already", retry_after=1)
+        if self._waiting[tenant_id] >= MAX_OF_TENANT:
+            raise TenantQueueFull(f"{MAX_OF_TENANT} of your adapters are being probed here already", retry_after=1)
         self._waiting[tenant_id] += 1
         try:
             async with self._locks.setdefault(tenant_id, asyncio.Lock()), self._turn:
@@ -128,7 +128,7 @@ class Prober:
                 params,
                 adapter_digest=served.digest,
                 tenant_id=tenant_id,
-                priority=MOST_PRIORITY,
+                priority=MAX_PRIORITY,
                 cache_salt=run_id,
                 adapter_start=adapter_start(prompt, served.invocation),
             )

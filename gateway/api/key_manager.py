@@ -23,7 +23,7 @@ from gateway.records.tenants.tenants import Tenant
 
 Label = Annotated[str, Meta(max_length=100)]
 Moment = Annotated[datetime, Meta(tz=True)]
-LONGEST_LIFE = timedelta(days=100 * 366)
+MAX_LIFE = timedelta(days=100 * 366)
 MAX_GRACE_SECONDS = 30 * 24 * 3600
 
 
@@ -185,7 +185,7 @@ def _earlier(moment: datetime, bound: datetime | None) -> datetime:
 
 def check_future(expires_at: datetime | None) -> None:
     """Raise BadRequest for an expiry in the past or too far ahead."""
-    if expires_at is not None and not timedelta(0) < expires_at - datetime.now(UTC) <= LONGEST_LIFE:
+    if expires_at is not None and not timedelta(0) < expires_at - datetime.now(UTC) <= MAX_LIFE:
         raise BadRequest("expires_at: expected a moment in the future, within 100 years.", param="expires_at")
 
 

@@ -14,7 +14,7 @@ TRAITS = {kind.traits.prefix: kind.traits for kind in KINDS}
 PREFIXES = " or ".join(prefix for prefix in TRAITS if prefix)
 OPTIONS = "adapters=N, requests=N, key_env=NAME, key_file=PATH, any_version=true, prefill=URL"
 # Numeric options, with the least number of each.
-LEAST = {"adapters": 0, "requests": 1}
+MIN_VALUES = {"adapters": 0, "requests": 1}
 # Options that an announcement may not have, because its author could name a secret's file or another server.
 OPERATORS_ONLY = ("key_env", "key_file", "any_version", "prefill")
 
@@ -73,7 +73,7 @@ def _options(query: str, read_key: ReadKey | None) -> dict[str, Any]:
     for name, value in parse_qsl(query, keep_blank_values=True):
         if read_key is None and name in OPERATORS_ONLY:
             raise ValueError(f"only an engine that LORAPLEX_ENGINES lists may have the option {name}")
-        if name in LEAST and value.isdecimal() and int(value) >= LEAST[name]:
+        if name in MIN_VALUES and value.isdecimal() and int(value) >= MIN_VALUES[name]:
             options[name] = int(value)
         elif name == "any_version" and value in ("true", "false"):
             options[name] = value == "true"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 FAILURES_UNTIL_OPEN = 3
 FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
+MAX_PAUSE_SECONDS = 30.0
 # Most tenants whose failures are remembered for an engine.
 MAX_TENANTS = 10_000
 
@@ -121,7 +121,7 @@ class Breaker:
             return
         self._failures += 1
         if self._on_trial or self._failures >= FAILURES_UNTIL_OPEN:
-            self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), LONGEST_PAUSE_SECONDS)
+            self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), MAX_PAUSE_SECONDS)
             self._open_until = self._clock() + self._pause
             self._is_open, self._on_trial = True, False
 

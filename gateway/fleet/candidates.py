@@ -21,7 +21,7 @@ NEAR, HOLDING, RANDOM = 10, 3, 2
 # Engines at the beginning of the order among which a usable one is searched. Without one, all engines are searched.
 FAR = 48
 # Candidates of that search.
-MOST_FOUND = 32
+MAX_FOUND = 32
 
 Usable = Callable[[EngineRecord], bool]
 
@@ -46,7 +46,7 @@ def choose_in(fleet: BaseEngines, request: RoutedRequest, in_progress: int, usab
     candidates.update(dict.fromkeys(filter(fits, _elsewhere(fleet, request))))
     if not candidates:
         found = list(filter(fits, fleet.engines))
-        return choose(random.sample(found, min(len(found), MOST_FOUND)), request)
+        return choose(random.sample(found, min(len(found), MAX_FOUND)), request)
     return Choice(earliest(list(candidates), request, homes), homes.engines)
 
 

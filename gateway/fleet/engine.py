@@ -27,7 +27,7 @@ DEFAULT_SLOTS = 32
 MISMATCH = "it answered with another adapter than the request's; restart it and report its log"
 DEFAULT_LOAD_SECONDS = 0.05
 # Minimum, because an engine measures its loads only into host memory, without the copy to the device.
-LEAST_LOAD_SECONDS = 0.02
+MIN_LOAD_SECONDS = 0.02
 # Characters of a release or a base digest that are kept on record.
 MAX_VERSION_CHARS = 64
 # Levels of the log lines about engines that get no requests.
@@ -323,7 +323,7 @@ class EngineRecord:
         self.foreign_load = max(0, state.running + state.waiting - in_flight)
         self.slots = state.max_num_seqs or self.slots
         if state.adapter_load_seconds > 0:
-            self.load_seconds = max(state.adapter_load_seconds, LEAST_LOAD_SECONDS)
+            self.load_seconds = max(state.adapter_load_seconds, MIN_LOAD_SECONDS)
 
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
         """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""

@@ -24,7 +24,7 @@ from gateway.fleet.service_counters import ServiceCounters
 from gateway.fleet.waiting import Waiting
 from wire.costs import OUTPUT_TOKEN, PROMPT_TOKEN
 
-LONGEST_RETRY_SECONDS = 60
+MAX_RETRY_SECONDS = 60
 
 
 class TenantPlaces(NamedTuple):
@@ -283,5 +283,5 @@ class Gate:
         seconds = math.ceil(self._seconds_inside * turns)
         return Overloaded(
             f"Every engine is busy, and {reason}; try again shortly.",
-            retry_after=min(max(1, seconds), LONGEST_RETRY_SECONDS),
+            retry_after=min(max(1, seconds), MAX_RETRY_SECONDS),
         )

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.fleet.engine import LEAST_LOAD_SECONDS, EngineRecord
+from gateway.fleet.engine import MIN_LOAD_SECONDS, EngineRecord
 from wire.bounded_dict import BoundedDict
 
 # The share by which a full batch prolongs each of its requests: the price of joining the busier of two engines that
@@ -128,7 +128,7 @@ def adapter_seconds(
         pass
     elif engine.prefetched.has(digest):
         # Only the copy to the device remains.
-        seconds += LEAST_LOAD_SECONDS
+        seconds += MIN_LOAD_SECONDS
     else:
         # A home's load serves its part of the adapter's next requests.
         served = max(1.0, request.rate * HOME_SECONDS / homes.number) if engine in homes.engines else 1.0

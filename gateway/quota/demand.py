@@ -13,7 +13,7 @@ from wire.responses import ASK_TOKENS
 HEADROOM = 4
 # Completion tokens of each choice that a first hold has at least, within half of the room above its prompt. An engine
 # that may generate none ends the answer before the hold can grow.
-LEAST_HELD = 2 * ASK_TOKENS
+MIN_HELD = 2 * ASK_TOKENS
 
 
 class Need(msgspec.Struct, frozen=True, gc=False):
@@ -87,5 +87,5 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         if not above:
             return self
         room = min(above) - self.prompt_tokens
-        most = max(0, min(above) // 2 - self.prompt_tokens, min(room // 2, LEAST_HELD * self.step))
+        most = max(0, min(above) // 2 - self.prompt_tokens, min(room // 2, MIN_HELD * self.step))
         return msgspec.structs.replace(self, expected=min(self.expected, most))

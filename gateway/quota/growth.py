@@ -20,7 +20,7 @@ QUANTILE = 0.9
 GAIN = 1.25
 # Estimate before the first completion. With 512, 7 % of the long streams of a tenant's first burst are ended.
 FIRST = 1024.0
-LEAST, MOST = 64.0, 2.0**22
+MIN_ESTIMATE, MAX_ESTIMATE = 64.0, 2.0**22
 # Maximum number of pairs of tenant and model with an estimate.
 KNOWN = 10_000
 # Time in which a limit a minute pays off all of its debt. The tokens that it pays off while a stream runs need no hold.
@@ -52,7 +52,7 @@ class Expectations:
         needed = completion / (1 + seconds / WINDOW_SECONDS)
         estimate = self._estimates.get((tenant_id, model), FIRST)
         estimate *= GAIN ** (QUANTILE if needed > estimate else QUANTILE - 1)
-        self._estimates.put((tenant_id, model), min(MOST, max(LEAST, estimate)))
+        self._estimates.put((tenant_id, model), min(MAX_ESTIMATE, max(MIN_ESTIMATE, estimate)))
 
 
 class Pace:

@@ -16,7 +16,7 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import usage
 
 # Maximum rows per transaction, so that no other writer waits for long; and maximum rows per run.
-AT_ONCE, MOST = 1000, 2_000_000
+AT_ONCE, MAX_REMOVED = 1000, 2_000_000
 
 
 class Retention:
@@ -40,7 +40,7 @@ class Retention:
             return 0
         before = datetime.now(UTC) - kept
         removed = await self._remove(usage, usage.c.created_at < before)
-        if removed < MOST:
+        if removed < MAX_REMOVED:
             await self._remove_end_users(before)
         return removed
 
@@ -80,7 +80,7 @@ class Retention:
         keys = list(table.primary_key.columns)
         removed, some = 0, select(*keys).where(*which).limit(AT_ONCE)
         chosen = keys[0].in_(some) if len(keys) == 1 else tuple_(*keys).in_(some)
-        while removed < MOST:
+        while removed < MAX_REMOVED:
             async with self._database.write() as connection:
                 count = (await connection.execute(delete(table).where(chosen))).rowcount
             removed += count

@@ -10,7 +10,7 @@ from gateway.records.tables import adapter_versions, adapters, api_keys, tenants
 from wire.digests import bare_digest
 
 # Matches of each kind.
-MOST = 20
+MAX_FOUND = 20
 _DIGEST = re.compile(r"[0-9a-f]{8,64}")
 
 
@@ -69,9 +69,9 @@ class Search:
             .where(adapter_versions.c.digest.like(f"{digest[0] if digest else ''}%"))
         )
         async with self._database.read() as connection:
-            of_tenants = (await connection.execute(names.order_by(tenants.c.name).limit(MOST))).scalars()
-            of_keys = await connection.execute(keys.order_by(api_keys.c.label, api_keys.c.id).limit(MOST))
-            query = (versions if digest else named).order_by(tenants.c.name, adapters.c.name).limit(MOST)
+            of_tenants = (await connection.execute(names.order_by(tenants.c.name).limit(MAX_FOUND))).scalars()
+            of_keys = await connection.execute(keys.order_by(api_keys.c.label, api_keys.c.id).limit(MAX_FOUND))
+            query = (versions if digest else named).order_by(tenants.c.name, adapters.c.name).limit(MAX_FOUND)
             of_adapters = await connection.execute(query)
             found = Found(
                 tenants=list(of_tenants),

@@ -20,7 +20,7 @@ from loraplex.bench.sending import Sample
 SECONDS = 1.0
 CONCURRENCY = 32
 # The lowest rate, so that the second measurement has enough requests, and the highest, as a share of the maximum.
-LEAST_RATE, MOST_SHARE = 30.0, 0.5
+MIN_RATE, MAX_SHARE = 30.0, 0.5
 
 
 async def measure_overhead(api: Api, rate: float, samples: Sequence[Sample]) -> dict[str, Any]:
@@ -34,7 +34,7 @@ async def measure_overhead(api: Api, rate: float, samples: Sequence[Sample]) -> 
         fastest = await _run(url, api, Closed(CONCURRENCY), prompt, answer)
         done = [sample for sample in fastest.samples if sample.error is None]
         most = len(done) / max(fastest.seconds, 1e-9)
-        tested = min(max(rate, LEAST_RATE), max(1.0, MOST_SHARE * most))
+        tested = min(max(rate, MIN_RATE), max(1.0, MAX_SHARE * most))
         added = await _run(url, api, Even(tested), prompt, answer)
     values = [value for sample in added.samples if (value := ttft(sample)) is not None]
     return {

@@ -63,9 +63,9 @@ async def _push(
 ) -> dict[str, Any]:
     from loraplex.client import upload_files
     from loraplex.client_paths import uploads_path
-    from loraplex.resumable_push import LEAST_BYTES, push_in_parts
+    from loraplex.resumable_push import MIN_BYTES, push_in_parts
 
-    if sum(file.stat().st_size for file in upload_files(path).values()) < LEAST_BYTES:
+    if sum(file.stat().st_size for file in upload_files(path).values()) < MIN_BYTES:
         return await client.push_adapter(tenant, name, path, **base)
     return await push_in_parts(client, uploads_path(tenant), name, path, _show, **base)
 

@@ -11,7 +11,7 @@ import click
 from wire.money import MICRO_UNITS
 
 NO_LIMIT = "none"
-MOST_MICRO_UNITS = 10**15
+MAX_MICRO_UNITS = 10**15
 FACTORS = {"": 1, "k": 1000, "M": 10**6, "G": 10**9}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
@@ -70,7 +70,7 @@ class Money(click.ParamType):
 
     name = "money"
 
-    def __init__(self, *, or_none: bool = False, most: int = MOST_MICRO_UNITS, per: str = "") -> None:
+    def __init__(self, *, or_none: bool = False, most: int = MAX_MICRO_UNITS, per: str = "") -> None:
         self._or_none = or_none
         self._most = most
         self._per = per

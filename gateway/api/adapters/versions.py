@@ -12,7 +12,7 @@ from gateway.api.requests.fields import YEARS, json_response, read_flag
 from gateway.billing.lease_note import noted_versions
 from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.quota.quota import Quota
-from gateway.records.adapters.aliases import MAX_WEIGHT, MOST_TARGETS, Alias, AliasTarget, Targets
+from gateway.records.adapters.aliases import MAX_TARGETS, MAX_WEIGHT, Alias, AliasTarget, Targets
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import ListedAdapter
 from gateway.records.adapters.rows import Reason, State, Version
@@ -33,7 +33,7 @@ class NewTarget(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class NewTargets(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    targets: Annotated[tuple[NewTarget, ...], Meta(min_length=1, max_length=MOST_TARGETS)]
+    targets: Annotated[tuple[NewTarget, ...], Meta(min_length=1, max_length=MAX_TARGETS)]
 
 
 class VersionChanges(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,7 +16,7 @@ from gateway.records.tenants.list import TenantFilter
 from gateway.records.tenants.terms import FIELDS
 
 # Maximum number of tenants in a preview. Its `count` includes the others.
-MOST_LISTED = 1000
+MAX_LISTED = 1000
 Text = Annotated[str, Meta(max_length=256)]
 Tags = Annotated[tuple[Tag, ...], Meta(max_length=20)]
 TermNames = Annotated[tuple[Literal[FIELDS], ...], Meta(max_length=len(FIELDS))]  # type: ignore[valid-type]
@@ -86,7 +86,7 @@ class AdminTenantBulk:
             raise BadRequest("The body has no change: expected plan, suspended, inherit, add_tags or remove_tags.")
         if read_flag(request, "dry_run"):
             planned = await self._bulk.plan(which, change)
-            listed = await in_pieces(planned[:MOST_LISTED], encoded)
+            listed = await in_pieces(planned[:MAX_LISTED], encoded)
             return json_response(BulkPreview(count=len(planned), data=listed))
         if given.expect is None:
             raise BadRequest("expect: is required, the `count` of the same request with ?dry_run=true.", param="expect")

@@ -28,12 +28,12 @@ from gateway.metrics import Metrics
 from gateway.records.adapters.catalog import Model
 from gateway.records.adapters.golden import GoldenAnswer, GoldenPrompt
 from gateway.records.tenants.tenants import Tenant
-from wire.deadlines import MOST_PRIORITY
+from wire.deadlines import MAX_PRIORITY
 from wire.headers import RECEIPT_HEADER
 from wire.model_names import version_name
 
 # Priority of free requests among the tenant's own requests. As a tenant's it is LAST_TENANT.
-LAST_OWN = MOST_PRIORITY
+LAST_OWN = MAX_PRIORITY
 MAX_ANSWER_BYTES = 2**18
 
 

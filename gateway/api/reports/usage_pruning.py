@@ -15,7 +15,7 @@ from gateway.records.retention import Retention
 from wire.money import exact_money
 
 # Maximum rows per request, so that its answer does not take longer than clients wait.
-MOST = 1_000_000
+MAX_ROWS = 1_000_000
 
 
 class NewPruning(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -59,7 +59,7 @@ class UsagePruning:
             await self._rebuild.run()
             detail = {"before": before.isoformat(), "rows": rows, "cost": exact_money(cost)}
             await self._audit.add(request[ACTOR], "usage.prune", before.isoformat(), detail)
-            rows, cost = await self._retention.remove_usage(moment, MOST)
+            rows, cost = await self._retention.remove_usage(moment, MAX_ROWS)
         return json_response(
             Pruned(
                 before=before,

@@ -11,7 +11,7 @@ from gateway.records.tenants.tenants import ANY_ADAPTER, Tenant
 
 FORCE = "To accept a name that does not exist yet, use --force or ?force=true"
 # Most names that a message lists.
-MOST_NAMES = 20
+MAX_NAMES = 20
 
 
 async def check_models(
@@ -51,7 +51,7 @@ async def check_names(
                 *(base.name for base in catalog.bases.listed),
                 *(adapter.name for adapter in (await catalog.list(tenant) if tenant else ())),
             ]
-            listed = ", ".join(known[:MOST_NAMES]) + (", ..." if len(known) > MOST_NAMES else "")
+            listed = ", ".join(known[:MAX_NAMES]) + (", ..." if len(known) > MAX_NAMES else "")
             whose = f"tenant '{tenant.name}'" if tenant else "a new tenant"
             message = f"{param}: {whose} has no model '{name}', only: {listed}. {FORCE}."
             raise BadRequest(message, param=param, code="unknown_model")

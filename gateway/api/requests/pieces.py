@@ -6,9 +6,9 @@ from gateway.errors import BadRequest
 from wire.http_requests import send_continue
 
 # A chunk costs some microseconds of the event loop, however small it is. A body may have FREE_CHUNKS chunks of any
-# size; with more, its chunks must have LEAST_CHUNK_BYTES on average.
+# size; with more, its chunks must have MIN_CHUNK_BYTES on average.
 FREE_CHUNKS = 1024
-LEAST_CHUNK_BYTES = 64
+MIN_CHUNK_BYTES = 64
 # aiohttp parses one chunk for every 16 of these bytes before it waits for the reader: 1 ms of the event loop.
 READ_BUFFER_BYTES = 2**14
 # The cost of a body to this process, in bytes: all bytes that were read and decompressed, and at least CHUNK_COST for
@@ -20,7 +20,7 @@ CHUNK_COST = 1024
 class Pieces:
     """Reader of a request's body. least_chunk: the least average bytes of a chunk beyond FREE_CHUNKS chunks."""
 
-    def __init__(self, request: web.Request, least_chunk: int = LEAST_CHUNK_BYTES) -> None:
+    def __init__(self, request: web.Request, least_chunk: int = MIN_CHUNK_BYTES) -> None:
         self.num_bytes = 0
         self._request = request
         self._content = request.content

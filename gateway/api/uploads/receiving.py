@@ -34,13 +34,13 @@ TEXTS = ("name", "base")
 WRITE_BYTES = 256 << 10
 READ_BYTES = 256 << 10
 # Minimum average size of an upload's chunks, because each chunk costs a read.
-LEAST_CHUNK_BYTES = 1024
+MIN_CHUNK_BYTES = 1024
 MAX_NAME_BYTES = 1024
 # Rate of all uploads of a tenant together. A MiB takes 3.5 ms of CPU time, so they take up to a fifth of a core. At
 # full speed (330 MiB a second) they made a neighbour's requests on two cores 1.9 times slower.
 UPLOAD_BYTES_PER_SECOND = 64 * 2**20
 # Shorter waits are added to the next one.
-LEAST_WAIT_SECONDS = 0.02
+MIN_WAIT_SECONDS = 0.02
 T = TypeVar("T")
 # Threads for the disk writes of uploads, so that they delay no other work.
 _DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
@@ -182,7 +182,7 @@ class BodyReader:
     def __init__(self, request: web.Request, rules: UploadRules, received: ReceivedBytes) -> None:
         # Large reads suit the disk; the limit of pending chunks stays as it is.
         request.content.set_read_chunk_size(READ_BYTES)
-        self._pieces = Pieces(request, LEAST_CHUNK_BYTES)
+        self._pieces = Pieces(request, MIN_CHUNK_BYTES)
         self._rules = rules
         self._received = received
         # Time from which the minimum rate applies; waits for our own disk postpone it.
@@ -202,7 +202,7 @@ class BodyReader:
             raise BadRequest("The request's body does not match its Content-Length or Transfer-Encoding.") from error
         await self._received.add(len(piece))
         owner = self._received.owner
-        if owner is not None and (wait := _RATE.delay(owner, len(piece))) > LEAST_WAIT_SECONDS:
+        if owner is not None and (wait := _RATE.delay(owner, len(piece))) > MIN_WAIT_SECONDS:
             self._begun += wait
             await asyncio.sleep(wait)
         if self._pieces.num_bytes > rules.max_bytes:

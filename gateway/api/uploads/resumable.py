@@ -34,7 +34,7 @@ from gateway.records.adapters.uploads import PartialUpload, Uploads
 from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Minimum and maximum size of a part; the last part may be smaller. The minimum bounds the number of parts.
-LEAST_PART_BYTES, MOST_PART_BYTES = 1 << 20, 64 << 20
+MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 64 << 20
 # Age at which parts without an upload on record are removed. Their upload ended while they arrived.
 ORPHAN_SECONDS = 2 * 3600.0
 _ID = re.compile(r"[0-9a-f]{32}")
@@ -106,12 +106,12 @@ class ResumableUploads:
         if start != upload.received:
             raise WrongOffset(upload.received)
         left = upload.num_bytes - start
-        most = min(left, MOST_PART_BYTES)
+        most = min(left, MAX_PART_BYTES)
         uploading = partial(caller.uploading, request, self._auth, self._quota, most=most, is_change=False)
         async with uploading(size=request.content_length) as received, self._place() as place:
             size = await self._receive(request, place, most, sha256, received)
-            if size < min(left, LEAST_PART_BYTES):
-                raise BadRequest(f"Expected a part of at least {LEAST_PART_BYTES} bytes, or the rest of the upload.")
+            if size < min(left, MIN_PART_BYTES):
+                raise BadRequest(f"Expected a part of at least {MIN_PART_BYTES} bytes, or the rest of the upload.")
             # Runs to its end even if the client disconnects, so that a saved part is either recorded or removed.
             upload = await place.finish(self._add_part(caller.tenant, upload.id, start, size, place))
         return json_response(_describe(upload))

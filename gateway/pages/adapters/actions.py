@@ -26,7 +26,7 @@ from wire.model_names import MAX_VERSION, version_name
 ASK_QUERY = ("act", "version", "alias")
 ALIAS_QUERY = ("alias",)
 # Number of rows for versions in the form of an alias.
-MOST_ROWS = 4
+MAX_ROWS = 4
 WRONG_NAME = "This is not the name. Type it as it stands above."
 
 
@@ -225,8 +225,8 @@ class AdapterActs:
         found = next((each for each in aliases if each.alias == alias), None)
         now = [] if found is None else [(str(each.version), str(each.weight)) for each in found.targets]
         if given is not None:
-            now = [(given.get(f"version_{i}", ""), given.get(f"weight_{i}", "")) for i in range(MOST_ROWS)]
-        rows = [*now, *[("", "")] * MOST_ROWS][: 1 if alias == "latest" else max(MOST_ROWS, len(now))]
+            now = [(given.get(f"version_{i}", ""), given.get(f"weight_{i}", "")) for i in range(MAX_ROWS)]
+        rows = [*now, *[("", "")] * MAX_ROWS][: 1 if alias == "latest" else max(MAX_ROWS, len(now))]
         ready = [(str(each.version), f"version {each.version}") for each in reversed(versions) if each.is_served]
         return self._frame.render(
             request,
@@ -272,7 +272,7 @@ class AdapterActs:
             await self._checks.check(adapter.tenant, adapter.name, number, engine)
 
     async def _move(self, request: web.Request, adapter: PageAdapter, form: Mapping[str, str]) -> None:
-        targets = [_target(form, i) for i in range(MOST_ROWS) if form.get(f"version_{i}")]
+        targets = [_target(form, i) for i in range(MAX_ROWS) if form.get(f"version_{i}")]
         alias, etag = form.get("alias", "").strip(), form.get("etag") or None
         await self._catalog.aliases.move(adapter.tenant, adapter.name, alias, targets, request[ACTOR], etag)
 

@@ -24,7 +24,7 @@ from gateway.redis.errors import REDIS_ERRORS
 STATE_COOKIE = "loraplex_oidc"
 # Maximum time for a log-in at the provider.
 STATE_SECONDS = 600
-USED_MOST = 10_000
+MAX_USED = 10_000
 # Subjects that are recorded as they are; others are hashed. They fit, with their prefix, into columns for a key's id,
 # because a tenant's person can send requests from the playground.
 PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9._@|:-]{1,27}")
@@ -154,7 +154,7 @@ class OidcPages:
         self._used = {state: until for state, until in self._used.items() if until >= now}
         if kept.state in self._used:
             return False
-        if has_room := len(self._used) < USED_MOST:
+        if has_room := len(self._used) < MAX_USED:
             self._used[kept.state] = kept.until
         try:
             return bool(await self._redis.set(f"loraplex:oidc:{kept.state}", "1", nx=True, ex=STATE_SECONDS))

@@ -19,7 +19,7 @@ from gateway.records.events.attention import Attention, Concerns
 FRESH_SECONDS = 30.0
 LONG_WAIT, MANY_ROWS = 5.0, 1000
 # Tenants that an entry names.
-MOST_TENANTS = 3
+MAX_TENANTS = 3
 
 
 STATE = ("Show the state", "/admin/settings?tab=state")
@@ -128,7 +128,7 @@ class Needs:
             act = ("Change the budget", f"{page}/budget") if may_bill else ("Show the limits", f"{page}?tab=limits")
             found.append(Entry(level, text, act))
         for refused in self._concerns.refused:
-            tenants, more = refused.tenants[:MOST_TENANTS], len(refused.tenants) - MOST_TENANTS
+            tenants, more = refused.tenants[:MAX_TENANTS], len(refused.tenants) - MAX_TENANTS
             named = f"{', '.join(tenants)}{f' and {more:,} more' if more > 0 else ''}"
             number = "1 request" if refused.requests == 1 else f"{refused.requests:,} requests"
             text = f"The limit {limit_title(refused.limit_name)} refused {number} of {named} in the last hour."

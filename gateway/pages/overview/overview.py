@@ -27,7 +27,7 @@ GROUPS = ("tenant", "model", "engine")
 # Points of a sparkline.
 SPARK_POINTS = 40
 # Lowest rate per second that is shown.
-LEAST_RATE = 0.1
+MIN_RATE = 0.1
 
 
 class Figures(NamedTuple):
@@ -218,8 +218,8 @@ def _number(refusals: Refusals, is_before: bool) -> int:
 
 
 def _rate_text(rate: float) -> str:
-    """Return the text of a rate per second; "" below LEAST_RATE, where the number alone says more."""
-    return f"· {short(rate)} per s" if rate >= LEAST_RATE else ""
+    """Return the text of a rate per second; "" below MIN_RATE, where the number alone says more."""
+    return f"· {short(rate)} per s" if rate >= MIN_RATE else ""
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -27,7 +27,7 @@ from gateway.sharing.turns import Turns
 from wire.model_names import ALIAS_NAME, LATEST, MAX_ALIAS_CHARS, version_name
 
 # Limits: versions of an alias, weight of each, earlier states on record, aliases of an adapter besides `latest`.
-MOST_TARGETS, MAX_WEIGHT, MOST_STATES, MOST_ALIASES = 8, 10_000, 20, 50
+MAX_TARGETS, MAX_WEIGHT, MAX_STATES, MAX_ALIASES = 8, 10_000, 20, 50
 
 
 class AliasTarget(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -228,7 +228,7 @@ async def _store(
 ) -> Alias:
     """Write a new state. history: earlier states; by default those of `before`, then `before` itself."""
     if history is None:
-        history = () if before is None else (*before.history, before.targets)[-MOST_STATES:]
+        history = () if before is None else (*before.history, before.targets)[-MAX_STATES:]
     tag, stored = secrets.token_hex(8), msgspec.json.encode(history).decode()
     if alias == LATEST:
         version = targets[0].version
@@ -257,8 +257,8 @@ async def _record(
 
 async def _check_room(connection: AsyncConnection, own: Row[Any]) -> None:
     count = select(func.count()).select_from(adapter_aliases).where(adapter_aliases.c.adapter_id == own.id)
-    if (await connection.execute(count)).scalar_one() >= MOST_ALIASES:
-        raise BadRequest(f"alias: an adapter has at most {MOST_ALIASES} aliases; delete one first.", param="alias")
+    if (await connection.execute(count)).scalar_one() >= MAX_ALIASES:
+        raise BadRequest(f"alias: an adapter has at most {MAX_ALIASES} aliases; delete one first.", param="alias")
 
 
 def _check(alias: str, targets: Targets) -> None:
@@ -268,10 +268,10 @@ def _check(alias: str, targets: Targets) -> None:
             param="alias",
         )
     numbers, weights = {target.version for target in targets}, [target.weight for target in targets]
-    is_possible = 1 <= len(targets) <= MOST_TARGETS and len(numbers) == len(targets)
+    is_possible = 1 <= len(targets) <= MAX_TARGETS and len(numbers) == len(targets)
     if not is_possible or not all(1 <= weight <= MAX_WEIGHT for weight in weights):
         raise BadRequest(
-            f"targets: expected 1 to {MOST_TARGETS} different versions with weights from 1 to {MAX_WEIGHT}.",
+            f"targets: expected 1 to {MAX_TARGETS} different versions with weights from 1 to {MAX_WEIGHT}.",
             param="targets",
         )
     if alias == LATEST and (len(targets) > 1 or targets[0].expires_at is not None):

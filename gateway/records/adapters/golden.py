@@ -37,7 +37,7 @@ from gateway.records.tenants.tenants import Tenant
 from wire.model_names import version_name
 
 # Limit of a tenant's versions with golden answers. It bounds the background checks, for which no quota pays.
-MOST_SETS = 32
+MAX_SETS = 32
 # Limit of a version's checks on record, each under another engine software.
 KEPT_CHECKS = 16
 
@@ -106,7 +106,7 @@ class Golden:
         self._database = database
 
     async def check_room(self, tenant: Tenant, name: str, version: int) -> None:
-        """Raise AdapterLimitExceeded if the tenant has golden answers of MOST_SETS other versions."""
+        """Raise AdapterLimitExceeded if the tenant has golden answers of MAX_SETS other versions."""
         async with self._database.read() as connection:
             await _check_room(connection, tenant, name, version)
 
@@ -253,9 +253,9 @@ async def _check_room(connection: AsyncConnection, tenant: Tenant, name: str, ve
         .join(adapters, adapters.c.id == table.c.adapter_id)
         .where(adapters.c.tenant_id == tenant.id, ~this)
     )
-    if (await connection.execute(others)).scalar_one() >= MOST_SETS:
+    if (await connection.execute(others)).scalar_one() >= MAX_SETS:
         raise AdapterLimitExceeded(
-            f"This tenant has golden answers of {MOST_SETS} versions, the most that are allowed; remove those of "
+            f"This tenant has golden answers of {MAX_SETS} versions, the most that are allowed; remove those of "
             "another version first.",
             param="prompts",
         )

@@ -37,7 +37,7 @@ STATES: tuple[State, ...] = ("ready", "validating", "rejected", "retired")
 # Period of `requests`, and period in which the last use is looked for. An adapter without a use in it counts as unused.
 RECENT, KNOWN = timedelta(hours=24), timedelta(days=30)
 MAX_PAGE = 1000
-MOST_NAMES, MOST_TENANTS = 500, 2000
+MAX_NAMES, MAX_TENANTS = 500, 2000
 # Columns of the sorts whose names differ, and the columns of a row.
 COLUMNS: dict[str, str] = {"size": "num_bytes", "created": "created_at"}
 OF_ROW = (
@@ -186,7 +186,7 @@ class AdapterList:
             return [str(digest) for digest in (await connection.execute(query.limit(MAX_PAGE))).scalars()]
 
     async def models(self, tenant_id: str) -> list[TenantModel]:
-        """Return the names that a tenant's requests can use beside the base model, at most MOST_NAMES of each kind."""
+        """Return the names that a tenant's requests can use beside the base model, at most MAX_NAMES of each kind."""
         names, own, aliases = adapters.c, adapter_versions.c, adapter_aliases.c
         owned = names.tenant_id == tenant_id
         is_served = and_(own.state == READY, or_(own.expires_at.is_(None), own.expires_at > datetime.now(UTC)))
@@ -194,11 +194,11 @@ class AdapterList:
         by_alias = select(names.name, aliases.alias).join(adapters, names.id == aliases.adapter_id).where(owned)
         mixtures = select(saved_mixtures.c.name, saved_mixtures.c.model).where(saved_mixtures.c.tenant_id == tenant_id)
         async with self._database.read() as connection:
-            numbers = await connection.execute(versions.order_by(names.name, own.version.desc()).limit(MOST_NAMES))
+            numbers = await connection.execute(versions.order_by(names.name, own.version.desc()).limit(MAX_NAMES))
             found = [(row.name, row.version) for row in numbers]
-            named = await connection.execute(by_alias.order_by(names.name, aliases.alias).limit(MOST_NAMES))
+            named = await connection.execute(by_alias.order_by(names.name, aliases.alias).limit(MAX_NAMES))
             pointed = [(row.name, row.alias) for row in named]
-            saved = await connection.execute(mixtures.order_by(saved_mixtures.c.name).limit(MOST_NAMES))
+            saved = await connection.execute(mixtures.order_by(saved_mixtures.c.name).limit(MAX_NAMES))
             mixed = [(row.name, row.model) for row in saved]
         plain = dict.fromkeys(name for name, _ in found)
         return [
@@ -209,8 +209,8 @@ class AdapterList:
         ]
 
     async def tenants(self) -> list[str]:
-        """Return the first MOST_TENANTS names of tenants."""
-        query = select(tenants.c.name).order_by(tenants.c.name).limit(MOST_TENANTS)
+        """Return the first MAX_TENANTS names of tenants."""
+        query = select(tenants.c.name).order_by(tenants.c.name).limit(MAX_TENANTS)
         async with self._database.read() as connection:
             return list((await connection.execute(query)).scalars())
 

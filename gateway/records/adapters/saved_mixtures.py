@@ -28,8 +28,8 @@ from wire.mixtures import is_mixture, parse_terms
 from wire.model_names import ADAPTER_NAME, LATEST, Reference, parse_reference
 
 # Limits: a tenant's saved mixtures, and characters of a mixture, as in requests and in the usage ledger.
-MOST_SAVED, MAX_CHARS = 200, 256
-CACHE_ENTRIES, TENANTS_ENTRIES = 10_000, MOST_SAVED
+MAX_SAVED, MAX_CHARS = 200, 256
+CACHE_ENTRIES, TENANTS_ENTRIES = 10_000, MAX_SAVED
 
 
 class SavedMixture(msgspec.Struct, frozen=True, kw_only=True):
@@ -254,8 +254,8 @@ async def _check_free(connection: AsyncConnection, tenant_id: str, name: str) ->
     if (await connection.execute(taken.limit(1))).first() is not None:
         raise BadRequest(f"name: '{name}' is an adapter; choose another name for the mixture.", param="name")
     count = select(func.count()).select_from(saved_mixtures).where(saved_mixtures.c.tenant_id == tenant_id)
-    if (await connection.execute(count)).scalar_one() >= MOST_SAVED:
-        raise BadRequest(f"name: a tenant has at most {MOST_SAVED} saved mixtures; delete one first.", param="name")
+    if (await connection.execute(count)).scalar_one() >= MAX_SAVED:
+        raise BadRequest(f"name: a tenant has at most {MAX_SAVED} saved mixtures; delete one first.", param="name")
 
 
 def _unknown_mixture(name: str) -> RecordNotFound:

@@ -15,7 +15,7 @@ from gateway.records.tenants.tenants import Tenant
 # Maximum of a tenant's newest rows read for end users and versions, and of the newest audit entries read for changes.
 SCANNED = 20_000
 DAY = timedelta(days=1)
-MOST_USERS, MOST_CHANGES = 20, 50
+MAX_USERS, MAX_CHANGES = 20, 50
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 
 
@@ -93,7 +93,7 @@ class AdapterUses:
         own = and_(own, newest.c.at >= tenant.created_at)
         query = select(newest).where(newest.c.tenant == tenant.name, own, newest.c.action.startswith("adapter."))
         async with self._database.read() as connection:
-            rows = (await connection.execute(query.order_by(newest.c.at.desc()).limit(MOST_CHANGES))).all()
+            rows = (await connection.execute(query.order_by(newest.c.at.desc()).limit(MAX_CHANGES))).all()
         return [
             Change(
                 at=row.at,
@@ -117,7 +117,7 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
         .where(which)
         .group_by(hours.c.key_id, api_keys.c.label)
         .order_by(func.sum(hours.c.requests).desc(), hours.c.key_id)
-        .limit(MOST_USERS)
+        .limit(MAX_USERS)
     )
     rows = (await connection.execute(query)).all()
     return [Use(name=row.label or "", id=row.key_id, **_sums(row)) for row in rows]
@@ -131,7 +131,7 @@ async def _grouped(connection: AsyncConnection, newest: Any, column: ColumnEleme
         .where(newest.c.model == name, column.is_not(None))
         .group_by(column)
         .order_by(func.count().desc(), column)
-        .limit(MOST_USERS)
+        .limit(MAX_USERS)
     )
     return [Use(name=str(row.value), **_sums(row)) for row in (await connection.execute(query)).all()]
 

@@ -51,7 +51,7 @@ from wire.model_names import Reference, version_name
 # Limits: a tenant's refused uploads on record, and deleted versions in a listing.
 KEPT_REFUSED, SHOWN_DELETED = 100, 100
 # Limits: reasons of a rejection, and characters of each.
-MOST_REASONS, MAX_REASON_CHARS = 20, 500
+MAX_REASONS, MAX_REASON_CHARS = 20, 500
 # Changes of a version's state.
 _MAY_FOLLOW: dict[State, tuple[State, ...]] = {
     "validating": ("ready", "rejected"),
@@ -377,7 +377,7 @@ def _refuse_named(name: str, uses: Sequence[tuple[str, Reference]]) -> None:
 
 
 def _store_reasons(reasons: Sequence[Reason]) -> str:
-    some = [msgspec.structs.replace(each, message=each.message[:MAX_REASON_CHARS]) for each in reasons[:MOST_REASONS]]
+    some = [msgspec.structs.replace(each, message=each.message[:MAX_REASON_CHARS]) for each in reasons[:MAX_REASONS]]
     return msgspec.json.encode(some).decode()
 
 

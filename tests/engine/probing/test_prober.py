@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from engine.probing.base_digest import base_digest
-from engine.probing.prober import MOST_OF_TENANT, compare, fixed_prompts
+from engine.probing.prober import MAX_OF_TENANT, compare, fixed_prompts
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
@@ -109,12 +109,12 @@ async def test_wrong_probes(client: Client):
 
 async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(client: Client, put):
     name = put(7)
-    many = [client.post("/probe", {"model": name}, headers=HEADERS) for _ in range(MOST_OF_TENANT + 4)]
+    many = [client.post("/probe", {"model": name}, headers=HEADERS) for _ in range(MAX_OF_TENANT + 4)]
     other = client.post("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "globex"})
     *of_acme, of_globex = await asyncio.gather(*many, other)
     assert of_globex[0] == 200
     statuses = sorted(status for status, _ in of_acme)
-    assert statuses.count(200) == MOST_OF_TENANT
+    assert statuses.count(200) == MAX_OF_TENANT
     assert set(statuses) == {200, 429}
     assert (await client.state(headers=HEADERS))["running"] == 0
 

@@ -103,7 +103,7 @@ async def test_guesses_at_one_page_hide_no_failed_log_in_elsewhere_and_no_use_of
 async def test_wrong_answers_of_the_provider_count_by_address_and_fill_nothing(
     serve: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(oidc_login, "USED_MOST", 3)
+    monkeypatch.setattr(oidc_login, "MAX_USED", 3)
     settings = {"oidc_client_id": "loraplex", "oidc_client_secret": "s", "oidc_roles": "ops=operator"} | PROXIED
     with provider(ann=["ops"]) as url:
         async with serve(oidc_issuer=url, **settings) as gateway:

@@ -168,7 +168,7 @@ async def test_pruning_refuses_dates_of_the_present_and_the_last_month(day: date
 async def test_pruning_goes_on_until_nothing_is_left(
     run: Run, database: Database, gateway: Gateway, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.api.reports.usage_pruning.MOST", 15)
+    monkeypatch.setattr("gateway.api.reports.usage_pruning.MAX_ROWS", 15)
     monkeypatch.setattr("gateway.records.retention.AT_ONCE", 7)
     await UsageWriter(database).write(rows(40, EARLIER))
     done = await run("usage", "prune", "--before", f"{LAST_MONTH:{DAY}}", "--yes")

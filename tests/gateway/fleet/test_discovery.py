@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.base_engines import EXACT, capacity_of
-from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, Breaker
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, Breaker
 from gateway.fleet.discovery import ANNOUNCEMENTS, Announcements, Discovery
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
@@ -266,7 +266,7 @@ def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
         breaker.sent()
         assert not breaker.allows
         breaker.failed()
-        pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+        pause = min(2 * pause, MAX_PAUSE_SECONDS)
     clock.now += pause
     breaker.sent()
     breaker.succeeded()

@@ -190,7 +190,7 @@ async def pair(
 def long_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep an opened breaker open for the whole test."""
     monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 3600.0)
-    monkeypatch.setattr("gateway.fleet.breaker.LONGEST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 3600.0)
 
 
 async def ask_of_both(acme: Client, one: Upstream, two: Upstream, asked: int) -> None:
@@ -284,7 +284,7 @@ async def test_an_engine_that_breaks_one_answer_after_the_other_gets_no_more(
 async def test_while_a_long_answer_proves_an_engine_others_are_served(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("FIRST_PAUSE_SECONDS", "LONGEST_PAUSE_SECONDS"):
+    for name in ("FIRST_PAUSE_SECONDS", "MAX_PAUSE_SECONDS"):
         monkeypatch.setattr(f"gateway.fleet.breaker.{name}", 0.0)
     acme = await gateway.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
     for _ in range(FAILURES_UNTIL_OPEN):

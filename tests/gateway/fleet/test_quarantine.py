@@ -178,7 +178,7 @@ async def test_a_tenant_whose_requests_fail_takes_no_engine_from_others(
 ):
     # The breaker stays open for the whole test, however slow the machine.
     monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.fleet.breaker.LONGEST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 600.0)
     bad, good = await gateway.tenant("bad"), await gateway.tenant("good")
     for _ in range(2 * FAILURES_UNTIL_OPEN):
         await bad.complete(stream=True, x_engine=how)

@@ -70,7 +70,7 @@ async def test_golden_answers_live_as_long_as_their_version(database: Database, 
     await own.record(acme, "pirate", 1, made.tag, check(software("1.2"), 3))
     assert [each.software.version for each in (await own.get(acme, "pirate", 1)).checks] == ["1.2", "1.1"]
 
-    monkeypatch.setattr(golden, "MOST_SETS", 2)
+    monkeypatch.setattr(golden, "MAX_SETS", 2)
     await own.put(acme, "pirate", 2, PROMPTS, answers(software()), "key")
     await own.put(acme, "pirate", 2, PROMPTS, answers(software()), "key")
     with pytest.raises(AdapterLimitExceeded, match="of 2 versions"):

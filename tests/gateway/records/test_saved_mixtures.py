@@ -94,7 +94,7 @@ async def test_names_and_parts_that_are_refused(
         await resolve_model(catalog, acme, "blend*1")
     with pytest.raises(ModelNotFound):
         await resolve_model(catalog, globex, "blend*1")
-    monkeypatch.setattr(saved_mixtures, "MOST_SAVED", 2)
+    monkeypatch.setattr(saved_mixtures, "MAX_SAVED", 2)
     await catalog.mixtures.save(acme, "second", "a*1", "key")
     with pytest.raises(BadRequest, match="at most 2"):
         await catalog.mixtures.save(acme, "third", "a*1", "key")

@@ -106,7 +106,7 @@ async def test_golden_answers_of_a_tenant(
         await check_others_are_refused(gateway, globex)
         assert len(upstream.requests) == count
 
-        monkeypatch.setattr(golden, "MOST_SETS", 0)
+        monkeypatch.setattr(golden, "MAX_SETS", 0)
         full = await acme.call("PUT", PATH, json={"prompts": PROMPTS})
         assert (full.status, full.error["code"]) == (403, "adapter_limit_exceeded")
         assert len(upstream.requests) == count

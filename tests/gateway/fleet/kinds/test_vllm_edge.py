@@ -287,7 +287,7 @@ async def test_a_redirect_is_the_engines_failure(
     """Three redirects open the engine's breaker, and no prompt has reached the target."""
     # The breaker stays open for the whole test, however slow the machine.
     monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 600.0)
-    monkeypatch.setattr("gateway.fleet.breaker.LONGEST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 600.0)
     async with Elsewhere().serving() as elsewhere, served(tmp_path, model_dir, redis_url, migrated) as (gateway, vllm):
         vllm.redirect = elsewhere.url
         acme = await gateway.tenant("acme")
