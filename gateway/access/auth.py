@@ -134,12 +134,14 @@ class Authenticator:
         # Check digits under former peppers, by key id; None: not read yet.
         self._former_checks: dict[str, str] | None = None
 
-    def issue(self, tenant: Tenant | None, scopes: frozenset[str], label: str, **fields: Any) -> tuple[ApiKey, str]:
+    def issue(
+        self, tenant: Tenant | None, scopes: frozenset[str], label: str, *, key_id: str | None = None, **fields: Any
+    ) -> tuple[ApiKey, str]:
         """Return a new key and its clear text, which is not kept anywhere. fields: further fields of ApiKey.
 
         Does not store the key; `Keys.add` does.
         """
-        key_id, random = secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
+        key_id, random = key_id or secrets.token_hex(KEY_ID_BYTES), secrets.token_hex(SECRET_BYTES)
         secret = random + self._peppers.check(key_id, random)
         key = ApiKey(
             id=key_id,

@@ -70,11 +70,18 @@ class KeyManager:
         self._catalog = catalog
 
     async def create(
-        self, tenant: Tenant, given: NewKey, actor: str, by: TenantPrincipal | None = None, *, force: bool = False
+        self,
+        tenant: Tenant,
+        given: NewKey,
+        actor: str,
+        by: TenantPrincipal | None = None,
+        *,
+        force: bool = False,
+        key_id: str | None = None,
     ) -> tuple[ApiKey, str]:
-        """Return a tenant's new key and its clear text. force: accept models that do not exist yet.
+        """Return a tenant's new key and its clear text. force: accept models that do not exist yet. key_id: its id.
 
-        Raises BadRequest and, for a tenant's caller, Forbidden.
+        Raises BadRequest, Conflict for an id that exists and, for a tenant's caller, Forbidden.
         """
         own = TENANT_SCOPES if by is None else by.scopes
         scopes = DEFAULT_SCOPES & own if given.scopes is UNSET else frozenset(given.scopes)
@@ -97,15 +104,16 @@ class KeyManager:
             expires_at=expires_at,
             allowed_models=models,
             limits=given.limits(),
+            key_id=key_id,
         )
         await self._keys.add(key, actor, bounded=by is not None)
         return key, clear
 
-    async def create_admin(self, given: NewAdminKey, actor: str) -> tuple[ApiKey, str]:
-        """Return a new admin key and its clear text. Raises BadRequest."""
+    async def create_admin(self, given: NewAdminKey, actor: str, *, key_id: str | None = None) -> tuple[ApiKey, str]:
+        """Return a new admin key and its clear text. key_id: its id. Raises BadRequest, Conflict."""
         check_future(given.expires_at)
         scopes = frozenset({ADMIN_SCOPES[given.role]})
-        key, clear = self._auth.issue(None, scopes, given.label, expires_at=given.expires_at)
+        key, clear = self._auth.issue(None, scopes, given.label, expires_at=given.expires_at, key_id=key_id)
         await self._keys.add(key, actor)
         return key, clear
 
@@ -114,11 +122,18 @@ class KeyManager:
         return await self._keys.list(tenant)
 
     async def rotate(
-        self, key_id: str, grace_seconds: int, actor: str, by: TenantPrincipal | None = None
+        self,
+        key_id: str,
+        grace_seconds: int,
+        actor: str,
+        by: TenantPrincipal | None = None,
+        *,
+        new_id: str | None = None,
     ) -> tuple[ApiKey, str]:
         """Issue a key with the old key's scopes, lifetime and limits. The old key's usage counts against these limits.
 
-        Raises RecordNotFound, BadRequest and, for a tenant's caller, Forbidden.
+        new_id: the new key's id. Raises RecordNotFound, BadRequest, Conflict for an id that exists and, for a tenant's
+        caller, Forbidden.
         """
         old = await self._keys.find(key_id) if KEY_ID.fullmatch(key_id) else None
         if old is None or (by is not None and (old.tenant is None or old.tenant.id != by.tenant.id)):
@@ -137,6 +152,7 @@ class KeyManager:
             allowed_models=old.allowed_models,
             limits=old.limits,
             family_id=old.family_id,
+            key_id=new_id,
         )
         await self._keys.replace(new, key_id, now + timedelta(seconds=grace_seconds), actor, bounded=by is not None)
         await self._auth.catch_up()

@@ -19,6 +19,7 @@ from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
     key_form,
+    new_key_id,
     read_grace,
     read_new_key,
     revoke_form,
@@ -67,7 +68,9 @@ class ConsoleKeys(ConsolePages):
             try:
                 given, caller = read_new_key(form), tenants_caller(request)
                 await caller.count_change(request, self.console.quota)
-                key, clear = await self._manager.create(principal.tenant, given, caller.actor, principal)
+                key, clear = await self._manager.create(
+                    principal.tenant, given, caller.actor, principal, key_id=new_key_id(request)
+                )
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -97,7 +100,9 @@ class ConsoleKeys(ConsolePages):
             try:
                 seconds, caller = read_grace(form), tenants_caller(request)
                 await caller.count_change(request, self.console.quota)
-                new, clear = await self._manager.rotate(key.id, seconds, caller.actor, principal)
+                new, clear = await self._manager.rotate(
+                    key.id, seconds, caller.actor, principal, new_id=new_key_id(request)
+                )
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:

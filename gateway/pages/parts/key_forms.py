@@ -1,13 +1,16 @@
 """Forms that create, rotate and revoke keys, for operators and for tenants' own people."""
 
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
+from hashlib import sha256
 from typing import Any
 
 from aiohttp import web
 from multidict import MultiDict, MultiMapping
 
 from gateway.access.page_guard import FORM
+from gateway.access.sessions import VISITOR
 from gateway.api.key_manager import KeyChanges, NewKey
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, GatewayError
@@ -21,6 +24,7 @@ from gateway.records.tenants.limits import Limits
 EXPIRIES = (("", "never"), ("1", "in 1 day"), ("7", "in 7 days"), ("30", "in 30 days"), ("90", "in 90 days"),
             ("365", "in 365 days"))  # fmt: skip
 DONE = {"revoked": "The key is revoked.", "changed": "The key has changed."}
+KEY_ID_CHARS = 16
 GRACES = (("0", "at once"), ("3600", "after 1 hour"), ("86400", "after 1 day"), ("604800", "after 7 days"))
 
 
@@ -73,6 +77,16 @@ def _read_limits(form: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     return values, empty
 
 
+def new_key_id(request: web.Request) -> str | None:
+    """Return the id of the key that the request's form makes; None if the form does not fix it.
+
+    A form has a random value `once`, and its key's id is derived from it, so that a form that is sent again makes no
+    second key. The session's secret in it keeps others from taking the id.
+    """
+    once = request[FORM].get("once", "")
+    return sha256(f"{request[VISITOR].csrf}.{once}".encode()).hexdigest()[:KEY_ID_CHARS] if once else None
+
+
 def read_grace(form: MultiMapping[str]) -> int:
     """Return the seconds of `templates/key_rotate.html`. Raises BadRequest."""
     if form.get("grace", "") not in dict(GRACES):
@@ -103,8 +117,9 @@ def rotate_form(frame: Frame, request: web.Request, key: ApiKey, errors: dict[st
         request,
         "key_rotate.html",
         title=f"Rotate {key.label or key.id}",
-        status=400 if errors else 200,
+        status=(409 if errors.get("") else 400) if errors else 200,
         key=key,
+        once=secrets.token_hex(8),
         graces=GRACES,
         errors=errors,
     )
@@ -130,8 +145,9 @@ def key_form(
         request,
         "key_form.html",
         title=title,
-        status=400 if errors else 200,
+        status=(409 if errors.get("") else 400) if errors else 200,
         owner=owner,
+        once=secrets.token_hex(8),
         cancel=cancel,
         scopes=scopes,
         roles=roles,

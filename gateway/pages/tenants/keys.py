@@ -19,6 +19,7 @@ from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
     key_form,
+    new_key_id,
     read_expiry,
     read_grace,
     read_new_key,
@@ -59,7 +60,9 @@ class KeyPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             try:
-                key, clear = await self._manager.create(tenant, read_new_key(form), request[ACTOR])
+                key, clear = await self._manager.create(
+                    tenant, read_new_key(form), request[ACTOR], key_id=new_key_id(request)
+                )
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -91,7 +94,8 @@ class KeyPages:
             try:
                 fields = {"label": form.get("label", "").strip(), "role": form.get("role", "")}
                 fields |= {"expires_at": read_expiry(form.get("expires", ""))}
-                key, clear = await self._manager.create_admin(read_fields(fields, NewAdminKey), request[ACTOR])
+                given = read_fields(fields, NewAdminKey)
+                key, clear = await self._manager.create_admin(given, request[ACTOR], key_id=new_key_id(request))
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:
@@ -105,7 +109,9 @@ class KeyPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             try:
-                new, clear = await self._manager.rotate(key.id, read_grace(form), request[ACTOR])
+                new, clear = await self._manager.rotate(
+                    key.id, read_grace(form), request[ACTOR], new_id=new_key_id(request)
+                )
             except GatewayError as error:
                 errors[error_field(error)] = error.message
             else:

@@ -6,10 +6,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, and_, bindparam, delete, false, func, insert, not_, or_, select, update
+from sqlalchemy import Row, Select, and_, bindparam, delete, false, func, not_, or_, select, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.errors import BadRequest, Forbidden, RecordNotFound
+from gateway.errors import BadRequest, Conflict, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
@@ -30,6 +31,12 @@ class KeyLimitExceeded(Forbidden):
     """The tenant has reached the number of keys that it may make itself."""
 
     code = "key_limit_exceeded"
+
+
+class KeyExists(Conflict):
+    """A form that made a key was sent again, for example by a reload of the page with the secret."""
+
+    code = "key_exists"
 
 
 class ApiKey(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,11 +82,11 @@ class Keys:
         self._database = database
 
     async def add(self, key: ApiKey, actor: str, *, bounded: bool = False) -> None:
-        """Store a key. bounded: whether the tenant's number of keys is limited. Raises KeyLimitExceeded."""
+        """Store a key. bounded: whether the tenant's number of keys is limited. Raises KeyLimitExceeded, KeyExists."""
         async with self._database.write() as connection:
             if bounded:
                 await _check_room(connection, key)
-            await connection.execute(insert(api_keys).values(**_values(key)))
+            await _insert(connection, key)
             await record_change(connection, actor, "key.create", key.id, _detail(key), tenant=_owner(key))
             await count_change(connection, key.scope)
 
@@ -150,7 +157,7 @@ class Keys:
     ) -> None:
         """Add `new`. The old key ends at `expires_at`, or at its own end if that is earlier.
 
-        bounded: as in `add`. Raises BadRequest if the old key is not valid, KeyLimitExceeded.
+        bounded: as in `add`. Raises BadRequest if the old key is not valid, KeyLimitExceeded, KeyExists.
         """
         async with self._database.write() as connection:
             old = await _locked(connection, old_id)
@@ -160,7 +167,7 @@ class Keys:
             await connection.execute(update(api_keys).where(api_keys.c.id == old_id).values(expires_at=until))
             if bounded:
                 await _check_room(connection, new)
-            await connection.execute(insert(api_keys).values(**_values(new)))
+            await _insert(connection, new)
             detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
             await record_change(connection, actor, "key.rotate", new.id, detail, tenant=_owner(new))
             await count_change(connection, new.scope)
@@ -245,6 +252,16 @@ async def _locked(connection: AsyncConnection, key_id: str, tenant_id: str | Non
     if row is None:
         raise unknown_key(key_id)
     return read_key(row)
+
+
+async def _insert(connection: AsyncConnection, key: ApiKey) -> None:
+    insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[connection.dialect.name]
+    statement = insert(api_keys).values(**_values(key)).on_conflict_do_nothing(index_elements=["id"])
+    if (await connection.execute(statement)).rowcount == 0:
+        raise KeyExists(
+            f"This form has made the key {key.id} already, and its secret cannot be shown again. If you did not copy "
+            "it, revoke that key and make another one with this form."
+        )
 
 
 async def _check_room(connection: AsyncConnection, key: ApiKey) -> None:

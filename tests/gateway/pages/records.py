@@ -1,5 +1,7 @@
-"""Records for tests of pages, an application around handlers of pages, and a parser that finds scripts."""
+"""Records for tests of pages, an application around handlers, a parser that finds scripts, and forms of pages."""
 
+import html
+import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -18,6 +20,7 @@ from gateway.metrics import Metrics
 from gateway.records.database import Database
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from testing.gateway.rows import NOON
+from testing.gateway.running import Answer, Browser
 from tests.gateway.pages.conftest import Reader
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -90,3 +93,23 @@ def unsafe(text: str) -> list[str]:
     tags = Tags()
     tags.feed(text)
     return tags.unsafe
+
+
+def fields(answer: Answer) -> dict[str, str]:
+    """Return the fields of the page's form as a browser sends them."""
+    page = answer.body.decode().split("<main")[1]
+    found = {}
+    for tag in re.findall(r"<input\b[^>]*>", page):
+        given = dict(re.findall(r'(\w+)="([^"]*)"', tag))
+        if given.get("type") != "checkbox" or " checked" in tag:
+            found[given.get("name", "")] = html.unescape(given.get("value", ""))
+    for name, value in re.findall(r'<textarea\b[^>]*name="(\w+)"[^>]*>(.*?)</textarea>', page, re.DOTALL):
+        found[name] = html.unescape(value).replace("\n", "\r\n")
+    for name, options in re.findall(r'<select\b[^>]*name="(\w+)"[^>]*>(.*?)</select>', page, re.DOTALL):
+        chosen = re.search(r'value="([^"]*)" selected', options) or re.search(r'value="([^"]*)"', options)
+        found[name] = html.unescape(chosen[1]) if chosen else ""
+    return found
+
+
+async def send(browser: Browser, path: str, form: dict[str, str]) -> Answer:
+    return await browser.submit(path, **{name: value for name, value in form.items() if name != "csrf"})

@@ -1,39 +1,19 @@
 """Edits by form in two tabs: nobody undoes a change that the review did not show."""
 
-import html
 import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
-from testing.gateway.running import Answer, Browser, Gateway
+from testing.gateway.running import Browser, Gateway
+from tests.gateway.pages.records import fields, send
 
 
 @pytest.fixture
 async def browser(gateway: Gateway) -> AsyncIterator[Browser]:
     async with gateway.browser() as browser:
         yield browser
-
-
-def fields(answer: Answer) -> dict[str, str]:
-    """Return the fields of the page's form as a browser sends them."""
-    page = answer.body.decode().split("<main")[1]
-    found = {}
-    for tag in re.findall(r"<input\b[^>]*>", page):
-        given = dict(re.findall(r'(\w+)="([^"]*)"', tag))
-        if given.get("type") != "checkbox" or " checked" in tag:
-            found[given.get("name", "")] = html.unescape(given.get("value", ""))
-    for name, value in re.findall(r'<textarea\b[^>]*name="(\w+)"[^>]*>(.*?)</textarea>', page, re.DOTALL):
-        found[name] = html.unescape(value).replace("\n", "\r\n")
-    for name, options in re.findall(r'<select\b[^>]*name="(\w+)"[^>]*>(.*?)</select>', page, re.DOTALL):
-        chosen = re.search(r'value="([^"]*)" selected', options) or re.search(r'value="([^"]*)"', options)
-        found[name] = html.unescape(chosen[1]) if chosen else ""
-    return found
-
-
-async def send(browser: Browser, path: str, form: dict[str, str]) -> Answer:
-    return await browser.submit(path, **{name: value for name, value in form.items() if name != "csrf"})
 
 
 async def tenant(gateway: Gateway, name: str = "odd") -> dict[str, Any]:
