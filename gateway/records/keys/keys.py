@@ -260,7 +260,8 @@ async def _insert(connection: AsyncConnection, key: ApiKey) -> None:
     if (await connection.execute(statement)).rowcount == 0:
         raise KeyExists(
             f"This form has made the key {key.id} already, and its secret cannot be shown again. If you did not copy "
-            "it, revoke that key and make another one with this form."
+            "it, revoke that key and make another one with this form.",
+            param="once",
         )
 
 
