@@ -33,6 +33,8 @@ from adapters.store import FILES, check_digest
 log = logging.getLogger(__name__)
 
 MARK = "removal"
+# Prefix without objects, which `check` lists.
+CHECKED = "check/"
 OPTIONS = ("endpoint", "region")
 MAX_CONFIG_BYTES = 4 << 20
 # Bytes of a ranged read, and number of ranges that one call reads in parallel.
@@ -200,6 +202,11 @@ class S3Store:
 
     def spool(self) -> Spool:
         return self.copies.spool()
+
+    def check(self) -> None:
+        """Raise OSError if the bucket cannot be listed: a small request without results."""
+        for _ in self._bucket.list(CHECKED):
+            break
 
     def clean(self) -> None:
         self.copies.clean()

@@ -60,6 +60,7 @@ from gateway.parts import Billing, Records, Serving, build_billing, build_record
 from gateway.process.connections import ConnectionLimiter
 from gateway.process.disks import Disks
 from gateway.process.drain import Drain
+from gateway.process.store_probe import StoreProbe
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
 from gateway.records.housekeeping import Chore, Housekeeping
@@ -287,8 +288,8 @@ def _build_health(resources: Resources, billing: Billing, serving: Serving, drai
         registry=serving.registry,
         drain=drain,
         metrics=resources.metrics,
-        degraded_is_ready=resources.settings.readiness == "degraded",
-        admin_port=resources.settings.admin_port,
+        store=StoreProbe(resources.store),
+        settings=resources.settings,
     )
 
 

@@ -12,7 +12,7 @@ import pytest
 
 DEPLOY = Path(__file__).resolve().parent.parent / "deploy"
 MINUTES = 60
-PARTS = ("database", "redis", "redis_settings", "quota", "engines", "tokenizer", "ledger", "process")
+PARTS = ("database", "redis", "redis_settings", "quota", "engines", "tokenizer", "adapter_store", "ledger", "process")
 UP, DOWN, GONE = f"1x{MINUTES}", f"1x20 0x{MINUTES - 20}", "1x20"
 REQUESTS = "loraplex_gateway_http_requests_total"
 
@@ -99,6 +99,7 @@ OUTAGES = {
     "engines are gone": without("loraplex_gateway_engine_"),
     "the ledger is full": changed("part_up", 'part="ledger"'),
     "the ledger is behind": changed("ledger_waiting_rows", values=f"3x20 9000x{MINUTES}"),
+    "the adapter store is away": changed("part_up", 'part="adapter_store"'),
     "answers are 503": failing(503),
     "answers are 500": failing(500),
     "the adapter store's disk is full": changed("disk_free", "adapter_store", values=f"50x20 1x{MINUTES}"),

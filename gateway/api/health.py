@@ -17,9 +17,11 @@ from gateway.metrics import CONTENT_TYPE, Metrics
 from gateway.process.admin_port import is_admin_port
 from gateway.process.background import running
 from gateway.process.drain import Drain
+from gateway.process.store_probe import StoreProbe
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
+from gateway.settings import Settings
 
 # Time-out for the probe of a part.
 PROBE_SECONDS = 2.0
@@ -27,6 +29,8 @@ PROBE_SECONDS = 2.0
 LOOK_SECONDS = 1.0
 # Parts whose fault always means not ready: the process drains, or `LORAPLEX_REDIS_CHECK` is `refuse`.
 ALWAYS_NEEDED = {"process", "redis_settings"}
+# Parts without which other requests are served: those for base models, and for adapters that engines have loaded.
+PARTLY_NEEDED = {"adapter_store"}
 NO_ENGINE = "none is up: the log, the dashboard and GET /admin/api/engines have the reason for each"
 NO_ENGINE_KNOWN = "none is known: LORAPLEX_ENGINES lists none that resolves, and no engine has announced itself"
 
@@ -61,10 +65,10 @@ class Readiness(Struct, frozen=True, kw_only=True):
 class HealthRoutes:
     """Routes for liveness and readiness. `tokenizer` is always "ok": it is loaded before the gateway listens.
 
-    degraded_is_ready: whether a gateway stays in its load balancer while its shared dependencies are unavailable.
-    Clients then get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay
-    reachable. admin_port: the operators' own port, if there is one; only there `/readyz` has engines' addresses and the
-    reasons of their faults.
+    With the readiness `degraded` a gateway stays in its load balancer while its shared dependencies are unavailable:
+    clients get 503 with Retry-After instead of refused connections, and the admin API and the dashboard stay reachable.
+    If the operators have a port of their own, only there `/readyz` has engines' addresses and the reasons of their
+    faults.
     """
 
     def __init__(
@@ -76,17 +80,18 @@ class HealthRoutes:
         registry: Registry,
         drain: Drain,
         metrics: Metrics,
-        degraded_is_ready: bool,
-        admin_port: int | None = None,
+        store: StoreProbe,
+        settings: Settings,
     ) -> None:
-        self._admin_port = admin_port
+        self._admin_port = settings.admin_port
         self._drain = drain
         self._database = database
         self._quota = quota
         self._ledger = ledger
         self._registry = registry
         self._metrics = metrics
-        self._degraded_is_ready = degraded_is_ready
+        self._store = store
+        self._degraded_is_ready = settings.readiness == "degraded"
         self._states: dict[str, State] = {}
         # Concurrent requests share one probe of each part.
         self._looks: Lookups[None, None] = Lookups(self._look)
@@ -108,7 +113,8 @@ class HealthRoutes:
         await self._looks.get(None)
         # `LORAPLEX_QUOTA_FALLBACK` may serve requests without Redis.
         faulty = [name for name, state in self._states.items() if not state.ok and name != "redis"]
-        ready = not faulty or not (strict or ALWAYS_NEEDED & set(faulty))
+        needed = {name for name in faulty if name not in PARTLY_NEEDED}
+        ready = not needed or not (strict or ALWAYS_NEEDED & needed)
         body = Readiness(
             status=("degraded" if faulty else "ready") if ready else "not ready",
             parts={name: state.text for name, state in self._states.items()},
@@ -123,6 +129,7 @@ class HealthRoutes:
         async with running(self._watch()):
             yield
         await self._looks.close()
+        await self._store.close()
 
     async def _watch(self) -> None:
         while True:
@@ -130,7 +137,9 @@ class HealthRoutes:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self, _: None) -> None:
-        database, redis = await asyncio.gather(self._probe(self._database), self._probe(self._quota))
+        database, redis, store = await asyncio.gather(
+            self._probe(self._database), self._probe(self._quota), self._store.state(PROBE_SECONDS)
+        )
         texts = {
             "database": database,
             "redis": redis,
@@ -138,6 +147,7 @@ class HealthRoutes:
             "redis_settings": self._quota.store_warnings,
             "engines": self._engines_state(),
             "tokenizer": "ok",
+            "adapter_store": store,
             "ledger": "ok" if self._ledger.has_room else "full",
             "process": "stopping" if self._drain.begun else "ok",
         }

@@ -24,7 +24,7 @@ from gateway.fleet.receipts import matches, served_digest
 from gateway.metrics import Metrics
 from gateway.process.outage import Outage
 from gateway.quota.quota import Quota
-from gateway.quota.reservation import Reservation
+from gateway.quota.reservation import LeaseEnd, Reservation
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import Price
 from wire.responses import FinishedRequest
@@ -321,7 +321,7 @@ class Accounting:
             try:
                 outcome = await self._finished.outcome(engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
-                if await self._leave(account, engine):
+                if await self._leave(account, engine, ended):
                     return
             if outcome is not None:
                 account.attempts.engine = engine
@@ -351,14 +351,18 @@ class Accounting:
         else:
             self._ledger.settled(entry_id, row)
 
-    async def _leave(self, account: Account, engine: str) -> bool:
+    async def _leave(self, account: Account, engine: str, ended: float) -> bool:
         """Leave the settlement to `Abandoned`, with the counts that apply if the engine stays away.
 
-        Returns whether that is possible.
+        ended: on the clock of the account's `arrived`. Returns whether that is possible.
         """
+        row = account.row(account.charge(None), ended)
+        end = LeaseEnd(**{name: getattr(row, name) for name in LeaseEnd.__struct_fields__})
         received = account.used if account.ending in CUT else Used()
         is_free = account.ending.may_be_lost
-        self._quota.progress(account.reservation, engine, received.prompt, received.completion, is_free=is_free)
+        self._quota.progress(
+            account.reservation, engine, received.prompt, received.completion, is_free=is_free, end=end
+        )
         try:
             return await self._quota.hand_over(account.reservation)
         except Unavailable as error:

@@ -150,26 +150,27 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
 
 def abandoned_row(lease: ExpiredLease, outcome: FinishedRequest) -> UsageRow:
     """Return the usage row of an abandoned request. `lease_note` made `lease.lease`, maybe that of a newer release."""
+    progress = lease.progress
     fields = {name: value for name, value in lease.lease.items() if name in UsageRow.__struct_fields__}
     price = msgspec.convert(lease.lease["price"], Price)
     weights = noted_weights(lease.lease)
     prompt, completion = outcome.prompt_tokens, outcome.completion_tokens
-    is_free = lease.progress is not None and lease.progress.is_free
+    is_free = progress is not None and progress.is_free
+    if progress is not None and progress.end is not None:
+        fields |= msgspec.structs.asdict(progress.end)
+    # A dead gateway's last sign of life is the last extension of the lease, at most a third of a lease before it died.
+    latency_ms = max(0, round((lease.last_extended - lease.reservation.admitted_at).total_seconds() * 1000))
     created_at = lease.reservation.admitted_at
     return UsageRow(
-        **{"version": weights.version, **fields},
+        **{"version": weights.version, "status": "abandoned", "latency_ms": latency_ms, "ttft_ms": None, **fields},
         request_id=lease.reservation.request_id,
         tenant_id=lease.reservation.tenant_id,
-        engine=None if lease.progress is None else lease.progress.engine_url,
+        engine=None if progress is None else progress.engine_url,
         prompt_tokens=prompt,
         completion_tokens=completion,
         cached_tokens=outcome.cached_tokens,
         cost=0 if is_free else price.cost(prompt, completion, outcome.cached_tokens),
         surcharge=weights.tokens(prompt, completion) - prompt - completion,
-        # Time until the last extension of the lease, at most a third of a lease before the gateway died.
-        latency_ms=max(0, round((lease.last_extended - created_at).total_seconds() * 1000)),
-        ttft_ms=None,
-        status="abandoned",
         finish_reason=outcome.finish_reason,
         created_at=created_at,
         reserved_tokens=lease.reservation.tokens,

@@ -94,7 +94,7 @@ async def read_report(response: ClientResponse, on_progress: Callable[[int], Non
         try:
             line = _line.decode(await response.content.readline())
         except (*HTTP_ERRORS, ValueError) as error:
-            raise EngineBroke(_how_it_broke(error)) from error
+            raise _how_it_broke(error) from error
         on_progress(line.completion_tokens)
         if line.answer is not None:
             return ReportedResponse(line.answer, response)
@@ -202,18 +202,24 @@ async def read_chunks(response: Incoming, seconds: float | None = None) -> Async
         except StopAsyncIteration:
             return
         except HTTP_ERRORS as error:
-            raise EngineBroke(_how_it_broke(error)) from error
+            raise _how_it_broke(error) from error
         yield chunk
 
 
-def _how_it_broke(error: Exception) -> str:
+def _how_it_broke(error: Exception) -> "EngineBroke":
     if isinstance(error, TimeoutError):
-        return "The engine's answer stopped: nothing arrived within the time limit."
-    return "The connection to the engine broke during its answer."
+        return EngineBroke("The engine's answer stopped: nothing arrived within the time limit.")
+    return EngineLost("The engine died during its answer, or the connection to it broke.")
 
 
 class EngineBroke(UpstreamFailed):
     """The connection to the engine ended or paused too long in the middle of an answer."""
+
+
+class EngineLost(EngineBroke):
+    """The connection to the engine ended in the middle of an answer."""
+
+    code = "engine_died"
 
 
 def decode_fields(data: bytes | bytearray, what: str) -> Fields:

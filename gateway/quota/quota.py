@@ -26,7 +26,7 @@ from gateway.quota.peek import Left, peek
 from gateway.quota.presence import Presence
 from gateway.quota.recall import Past, Recall
 from gateway.quota.refusals import check_possible, rate_headers, refusal
-from gateway.quota.reservation import ExpiredLease, LeaseProgress, Reservation, moment, read_expired
+from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.running import read_notes
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation
@@ -233,9 +233,10 @@ class Quota:
         completion_tokens: int,
         *,
         is_free: bool = False,
+        end: LeaseEnd | None = None,
     ) -> None:
         """Record a request's progress. The next extension of its lease sends it to Redis."""
-        self._leases.progress(reservation, LeaseProgress(engine_url, prompt_tokens, completion_tokens, is_free))
+        self._leases.progress(reservation, LeaseProgress(engine_url, prompt_tokens, completion_tokens, is_free, end))
 
     async def settle(
         self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True

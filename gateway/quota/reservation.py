@@ -42,16 +42,29 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
         return 0 if self.hold is None else self.hold.charged
 
 
-class LeaseProgress(msgspec.Struct, frozen=True, array_like=True):
-    """Progress of a request: its engine and its counts so far.
+class LeaseEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """End of a request whose gateway lives and whose engine is away: fields of its usage row, as the gateway saw it."""
 
-    is_free: whether it costs no money, because its engine died and it has no answer.
+    status: str
+    error_code: str | None = None
+    latency_ms: int = 0
+    ttft_ms: int | None = None
+    admission_ms: int | None = None
+    queue_ms: int | None = None
+    served_digest: str | None = None
+
+
+class LeaseProgress(msgspec.Struct, frozen=True, array_like=True):
+    """Progress of a request: its engine and its counts so far. Gateways of the previous release ignore further fields.
+
+    is_free: whether it costs no money, because its engine died and it has no answer. end: None while it runs.
     """
 
     engine_url: str
     prompt_tokens: int
     completion_tokens: int
     is_free: bool = False
+    end: LeaseEnd | None = None
 
 
 class ExpiredLease(msgspec.Struct, frozen=True, kw_only=True):

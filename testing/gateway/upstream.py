@@ -29,7 +29,7 @@ class Upstream:
 
     tokens (2): tokens to generate
     delay: seconds between tokens
-    status: answer this status instead
+    status, code: answer this status with this error code instead
     fail_after: send an error event after this many tokens
     drop_after: cut the connection after this many tokens
     per_event: tokens in one event
@@ -225,7 +225,7 @@ class Upstream:
                 return web.json_response({"error": detail | {"type": "t"}}, status=429, headers={"Retry-After": "7"})
             self.compiled.append(form)
         if "status" in how:
-            detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": "c"}
+            detail = {"message": f"no: {body['model']}", "type": "t", "param": "prompt", "code": how.get("code", "c")}
             return web.json_response({"error": detail}, status=how["status"])
         mine = {"id": request.headers.get("x-request-id"), "finish_reason": None, "completion_tokens": 0}
         mine |= {"prompt_tokens": PROMPT_TOKENS, "cached_tokens": CACHED_TOKENS}

@@ -128,14 +128,19 @@ def test_copies_are_bounded_and_those_in_use_stay(open_at: Open, tmp_path: Path)
 
 
 def test_an_outage_names_neither_url_nor_secret(open_at: Open, s3: S3Server, monkeypatch: pytest.MonkeyPatch):
+    open_at().check()
     monkeypatch.setattr(store_s3, "RETRIES", 1)
     away = f"s3://{BUCKET}/x?endpoint=http://127.0.0.1:{free_port()}&region=us-east-1"
     for url in (away, s3.url("x").replace(BUCKET, "no-such-bucket")):
         with pytest.raises(S3Error) as error:
             list(open_at(url=url).list())
+        with pytest.raises(S3Error):
+            open_at(url=url).check()
         assert "127.0.0.1" not in str(error.value)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-5e1f")
     store = open_at()
+    with pytest.raises(S3Error, match="403 SignatureDoesNotMatch"):
+        store.check()
     with pytest.raises(S3Error, match="403 SignatureDoesNotMatch") as error:
         store.path("0" * 64)
     shown = f"{error.value!r} {error.value.__cause__} {store!r} {vars(store)} {store._bucket._client!r}"

@@ -29,6 +29,12 @@ WHOLE_TIMEOUT = ClientTimeout(total=None, sock_connect=CONNECT_SECONDS)
 OVERLOADED = "The engine is overloaded; try again shortly."
 
 
+class FilesMissing(UpstreamFailed):
+    """The adapter store that an engine reads has no files of the adapter."""
+
+    code = "adapter_files_missing"
+
+
 class Misconfigured(Exception):
     """The engine runs but must get no requests. The message gives the operator the reason and the remedy."""
 

@@ -17,6 +17,7 @@ from gateway.fleet.kinds.kind import (
     HEALTH_TIMEOUT,
     EngineKind,
     ErrorDetail,
+    FilesMissing,
     Services,
     read_detail,
     retry_after,
@@ -55,6 +56,8 @@ PREFETCH_TIMEOUT = ClientTimeout(total=30.0)
 # Error code of an engine that refuses all requests, and prefix of its codes for faults of an adapter.
 WITHDRAWN = "engine_unavailable"
 ADAPTER_FAULT = "adapter_"
+# Error code of an engine for a model that it neither serves nor finds in its adapter store.
+UNKNOWN = "model_not_found"
 
 
 class Loraplex(EngineKind):
@@ -120,6 +123,9 @@ class Loraplex(EngineKind):
                 return BadRequest("The engine could not load the adapter.", param="model", code=detail.code)
             message = with_clients_names(detail.message, model)
             return BadRequest(message or REFUSED, param=detail.param, code=detail.code)
+        if answer.status == 404 and detail.code == UNKNOWN and model.adapters:
+            what = "the adapter" if model.mixture is None else "an adapter of"
+            return FilesMissing(f"The files of {what} '{model.name}' are missing from the adapter store.")
         if answer.status in (429, 503) and detail.code == EngineShareUsed.code:
             return EngineShareUsed(
                 f"Your share of the engine is used up: {detail.message}.",

@@ -20,7 +20,7 @@ from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.verified_files import VerifiedFiles
 from gateway.errors import UpstreamFailed
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.kinds.kind import Services, read_detail
+from gateway.fleet.kinds.kind import FilesMissing, Services, read_detail
 from wire.digests import digest_name
 from wire.errors import BadRequest
 from wire.http_errors import HTTP_ERRORS
@@ -96,7 +96,7 @@ class RuntimeAdapters:
                 opened = self._verified.use(self._store, digest)
                 checkpoint = await asyncio.to_thread(stack.enter_context, opened)
             except AdapterNotFound as error:
-                raise UpstreamFailed("The adapter is not in the adapter store.") from error
+                raise FilesMissing("The files of the adapter are missing from the adapter store.") from error
             except AdapterError as error:
                 raise UpstreamFailed("The adapter in the adapter store is damaged.") from error
             if checkpoint.manifest.invocation:

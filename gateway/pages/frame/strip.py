@@ -19,6 +19,7 @@ TITLES = {
     "redis_settings": "Redis settings",
     "engines": "Engines",
     "tokenizer": "Tokenizer",
+    "adapter_store": "Adapter store",
     "ledger": "Ledger",
     "process": "Gateway",
 }

@@ -255,7 +255,7 @@ async def _locked(connection: AsyncConnection, key_id: str, tenant_id: str | Non
 
 
 async def _insert(connection: AsyncConnection, key: ApiKey) -> None:
-    insert = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[connection.dialect.name]
+    insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[connection.dialect.name]
     statement = insert(api_keys).values(**_values(key)).on_conflict_do_nothing(index_elements=["id"])
     if (await connection.execute(statement)).rowcount == 0:
         raise KeyExists(

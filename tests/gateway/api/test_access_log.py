@@ -61,7 +61,7 @@ async def test_a_refused_request_has_the_code_of_its_error(gateway: Gateway, cap
 @pytest.mark.parametrize(
     ("engine", "end"),
     [
-        ({"drop_after": 1}, " error=engine_error ended=broken"),
+        ({"drop_after": 1}, " error=engine_died ended=broken"),
         ({"fail_after": 1}, " error=engine_error ended=broken"),
     ],
 )

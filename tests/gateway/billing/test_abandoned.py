@@ -205,7 +205,13 @@ async def test_an_engine_that_stays_away_for_long_is_left_to_who_settles_for_dea
             await until(lambda: has_used(gateway, 1), 60)
             [used] = await heir.usage()
             assert (used["prompt_tokens"], used["completion_tokens"]) == (PROMPT_TOKENS, 2)
-            assert 'status="abandoned"' in (await gateway.admin.get("/metrics")).body.decode()
+            # The gateway lives and saw the end: the row has its status, code and times, not those of a dead gateway.
+            [seen] = (await gateway.admin.get("/admin/api/requests")).json["data"]
+            assert (seen["status"], seen["code"]) == ("error", "engine_died")
+            assert seen["ttft_ms"] is not None
+            assert seen["ttft_ms"] <= seen["latency_ms"]
+            assert None not in (seen["admission_ms"], seen["queue_ms"])
+            assert 'status="abandoned"' not in (await gateway.admin.get("/metrics")).body.decode()
             assert (await heir.complete()).status == 200
 
 
