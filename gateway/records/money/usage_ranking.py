@@ -141,18 +141,20 @@ class UsageRanking:
         is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MOST_GROUPS
         first: Sequence[Any] | None = None
         is_partial = False
+        summed: Collection[datetime] = ()
         if is_long and group_by in ("model", "key") and await self._sums.complete():
             first = await self._first(part, window)
         if group_by == "end_user":
             which, summed = await self._end_users.summed((group_by,), part.which, part.since, part.until)
+            part = msgspec.structs.replace(part, which=which)
             if is_long and summed.issuperset(days_of(part.since, part.until)):
                 first, is_partial = await self._first_end_users(part, window, summed)
             else:
-                (await self._end_users.reads(which, part.since, part.until, summed)).check()
+                (await self._end_users.reads(part.which, part.since, part.until, summed)).check()
         if first is not None:
             found = first[offset:]
         else:
-            found = await self._found(part, window)
+            found = await self._found(part, window, summed)
             first = None if offset else found
         shown, leaders = found[:limit], (first or ())[:CURVES]
         async with self._database.read() as connection:
@@ -168,9 +170,9 @@ class UsageRanking:
             is_partial=is_partial,
         )
 
-    async def _found(self, part: Part, window: "_Window") -> Sequence[Any]:
-        """Return the groups of a window, and one more if there is one."""
-        rows = await self._rows(part, (window.group_by,))
+    async def _found(self, part: Part, window: "_Window", summed: Collection[datetime] = ()) -> Sequence[Any]:
+        """Return the groups of a window, and one more if there is one. summed: see `_rows`."""
+        rows = await self._rows(part, (window.group_by,), summed)
         if rows is None:
             return []
         names = KEYS[window.group_by]
@@ -220,7 +222,7 @@ class UsageRanking:
         candidates = await self._end_users.candidates(measures, part.since, part.until, summed)
 
         async def read(ids: list[str]) -> Sequence[Any]:
-            return await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1))
+            return await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1), summed)
 
         return await read_largest(candidates, end, read, lambda row: _value(row, window.order))
 
@@ -292,18 +294,21 @@ class UsageRanking:
 
     async def _rows_of_groups(self, part: Part, group_by: Sequence[str]) -> Subquery | None:
         """Return the rows of few groups; None without any, or if too many requests would be read."""
+        summed: Collection[datetime] = ()
         if "end_user" in group_by:
             which, summed = await self._end_users.summed(group_by, part.which, part.since, part.until)
             reads = await self._end_users.reads(which, part.since, part.until, summed)
             if reads.requests > MOST_COMPARED:
                 return None
-        return await self._rows(part, group_by)
+        return await self._rows(part, group_by, summed)
 
-    async def _rows(self, part: Part, group_by: Sequence[str]) -> Subquery | None:
+    async def _rows(self, part: Part, group_by: Sequence[str], summed: Collection[datetime] = ()) -> Subquery | None:
+        """Return the rows of a part; None without any. summed: the days whose sums by end user are complete."""
         complete = await self._sums.complete()
-        which, summed = await self._end_users.summed(group_by, part.which, part.since, part.until)
         return rows_of(
-            self._database.dialect, group_by, which, part.since, part.until, by_tenant=complete, summed=summed
+            *(self._database.dialect, group_by, part.which, part.since, part.until),
+            by_tenant=complete,
+            summed=summed,
         )
 
     async def _with_tenant(self, part: Part) -> Part:

@@ -108,9 +108,9 @@ async def test_only_tenants_that_can_be_on_the_page_are_read(database: Database,
     read: list[str] = []
     found_of = UsageRanking._found
 
-    async def watched(self: UsageRanking, part: Part, window: Any) -> Any:
+    async def watched(self: UsageRanking, part: Part, *others: Any) -> Any:
         read.extend(part.which.tenant_ids or ())
-        return await found_of(self, part, window)
+        return await found_of(self, part, *others)
 
     monkeypatch.setattr(UsageRanking, "_found", watched)
     page = await UsageRanking(database).groups(WHOLE, "end_user", "cost", limit=5)

@@ -92,9 +92,9 @@ async def test_only_the_tenants_that_can_be_on_the_page_are_read(
     read: list[Any] = []
     found_of = UsageRanking._found
 
-    async def watched(self: UsageRanking, part: Part, window: Any) -> Any:
+    async def watched(self: UsageRanking, part: Part, *others: Any) -> Any:
         read.append(part.which.tenant_ids)
-        return await found_of(self, part, window)
+        return await found_of(self, part, *others)
 
     monkeypatch.setattr(UsageRanking, "_found", watched)
     page = await UsageRanking(database).groups(PART, group_by, "cost", limit=2)
