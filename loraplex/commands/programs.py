@@ -47,7 +47,7 @@ def engine(internal_token_file: Path | None, download_dir: Path, **flags: Any) -
     from adapters.manifest import AdapterError
     from loraplex.models import ModelError, ensure_model
     from loraplex.up.display import start_progress
-    from loraplex.up.local import UpError, check_port
+    from loraplex.up.ports import UpError, check_port
 
     with one_line(ConfigError, ModelError, AdapterError, UpError, OSError):
         server = _server_config(take(ServerConfig, flags), internal_token_file)
@@ -107,7 +107,7 @@ def gateway(**flags: Any) -> None:
     """
     from gateway.serve import run
     from gateway.settings import Settings
-    from loraplex.up.local import UpError, check_port
+    from loraplex.up.ports import UpError, check_port
 
     with settings_errors(), one_line(UpError, OSError):
         settings = Settings.load(**flags)

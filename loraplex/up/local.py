@@ -28,6 +28,7 @@ from loraplex.up.config import LOOPBACK, UpConfig
 from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
 from loraplex.up.display import Display
 from loraplex.up.pins import Pin
+from loraplex.up.ports import UpError
 from loraplex.up.processes import Child, ProcessGroup
 from loraplex.up.sleeping import Engine, SleepingBase, Supervisor
 
@@ -38,23 +39,6 @@ REDIS_SECONDS = 5.0
 # The engine reads the weights from disk before it is healthy; a large model on a slow disk takes minutes.
 ENGINE_SECONDS = 600.0
 GATEWAY_SECONDS = 60.0
-
-
-class UpError(Exception):
-    """The service cannot be started; the one-line message states the reason."""
-
-
-def check_port(host: str, port: int) -> None:
-    """Raise UpError if the address cannot be bound; called before anything is started."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with closing(socket.socket(family, socket.SOCK_STREAM)) as probe:
-        # Servers set this too, so a connection of the last run in TIME_WAIT does not block the port.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or str(error)
-            raise UpError(f"cannot listen on {host} port {port}: {reason}; choose another with --port") from error
 
 
 def check_redis(url: str) -> None:

@@ -11,7 +11,8 @@ import redis.exceptions
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
-from loraplex.up.local import LocalService, UpError, check_port, check_redis, free_ports
+from loraplex.up.local import LocalService, check_redis, free_ports
+from loraplex.up.ports import UpError, check_port
 
 
 def command_line(pid: int) -> str:
