@@ -177,6 +177,40 @@ async def test_a_server_is_refused_with_the_reason_until_its_settings_are_correc
     await until(is_served)
 
 
+TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "values", "field"),
+    [
+        ("tool_call_parser", ("llama3", None), {"tools": [TOOL]}),
+        ("enable_deterministic_inference", (True, False), {"seed": 7}),
+    ],
+)
+async def test_what_a_server_serves_follows_its_settings(
+    tmp_path: Path,
+    model_dir: Path,
+    redis_url: str,
+    migrated: Path,
+    setting: str,
+    values: tuple[Any, Any],
+    field: dict[str, Any],
+):
+    template = "{% for each in messages %}{{ each.content }}{% endfor %}{{ tools }}"
+    shutil.copytree(model_dir, tmp_path / "model")
+    (tmp_path / "model/chat_template.jinja").write_text(template)
+    async with served(tmp_path, tmp_path / "model", redis_url, migrated) as (gateway, sglang):
+        acme = await gateway.tenant("acme")
+        for value, expected in zip(values, ((200, None), (400, "unsupported_parameter")), strict=True):
+            sglang.info[setting] = value
+
+            async def is_followed(expected: tuple[int, str | None] = expected) -> bool:
+                got = await acme.chat(max_tokens=1, **field)
+                return (got.status, got.error["code"] if got.status != 200 else None) == expected
+
+            await until(is_followed)
+
+
 @pytest.mark.parametrize("status", [404, 500])
 async def test_a_server_whose_settings_cannot_be_read_gets_no_request(
     tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path, status: int
