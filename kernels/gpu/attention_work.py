@@ -125,8 +125,8 @@ def _for_group(tile: Tile, group: int) -> Tile:
 
 @cache
 def _num_sms(device: torch.device) -> int:
-    """Return the device's number of multiprocessors; 4 in the interpreter, so that it also tests cuts."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+    """Return the device's number of multiprocessors; 2 in the interpreter, so that it also tests cuts."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 # Lengths that change between steps must not create new variants, because each is compiled while requests wait. The same

@@ -5,6 +5,7 @@ import pytest
 import torch
 import triton.language as tl
 
+from kernels.gpu import attention_work
 from kernels.threads import usable_cpus
 
 
@@ -20,6 +21,13 @@ def as_many_threads_as_cores():
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def divide_attention_among_more_programs(monkeypatch):
+    """Cut tiles as on 4 multiprocessors: a tile has first, middle and last pieces. Other tests have 2 and take less."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(attention_work, "_num_sms", lambda device: 4)
 
 
 @pytest.fixture(autouse=True)
