@@ -142,20 +142,20 @@ def test_activations_are_measured_before_the_kv_blocks_are_counted(
 def test_the_tables_by_seat_are_counted(
     model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a GPU, token counts and allowed tokens have a row for each seat: these 2,000 seats take 3.2 MiB."""
+    """On a GPU, token counts and allowed tokens have a row for each seat: these 700 seats take 1.1 MiB."""
     card = Card(100 * MIB, weights=30 * MIB, activations=10 * MIB)
     card.install(monkeypatch)
     monkeypatch.setattr("engine.execution.runner.platform_of", lambda _: card)
-    options = {"adapter_memory": 8 * MIB, "max_num_batched_tokens": 2000, "enforce_eager": True}
+    options = {"adapter_memory": 8 * MIB, "max_num_batched_tokens": 700, "enforce_eager": True}
     with caplog.at_level("INFO"):
-        engine = make(model, request, max_num_seqs=2000, **options)
+        engine = make(model, request, max_num_seqs=700, **options)
     model_config = engine.model_config
-    tables = seat_bytes(2000, model_config.vocab_size)
-    assert 3 * MIB < tables == engine.runner.seat_bytes
+    tables = seat_bytes(700, model_config.vocab_size)
+    assert MIB < tables == engine.runner.seat_bytes
     kv = engine.runner.decoder.kv[0].k
     left = 90 * MIB - 30 * MIB - 10 * MIB - 10 * MIB - tables
     assert engine.scheduler.cache.num_blocks == left // (2 * model_config.num_layers * kv[0].nbytes)
-    assert "activations 10 MiB, tables by seat 3 MiB, KV cache 36 MiB" in caplog.text
+    assert "activations 10 MiB, tables by seat 1 MiB, KV cache 38 MiB" in caplog.text
 
 
 @pytest.mark.parametrize(
