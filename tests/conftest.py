@@ -142,12 +142,6 @@ def pytest_collection() -> Iterator[object]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # otherwise Triton reports leaked objects
-
-
-def pytest_collection_finish() -> None:
-    # Full garbage collections then skip what collection has imported; without this, each takes up to a second of CPU.
-    gc.collect()
-    gc.freeze()
     if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
         speed_up()
 

@@ -128,6 +128,7 @@ class Planner:
         self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self._written = [0] * max_num_seqs
         self._new: list[tuple[int, int, int]] = []
+        self._receipts: dict[int, str] = {}  # of the slots of the last step that was laid out anew
         self._streams: _Streams | None = None
 
     def lay_out(self, plan: Mapping[Request, int]) -> Layout:
@@ -141,8 +142,8 @@ class Planner:
         layout, self._streams = self._lay_out(plan), None
         if is_even and not layout.prompt_rows and len(layout.sampled) == len(requests):
             blocks, slots = [request.blocks for request in requests], [request.adapter_slot for request in requests]
-            receipts = {slot: self._served(slot) for slot in slots}
-            self._streams = _Streams(requests, blocks, [len(each) for each in blocks], slots, receipts, layout)
+            lengths = [len(each) for each in blocks]
+            self._streams = _Streams(requests, blocks, lengths, slots, self._receipts, layout)
         return layout
 
     def _next(self, last: _Streams, requests: list[Request]) -> Layout | None:
@@ -228,7 +229,7 @@ class Planner:
         It runs for every stream in every step, so it calls only what it must.
         """
         num_blocks, held, written = 1, self._held, self._written
-        receipts: dict[int, str] = {}
+        receipts = self._receipts = dict[int, str]()
         for request in plan:
             blocks, slot = request.blocks, request.adapter_slot
             if held[request.seat] is not blocks or written[request.seat] < len(blocks):

@@ -1,8 +1,12 @@
-"""State of the adapter store, checked in a thread: a hung network file system must not stop the event loop."""
+"""State of the adapter store, checked in a thread: a hung network file system must not stop the event loop, nor the
+exit of the process.
+"""
 
 import asyncio
 import logging
+import threading
 import time
+from contextlib import suppress
 
 from adapters.store import AdapterStore
 from gateway.process.outage import Outage
@@ -45,8 +49,25 @@ class StoreProbe:
             await asyncio.wait({self._check})
 
     async def _run(self) -> str:
+        """Check the store in a thread that the process does not wait for when it exits."""
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        found = []
+
+        def check() -> None:
+            found.append(self._look())
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(done.set)
+
+        threading.Thread(target=check, name="adapter store", daemon=True).start()
+        await done.wait()
+        return found[0]
+
+    def _look(self) -> str:
         try:
-            await asyncio.to_thread(self._store.check)
+            self._store.check()
         except OSError as error:
             return f"unavailable: {error.strerror or type(error).__name__}"
+        except Exception:
+            log.exception("the check of the adapter store failed")
+            return "unavailable: its check failed"
         return "ok"

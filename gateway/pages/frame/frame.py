@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-import pickle
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -22,6 +22,8 @@ from gateway.pages.frame.assets import Assets
 from gateway.pages.frame.filters import filters
 from gateway.pages.frame.navigation import ROLE_TITLES, TENANTS, groups_for
 from gateway.pages.frame.strip import Strip
+
+log = logging.getLogger(__name__)
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; "
@@ -57,8 +59,8 @@ class Viewer(Protocol):
 class Compiled(jinja2.FileSystemBytecodeCache):
     """Cache of compiled templates: in memory for all gateways of a process, in files for the next process.
 
-    The files lie beside the templates and are written only where Python writes its own bytecode. jinja2 checks each
-    file against its template; the names cover everything else that compilation depends on.
+    The files are in `__pycache__` beside the templates, and are written only if Python may write bytecode there. jinja2
+    checks each file against its template; the names cover everything else that compilation depends on.
     """
 
     codes: ClassVar[dict[str, CodeType]] = {}
@@ -70,15 +72,19 @@ class Compiled(jinja2.FileSystemBytecodeCache):
     def load_bytecode(self, bucket: Bucket) -> None:
         bucket.code = self.codes.get(bucket.key)
         if bucket.code is None:
-            with suppress(OSError, EOFError, ValueError, pickle.UnpicklingError):
+            try:
                 super().load_bytecode(bucket)
+            except OSError:
+                pass  # there is no file yet
+            except Exception:  # a damaged file can raise nearly anything
+                log.warning("a compiled template is damaged and is compiled again", exc_info=True)
         if bucket.code is not None:
             self.codes[bucket.key] = bucket.code
 
     def dump_bytecode(self, bucket: Bucket) -> None:
         if bucket.code is not None:
             self.codes[bucket.key] = bucket.code
-        if not sys.dont_write_bytecode:
+        if not sys.dont_write_bytecode and sys.pycache_prefix is None:
             with suppress(OSError):  # the folder may be read-only
                 COMPILED.mkdir(exist_ok=True)
                 super().dump_bytecode(bucket)
@@ -112,7 +118,7 @@ class Frame:
         self._environment.globals["currency"] = self.currency = currency
 
     def compile(self) -> None:
-        """Compile all templates, which takes a second of CPU unless an earlier process did it. Run it in a thread."""
+        """Compile all templates: a second of CPU, unless an earlier process has done it. Run it in a thread."""
         for name in self._environment.list_templates(extensions=["html"]):
             self._environment.get_template(name)
 

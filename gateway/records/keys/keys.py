@@ -84,6 +84,7 @@ class Keys:
     async def add(self, key: ApiKey, actor: str, *, bounded: bool = False) -> None:
         """Store a key. bounded: whether the tenant's number of keys is limited. Raises KeyLimitExceeded, KeyExists."""
         async with self._database.write() as connection:
+            await _check_new(connection, key)
             if bounded:
                 await _check_room(connection, key)
             await _insert(connection, key)
@@ -161,6 +162,7 @@ class Keys:
         """
         async with self._database.write() as connection:
             old = await _locked(connection, old_id)
+            await _check_new(connection, new)
             if not old.valid(datetime.now(UTC)):
                 raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
             until = expires_at if old.expires_at is None else min(expires_at, old.expires_at)
@@ -254,15 +256,25 @@ async def _locked(connection: AsyncConnection, key_id: str, tenant_id: str | Non
     return read_key(row)
 
 
+async def _check_new(connection: AsyncConnection, key: ApiKey) -> None:
+    """Raise KeyExists if the key is stored. Call it before other checks: what the key itself caused would fail them."""
+    if (await connection.execute(select(api_keys.c.id).where(api_keys.c.id == key.id))).first() is not None:
+        raise _exists(key)
+
+
 async def _insert(connection: AsyncConnection, key: ApiKey) -> None:
     insert: Any = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}[connection.dialect.name]
     statement = insert(api_keys).values(**_values(key)).on_conflict_do_nothing(index_elements=["id"])
     if (await connection.execute(statement)).rowcount == 0:
-        raise KeyExists(
-            f"This form has made the key {key.id} already, and its secret cannot be shown again. If you did not copy "
-            "it, revoke that key and make another one with this form.",
-            param="once",
-        )
+        raise _exists(key)
+
+
+def _exists(key: ApiKey) -> KeyExists:
+    return KeyExists(
+        f"This form has made the key {key.id} already, and its secret cannot be shown again. If you did not copy "
+        "it, revoke that key and make another one with this form.",
+        param="once",
+    )
 
 
 async def _check_room(connection: AsyncConnection, key: ApiKey) -> None:

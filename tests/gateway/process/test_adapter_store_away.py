@@ -1,5 +1,7 @@
 """A missing adapter store: readiness, metric, the list of what needs attention, and the error of a request."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,23 @@ async def test_a_missing_store_is_a_fault_and_base_models_are_served(
 
 async def is_state(gateway: Gateway, text: str) -> bool:
     return await state(gateway) == text
+
+
+HANGING = """
+import asyncio, time
+from gateway.process.store_probe import StoreProbe
+class Hanging:
+    def check(self): time.sleep(600)
+async def main():
+    probe = StoreProbe(Hanging())
+    print(await probe.state(0.05))
+    await probe.close()
+asyncio.run(main())
+"""
+
+
+def test_a_gateway_ends_while_its_store_hangs(starts_servers: None):
+    subprocess.run([sys.executable, "-c", HANGING], check=True, timeout=60)
 
 
 async def test_a_store_that_hangs_holds_one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

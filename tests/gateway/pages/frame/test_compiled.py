@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 from jinja2 import nodes
+from jinja2.bccache import bc_magic
 
 from gateway.pages.frame import frame
 from gateway.pages.frame.filters import filters
@@ -55,6 +56,17 @@ def test_the_next_process_compiles_nothing(folder: Path, compilations: list[str]
         file.write_bytes(file.read_bytes()[:-20])
     load(monkeypatch)
     assert compilations.count(NAME) == 2
+
+
+def test_a_damaged_file_is_compiled_again(
+    folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    load(monkeypatch)
+    for file in folder.iterdir():
+        file.write_bytes(bc_magic + b"cnothing\nnothing\n.")
+    load(monkeypatch)
+    assert compilations.count(NAME) == 2
+    assert "a compiled template is damaged" in caplog.text
 
 
 def test_a_changed_template_is_compiled_again(folder: Path, compilations: list[str], monkeypatch: pytest.MonkeyPatch):

@@ -45,3 +45,14 @@ async def test_a_form_makes_one_key(gateway: Gateway, home: str, path: str, type
         again = await send(browser, path, fields(answers[-1]) | typed)
         assert again.status == 200
         assert len(await ids(gateway, owner) - before) == 2
+
+
+async def test_a_second_click_on_a_rotation_at_once_names_the_new_key(gateway: Gateway):
+    """The old key has ended by then, so its state must not be what the error is about."""
+    await gateway.tenant("acme")
+    path = f"/admin/keys/{(await gateway.admin.post('/admin/api/tenants/acme/keys')).json['id']}/rotate"
+    async with gateway.browser() as browser:
+        form = fields(await browser.get(path)) | {"grace": "0"}
+        assert (await send(browser, path, form)).status == 200
+        again = await send(browser, path, form)
+        assert (again.status, "has made the key" in again.body.decode()) == (409, True)
