@@ -36,6 +36,7 @@ from gateway.api.idempotency import Idempotency
 from gateway.api.inference.admission import Admission
 from gateway.api.inference.completions import Completions
 from gateway.api.inference.delivery import Deliveries, make_deliveries
+from gateway.api.inference.time_limit import TimeLimit
 from gateway.api.key_manager import KeyManager
 from gateway.api.models import Models
 from gateway.api.reports.audit import OwnAudit
@@ -116,7 +117,7 @@ async def build(settings: Settings) -> Gateway:
     golden, upgrades = build_golden(resources, records, billing, serving, admission, body_memory)
     handlers = [
         resumable,
-        *_inference_handlers(resources, records, billing, serving, admission, deliveries),
+        *_inference_handlers(resources, records, billing, serving, admission, deliveries, drain),
         golden,
         *_tenant_handlers(resources, records, billing, intake),
         *_admin_handlers(records, billing, serving, intake, resumable),
@@ -320,17 +321,17 @@ def _inference_handlers(
     serving: Serving,
     admission: Admission,
     deliveries: Deliveries,
+    drain: Drain,
 ) -> list[Any]:
     settings = resources.settings
     completions = Completions(
         admission=admission,
-        auth=records.auth,
         fleet=serving.fleet,
         accounting=billing.accounting,
         metrics=resources.metrics,
         deliveries=deliveries,
         max_answer_bytes=settings.max_answer_bytes,
-        request_timeout=settings.request_timeout,
+        time_limit=TimeLimit(records.auth, settings.request_timeout, drain),
     )
     models = Models(
         catalog=records.catalog,

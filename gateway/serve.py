@@ -126,7 +126,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         access_log=None,
         logger=http_logger("gateway.http"),
         auto_decompress=False,
-        # aiohttp waits this long for handlers to end, and as long again after cancelling them.
+        # aiohttp waits this long for handlers to end, and as long again before it cancels them.
         shutdown_timeout=settings.shutdown_seconds / 2,
         keepalive_timeout=settings.idle_timeout,
         # Buffer sizes of a connection, for an unread body and for a head.
@@ -156,6 +156,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
         async with running(app[CONNECTIONS].watch(lambda: server.connections)):
             yield f"http://{host}:{runner.addresses[0][1]}"
         await app[DRAIN].run(runner, settings.drain_delay)
+        app[DRAIN].end_requests(settings.shutdown_seconds)
     finally:
         # The metrics server stops last, so that a scrape sees the drain.
         await runner.cleanup()

@@ -1,24 +1,68 @@
 """Drain of a gateway that stops, so that no accepted connection is cut off.
 
 `/readyz` fails for load balancers, kept-alive connections close with their next answer, and requests of clients that
-are connected are served. The drain precedes the time that running requests get (`shutdown_seconds`).
+are connected are served. The drain precedes the time that running requests get (`shutdown_seconds`); shortly before its
+end, the inference requests that still run end with an error of their own.
 """
 
 import asyncio
 import select
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import hdrs, web
 
+from gateway.errors import Unavailable
+
 # A client may be sending on a kept-alive connection; one that sends nothing for this long is idle.
 IDLE_SECONDS = 1.0
 LOOK_SECONDS = 0.02
+# Time for the last errors of running requests: a share of the time that these get, and at most so many seconds.
+MARGIN_SHARE, MARGIN_SECONDS = 0.1, 2.0
+
+
+class ShuttingDown(Unavailable):
+    """The gateway stops, and the request did not end in the time that running requests get."""
+
+    code = "shutting_down"
+
+    def __init__(self) -> None:
+        super().__init__("The gateway is shutting down and ended this request; send it again.")
 
 
 class Drain:
+    """Drain of this process. begun: whether it has begun. is_over: whether running inference requests must end."""
+
     def __init__(self) -> None:
-        self.begun = False
+        self.begun = self.is_over = False
+        self._limits: set[asyncio.Timeout] = set()
+
+    @contextmanager
+    def limiting(self, limit: asyncio.Timeout) -> Iterator[None]:
+        """End a request's time limit early if the drain is over before the block is."""
+        self._limits.add(limit)
+        try:
+            if self.is_over:
+                self._end(limit)
+            yield
+        finally:
+            self._limits.discard(limit)
+
+    def end_requests(self, seconds: float) -> None:
+        """End the inference requests that still run shortly before `seconds` are over, so that each gets its error."""
+        margin = min(MARGIN_SECONDS, MARGIN_SHARE * seconds)
+        asyncio.get_running_loop().call_later(seconds - margin, self._end_all)
+
+    def _end_all(self) -> None:
+        self.is_over = True
+        for limit in self._limits:
+            self._end(limit)
+
+    @staticmethod
+    def _end(limit: asyncio.Timeout) -> None:
+        if not limit.expired():
+            limit.reschedule(asyncio.get_running_loop().time())
 
     async def close_connection(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Make the client open a new connection for its next request. Called for each response; acts during a drain."""

@@ -8,12 +8,11 @@ from functools import partial
 import msgspec
 from aiohttp import ClientError, web
 
-from gateway.access.auth import Authenticator
 from gateway.api.inference.admission import Admission
 from gateway.api.inference.delivery import FREE_BYTES, ClientGone, Deliveries, Delivery
 from gateway.api.inference.events import add_cost, drop_internal, head_of, shortened, visible_event
 from gateway.api.inference.log_fields import LOG_FIELDS, log_fields
-from gateway.api.inference.time_limit import while_allowed
+from gateway.api.inference.time_limit import TimeLimit
 from gateway.api.requests.forms import FORM
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest
 from gateway.billing.account import Account, Accounting
@@ -57,22 +56,20 @@ class Completions:
         self,
         *,
         admission: Admission,
-        auth: Authenticator,
         fleet: Fleet,
         accounting: Accounting,
         metrics: Metrics,
         deliveries: Deliveries,
         max_answer_bytes: int,
-        request_timeout: float,
+        time_limit: TimeLimit,
     ) -> None:
         self._admission = admission
-        self._auth = auth
         self._fleet = fleet
         self._accounting = accounting
         self._metrics = metrics
         self._deliveries = deliveries
         self._max_answer_bytes = max_answer_bytes
-        self._request_timeout = request_timeout
+        self._limit = time_limit
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
         return await self._serve(request, CHAT)
@@ -262,7 +259,7 @@ class Completions:
         engine.mark_mismatched()
 
     def _time_limit(self, account: Account) -> AbstractAsyncContextManager[None]:
-        return while_allowed(self._auth, account.principal, account.arrived, self._request_timeout)
+        return self._limit.of(account.principal, account.arrived)
 
 
 def _hold_back(account: Account, answering: Answering) -> None:

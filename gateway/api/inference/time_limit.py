@@ -3,26 +3,48 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from dataclasses import dataclass
 
 from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.errors import OutOfTime
+from gateway.process.drain import Drain, ShuttingDown
 
 
 @asynccontextmanager
 async def while_allowed(
-    auth: Authenticator, principal: TenantPrincipal | None, arrived: float, seconds: float
+    auth: Authenticator,
+    principal: TenantPrincipal | None,
+    arrived: float,
+    seconds: float,
+    drain: Drain | None = None,
 ) -> AsyncIterator[None]:
-    """End the block when the key becomes invalid, or `seconds` after the request's arrival.
+    """End the block when the key becomes invalid, `seconds` after the request's arrival, or at the end of the drain.
 
     principal: None for a request without a key. arrived: monotonic time of its arrival. Raises InvalidKey, Forbidden,
-    OutOfTime.
+    OutOfTime, ShuttingDown.
     """
     valid = nullcontext() if principal is None else auth.while_valid(principal)
     try:
         async with asyncio.timeout(arrived + seconds - time.monotonic()) as deadline, valid:
-            yield
+            with nullcontext() if drain is None else drain.limiting(deadline):
+                yield
     except TimeoutError as error:
         if not deadline.expired():
             raise
+        if drain is not None and drain.is_over:
+            raise ShuttingDown from error
         raise OutOfTime(f"The request exceeded the time limit of {seconds:g} s.") from error
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """Limit of inference requests. seconds: from a request's arrival."""
+
+    auth: Authenticator
+    seconds: float
+    drain: Drain
+
+    def of(self, principal: TenantPrincipal, arrived: float) -> AbstractAsyncContextManager[None]:
+        """Return the block that ends as `while_allowed` does."""
+        return while_allowed(self.auth, principal, arrived, self.seconds, self.drain)

@@ -106,6 +106,7 @@ EXPLANATIONS = {
     "tenant_suspended": "The tenant is suspended.",
     "server_overloaded": "The engines were full, and the queue was too long. A repetition later may pass.",
     "engine_share_used": "The tenant used its share of the full engines. A repetition later may pass.",
+    "shutting_down": "The gateway was stopped, and the request did not end in the time that running requests get.",
     "engine_died": "The engine died with the request, or the connection to it broke.",
     "engine_error": "The engine failed, or its answer was not valid.",
     "adapter_files_missing": "The adapter store lacks the adapter's files. Check it, or upload the adapter again.",

@@ -101,6 +101,38 @@ async def see_it_leave(of: Settings) -> None:
         raise Seen
 
 
+async def test_what_outlasts_the_drain_ends_with_an_error_of_its_own(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+):
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url, port=free_ports(1), shutdown_seconds=2.0)
+    async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as stays:
+        tenant = await stays.tenant("acme", requests_per_minute=1_000_000, tokens_per_minute=100_000_000)
+        async with leaving(of) as leave, aiohttp.ClientSession() as session:
+            leaves = Client(session, f"http://127.0.0.1:{of.port}", tenant.key)
+            endless = {"max_tokens": 200, "x_engine": {"tokens": 200, "delay": 0.1}}
+            asking = [asyncio.create_task(leaves.complete(stream=stream, **endless)) for stream in (True, False)]
+
+            async def are_running() -> bool:
+                return len(upstream.requests) == 2
+
+            await until(are_running)
+            leave.set()
+            stream, whole = await asyncio.gather(*asking)
+        assert stream.status == 200
+        assert stream.events[-1]["error"]["code"] == "shutting_down"
+        assert (whole.status, whole.error["code"]) == (503, "shutting_down")
+
+        async def rows() -> list[tuple[str, str]]:
+            log = (await stays.admin.get("/admin/api/requests")).json["data"]
+            return [(each["status"], each["code"]) for each in log]
+
+        async def are_written() -> bool:
+            return len(await rows()) == 2
+
+        await until(are_written)
+        assert await rows() == [("error", "shutting_down")] * 2
+
+
 @pytest.mark.usefixtures("starts_servers")
 async def test_a_start_waits_for_the_database_and_then_says_what_is_wrong(caplog: pytest.LogCaptureFixture):
     port = free_ports(1)
