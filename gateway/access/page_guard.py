@@ -123,7 +123,9 @@ def _without_session(request: web.Request, home: str, is_read: bool) -> web.Resp
     if request.headers.get("Sec-Fetch-Site") == "cross-site" and is_read and safe_next(here, home) == here:
         return continue_page(here)
     is_htmx = request.headers.get("HX-Request") == "true"
-    back = here if is_read and not is_htmx else _path_of(request.headers.get("HX-Current-URL", ""))
+    # A form that was sent has no page of its own: the log-in leads back to the page with the form.
+    shown = request.headers.get("HX-Current-URL" if is_htmx else "Referer", "")
+    back = here if is_read and not is_htmx else _place_of(shown)
     found = safe_next(back, home)
     where = f"{home}/login" if found == f"{home}/" else f"{home}/login?next={quote(found, safe='/')}"
     if is_htmx:
@@ -132,12 +134,13 @@ def _without_session(request: web.Request, home: str, is_read: bool) -> web.Resp
     return web.Response(status=303, headers={"Location": where, **NO_STORE})
 
 
-def _path_of(url: str) -> str:
-    """Return the path of a client's URL; "" for a malformed one."""
+def _place_of(url: str) -> str:
+    """Return path and query of a client's URL; "" for a malformed one."""
     try:
-        return urlsplit(url).path
+        parts = urlsplit(url)
     except ValueError:
         return ""
+    return f"{parts.path}?{parts.query}" if parts.query else parts.path
 
 
 def continue_page(where: str) -> web.Response:

@@ -50,9 +50,10 @@ class Search:
         self._database = database
 
     async def find(self, text: str) -> Found:
-        """Return tenants and adapters whose name contains the text, keys by id or label, and versions by digest."""
+        """Return tenants by name or display name, adapters by name, keys by id or label, and versions by digest."""
         like = f"%{text.replace('~', '~~').replace('%', '~%').replace('_', '~_')}%"
-        names = select(tenants.c.name).where(tenants.c.name.like(like, escape="~"))
+        texts = (tenants.c.name, tenants.c.display_name)
+        names = select(tenants.c.name).where(or_(*(text.like(like, escape="~") for text in texts)))
         keys = (
             select(api_keys.c.id, api_keys.c.label, tenants.c.name.label("tenant"))
             .outerjoin(tenants, tenants.c.id == api_keys.c.tenant_id)

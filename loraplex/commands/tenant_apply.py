@@ -53,6 +53,7 @@ def apply(file: Path, dry_run: bool, prune: bool, force: bool, yes: bool, gatewa
         return await client.plans(), await client.tenants()
 
     plans, tenants = gateway.run(look)
+    _check_plans(wanted, plans, file)
     steps = [*_plan_steps(wanted, plans), *_tenant_steps(wanted, plans, tenants, force=force)]
     gone = [row["name"] for row in tenants if row["name"] not in wanted.tenants] if prune else []
     steps += [Step(f"tenant {name}", "delete", 0, _deletion(name)) for name in gone]
@@ -65,6 +66,14 @@ def apply(file: Path, dry_run: bool, prune: bool, force: bool, yes: bool, gatewa
     _confirm(gone, yes=yes)
     gateway.run(lambda client: _make(client, steps, file))
     click.echo(f"applied {count}")
+
+
+def _check_plans(wanted: "TenantFile", plans: list[dict[str, Any]], file: Path) -> None:
+    """Refuse a tenant's plan that neither the file nor the gateway has."""
+    known = {None, *(row["name"] for row in plans), *wanted.plans}
+    for name, entry in wanted.tenants.items():
+        if (plan := entry.fields.get("plan")) not in known:
+            raise click.ClickException(f"{file}, line {entry.line}: tenant {name}: there is no plan '{plan}'")
 
 
 def _confirm(gone: list[str], *, yes: bool) -> None:

@@ -103,6 +103,16 @@ async def test_mistakes_are_named_with_their_line(run: Run, tmp_path: Path, text
     assert message in refused.stderr
 
 
+async def test_a_dry_run_refuses_an_unknown_plan(run: Run, tmp_path: Path):
+    await run("create", "acme")
+    result = await run("bulk", "--search", "acme", "--set-plan", "nope", "--dry-run", code=1)
+    assert "there is no plan 'nope'" in result.stderr
+    file = tmp_path / "tenants.yaml"
+    file.write_text("tenants:\n  acme:\n    plan: nope\n")
+    result = await run("apply", "-f", str(file), "--dry-run", code=1)
+    assert f"{file}, line 2: tenant acme: there is no plan 'nope'" in result.stderr
+
+
 async def test_a_change_of_many_is_shown_first(run: Run):
     for name in ("acme", "globex"):
         await run("create", name, "--tags", "trial")

@@ -6,7 +6,7 @@ from typing import Literal
 from aiohttp import web
 from msgspec import Struct
 
-from gateway.api.requests.fields import json_response
+from gateway.api.requests.fields import is_fit, json_response
 from gateway.errors import BadRequest
 from gateway.records.search import FoundKey, FoundVersion, Search
 
@@ -45,7 +45,7 @@ class AdminSearch:
 
 def clean(text: str) -> str:
     """Return the text to search for; of a key its id."""
-    text = "".join(char for char in text.strip() if char.isprintable())[:MAX_CHARS]
+    text = "".join(filter(is_fit, text.strip()))[:MAX_CHARS]
     key = _KEY.fullmatch(text)
     return key[1] if key else text
 

@@ -34,9 +34,11 @@ MAX_TEXT = 256
 # Years that a time may have: no records exist beyond them, and date arithmetic fails at the ends of the calendar.
 YEARS = range(1970, 9000)
 
-# Unicode categories that texts of a body must not contain: control characters (databases refuse a NUL, others forge
-# lines of logs and tables), lone surrogates, and separators of lines and paragraphs.
+# Unicode categories that texts must not contain: control characters (databases refuse a NUL, others forge lines of logs
+# and tables), lone surrogates, and separators of lines and paragraphs. Format characters are allowed, because emoji
+# contain them, except for those that reverse the text around them on a page.
 UNFIT = {"Cc", "Cs", "Zl", "Zp"}
+REVERSING = frozenset("\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
 
 
 async def read_raw(request: web.Request, owner: str = OPERATOR, most: int | None = None) -> bytes:
@@ -110,9 +112,14 @@ def read_fields(given: Any, kind: type[T]) -> T:
     return body
 
 
+def is_fit(character: str) -> bool:
+    """Return whether texts of bodies and queries may contain a character."""
+    return unicodedata.category(character) not in UNFIT and character not in REVERSING
+
+
 def check_text(text: str, name: str) -> None:
     """Raise BadRequest for a text that has several lines or that a database cannot store."""
-    if any(unicodedata.category(character) in UNFIT for character in text):
+    if not all(map(is_fit, text)):
         raise BadRequest(f"{name}: expected a text without control characters.", param=name)
 
 
@@ -192,11 +199,11 @@ def read_number(request: web.Request, name: str, least: int, most: int) -> int |
 def parse_text(query: Mapping[str, str], name: str) -> str | None:
     """Return a text of a query without the spaces around it; None if it is absent or empty. Raises BadRequest.
 
-    Only printable characters are accepted, because databases refuse a NUL.
+    It may contain what texts of a body may, so that every stored text can be searched for.
     """
     given = query.get(name, "").strip()
-    if not given.isprintable() or len(given) > MAX_TEXT:
-        raise BadRequest(f"{name}: expected at most {MAX_TEXT} printable characters.", param=name)
+    if len(given) > MAX_TEXT or not all(map(is_fit, given)):
+        raise BadRequest(f"{name}: expected at most {MAX_TEXT} characters without control characters.", param=name)
     return given or None
 
 

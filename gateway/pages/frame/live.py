@@ -18,6 +18,8 @@ from gateway.errors import GatewayError, Unavailable
 from gateway.pages.frame.frame import Frame
 
 SECOND = 1.0
+# Data of the last event of a session that has ended.
+SESSION = "session"
 # Seconds between two ticks, and between two checks that the session is still valid.
 TICK_SECONDS, CHECK_SECONDS = 2, 10
 # Streams of one session, of one tenant, of all tenants together, and of all operators. Operators have places of their
@@ -86,7 +88,8 @@ class Live:
         sent, turn = "", 0
         while not self._stopping() and datetime.now(UTC) < expires_at:
             if turn % CHECK_SECONDS == 0 and turn and not await self._holds(request):
-                break
+                yield encode("end", SESSION)
+                return
             strip = self._strip(is_tenants=is_tenants)
             if strip != sent:
                 yield encode("strip", strip)
@@ -95,8 +98,9 @@ class Live:
                 yield encode("tick", str(turn))
             turn += 1
             await asyncio.sleep(SECOND)
-        # Without this event the browser would open the stream again.
-        yield encode("end", "")
+        # Without this event the browser would open the stream again. With SESSION the page says that the session ended;
+        # otherwise the gateway stops, and the page opens the stream of another one later.
+        yield encode("end", "" if self._stopping() else SESSION)
 
     async def _holds(self, request: web.Request) -> bool:
         try:

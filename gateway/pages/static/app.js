@@ -86,13 +86,14 @@
   let lastRefresh = Date.now();
   async function refreshFragments() {
     const marked = [...document.querySelectorAll("[data-live][id]")];
-    if (!marked.length || document.hidden) return;
+    if (!marked.length || document.hidden || sayEnded.done) return;
     const period = 1000 * Math.min(...marked.map((element) => Number(element.dataset.live)));
     if (Date.now() - lastRefresh < period) return;
     lastRefresh = Date.now();
     let text;
     try {
       const answer = await fetch(location.href, { headers: { "X-Live": "1" }, redirect: "manual" });
+      if (answer.type === "opaqueredirect") sayEnded();
       if (!answer.ok) return;
       text = await answer.text();
     } catch { return; }
@@ -111,9 +112,28 @@
     }
   }
 
+  /* The log-in page is the only one to which these requests are redirected. */
+  async function checkSession(url) {
+    try {
+      const answer = await fetch(url, { method: "HEAD", redirect: "manual" });
+      if (answer.type === "opaqueredirect") sayEnded();
+    } catch { return; }
+  }
+
+  function sayEnded() {
+    const note = document.getElementById("session-ended");
+    if (note) {
+      const here = location.pathname + location.search, link = note.querySelector("a");
+      link.href = `${link.href.split("?")[0]}?next=${encodeURIComponent(here)}`;
+      note.hidden = false;
+    }
+    document.querySelector("[data-strip]")?.replaceChildren();
+    sayEnded.done = true;
+  }
+
   function follow() {
     const url = document.body.dataset.events;
-    if (!url || !window.EventSource) return;
+    if (!url || !window.EventSource || sayEnded.done) return;
     const source = new EventSource(url);
     source.addEventListener("strip", (event) => {
       const strip = document.querySelector("[data-strip]");
@@ -125,9 +145,15 @@
       if (details && hadFocus) details.querySelector("summary").focus();
     });
     source.addEventListener("tick", refreshFragments);
-    source.addEventListener("end", () => source.close());
-    source.onerror = () => {
-      if (source.readyState === EventSource.CLOSED) setTimeout(follow, 30000);
+    source.addEventListener("end", (event) => {
+      source.close();
+      if (event.data === "session") sayEnded();
+      else setTimeout(follow, 5000);
+    });
+    source.onerror = async () => {
+      if (source.readyState !== EventSource.CLOSED) return;
+      await checkSession(url);
+      if (!sayEnded.done) setTimeout(follow, 30000);
     };
     addEventListener("pagehide", () => source.close(), { once: true });
   }

@@ -9,7 +9,7 @@ from gateway.errors import Conflict, RecordNotFound
 from gateway.records.database import Database
 from gateway.records.pieces import in_pieces
 from gateway.records.tenants.list import TenantFilter, TenantLists
-from gateway.records.tenants.tenants import Tenant, change_tenant
+from gateway.records.tenants.tenants import Tenant, change_tenant, plan_terms
 
 # Maximum tenants per transaction, because other changes of these tenants wait for its end.
 AT_ONCE = 50
@@ -52,7 +52,7 @@ class TenantBulk:
         self._lists = lists
 
     async def plan(self, which: TenantFilter, change: BulkChange) -> list[Planned]:
-        """Return the tenants that would change, in the order of their names."""
+        """Return the tenants that would change, in the order of their names. Raises BadRequest for an unknown plan."""
         planned = await in_pieces(await self._changing(which, change), lambda each: _planned(*each))
         return sorted(planned, key=lambda each: each.tenant)
 
@@ -82,7 +82,12 @@ class TenantBulk:
         return sorted(changed)
 
     async def _changing(self, which: TenantFilter, change: BulkChange) -> list[tuple[Tenant, dict[str, Any]]]:
-        """Return the matching tenants that would change, in the order of their ids, with their changes."""
+        """Return the matching tenants that would change, in the order of their ids, with their changes.
+
+        Raises BadRequest for an unknown plan.
+        """
+        async with self._database.read() as connection:
+            await plan_terms(connection, change.fields.get("plan"), required=True)
         found = await in_pieces(await self._lists.all(which), lambda tenant: (tenant, change.of(tenant)))
         return [(tenant, changes) for tenant, changes in found if changes]
 

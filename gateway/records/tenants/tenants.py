@@ -215,10 +215,12 @@ async def _record(
     await record_change(connection, actor, "tenant.update", after.name, changed, before=earlier, tenant=after.name)
 
 
-async def plan_terms(connection: AsyncConnection, name: str | None, *, lock: bool = False) -> Terms:
+async def plan_terms(
+    connection: AsyncConnection, name: str | None, *, lock: bool = False, required: bool = False
+) -> Terms:
     """Return the terms of a plan; None has none. lock: keep the plan as it is until the transaction ends.
 
-    Raises BadRequest (param "plan") if there is no such plan.
+    Raises BadRequest (param "plan") if there is no such plan and it is locked or required.
     """
     if name is None:
         return NO_TERMS
@@ -227,7 +229,7 @@ async def plan_terms(connection: AsyncConnection, name: str | None, *, lock: boo
     # Databases refuse a NUL in a text.
     if TENANT_NAME.fullmatch(name):
         stored = (await connection.execute(query.with_for_update(read=True) if lock else query)).scalar_one_or_none()
-    if stored is None and lock:
+    if stored is None and (lock or required):
         raise BadRequest(f"plan: there is no plan '{name}'.", param="plan", code="unknown_plan")
     return read_terms(stored)
 

@@ -256,6 +256,21 @@ def test_no_open_redirect(given: str | None):
     assert safe_next(given, "/admin") == "/admin/"
 
 
+async def test_a_form_without_a_session_leads_back_to_its_page(gateway: Gateway):
+    for page, then in (
+        ("/admin/tenants/acme/edit", "/admin/tenants/acme/edit"),
+        ("/admin/tenants?q=a", "/admin/tenants%3Fq%3Da"),
+        ("//evil.example/admin/", None),
+        ("/admin/login", None),
+    ):
+        for headers in ({"Referer": gateway.url + page}, {"HX-Request": "true", "HX-Current-URL": gateway.url + page}):
+            got = await gateway.nobody.call(
+                "POST", "/admin/tenants/acme/edit", data={"weight": "2"}, headers=headers, allow_redirects=False
+            )
+            place = got.headers.get("Location") or got.headers["HX-Redirect"]
+            assert place == ("/admin/login" if then is None else f"/admin/login?next={then}"), headers
+
+
 async def test_malformed_addresses_lead_to_the_log_in_page(gateway: Gateway):
     given = {"HX-Request": "true", "HX-Current-URL": "http://["}
     got = await gateway.nobody.get("/admin/tenants", headers=given, allow_redirects=False)

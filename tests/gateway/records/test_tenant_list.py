@@ -187,3 +187,6 @@ async def test_the_routes(gateway: Gateway):
     ):
         assert (await gateway.admin.post(path, wrong)).status == 400, wrong
     assert (await acme.post(path, body)).status == 403
+    for which in ({}, {"tag": "nobody's"}):
+        refused = await gateway.admin.post(f"{path}?dry_run=true", {"filter": which, "plan": "nope"})
+        assert (refused.status, refused.error["code"], refused.error["param"]) == (400, "unknown_plan", "plan")

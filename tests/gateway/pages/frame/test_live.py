@@ -1,6 +1,7 @@
 """Live updates: the strip is sent when it changes, streams are limited, and end with their session."""
 
 import asyncio
+import re
 from typing import Any
 
 from gateway.pages.frame import live
@@ -36,7 +37,17 @@ async def test_a_stream_ends_with_its_session(gateway, monkeypatch):
             await read_until(response, b"event: tick")
             [session] = (await gateway.admin.get("/admin/api/sessions")).json["data"]
             assert (await gateway.admin.call("DELETE", f"/admin/api/sessions/{session['id']}")).status in (200, 204)
-            await read_until(response, b"event: end")
+            await read_until(response, b"event: end\ndata: session\n")
+
+
+async def test_a_page_can_say_that_its_session_has_ended(gateway):
+    async with gateway.browser() as browser:
+        page = (await browser.get("/admin/tenants?q=a&sort=-name")).body.decode()
+        [note] = re.findall(r'<div [^>]*id="session-ended"[^>]* hidden>.*?</div></div>', page)
+        [link] = re.findall(r'href="([^"]+)"', note)
+        assert link == "/admin/login?next=/admin/tenants%3Fq%3Da%26sort%3D-name"
+        assert b'value="/admin/tenants?q=a&amp;sort=-name"' in (await gateway.nobody.get(link)).body
+        assert b"session-ended" not in (await gateway.nobody.get("/admin/login")).body
 
 
 async def test_a_session_has_a_limited_number_of_streams(gateway, monkeypatch):

@@ -23,3 +23,21 @@ async def test_texts_lead_to_their_pages(gateway):
         assert several.body.count(b'href="/admin/tenants/acme') == 2
         nothing = await operator.get("/admin/search?q=%25")
         assert b"Nothing matches" in nothing.body
+
+
+async def test_every_name_that_is_accepted_is_found(gateway):
+    """Emoji have format characters; those that reverse the text around them are refused in names."""
+    family = "\U0001f468\u200d\U0001f469\u200d\U0001f467 \u2764\ufe0f \U0001fae9"
+    await gateway.tenant("acme", display_name=f"Acme {family}")
+    for path in ("/admin/api/tenants", "/admin/api/search"):
+        found = await gateway.admin.get(path, params={"q": family})
+        assert found.status == 200, path
+        assert b'"acme"' in found.body, path
+    async with gateway.browser() as operator:
+        assert b"/admin/tenants/acme" in (await operator.get("/admin/tenants", params={"q": family})).body
+        found = await operator.get("/admin/search", params={"q": family})
+        assert (found.status, found.headers["Location"]) == (303, "/admin/tenants/acme")
+    for mark in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069\0\n\u2028":
+        refused = await gateway.admin.post("/admin/api/tenants", {"name": "odd", "display_name": f"a{mark}b"})
+        assert (refused.status, refused.error["param"]) == (400, "display_name"), repr(mark)
+        assert (await gateway.admin.get("/admin/api/tenants", params={"q": f"a{mark}b"})).status == 400
