@@ -71,7 +71,7 @@ class Needs:
         self._records = records
         self._ledger = ledger
         self._money = money
-        self._concerns = Concerns([], [], [], [])
+        self._concerns = Concerns([], [], [], [], [])
         self._read_at = 0.0
 
     async def entries(self, status: Status, *, may_bill: bool = True) -> list[Entry]:
@@ -146,4 +146,9 @@ class Needs:
             )
             where = {"tenant": version.tenant, "q": version.name}
             found.append(Entry("warn", text, ("Read the report", f"/admin/adapters?{urlencode(where)}")))
+        for target in self._concerns.targets:
+            of = f" of {target.tenant}" if target.tenant else ""
+            tries = f"{target.failures:,} attempts failed, the last with: {target.error.rstrip('.')}"
+            text = f"Events do not reach the target {target.name}{of}: {tries}."
+            found.append(Entry("warn", text, ("Show the target", f"/admin/alerts/{target.name}")))
         return found

@@ -1,4 +1,6 @@
-"""Records that need an operator: budgets nearly spent, refusals by limits, keys about to expire, rejected adapters."""
+"""Records that need an operator: budgets nearly spent, refusals by limits, keys about to expire, rejected adapters, and
+targets of events that fail.
+"""
 
 from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
@@ -7,6 +9,7 @@ from sqlalchemy import select
 
 from gateway.records.adapters.rows import State
 from gateway.records.database import Database
+from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey, expiring_keys
 from gateway.records.requests.refusal_report import RefusalReport, Refused
 from gateway.records.tables import adapter_versions, adapters, tenants
@@ -15,6 +18,8 @@ from gateway.records.tenants.list import TenantLists
 BUDGET_PART = 0.8
 EXPIRY, REJECTION, REFUSAL = timedelta(days=7), timedelta(days=1), timedelta(hours=1)
 MAX_EACH = 6
+# Failed attempts in a row, 20 s apart in all, from which a target of events fails.
+FAILURES = 3
 
 
 class Budget(NamedTuple):
@@ -35,6 +40,15 @@ class RejectedVersion(NamedTuple):
     at: datetime
 
 
+class FailingTarget(NamedTuple):
+    """Target of events whose last attempts failed. tenant: the owner of its events; None: all events."""
+
+    name: str
+    tenant: str | None
+    failures: int
+    error: str
+
+
 class Concerns(NamedTuple):
     """Records of all kinds, at most MAX_EACH of each, the most urgent first. refused: in the last REFUSAL."""
 
@@ -42,6 +56,7 @@ class Concerns(NamedTuple):
     keys: list[ExpiringKey]
     rejected: list[RejectedVersion]
     refused: list[Refused]
+    targets: list[FailingTarget]
 
 
 class Attention:
@@ -60,7 +75,20 @@ class Attention:
         ]
         keys = await expiring_keys(self._database, now, now + EXPIRY, MAX_EACH)
         refused = await self._refusals.by_limit(now - REFUSAL, now)
-        return Concerns(budgets, keys, await self._rejected(now), refused[:MAX_EACH])
+        return Concerns(budgets, keys, await self._rejected(now), refused[:MAX_EACH], await self._failing())
+
+    async def _failing(self) -> list[FailingTarget]:
+        """Return the targets that fail repeatedly, the operators' own first."""
+        query = (
+            select(webhooks.c.name, tenants.c.name.label("tenant"), webhooks.c.failures, webhooks.c.error)
+            .outerjoin(tenants, tenants.c.id == webhooks.c.tenant_id)
+            .where(webhooks.c.failures >= FAILURES)
+            .order_by(webhooks.c.tenant_id.is_not(None), webhooks.c.failures.desc(), webhooks.c.name)
+            .limit(MAX_EACH)
+        )
+        async with self._database.read() as connection:
+            rows = await connection.execute(query)
+            return [FailingTarget(row.name, row.tenant, row.failures, row.error or "unknown") for row in rows]
 
     async def _rejected(self, now: datetime) -> list[RejectedVersion]:
         rejected: State = "rejected"

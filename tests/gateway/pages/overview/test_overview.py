@@ -3,14 +3,18 @@
 import html
 import re
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 
 import pytest
+from sqlalchemy import update
 
 from gateway.api.health import State
 from gateway.fleet.health import Health as EngineHealth
 from gateway.pages.frame.strip import TITLES
 from gateway.pages.overview import attention
-from gateway.records.events.attention import Budget, Concerns, RejectedVersion
+from gateway.records.database import Database
+from gateway.records.events.attention import Budget, Concerns, FailingTarget, RejectedVersion
+from gateway.records.events.tables import webhooks
 from gateway.records.keys.expiring import ExpiringKey
 from gateway.records.requests.refusal_report import Refused
 from testing.gateway.running import Browser, Gateway, until
@@ -61,6 +65,7 @@ class Records:
             keys=keys,
             rejected=[RejectedVersion("acme", "pirate", 2, at)],
             refused=[Refused("requests_per_minute", 3, ["acme"])],
+            targets=[FailingTarget("pager", None, 5, "answered 500")],
         )
 
 
@@ -70,10 +75,11 @@ async def test_every_entry_links_to_a_page_that_helps(world: World, gateway: Gat
     world.gate.waiting, world.gate.longest_wait = 9, 60.0
     needs = attention.Needs(Records(), Away(), str)  # type: ignore[arg-type]
     entries = await needs.entries(world.strip.read())
-    # Parts, engine, queue, two of the ledger, budget, limit, two keys, version.
-    assert len(entries) == len(TITLES) + 1 + 9
+    # Parts, engine, queue, two of the ledger, budget, limit, two keys, version, target.
+    assert len(entries) == len(TITLES) + 1 + 10
     async with gateway.browser() as browser:
         await gateway.tenant("acme")
+        await gateway.admin.call("PUT", "/admin/api/webhooks/pager", json={"url": "https://pager.example/in"})
         for entry in entries:
             assert entry.act is not None, entry
             title, url = entry.act
@@ -105,3 +111,28 @@ async def test_refusals_of_the_last_hour_need_attention(gateway: Gateway, monkey
         assert entry["act"] == {"title": "Why 429", "url": "/admin/refusals?period=1h&limit_name=requests_per_minute"}
         assert "3 requests were refused" not in (page := await words(browser, entry["act"]["url"]))
         assert "2 requests were refused by the limit requests per minute" in page
+
+
+async def test_a_target_that_fails_needs_attention(gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(attention, "FRESH_SECONDS", 0.0)
+    await gateway.tenant("acme")
+    database = Database(f"sqlite:///{tmp_path}/gateway.db")
+    for name, tenant, failures in (("acmes", "acme", 9), ("once", None, 1), ("pager", None, 5)):
+        body = {"url": "https://pager.example/secret-path", "tenant": tenant}
+        assert (await gateway.admin.call("PUT", f"/admin/api/webhooks/{name}", json=body)).status == 201
+        async with database.write() as connection:
+            values = {"failures": failures, "error": "the target answered 500"}
+            await connection.execute(update(webhooks).where(webhooks.c.name == name).values(**values))
+    await database.close()
+    answer = await gateway.admin.get("/admin/api/attention")
+    assert [(need["text"], need["act"]["url"]) for need in answer.json["data"]] == [
+        (
+            "Events do not reach the target pager: 5 attempts failed, the last with: the target answered 500.",
+            "/admin/alerts/pager",
+        ),
+        (
+            "Events do not reach the target acmes of acme: 9 attempts failed, the last with: the target answered 500.",
+            "/admin/alerts/acmes",
+        ),
+    ]
+    assert b"secret-path" not in answer.body
