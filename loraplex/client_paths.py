@@ -2,6 +2,8 @@
 
 from urllib.parse import quote
 
+import click
+
 from wire.model_names import Reference
 
 
@@ -15,6 +17,9 @@ def engine_query(url: str | None) -> dict[str, str]:
 
 
 def named_path(collection: str, name: str) -> str:
+    """Return the path of an entry of a collection. Raises UsageError for an empty name, which would be another path."""
+    if not name:
+        raise click.UsageError(f"expected a name among the {collection.rsplit('/', 1)[-1]}, got an empty text")
     return f"{collection}/{quote(name, safe='')}"
 
 

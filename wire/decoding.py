@@ -92,7 +92,7 @@ def _explain(error: str, kind: type, body: bytes) -> BadRequest:
         kinds = [TYPE_WORDS.get(kind, kind) for kind in expected[1].split(" | ") if kind != "null"]
         what = f"expected {' or '.join(kinds)}, got {TYPE_WORDS.get(expected[2], expected[2])}"
     elif what.startswith("Invalid enum value"):
-        what = f"{what[0].lower()}{what[1:120]}{_choices(_types_at(kind, path))}"
+        what = f"{what[0].lower()}{what[1:120]}{choices(kind, path)}"
     elif pattern := re.fullmatch(r"Expected `str` matching regex '(.*?)(\(\?!.*\))?'", what):
         what = f"expected a string that matches {pattern[1]}"
     return BadRequest(param or None, f"{param or 'the body'}: {what[0].lower()}{what[1:]}")
@@ -116,8 +116,9 @@ def _out_of_range(param: str, limit: re.Match[str], types: list[msgspec.inspect.
     return f"{param}: expected {TYPE_WORDS[name]} {BOUND_WORDS[sign]} {bound}"
 
 
-def _choices(types: list[msgspec.inspect.Type]) -> str:
-    literals = [part for part in types if isinstance(part, msgspec.inspect.LiteralType)]
+def choices(kind: type, path: str) -> str:
+    """Return the end of a message with the values that are allowed at a path, see `_types_at`; "" if they are many."""
+    literals = [part for part in _types_at(kind, path) if isinstance(part, msgspec.inspect.LiteralType)]
     return f"; expected one of {', '.join(map(str, literals[0].values))}" if literals else ""
 
 

@@ -37,10 +37,13 @@ def may(role: Role, least: Role) -> bool:
     return False
 
 
-def check_role(role: Role, least: Role) -> None:
-    """Raise Forbidden, which names the needed role, if `role` does not include `least`."""
+def check_role(role: Role, least: Role, beyond: str = "") -> None:
+    """Raise Forbidden, which names the needed role, if `role` does not include `least`.
+
+    beyond: words about changes on the same route that need another role.
+    """
     if not may(role, least):
-        raise Forbidden(f"This needs the role '{least}'; yours is '{role}'.", code="role_needed")
+        raise Forbidden(f"This needs the role '{least}'{beyond}; yours is '{role}'.", code="role_needed")
 
 
 def admin_role(scopes: Set[str]) -> AdminRole | None:

@@ -32,16 +32,16 @@ class Guards:
         self._pages = pages
         self._rounds = Rounds()
 
-    def guarded(self, handler: Handler, scope: Scope, role: Role) -> Handler:
+    def guarded(self, handler: Handler, scope: Scope, role: Role, beyond: str = "") -> Handler:
         """Return a handler that calls `handler` for callers with the scope and at least the role.
 
-        role: counts on admin routes and pages. Raises InvalidKey, Forbidden or Unavailable.
+        role: counts on admin routes and pages. beyond: as in `check_role`. Raises InvalidKey, Forbidden or Unavailable.
         """
         auth, pages, rounds = self._auth, self._pages, self._rounds
 
         async def for_admin(request: web.Request) -> web.StreamResponse:
             admin = await auth.admin(request.headers.get("Authorization"))
-            check_role(admin.role, role)
+            check_role(admin.role, role, beyond)
             request[ACTOR], request[ROLE] = admin.key_id, admin.role
             return await handler(request)
 

@@ -330,7 +330,7 @@ def add_routes(app: web.Application, objects: Mapping[type, Any], guards: Guards
             for route in routes:
                 handler = route.handler.__get__(objects[kind])
                 if route.scope is not None:
-                    handler = guards.guarded(handler, route.scope, route.least_role)
+                    handler = guards.guarded(handler, route.scope, route.least_role, route.beyond)
                 if route.method == "GET":
                     # `add_get` also answers HEAD.
                     app.router.add_get(route.path, handler)

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 import click
 
 from engine.speculative_config import SpeculativeConfig
+from loraplex.commands.values import Number, bounds_words
 from wire.errors import ConfigError
 from wire.options import ByDevice, Option, options, value_types
 
@@ -91,17 +92,7 @@ class WholeNumber(click.IntRange):
         try:
             return super().convert(value, param, ctx)
         except click.BadParameter:
-            self.fail(f"expected a whole number {_bounds_words(self)}; got {value}", param, ctx)
-
-
-class Number(click.FloatRange):
-    """Number within bounds. Its error says in words which numbers are valid."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        try:
-            return super().convert(value, param, ctx)
-        except click.BadParameter:
-            self.fail(f"expected a number {_bounds_words(self)}; got {value}", param, ctx)
+            self.fail(f"expected a whole number {bounds_words(self)}; got {value}", param, ctx)
 
 
 def options_of(*configs: type) -> Callable[[C], C]:
@@ -161,16 +152,6 @@ def _click_type(option: Option, kind: Any) -> Any:
             bounds |= {"min": option.above, "min_open": True}
         return WholeNumber(**bounds) if kind is int else Number(**bounds)
     return kind
-
-
-def _bounds_words(bounds: click.IntRange | click.FloatRange) -> str:
-    """Return bounds in words, such as `from 1 to 64`, `of at least 1`, or `above 0 and at most 1`."""
-    least, most = bounds.min, bounds.max
-    if bounds.min_open:
-        return f"above {least:,}" + (f" and at most {most:,}" if most is not None else "")
-    if least is not None and most is not None:
-        return f"from {least:,} to {most:,}"
-    return f"of at least {least:,}" if most is None else f"of at most {most:,}"
 
 
 def _size(number: int) -> str:

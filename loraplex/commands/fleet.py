@@ -31,7 +31,11 @@ def residency(as_json: bool, gateway: Gateway, **query: Any) -> None:
         print_json(found)
         return
     rows = [_resident(row, url, place) for row in found["data"] for url, place in sorted(row["places"].items())]
-    print_table(rows, RESIDENT_COLUMNS)
+    if rows:
+        print_table(rows, RESIDENT_COLUMNS)
+    else:
+        matching = f" that matches {query['q']!r}" if query["q"] else ""
+        click.echo(f"no engine holds an adapter{matching}")
     if found["names_missing"] is not None:
         click.echo(f"adapters have no names now: {found['names_missing']}", err=True)
     if found["has_more"]:

@@ -15,6 +15,7 @@ import click
 from loraplex.commands.common import Gateway, admin_options, examples
 from loraplex.commands.engines import engine_state
 from loraplex.commands.output import json_option, moment, print_json, table_lines
+from loraplex.commands.values import Number
 
 if TYPE_CHECKING:
     from loraplex.client import GatewayClient
@@ -56,9 +57,7 @@ def _print_status(url: str, found: dict[str, Any]) -> None:
 
 @click.command(epilog=examples("loraplex top", "loraplex top --interval 5", "loraplex top --once"))
 @click.option("--once", is_flag=True, help="Print one frame and end.")
-@click.option(
-    "--interval", type=click.FloatRange(0.5, 60), default=2.0, show_default=True, help="Seconds between two frames."
-)
+@click.option("--interval", type=Number(0.5, 60), default=2.0, show_default=True, help="Seconds between two frames.")
 @click.option("--rows", type=click.IntRange(1, 1000), default=20, show_default=True, help="Maximum tenants in a frame.")
 @admin_options
 def top(once: bool, interval: float, rows: int, gateway: Gateway) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from loraplex.commands.common import check_url, examples, is_gateway_of, one_line, whose
+from loraplex.commands.values import Number
 from loraplex.up.datadir import DATA_DIR, DataDirError, read_json
 from wire.errors import BadRequest
 from wire.mixtures import is_mixture, parse_terms
@@ -30,7 +31,7 @@ from wire.model_names import parse_reference
     "--temperature",
     default=0.0,
     show_default=True,
-    type=click.FloatRange(0, 2),
+    type=Number(0, 2),
     help="Sampling temperature; 0 is greedy.",
 )
 @click.option(

@@ -1,5 +1,6 @@
 """Reader of the file of `loraplex tenant apply`: YAML with plans and tenants, each mistake with its line."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -86,6 +87,9 @@ def _read_value(name: str, node: yaml.Node) -> Any:
     if name in BUDGETS:
         return _money(node, Money())
     value = yaml.SafeLoader("").construct_object(node, deep=True)
+    for each in value if isinstance(value, list) else [value]:
+        if isinstance(each, float) and not math.isfinite(each):
+            raise FileError(f"line {node.start_mark.line + 1}: {name}: expected a finite number, got {each}")
     return sorted(value) if name in LISTS and isinstance(value, list) else value
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from loraplex.commands.output import BUDGETS, limits_text, moment, print_table
-from loraplex.commands.values import NO_LIMIT, Money, SecondsOrNone, Shares, Words
+from loraplex.commands.values import NO_LIMIT, Money, Number, SecondsOrNone, Shares, Words
 from wire.money import exact_money
 
 ALL = "all"
@@ -68,7 +68,9 @@ def term_options(command: Callable[..., Any]) -> Callable[..., Any]:
             type=SecondsOrNone(),
             help="Wanted time to first token in seconds, or 'none'; the engines' metrics count the answers within it.",
         ),
-        click.option("--weight", type=float, help="Share of a busy engine, relative to other tenants' weights."),
+        click.option(
+            "--weight", type=Number(0.01, 1000), help="Share of a busy engine, relative to other tenants' weights."
+        ),
     ):
         command = option(command)
     return command

@@ -1,5 +1,6 @@
 """Values of the operators' commands: limits, money, times and durations as people write them."""
 
+import math
 import re
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal, DecimalException
@@ -14,6 +15,37 @@ NO_LIMIT = "none"
 MAX_MICRO_UNITS = 10**15
 FACTORS = {"": 1, "k": 1000, "M": 10**6, "G": 10**9}
 UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
+
+
+def finite(text: str) -> float:
+    """Return a number. Raises ValueError, also for `nan` and `inf`, which JSON does not have."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is not a finite number")
+    return number
+
+
+class Number(click.FloatRange):
+    """Number within bounds, finite. Its error says in words which numbers are valid."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            number = super().convert(value, param, ctx)
+        except click.BadParameter:
+            number = math.nan
+        if not math.isfinite(number):
+            self.fail(f"expected a number {bounds_words(self)}; got {value}", param, ctx)
+        return number
+
+
+def bounds_words(bounds: click.IntRange | click.FloatRange) -> str:
+    """Return bounds in words, such as `from 1 to 64`, `of at least 1`, or `above 0 and at most 1`."""
+    least, most = bounds.min, bounds.max
+    if bounds.min_open:
+        return f"above {least:,}" + (f" and at most {most:,}" if most is not None else "")
+    if least is not None and most is not None:
+        return f"from {least:,} to {most:,}"
+    return f"of at least {least:,}" if most is None else f"of at most {most:,}"
 
 
 class Limit(click.ParamType):
@@ -42,7 +74,7 @@ class SecondsOrNone(click.ParamType):
         if value == NO_LIMIT:
             return NO_LIMIT
         try:
-            return float(value)
+            return finite(value)
         except ValueError:
             self.fail(f"{value!r} is not a number of seconds, nor 'none'", param, ctx)
 
@@ -56,7 +88,7 @@ class Shares(click.ParamType):
         if isinstance(value, list):
             return value
         try:
-            return [] if value == NO_LIMIT else [float(word) for word in value.split(",")]
+            return [] if value == NO_LIMIT else [finite(word) for word in value.split(",")]
         except ValueError:
             self.fail(f"{value!r} is not a list like 0.8,1, nor 'none'", param, ctx)
 

@@ -165,6 +165,8 @@ async def test_shares_places_and_histories(
     await until(has_share)
     upstream.resident = [f"sha256:{'d' * 64}"]
 
+    assert (await run("residency", "--search", "pirate")).stdout == "no engine holds an adapter that matches 'pirate'\n"
+
     async def is_resident() -> bool:
         rows = cells((await run("residency")).stdout)
         return [(row["ENGINE"], row["PLACE"]) for row in rows] == [(upstream.url, "device")]

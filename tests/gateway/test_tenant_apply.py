@@ -92,6 +92,7 @@ async def test_a_file_is_applied_once_and_its_differences_are_shown(run: Run, tm
         ("tenants:\n  acme:\n  acme:\n", "line 3: 'acme' stands twice in tenants"),
         ("tenants:\n  acme: 5\n", "line 2: expected a mapping in tenants.acme"),
         ("tenants:\n  acme: {budget_per_month: 1.2.3}\n", "line 2: '1.2.3' is not an amount"),
+        ("tenants:\n  acme:\n    weight: .nan\n", "line 3: weight: expected a finite number, got nan"),
         ("tenants: {a: [}\n", "line 1: not YAML"),
         ("tenants:\n  acme:\n    weight: heavy\n", "line 2: tenant acme: weight: expected"),
     ],

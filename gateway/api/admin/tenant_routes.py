@@ -79,6 +79,7 @@ TENANT_ROUTES: Mapping[type, tuple[Route, ...]] = {
             AdminTenants.update,
             "Change a tenant.",
             role="billing",
+            beyond=" for budgets, and 'operator' for every other field",
             query=FORCE,
             request=TenantChanges,
             response=ShownTenant,

@@ -14,8 +14,9 @@ from aiohttp import web
 from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
 from gateway.api.requests.pieces import COST, Pieces
 from gateway.errors import BadRequest, TooSlow
+from gateway.quota.kinds import BUDGET_NAMES
 from wire import http_body
-from wire.decoding import BOUND_WORDS, TYPE_WORDS, UNITS
+from wire.decoding import BOUND_WORDS, TYPE_WORDS, UNITS, choices
 
 T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
@@ -27,6 +28,9 @@ STEP_BYTES = 2**16
 # Time limit for reading a body, in seconds.
 BODY_TIMEOUT = web.AppKey("body_timeout", float)
 _BODY = web.RequestKey("body", bytes)
+
+# Fields of money: budgets, and the parts of a price.
+AMOUNTS = frozenset((*BUDGET_NAMES, "input", "output", "cached"))
 
 # Longest text of a filter; all stored values are shorter.
 MAX_TEXT = 256
@@ -95,7 +99,7 @@ async def read_body(request: web.Request, kind: type[T], owner: str = OPERATOR) 
     try:
         body = msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from error
+        raise _explain(str(error), kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise BadRequest("The body is not valid JSON.") from error
     _check_texts(msgspec.to_builtins(body), "")
@@ -107,7 +111,7 @@ def read_fields(given: Any, kind: type[T]) -> T:
     try:
         body = msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from error
+        raise _explain(str(error), kind) from error
     _check_texts(msgspec.to_builtins(body), "")
     return body
 
@@ -228,7 +232,7 @@ def encoded(entry: T) -> T:
     return cast(T, msgspec.Raw(msgspec.json.encode(entry)))
 
 
-def _explain(message: str) -> BadRequest:
+def _explain(message: str, body: type) -> BadRequest:
     """Return msgspec's "Expected `int`, got `str` - at `$.weight`" as an error in JSON's terms, the field as param."""
     what, _, at = message.partition(" - at `")
     param = at.removeprefix("key` in `").rstrip("`").lstrip("$.") or None
@@ -243,6 +247,10 @@ def _explain(message: str) -> BadRequest:
     elif types := re.fullmatch(r"Expected `([^`]+)`, got `([^`]+)`", what):
         wanted = " or ".join(TYPE_WORDS.get(kind, kind) for kind in types[1].split(" | "))
         what = f"expected {wanted}, got {TYPE_WORDS.get(types[2], types[2])}"
+        if (param or "").split(".")[-1] in AMOUNTS:
+            what += "; amounts are in micro-units of the currency: 12.50 is 12500000"
+    elif what.startswith("Invalid enum value"):
+        what += choices(body, param or "")
     return BadRequest(f"{param or 'the body'}: {what.replace('`', chr(39))}.", param=param)
 
 

@@ -144,3 +144,24 @@ async def test_admin_keys_do_what_their_role_allows(gateway: Gateway):
     rotated = await operator.post(f"/admin/api/keys/{key_id(viewer)}/rotate")
     assert (rotated.status, rotated.json["role"]) == (201, "viewer")
     assert (await operator.post("/admin/api/keys", {"role": "root"})).status == 400
+
+
+async def test_errors_name_the_role_that_suffices_and_the_values_that_fit(gateway: Gateway):
+    await gateway.tenant("acme")
+    for role in ("viewer", "billing"):
+        client = gateway.client((await gateway.admin.post("/admin/api/keys", {"role": role})).json["key"])
+        refused = await client.call("PATCH", "/admin/api/tenants/acme", json={"priority": 3})
+        assert (refused.status, "'operator'" in refused.error["message"]) == (403, True), refused.error
+    refused = await gateway.admin.post("/admin/api/keys", {"role": "root"})
+    assert "expected one of" in refused.error["message"]
+    assert all(role in refused.error["message"] for role in ("viewer", "billing", "operator"))
+    for path, body in (
+        ("tenants/acme", {"budget_per_month": 12.5}),
+        ("tenants/acme", {"model_limits": {"base": {"budget_per_day": "12.50"}}}),
+    ):
+        refused = await gateway.admin.call("PATCH", f"/admin/api/{path}", json=body)
+        assert "micro-units of the currency: 12.50 is 12500000" in refused.error["message"], refused.error
+    refused = await gateway.admin.call("PUT", "/admin/api/prices/base", json={"input": 0.5, "output": 1})
+    assert "micro-units" in refused.error["message"]
+    refused = await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json={"requests_per_minute": 1.5})
+    assert "micro-units" not in refused.error["message"]
