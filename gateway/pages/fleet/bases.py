@@ -136,7 +136,7 @@ class BasePages:
             return self._form(request, base, present, {}, shown=shown_values(present))
         edit = merge(sent, present)
         form, errors = edit.fields, dict(edit.conflicts)
-        changed = {name: text for name, text in form.items() if name in present and text.strip() != present[name]}
+        changed = {name: form[name] for name, now in present.items() if form.get(name, now).strip() != now.strip()}
         given = read_form(_read_fields(changed, errors), BaseChanges, errors)
         if given is not None and not errors:
             if not changed:

@@ -62,7 +62,8 @@ async def edit_key(
 
 def _read_changes(form: MultiMapping[str], present: Mapping[str, str]) -> KeyChanges:
     """Return the fields of `templates/key_edit.html` that differ from the key's. Raises BadRequest."""
-    changed = {name: form.get(name, "").strip() for name in present if form.get(name, "").strip() != present[name]}
+    given = {name: form.get(name, "").strip() for name in present}
+    changed = {name: text for name, text in given.items() if text != present[name].strip()}
     fields: dict[str, Any] = {"label": changed.pop("label")} if "label" in changed else {}
     values, empty = _read_limits(changed)
     return read_fields(fields | values | {name: None for name in empty if name in changed}, KeyChanges)

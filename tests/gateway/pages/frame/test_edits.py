@@ -106,6 +106,17 @@ async def test_a_stale_form_of_a_key(gateway: Gateway, home: str):
     assert (key["label"], key["requests_per_minute"]) == ("mine", 3)
 
 
+async def test_an_untouched_label_keeps_its_outer_spaces(gateway: Gateway, browser: Browser):
+    await gateway.tenant("acme")
+    owner = "/admin/api/tenants/acme/keys"
+    made = (await gateway.admin.post(owner, {"label": " ci "})).json
+    path = f"/admin/keys/{made['id']}/edit"
+    sent = await send(browser, path, fields(await browser.get(path)) | {"requests_per_minute": "7"})
+    assert sent.status == 303
+    found = {key["id"]: key for key in (await gateway.admin.get(owner)).json["data"]}[made["id"]]
+    assert (found["label"], found["requests_per_minute"]) == (" ci ", 7)
+
+
 async def test_a_stale_form_of_a_target(gateway: Gateway, browser: Browser):
     path = "/admin/alerts/pager"
     body: dict[str, Any] = {"url": "https://pager.example/in", "types": ["engine.down"]}
