@@ -114,8 +114,9 @@ class ConsoleUsage(ConsolePages):
             found = await self._page(principal, own, span)
             steps = found if by == step else await self._page(principal, (step,), span)
             before = await self._page(principal, own if by in COMPARED else (), earlier)
+            lacks_usage = False
             if by == "end_user":
-                costs = await self._rank(principal, table, span, earlier)
+                costs, lacks_usage = await self._rank(principal, table, span, earlier)
             else:
                 fill(table, found.groups)
                 costs = {getattr(row, COMPARED[by]): row.cost for row in before.groups} if by in COMPARED else {}
@@ -131,13 +132,17 @@ class ConsoleUsage(ConsolePages):
             "is_new": lambda row: bool(row.cost) and before_of(row) == 0,
             "has_change": by in COMPARED,
             "is_partial": found.next is not None,
+            "lacks_usage": lacks_usage,
             "charts": _charts(steps.groups, step, self.console.currency),
         }
 
     async def _rank(
         self, principal: TenantPrincipal, table: Table, span: PagePeriod, earlier: PagePeriod
-    ) -> dict[str | None, int | None]:
-        """Read the end users of the table's page. Returns their costs in the period before. Raises BadRequest."""
+    ) -> tuple[dict[str | None, int | None], bool]:
+        """Read the end users of the table's page. Raises BadRequest.
+
+        Returns their costs in the period before, and whether retention has removed usage of the period.
+        """
         which = UsageFilter(tenant_id=principal.tenant.id, models=principal.allowed_models)
         part = Part(which=which, since=span.since, until=_end(span))
         order = "name" if table.sort == "end_user" else table.sort
@@ -147,7 +152,7 @@ class ConsoleUsage(ConsolePages):
         table.rows, table.total, table.has_more = page.groups, page.number, page.has_more
         before = Part(which=which, since=earlier.since, until=earlier.until)
         groups = await self._ranking.earlier(before, "end_user", page.groups, "cost")
-        return {group.end_user: group.before for group in groups}
+        return {group.end_user: group.before for group in groups}, page.lacks_usage
 
     async def _file(
         self, request: web.Request, principal: TenantPrincipal, by: str, span: PagePeriod

@@ -143,6 +143,7 @@ class UsagePages:
             "chart": _chart(curves, group_by, measure, step, self._currency),
             "step": step,
             "is_partial": ranking.is_partial,
+            "lacks_usage": ranking.lacks_usage,
             "measured": lambda group: getattr(group, measure),
             "change_of": lambda group: _change(getattr(group, measure), group.before),
             "period_title": TITLES.get(span.name, "Custom period"),

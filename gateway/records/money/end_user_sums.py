@@ -2,22 +2,31 @@
 whose end users may be the largest.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
 import msgspec
-from sqlalchemy import Select, case, select
+from sqlalchemy import BigInteger, Select, case, func, literal, literal_column, null, select, union_all
 
 from gateway.errors import BadRequest
 from gateway.records.activity.tables import ACTIVITY, ENGINE
 from gateway.records.database import Database
 from gateway.records.money.end_user_tables import usage_end_user_days
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.money.usage_rows import Moment, UsageFilter, can_sum_end_users, days_of, rows_of, whole_days
+from gateway.records.money.usage_rows import (
+    DAY,
+    HOUR,
+    Moment,
+    UsageFilter,
+    can_sum_end_users,
+    days_of,
+    rows_of,
+    whole_days,
+)
 from gateway.records.sums import int_sum
-from gateway.records.tables import usage_daily
+from gateway.records.tables import usage, usage_daily, usage_hourly
 
 # Maximum number of requests and sums by end user that a report of a tenant reads. The database takes a few
 # microseconds for each.
@@ -51,6 +60,18 @@ class Candidate(NamedTuple):
     size: int
 
 
+class Summed(NamedTuple):
+    """Days of a report whose sums by end user are to be read, as they are complete or no rows are left.
+
+    which: the filter, by the tenants' ids. lacks_usage: retention has removed usage of the period, so that end users
+    may be missing.
+    """
+
+    which: UsageFilter
+    days: frozenset[datetime]
+    lacks_usage: bool
+
+
 class EndUserSums:
     """Queries about the sums by end user. Raises Unavailable."""
 
@@ -58,27 +79,40 @@ class EndUserSums:
         self._database = database
         self._tenants = TenantSums(database)
 
-    async def summed(
-        self, group_by: Sequence[str], which: UsageFilter, since: Moment, until: Moment
-    ) -> tuple[UsageFilter, frozenset[datetime]]:
-        """Return the days of a report whose sums by end user are complete, and the filter by the tenants' ids.
+    async def summed(self, group_by: Sequence[str], which: UsageFilter, since: Moment, until: Moment) -> Summed:
+        """Return the days of a report whose sums by end user are to be read.
 
         Gateways of an earlier release write no such sums, and a day in which they served lacks some until it is
         rebuilt (gateway/billing/end_user_rebuild.py). Raises BadRequest like `rows_of`.
         """
         if not can_sum_end_users(group_by, which):
-            return which, frozenset()
+            lacks_usage = "end_user" in group_by and await self._lacks_rows(which, since, await self._oldest())
+            return Summed(which, frozenset(), lacks_usage)
         days = days_of(since, until)
         which = await self._by_id(which, days)
-        ids = _ids_of(which)
-        known = await self._known(days, ids)
-        own = usage_end_user_days.c
-        query = select(own.day, int_sum(own.requests)).where(own.day.in_(days))
-        if ids is not None:
-            query = query.where(own.tenant_id.in_(ids))
+        incomplete = await self._incomplete(days, _ids_of(which))
+        oldest = await self._oldest() if incomplete else None
+        lacks_usage = any(oldest is None or day <= oldest for day in incomplete)
+        lacks_usage = lacks_usage and await self._lacks_rows(which, since, oldest)
+        # A day that ended before the oldest row has none to read instead.
+        with_rows = {day for day in incomplete if oldest is not None and oldest < day + DAY}
+        return Summed(which, frozenset(days) - with_rows, lacks_usage)
+
+    async def _oldest(self) -> Moment:
+        """Return the time of the oldest usage row. Retention has removed those before it; None: all, or none exist."""
         async with self._database.read() as connection:
-            found: dict[datetime, int] = dict((await connection.execute(query.group_by(own.day))).all())
-        return which, frozenset(day for day in days if found.get(day, 0) == known.get(day, 0))
+            return (await connection.execute(select(func.min(usage.c.created_at)))).scalar_one()
+
+    async def _lacks_rows(self, which: UsageFilter, since: Moment, oldest: Moment) -> bool:
+        """Return whether a report's period has full hours with requests before the oldest row."""
+        if since is None:
+            return False
+        hour = usage_hourly.c["hour"]
+        query = which.narrow(select(usage_hourly)).where(hour >= since)
+        if oldest is not None:
+            query = query.where(hour <= oldest - HOUR)
+        async with self._database.read() as connection:
+            return (await connection.execute(query.limit(1))).first() is not None
 
     async def _by_id(self, which: UsageFilter, days: Sequence[datetime]) -> UsageFilter:
         """Return the filter with the ids of the tenants of its name, because the sums have an index by id only."""
@@ -90,39 +124,56 @@ class EndUserSums:
             ids = sorted((await connection.execute(query)).scalars())
         return msgspec.structs.replace(which, tenant_ids=ids)
 
-    async def _known(self, days: Sequence[datetime], ids: Sequence[str] | None) -> dict[datetime, int]:
-        """Return the requests of each day by sums that every release has written."""
+    async def _incomplete(self, days: Sequence[datetime], ids: Sequence[str] | None) -> set[datetime]:
+        """Return the days whose sums by end user lack requests, by sums that every release has written.
+
+        A single statement reads both, so that it sees a row that is being written in both or in neither.
+        """
+        own, zero = usage_end_user_days.c, literal_column("0", BigInteger)
+        summed = select(own.day.label("day"), zero.label("start"), int_sum(own.requests).label("more"))
+        summed = summed.where(own.day.in_(days)).group_by(own.day)
+        starts = {int(day.timestamp()): day for day in days}
+        known: Select[Any]
         if ids is None and await self._tenants.complete():
             # The sums for charts by engine are the fewest.
             table = ACTIVITY[86400]
-            starts = {int(day.timestamp()): day for day in days}
-            query: Select[Any] = select(table.c.start, int_sum(table.c.requests)).group_by(table.c.start)
-            async with self._database.read() as connection:
-                found = await connection.execute(query.where(table.c.kind == ENGINE, table.c.start.in_(starts)))
-                return {starts[start]: number for start, number in found}
-        day = usage_daily.c["day"]
-        query = select(day, int_sum(usage_daily.c.requests)).where(day.in_(days)).group_by(day)
+            known = select(null(), table.c.start, -int_sum(table.c.requests)).group_by(table.c.start)
+            known = known.where(table.c.kind == ENGINE, table.c.start.in_(starts))
+        else:
+            day = usage_daily.c["day"]
+            known = select(day, zero, -int_sum(usage_daily.c.requests)).where(day.in_(days)).group_by(day)
         if ids is not None:
-            query = query.where(usage_daily.c.tenant_id.in_(ids))
+            summed = summed.where(own.tenant_id.in_(ids))
+            known = known.where(usage_daily.c.tenant_id.in_(ids))
+        differences: Counter[datetime] = Counter()
         async with self._database.read() as connection:
-            return dict((await connection.execute(query)).all())
+            for day_start, start, more in await connection.execute(union_all(summed, known)):
+                differences[day_start or starts[start]] += more
+        return {each for each, difference in differences.items() if difference}
 
     async def reads(self, which: UsageFilter, since: Moment, until: Moment, summed: Collection[datetime]) -> Reads:
-        """Return how much a report reads. Filters by key and model do not reduce it."""
+        """Return how much a report reads. Filters by key and model do not reduce it.
+
+        Requests before the oldest row are in the sums, but have no rows to read.
+        """
         owners = UsageFilter(tenant_id=which.tenant_id, tenant=which.tenant, tenant_ids=which.tenant_ids)
-        complete = await self._tenants.complete()
-        rows = rows_of(self._database.dialect, (), owners, since, until, by_tenant=complete)
         days, own = whole_days(since, until, summed), usage_end_user_days.c
-        if rows is None:
-            return Reads(0, 0)
-        of_days = select(int_sum(own.requests), int_sum(own.end_users)).where(own.day.in_(days))
+        oldest, rows = await self._oldest(), None
+        if oldest is not None:
+            first = oldest.replace(hour=0, minute=0, second=0, microsecond=0)
+            start = first if first in days else oldest
+            since = start if since is None else max(since, start)
+            complete = await self._tenants.complete()
+            rows = rows_of(self._database.dialect, (), owners, since, until, by_tenant=complete)
+        number = literal(0) if rows is None else select(int_sum(rows.c.requests)).scalar_subquery()
+        of_days = int_sum(own.requests if since is None else case((own.day >= since, own.requests), else_=0))
+        query = select(number, of_days, int_sum(own.end_users)).where(own.day.in_(days))
         ids = _ids_of(which)
         if ids is not None:
-            of_days = of_days.where(own.tenant_id.in_(ids))
+            query = query.where(own.tenant_id.in_(ids))
         async with self._database.read() as connection:
-            number = (await connection.execute(select(int_sum(rows.c.requests)))).scalar_one()
-            requests, sums = (await connection.execute(of_days)).one()
-        return Reads(max(0, number - requests), sums)
+            requests, summed_requests, sums = (await connection.execute(query)).one()
+        return Reads(max(0, requests - summed_requests), sums)
 
     async def candidates(
         self, measures: Iterable[str], since: Moment, until: Moment, summed: Collection[datetime]

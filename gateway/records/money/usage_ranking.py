@@ -79,7 +79,8 @@ class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     """A page of groups. first: the first CURVES groups of the order; None if the query left them out. number: number of
     all groups; None if not all were counted. has_more: groups follow the page. is_partial: some tenants have too many
-    end users to be read, so that groups of theirs may be missing.
+    end users to be read, so that groups of theirs may be missing. lacks_usage: retention has removed usage by end user
+    of the period, so that groups may be missing or too small.
     """
 
     groups: list[RankedGroup]
@@ -87,6 +88,7 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     number: int | None
     has_more: bool = False
     is_partial: bool = False
+    lacks_usage: bool = False
 
 
 class Curves(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,12 +142,13 @@ class UsageRanking:
         window = _Window(group_by, order, descending, offset, limit)
         is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MOST_GROUPS
         first: Sequence[Any] | None = None
-        is_partial = False
+        is_partial = lacks_usage = False
         summed: Collection[datetime] = ()
         if is_long and group_by in ("model", "key") and await self._sums.complete():
             first = await self._first(part, window)
         if group_by == "end_user":
-            which, summed = await self._end_users.summed((group_by,), part.which, part.since, part.until)
+            found_days = await self._end_users.summed((group_by,), part.which, part.since, part.until)
+            which, summed, lacks_usage = found_days
             part = msgspec.structs.replace(part, which=which)
             if is_long and summed.issuperset(days_of(part.since, part.until)):
                 first, is_partial = await self._first_end_users(part, window, summed)
@@ -168,6 +171,7 @@ class UsageRanking:
             number=number,
             has_more=has_more,
             is_partial=is_partial,
+            lacks_usage=lacks_usage,
         )
 
     async def _found(self, part: Part, window: "_Window", summed: Collection[datetime] = ()) -> Sequence[Any]:
@@ -229,10 +233,10 @@ class UsageRanking:
     async def earlier(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure
     ) -> list[RankedGroup]:
-        """Return the groups with their measure in `part`, the period before."""
+        """Return the groups with their measure in `part`, the period before; None if some of its usage is removed."""
         if "tenant" not in KEYS[group_by] or not groups:
             return list(groups)
-        rows = await self._rows_of_groups(part.of_groups(groups), (group_by,))
+        rows = await self._rows_of_groups(part.of_groups(groups), (group_by,), must_be_whole=True)
         if rows is None:
             return list(groups)
         keys = [rows.c[name] for name in KEYS[group_by]]
@@ -292,13 +296,18 @@ class UsageRanking:
         async with self._database.read() as connection:
             return (await connection.execute(select(*keys, _measured(rows, measure)).group_by(*keys))).all()
 
-    async def _rows_of_groups(self, part: Part, group_by: Sequence[str]) -> Subquery | None:
-        """Return the rows of few groups; None without any, or if too many requests would be read."""
+    async def _rows_of_groups(
+        self, part: Part, group_by: Sequence[str], *, must_be_whole: bool = False
+    ) -> Subquery | None:
+        """Return the rows of few groups; None without any, or if too many requests would be read.
+
+        must_be_whole: return None also if retention has removed some.
+        """
         summed: Collection[datetime] = ()
         if "end_user" in group_by:
-            which, summed = await self._end_users.summed(group_by, part.which, part.since, part.until)
+            which, summed, lacks_usage = await self._end_users.summed(group_by, part.which, part.since, part.until)
             reads = await self._end_users.reads(which, part.since, part.until, summed)
-            if reads.requests > MOST_COMPARED:
+            if reads.requests > MOST_COMPARED or (must_be_whole and lacks_usage):
                 return None
         return await self._rows(part, group_by, summed)
 

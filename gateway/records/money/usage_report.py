@@ -96,7 +96,7 @@ class UsageReport:
         end users in a period that is too long or, with `tenant_id`, has too many requests.
         """
         which = UsageFilter(tenant_id=tenant_id, tenant=tenant, models=models)
-        which, summed = await self._end_users.summed(group_by, which, since, until)
+        which, summed, _ = await self._end_users.summed(group_by, which, since, until)
         if BY_ROWS & set(group_by) and tenant_id is not None and since is not None:
             (await self._end_users.reads(which, since, until, summed)).check()
         every = rows_of(self._database.dialect, group_by, which, since, until, summed=summed)
@@ -124,7 +124,7 @@ class UsageReport:
 
         A connection is in use until the last group. Raises BadRequest like `page`.
         """
-        which, summed = await self._end_users.summed(group_by, which, since, until)
+        which, summed, _ = await self._end_users.summed(group_by, which, since, until)
         every = rows_of(self._database.dialect, group_by, which, since, until, summed=summed)
         if every is None:
             return

@@ -1,7 +1,9 @@
 """Rankings by end user: exact over the whole period, and bounded whatever number of end users a tenant has."""
 
+import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -18,6 +20,7 @@ from gateway.records.money.end_user_sums import Candidate, read_largest
 from gateway.records.money.end_user_tables import usage_end_user_days
 from gateway.records.money.usage_ranking import Part, RankedGroup, UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
+from gateway.records.retention import Retention
 from gateway.records.tables import usage
 from testing.gateway.rows import row
 
@@ -151,6 +154,57 @@ async def test_a_day_without_all_sums_is_read_from_rows(database: Database):
             await connection.execute(update(usage).where(gone).values(cost=0))
     page = await UsageRanking(database).groups(WHOLE, "end_user", "cost", limit=100)
     assert shown(page.groups, "cost") == expected(WHOLE, "cost")
+
+
+async def test_requests_during_a_ranking_do_not_make_it_read_rows(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """The ledger commits a request of the present day after each read of the database."""
+    writer, number, read = UsageWriter(database), itertools.count(), Database.read
+    today = {"tenant_id": "t1", "tenant": "n1", "end_user": "shared", "created_at": NOW}
+    await writer.write([*rows(), *(row(f"today{i}", **today) for i in range(400))])
+
+    @asynccontextmanager
+    async def then_write(self: Database, **options: Any) -> AsyncIterator[Any]:
+        async with read(self, **options) as connection:
+            yield connection
+        await writer.write([row(f"new{next(number)}", **today)])
+
+    monkeypatch.setattr(Database, "read", then_write)
+    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 300)
+    for which in (UsageFilter(), UsageFilter(tenant="n1")):
+        page = await UsageRanking(database).groups(msgspec.structs.replace(WHOLE, which=which), "end_user", "requests")
+        assert (page.groups[0].end_user, page.lacks_usage) == ("shared", False)
+        assert page.groups[0].requests > 400
+    assert next(number) > 4
+
+
+@pytest.mark.parametrize("is_cut", [False, True], ids=["whole days", "a part of a day without sums"])
+async def test_removed_days_are_not_counted_but_noted(
+    database: Database, monkeypatch: pytest.MonkeyPatch, is_cut: bool
+):
+    """Retention has removed 300 requests of one day, and some of another whose sums an earlier release lacked."""
+    old = [row(f"old{i}", tenant_id="t1", tenant="n1", created_at=START + timedelta(days=1)) for i in range(300)]
+    await UsageWriter(database).write([*rows(), *old])
+    day = START + timedelta(days=5)
+    if is_cut:
+        async with database.write() as connection:
+            await connection.execute(delete(usage_end_user_days).where(usage_end_user_days.c.day == day))
+    moment = day + timedelta(hours=12)
+    await Retention(database).prune_usage(datetime.now(UTC) - moment)
+    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 290)
+    ranking = UsageRanking(database)
+    left = expected(msgspec.structs.replace(WHOLE, since=moment if is_cut else day), "cost")
+    for tenant_id in (None, "t1"):
+        which = UsageFilter(tenant_id=tenant_id)
+        page = await ranking.groups(msgspec.structs.replace(WHOLE, which=which), "end_user", "cost", limit=100)
+        assert shown(page.groups, "cost") == [each for each in left if tenant_id in (None, each[0])]
+        assert (page.lacks_usage, page.is_partial) == (True, False)
+        later = Part(which=which, since=day + timedelta(days=1), until=None)
+        assert not (await ranking.groups(later, "end_user", "cost")).lacks_usage
+        before = Part(which=which, since=START, until=day)
+        compared = await ranking.earlier(before, "end_user", page.groups, "cost")
+        assert {group.before for group in compared} == {None}
+    by_model = msgspec.structs.replace(WHOLE, which=UsageFilter(models=["base"]))
+    assert (await ranking.groups(by_model, "end_user", "cost")).lacks_usage
 
 
 @pytest.mark.parametrize("step", ["day", "hour"])

@@ -14,6 +14,7 @@ import pytest
 from gateway.billing.writer import UsageWriter
 from gateway.pages.console.help import fill_names, render
 from gateway.records.database import Database
+from gateway.records.retention import Retention
 from testing.gateway.rows import row
 from testing.gateway.running import Answer, Client, Gateway, until
 from tests.gateway.api.test_adapters import files, push
@@ -206,6 +207,21 @@ async def test_end_users_are_ranked_page_by_page(gateway: Gateway, tmp_path: Pat
         assert found == [f"user-{i:02}" for i in reversed(range(60))]
         named = text(await browser.get("/console/usage?period=24h&by=end_user&sort=end_user"))
         assert named.index("user-00") < named.index("user-01")
+
+
+async def test_removed_usage_is_noted_beside_end_users(gateway: Gateway, tmp_path: Path):
+    acme = await gateway.tenant("acme")
+    own = {"tenant_id": (await gateway.admin.get("/admin/api/tenants/acme")).json["id"], "end_user": "ann"}
+    database, now = Database(f"sqlite:///{tmp_path}/gateway.db"), datetime.now(UTC)
+    await UsageWriter(database).write(
+        [row("a", **own, created_at=now - timedelta(days=9)), row("b", **own, created_at=now)]
+    )
+    await Retention(database).prune_usage(timedelta(days=7))
+    await database.close()
+    async with gateway.browser(acme.key, "/console") as browser:
+        for by, is_noted in (("end_user", True), ("model", False)):
+            page = text(await browser.get(f"/console/usage?period=30d&by={by}"))
+            assert ("end users may be missing" in page) == is_noted
 
 
 @pytest.fixture

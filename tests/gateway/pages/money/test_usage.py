@@ -21,6 +21,7 @@ from gateway.records.database import Database
 from gateway.records.money import end_user_sums
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsageReport
+from gateway.records.retention import Retention
 from gateway.records.tables import usage
 from testing.gateway.rows import row
 from tests.gateway.pages.conftest import Reader, World
@@ -252,3 +253,14 @@ async def test_hostile_names_are_inert(reader: Reader, database: Database):
     _, text = await reader.get(f"/admin/usage/export?{MARCH}&format=csv&group_by=model,end_user")
     assert "'=1+1" in text
     assert "'@x" in text
+
+
+async def test_removed_usage_is_noted(reader: Reader, database: Database):
+    """Retention has removed the rows of the first day of two, and their sums by end user."""
+    later = NOON + timedelta(days=2)
+    used = (row("r1", end_user="gone", created_at=NOON), row("r2", end_user="left", created_at=later))
+    await fill(database, *used)
+    await Retention(database).prune_usage(datetime.now(UTC) - later + timedelta(hours=1))
+    for path, is_noted in ((f"{MARCH}&group_by=end_user", True), (f"{MARCH}&group_by=tenant", False)):
+        _, text = await reader.get(f"/admin/usage?{path}")
+        assert ("end users may be missing" in text) == is_noted
