@@ -67,14 +67,17 @@ class Retention:
 
     async def _remove_end_users(self, before: datetime) -> None:
         """Remove the sums by end user of the days that ended before a moment."""
-        days, sums = usage_end_user_days.c, usage_end_users.c
         first = before.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
-        async with self._database.read() as connection:
-            query = select(days.day).where(days.day < first).distinct()
-            found = list((await connection.execute(query)).scalars())
-        for day in found:
-            await self._remove(usage_end_users, sums.day == day)
-            await self._remove(usage_end_user_days, days.day == day)
+        # Without its numbers a day does not count as complete, so no report shows the rest of its sums as exact.
+        removed = await self._remove(usage_end_user_days, usage_end_user_days.c.day < first)
+        day = usage_end_users.c.day
+        # The sums are found by their own days, so that those left by a run that stopped are removed by the next one.
+        while removed < MAX_REMOVED:
+            async with self._database.read() as connection:
+                oldest = (await connection.execute(select(func.min(day)))).scalar_one()
+            if oldest is None or oldest >= first:
+                break
+            removed += await self._remove(usage_end_users, day == oldest)
 
     async def _remove(self, table: Table, *which: ColumnElement[bool]) -> int:
         keys = list(table.primary_key.columns)

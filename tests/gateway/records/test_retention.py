@@ -76,3 +76,20 @@ async def test_sums_by_end_user_are_removed_with_the_rows_of_their_days(database
         # A day of which only some rows are removed keeps its sums, so its report stays whole.
         page = await UsageReport(database).page(("end_user",), since=since, until=since + timedelta(days=1))
         assert page.total["requests"] == await count(database, usage_daily, usage_daily.c["day"] == since) > 0
+
+
+async def test_no_sum_by_end_user_is_left_by_removals_that_stop(database: Database, monkeypatch: Any):
+    """Each run removes at most ten rows of a table; a day of which sums are removed never counts as complete."""
+    monkeypatch.setattr(retention, "AT_ONCE", 5)
+    monkeypatch.setattr(retention, "MAX_REMOVED", 10)
+    today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
+    made = [row(f"r{i}", created_at=today - timedelta(days=i % 3), end_user=f"u{i}") for i in range(75)]
+    await UsageWriter(database).write(made)
+    first = today - timedelta(days=1)
+    for _ in range(20):
+        await Retention(database).prune_usage(datetime.now(UTC) - first)
+        async with database.read() as connection:
+            left = list((await connection.execute(select(usage_end_users.c.day))).scalars())
+            complete = set((await connection.execute(select(usage_end_user_days.c.day))).scalars())
+        assert all(left.count(day) == 25 for day in complete)
+    assert sorted(set(left)) == sorted(complete) == [first, today]
