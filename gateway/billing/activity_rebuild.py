@@ -40,6 +40,7 @@ from gateway.records.activity.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BOUNDS, STATUSES, activity_series
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import count_day
+from gateway.records.sums import int_sum
 from gateway.records.tables import UtcDateTime, usage, usage_daily, usage_hourly
 
 log = logging.getLogger(__name__)
@@ -57,8 +58,9 @@ class ActivityRebuild:
         self._database = database
         self._minutes_kept = minutes_kept
         self._end_users = EndUserRebuild(database)
-        # Past days that need no check: their sums are right, or retention has removed the rows to rebuild them from.
-        self._settled: set[datetime] = set()
+        # Requests of past days that need no check while that number stays: their sums are right, or retention has
+        # removed the rows to rebuild them from. A gateway of an earlier release may write rows of its journal late.
+        self._settled: dict[datetime, int] = {}
 
     async def run(self) -> int:
         """Rebuild the days that need it, the newest first. Returns their number."""
@@ -68,13 +70,20 @@ class ActivityRebuild:
         # Rows of the day before may still arrive from a gateway of an earlier release.
         rebuilt, yesterday = 0, datetime.now(UTC).date() - timedelta(days=1)
         while day is not None and day >= first:
-            if day not in self._settled:
+            # Read before the check: a row that is written during it is found by the next one.
+            number = await self._requests(day)
+            if self._settled.get(day) != number:
                 charts, end_users = await self._check(day), await self._end_users.check(day, PAUSE_SECONDS)
                 rebuilt += charts or end_users
                 if day.date() < yesterday:
-                    self._settled.add(day)
+                    self._settled[day] = number
             day -= timedelta(days=1)
         return rebuilt
+
+    async def _requests(self, day: datetime) -> int:
+        query = select(int_sum(usage_daily.c.requests)).where(usage_daily.c["day"] == day)
+        async with self._database.read() as connection:
+            return (await connection.execute(query)).scalar_one()
 
     async def _check(self, day: datetime) -> bool:
         """Rebuild a day if it needs it. Returns whether it did."""

@@ -158,6 +158,19 @@ async def test_rows_of_an_earlier_release_are_summed(
     assert await rebuild.run() == 0
 
 
+async def test_rows_that_an_earlier_release_writes_late_are_summed(database: Database, earlier_release: Any):
+    """A gateway may write the rows of its journal days later. The same process has found these days right before."""
+    made = rows(200)
+    await UsageWriter(database).write(made[:100])
+    rebuild = ActivityRebuild(database, timedelta(days=2))
+    assert await rebuild.run() == 0
+    await earlier_release(database, [each for each in made[100:] if each.created_at < START + DAY])
+    assert await sums(database) != await sums_of_rows(database)
+    assert await rebuild.run() > 0
+    assert await sums(database) == await sums_of_rows(database)
+    assert await rebuild.run() == 0
+
+
 async def test_days_of_both_releases_are_shown_right_before_they_are_rebuilt(database: Database, earlier_release: Any):
     """The present release has the sums of some requests of a day only, or of one tenant's only."""
     made = rows(300)
