@@ -2,6 +2,10 @@
 
 A tenant's day is rebuilt if its sums by end user count a different number of requests than its sums for reports, which
 every release has written. So no marker is needed, and days that an earlier release writes during an upgrade are found.
+
+On PostgreSQL a transaction locks out all writers of usage rows while it counts and sums the rows of its tenants' day.
+Smaller tenants share transactions of at most MOST_REQUESTS, but a larger tenant's whole day is one transaction, whose
+length has no other bound than the number of its requests. Settled rows wait in Redis until it ends.
 """
 
 import asyncio
