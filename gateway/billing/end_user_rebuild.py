@@ -14,7 +14,20 @@ from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any
 
-from sqlalchemy import ColumnElement, Executable, Insert, delete, func, insert, literal, select, text
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Executable,
+    Insert,
+    delete,
+    func,
+    insert,
+    literal,
+    literal_column,
+    select,
+    text,
+    union_all,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -41,8 +54,7 @@ class EndUserRebuild:
         pause: seconds after each transaction, so that the ledger and readers come first.
         """
         async with self._database.read() as connection:
-            known, summed = await _known(connection, day), await _summed(connection, day)
-            lacking = {tenant_id: number for tenant_id, number in known.items() if summed.get(tenant_id, 0) != number}
+            lacking = await _lacking(connection, day)
             # After retention has removed a day's rows, nothing is left to rebuild it from.
             query = select(usage.c.request_id).where(*_in_day(day)).limit(1)
             if not lacking or (await connection.execute(query)).first() is None:
@@ -87,19 +99,25 @@ def _batches(lacking: Mapping[str, int]) -> Iterator[list[str]]:
         yield some
 
 
-async def _known(connection: AsyncConnection, day: datetime, ids: list[str] | None = None) -> dict[str, int]:
-    """Return the requests of a day by tenant id, by the sums for reports. ids: only these tenants."""
+async def _known(connection: AsyncConnection, day: datetime, ids: list[str]) -> dict[str, int]:
+    """Return the requests of a day of these tenants, by the sums for reports."""
     query = select(usage_daily.c.tenant_id, int_sum(usage_daily.c.requests)).where(usage_daily.c.day == day)
-    if ids is not None:
-        query = query.where(usage_daily.c.tenant_id.in_(ids))
-    found = await connection.execute(query.group_by(usage_daily.c.tenant_id))
+    found = await connection.execute(query.where(usage_daily.c.tenant_id.in_(ids)).group_by(usage_daily.c.tenant_id))
     return dict(found.all())
 
 
-async def _summed(connection: AsyncConnection, day: datetime) -> dict[str, int]:
-    days = usage_end_user_days.c
-    found = await connection.execute(select(days.tenant_id, days.requests).where(days.day == day))
-    return dict(found.all())
+async def _lacking(connection: AsyncConnection, day: datetime) -> dict[str, int]:
+    """Return the requests of a day of the tenants whose sums by end user count another number.
+
+    A single statement reads both, so that it sees a row that is being written in both or in neither.
+    """
+    days, zero = usage_end_user_days.c, literal_column("0", BigInteger)
+    known = select(usage_daily.c.tenant_id, usage_daily.c.requests.label("known"), zero.label("summed"))
+    summed = select(days.tenant_id, zero, days.requests).where(days.day == day)
+    both = union_all(known.where(usage_daily.c["day"] == day), summed).subquery()
+    number = int_sum(both.c.known)
+    query = select(both.c.tenant_id, number).group_by(both.c.tenant_id).having(number != int_sum(both.c.summed))
+    return dict((await connection.execute(query)).all())
 
 
 def _in_day(day: datetime) -> list[ColumnElement[bool]]:

@@ -5,8 +5,10 @@ import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
 from sqlalchemy import delete, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.billing import activity_rebuild, end_user_rebuild
 from gateway.billing.activity_rebuild import ActivityRebuild
@@ -169,6 +171,27 @@ async def test_rows_that_an_earlier_release_writes_late_are_summed(database: Dat
     assert await rebuild.run() > 0
     assert await sums(database) == await sums_of_rows(database)
     assert await rebuild.run() == 0
+
+
+async def test_a_request_during_the_check_of_a_day_does_not_rebuild_it(migrated_postgres_url: str):
+    """The ledger commits a request of the day after each of the first statements."""
+    database, writer = Database(migrated_postgres_url), UsageWriter(Database(migrated_postgres_url))
+    made = [msgspec.structs.replace(each, created_at=START) for each in rows(60)]
+    await writer.write(made[:40])
+    execute, left = AsyncConnection.execute, iter(made[40:42])
+
+    async def then_write(self: AsyncConnection, *args: Any, **options: Any) -> Any:
+        found = await execute(self, *args, **options)
+        if self.engine is database._engine and (new := next(left, None)):
+            await writer.write([new])
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AsyncConnection, "execute", then_write)
+        assert not await end_user_rebuild.EndUserRebuild(database).check(START, 0.0)
+    assert next(left) is made[41]
+    for each in (database, writer._database):
+        await each.close()
 
 
 async def test_days_of_both_releases_are_shown_right_before_they_are_rebuilt(database: Database, earlier_release: Any):
