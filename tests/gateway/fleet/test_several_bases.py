@@ -225,7 +225,7 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench):
     assert (await bench.change("beta", state="draining")).json["state"] == "draining"
     assert "beta" not in {model["id"] for model in (await acme.get("/v1/models")).json["data"]}
     closed = await bench.upload(acme, "late", "beta", 5, base="beta")
-    assert "no new adapters (draining): 'beta'" in closed.error["message"]
+    assert "the base model 'beta' is draining and takes no new adapters" in closed.error["message"]
     await load.rounds()
     kept = await bench.change("beta", state="retired")
     assert (kept.status, kept.error["code"]) == (409, "conflict")
