@@ -4,7 +4,7 @@ A tenant's day is rebuilt if its sums by end user count a different number of re
 every release has written. So no marker is needed, and days that an earlier release writes during an upgrade are found.
 
 On PostgreSQL a transaction locks out all writers of usage rows while it counts and sums the rows of its tenants' day.
-Smaller tenants share transactions of at most MOST_REQUESTS, but a larger tenant's whole day is one transaction, whose
+Smaller tenants share transactions of at most MAX_REQUESTS, but a larger tenant's whole day is one transaction, whose
 length has no other bound than the number of its requests. Settled rows wait in Redis until it ends.
 """
 
@@ -39,7 +39,7 @@ from gateway.records.tables import usage, usage_daily
 
 # Maximum number of tenants and of their requests in one transaction, which locks out writers of usage rows. A tenant
 # with more requests has a transaction of its own, with a statement for each hour, so that none reaches its time-out.
-MOST_TENANTS, MOST_REQUESTS = 200, 20_000
+MAX_TENANTS, MAX_REQUESTS = 200, 20_000
 
 
 class EndUserRebuild:
@@ -90,7 +90,7 @@ def _batches(lacking: Mapping[str, int]) -> Iterator[list[str]]:
     some: list[str] = []
     size = 0
     for tenant_id, number in sorted(lacking.items()):
-        if some and (len(some) == MOST_TENANTS or size + number > MOST_REQUESTS):
+        if some and (len(some) == MAX_TENANTS or size + number > MAX_REQUESTS):
             yield some
             some, size = [], 0
         some.append(tenant_id)
@@ -126,7 +126,7 @@ def _in_day(day: datetime) -> list[ColumnElement[bool]]:
 
 def _spans(day: datetime, requests: int) -> list[tuple[datetime, datetime]]:
     """Return the parts of a day whose rows are summed in one statement."""
-    number = 1 if requests <= MOST_REQUESTS else 24
+    number = 1 if requests <= MAX_REQUESTS else 24
     bounds = [day + i * timedelta(days=1) / number for i in range(number + 1)]
     return list(pairwise(bounds))
 

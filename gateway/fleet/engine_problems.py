@@ -16,7 +16,7 @@ class EngineProblems:
     def found(self, engine: EngineRecord, problem: str, reason: str = "") -> None:
         """Log a problem unless it is the engine's present one. problem: words after the engine's URL.
 
-        reason: logged after the problem; another reason is no other problem.
+        reason: logged after the problem. A change of the reason alone is not logged.
         """
         if self._present.get(engine) != problem:
             self._present[engine] = problem

@@ -1,21 +1,16 @@
 """Asynchronous scheduling changes no result: each step is read before, or after, the launch of the next."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from adapters.manifest import BaseShape
-from adapters.tiers.host_cache import HostCache
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from testing.engine import outputs_until_idle
-from testing.tiny import save_adapter, save_model
+from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 from wire.errors import BadRequest
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
@@ -41,33 +36,24 @@ PARAMS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=256)
-    for i in range(3):
-        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
-    return folder
-
-
-Make = Callable[..., tuple[Engine, list[str]]]
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 256)
 
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
-    """Return a factory of engines and the digests of their three adapters."""
-
-    def make(**options: Any) -> tuple[Engine, list[str]]:
-        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
-        request.addfinalizer(host.close)
-        options = {
-            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
-            "kv_cache_memory": 64 * BLOCK_BYTES, "max_num_batched_tokens": 32,
-            "preempt_behind": 10**9, "preempt_after": 1e9, **options,
-        }  # fmt: skip
-        engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
-        request.addfinalizer(engine.close)
-        return engine, [host.add_path(model / f"adapter-{i}") for i in range(3)]
-
-    return make
+    return engine_maker(
+        model,
+        request,
+        dtype="float32",
+        device="cpu",
+        max_lora_rank=8,
+        adapter_memory=4 << 20,
+        max_num_seqs=6,
+        kv_cache_memory=64 * BLOCK_BYTES,
+        max_num_batched_tokens=32,
+        preempt_behind=10**9,
+        preempt_after=1e9,
+    )
 
 
 def add(engine: Engine, digests: list[str], i: int, **more: Any) -> None:

@@ -1,48 +1,35 @@
 """The receipt of each answer: the adapter whose pages its steps read, not the one that the request named."""
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from adapters.manifest import BaseShape
-from adapters.tiers.host_cache import HostCache
-from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import outputs_until_idle
-from testing.tiny import save_adapter, save_model
+from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 
 NUM_ADAPTERS = 3
-
-Make = Callable[..., tuple[Engine, list[str]]]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=256)
-    for i in range(NUM_ADAPTERS):
-        save_adapter(folder / f"adapter-{i}", rank=8, seed=i)
-    return folder
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 256, ranks=[8] * NUM_ADAPTERS)
 
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
-    def make(**options: Any) -> tuple[Engine, list[str]]:
-        host = HostCache(None, BaseShape.from_config_dir(model / "base"), 1 << 20, torch.float32)
-        request.addfinalizer(host.close)
-        options = {
-            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 4,
-            "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 32, **options,
-        }  # fmt: skip
-        engine = Engine(EngineConfig(model=str(model / "base"), **options), host)
-        request.addfinalizer(engine.close)
-        return engine, [host.add_path(model / f"adapter-{i}") for i in range(NUM_ADAPTERS)]
-
-    return make
+    return engine_maker(
+        model,
+        request,
+        dtype="float32",
+        device="cpu",
+        max_lora_rank=8,
+        adapter_memory=4 << 20,
+        max_num_seqs=4,
+        kv_cache_memory=1 << 20,
+        max_num_batched_tokens=32,
+    )
 
 
 def ask(engine: Engine, name: str, adapter: str | None, max_tokens: int = 3) -> None:

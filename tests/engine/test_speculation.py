@@ -25,7 +25,7 @@ from engine.speculative_config import SpeculativeConfig
 from engine.structured.compiler import GrammarCompiler
 from testing.engine import Client, RunningServer
 from testing.speculation import VOCAB, always_drafting, guessing, run, sampling
-from testing.tiny import save_adapter, save_model
+from testing.tiny_engines import save_base_and_adapters
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
@@ -34,11 +34,7 @@ NGRAM = SpeculativeConfig("ngram", 5, prompt_lookup_min=1, prompt_lookup_max=3)
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=256)
-    for i in range(3):
-        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
-    return folder
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 256)
 
 
 @pytest.fixture(scope="module")

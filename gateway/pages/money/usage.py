@@ -25,8 +25,8 @@ from gateway.pages.parts.tables import ROWS, Column, read_table
 from gateway.records.money.usage_ranking import (
     CURVES,
     GROUPS,
+    MAX_COMPARED,
     MEASURES,
-    MOST_COMPARED,
     Curves,
     GroupBy,
     Measure,
@@ -120,7 +120,7 @@ class UsagePages:
         if not by_time and (table.sort != measure or not table.descending or leaders is None):
             leaders = (await self._ranking.groups(part, group_by, measure, limit=CURVES)).groups
         step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
-        if group_by == "end_user" and step == "hour" and total["requests"] > MOST_COMPARED:
+        if group_by == "end_user" and step == "hour" and total["requests"] > MAX_COMPARED:
             # End users have sums by day only.
             step = "day"
         curves, table.rows = await asyncio.gather(

@@ -30,9 +30,9 @@ from gateway.records.tables import usage, usage_daily, usage_hourly
 
 # Maximum number of requests and sums by end user that a report of a tenant reads. The database takes a few
 # microseconds for each.
-MOST_ROWS = 500_000
+MAX_ROWS = 500_000
 # Maximum number that a ranking of all tenants' end users reads, in how many at a time, and of how many tenants.
-MOST_RANKED, RANKED_AT_ONCE, MOST_TENANTS = 300_000, 20_000, 2000
+MAX_RANKED, RANKED_AT_ONCE, MAX_TENANTS = 300_000, 20_000, 2000
 
 
 class Reads(NamedTuple):
@@ -43,9 +43,9 @@ class Reads(NamedTuple):
 
     def check(self) -> None:
         """Raise BadRequest if a report would read too much."""
-        if sum(self) > MOST_ROWS:
+        if sum(self) > MAX_ROWS:
             raise BadRequest(
-                f"since: expected a period of at most {MOST_ROWS} requests for a report by version or by end user, got "
+                f"since: expected a period of at most {MAX_ROWS} requests for a report by version or by end user, got "
                 f"{sum(self)}; choose a shorter period or a tenant. By end user, without a filter by key or model, the "
                 "requests of an end user in a whole day count as one.",
                 param="since",
@@ -178,7 +178,7 @@ class EndUserSums:
     async def candidates(
         self, measures: Iterable[str], since: Moment, until: Moment, summed: Collection[datetime]
     ) -> list[Candidate]:
-        """Return tenants by the upper bound of their end users' values, the largest first, MOST_TENANTS + 1 at most.
+        """Return tenants by the upper bound of their end users' values, the largest first, MAX_TENANTS + 1 at most.
 
         measures: the columns whose sum is the value. summed: all days of the period. At its edges an end user's value
         is at most that of the whole day, and as many requests are read as the day has.
@@ -191,7 +191,7 @@ class EndUserSums:
             select(own.tenant_id, most.label("most"), size).where(own.day.in_(sorted(summed))).group_by(own.tenant_id)
         )
         async with self._database.read() as connection:
-            found = await connection.execute(query.order_by(most.desc(), own.tenant_id).limit(MOST_TENANTS + 1))
+            found = await connection.execute(query.order_by(most.desc(), own.tenant_id).limit(MAX_TENANTS + 1))
             return [Candidate(*row) for row in found]
 
 
@@ -205,7 +205,7 @@ async def read_largest(
 
     read: returns the largest of some tenants, ordered. value: their value. Tenants are read in the order of their upper
     bounds, until no other could have an end user that comes before the last one found. A tenant that is too large for
-    the rest of MOST_RANKED is left out, so that it cannot make the ranking slow for others.
+    the rest of MAX_RANKED is left out, so that it cannot make the ranking slow for others.
     """
     found: list[Any] = []
 
@@ -213,8 +213,8 @@ async def read_largest(
         last = (-value(found[-1]), found[-1].tenant_id) if len(found) == number else None
         return last is None or (-candidate.most, candidate.tenant_id) < last
 
-    left, unread = MOST_RANKED, list(candidates[MOST_TENANTS:])
-    waiting = deque(candidates[:MOST_TENANTS])
+    left, unread = MAX_RANKED, list(candidates[MAX_TENANTS:])
+    waiting = deque(candidates[:MAX_TENANTS])
     while waiting and may_matter(waiting[0]):
         some: list[Candidate] = []
         while waiting and (not some or sum(each.size for each in some) + waiting[0].size <= RANKED_AT_ONCE):

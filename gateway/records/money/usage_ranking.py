@@ -34,12 +34,12 @@ KEYS: dict[GroupBy, tuple[str, ...]] = {
 # Number of groups with a curve of their own.
 CURVES = 8
 # Maximum requests that the curves and the comparison of a ranking by end user read, where sums do not suffice.
-MOST_COMPARED = 100_000
-# FIRST_TENANTS: minimum number of tenants whose groups a ranking of all groups reads first. MOST_TENANTS: maximum
+MAX_COMPARED = 100_000
+# FIRST_TENANTS: minimum number of tenants whose groups a ranking of all groups reads first. MAX_TENANTS: maximum
 # number that it reads. By Zipf's law the first n groups belong to about the first n / 4 tenants.
-FIRST_TENANTS, MOST_TENANTS = 15, 2000
+FIRST_TENANTS, MAX_TENANTS = 15, 2000
 # Maximum number of groups that a ranking keeps in memory.
-MOST_GROUPS = 1000
+MAX_GROUPS = 1000
 
 
 class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,7 +140,7 @@ class UsageRanking:
         """Return a page of groups. order: of SUMMED, "tokens" or "name"."""
         part = await self._with_tenant(part)
         window = _Window(group_by, order, descending, offset, limit)
-        is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MOST_GROUPS
+        is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MAX_GROUPS
         first: Sequence[Any] | None = None
         is_partial = lacks_usage = False
         summed: Collection[datetime] = ()
@@ -204,10 +204,10 @@ class UsageRanking:
         amount = _measured(rows, window.order)
         largest = select(rows.c.tenant_id, amount).group_by(rows.c.tenant_id).order_by(amount.desc(), rows.c.tenant_id)
         async with self._database.read() as connection:
-            tenants: Sequence[Any] = (await connection.execute(largest.limit(MOST_TENANTS + 1))).all()
+            tenants: Sequence[Any] = (await connection.execute(largest.limit(MAX_TENANTS + 1))).all()
         found: list[Any] = []
         read, needed = 0, min(len(tenants), max(FIRST_TENANTS, end // 4))
-        while read < needed <= MOST_TENANTS:
+        while read < needed <= MAX_TENANTS:
             ids = [row[0] for row in tenants[read:needed]]
             found += await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1))
             found = sorted(found, key=lambda row: (-_value(row, window.order), row.tenant_id))[:end]
@@ -307,7 +307,7 @@ class UsageRanking:
         if "end_user" in group_by:
             which, summed, lacks_usage = await self._end_users.summed(group_by, part.which, part.since, part.until)
             reads = await self._end_users.reads(which, part.since, part.until, summed)
-            if reads.requests > MOST_COMPARED or (must_be_whole and lacks_usage):
+            if reads.requests > MAX_COMPARED or (must_be_whole and lacks_usage):
                 return None
         return await self._rows(part, group_by, summed)
 

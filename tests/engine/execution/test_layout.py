@@ -2,27 +2,21 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
-from adapters.manifest import BaseShape
-from adapters.tiers.host_cache import HostCache
-from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.execution.layout import Layout, Planner, rows_by_slot
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.speculative_config import SpeculativeConfig
-from testing.tiny import save_adapter, save_model
+from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 # The next step changes them.
-Make = Callable[..., tuple[Engine, list[str]]]
 TABLES = ("tables", "new_blocks")
 
 
@@ -61,33 +55,20 @@ class CheckedPlanner:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=128)
-    for i in range(3):
-        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
-    return folder
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 128)
 
 
 @pytest.fixture
 def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
-    """Return a factory of engines with few blocks, and the digests of three adapters."""
-
-    def make(**options: Any) -> tuple[Engine, list[str]]:
-        host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 20, torch.float32)
-        request.addfinalizer(host.close)
-        config = EngineConfig(
-            model=str(folder / "base"),
-            device="simulated:0,0",
-            kv_cache_memory=20 * BLOCK_BYTES,
-            max_num_batched_tokens=64,
-            max_num_seqs=8,
-            **options,
-        )
-        engine = Engine(config, host)
-        request.addfinalizer(engine.close)
-        return engine, [host.add_path(folder / f"adapter-{i}") for i in range(3)]
-
-    return make
+    """Return a factory of engines with few blocks."""
+    return engine_maker(
+        folder,
+        request,
+        device="simulated:0,0",
+        kv_cache_memory=20 * BLOCK_BYTES,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,52 +2,40 @@
 
 import itertools
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from adapters.manifest import BaseShape
-from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, SamplingParams
 from engine.structured.compiler import GrammarCompiler
 from testing.engine import Client, RunningServer, outputs_until_idle
-from testing.tiny import save_adapter, save_model
+from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 from wire.errors import ConfigError
 from wire.structured import GrammarSpec
 from wire.text.tokenizer import Tokenizer
 
 BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
-Make = Callable[..., tuple[Engine, list[str]]]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=1024)
-    for i in range(3):
-        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
-    return folder
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 1024)
 
 
 @pytest.fixture
 def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
-    """Return a factory of engines and the digests of their three adapters."""
-
-    def make(times: str = "0,0", **options: Any) -> tuple[Engine, list[str]]:
-        host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 20, torch.float32)
-        request.addfinalizer(host.close)
-        options = {"kv_cache_memory": 1 << 30, "max_num_batched_tokens": 64, "max_num_seqs": 64, **options}
-        engine = Engine(EngineConfig(model=str(folder / "base"), device=f"simulated:{times}", **options), host)
-        request.addfinalizer(engine.close)
-        return engine, [host.add_path(folder / f"adapter-{i}") for i in range(3)]
-
-    return make
+    return engine_maker(
+        folder,
+        request,
+        device="simulated:0,0",
+        kv_cache_memory=1 << 30,
+        max_num_batched_tokens=64,
+        max_num_seqs=64,
+    )
 
 
 def add(engine: Engine, request_id: str, adapter: str | None = None, prompt: int = 20, **params: Any) -> None:
@@ -111,7 +99,7 @@ def test_token_rules_hold(folder: Path, make_engine: Make) -> None:
 
 
 def test_steps_take_the_given_time_and_no_cpu(make_engine: Make) -> None:
-    engine, _ = make_engine("20,0.5,30", enable_prefix_caching=False)
+    engine, _ = make_engine(device="simulated:20,0.5,30", enable_prefix_caching=False)
     # A prompt of 40 tokens, then ten decode steps; with asynchronous scheduling the host adds nothing between them.
     expected = 0.02 + 40 * 0.0005 + 0.03 + 10 * 0.0205
     found = []
@@ -128,7 +116,7 @@ def test_steps_take_the_given_time_and_no_cpu(make_engine: Make) -> None:
 
 def test_the_host_does_not_run_ahead_of_a_long_prompt(make_engine: Make) -> None:
     """Chunks that sample no token are waited for too, so that a new request joins soon."""
-    engine, _ = make_engine("10,0")
+    engine, _ = make_engine(device="simulated:10,0")
     add(engine, "long", prompt=640)
     began = time.perf_counter()
     for _ in range(6):

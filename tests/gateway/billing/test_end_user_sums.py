@@ -147,7 +147,7 @@ async def test_rows_of_an_earlier_release_are_summed(
 
     most: number of requests beyond which a tenant's day is summed by the hour.
     """
-    monkeypatch.setattr(end_user_rebuild, "MOST_REQUESTS", most)
+    monkeypatch.setattr(end_user_rebuild, "MAX_REQUESTS", most)
     await UsageWriter(database).write(rows(200))
     await forget(database, ("day", START))
     await forget(database, ("day", START + DAY), ("tenant_id", "tb"))

@@ -231,8 +231,8 @@ async def test_usage_by_version(database: Database, monkeypatch: pytest.MonkeyPa
         await report.page(["version"], **period, after=huge)
     # A tenant's own report does not read any number of rows.
     own = {"tenant_id": rows[0].tenant_id, **period}
-    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 6)
+    monkeypatch.setattr(end_user_sums, "MAX_ROWS", 6)
     assert (await report.page(["version"], **own)).total["requests"] == 6
-    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 5)
+    monkeypatch.setattr(end_user_sums, "MAX_ROWS", 5)
     with pytest.raises(BadRequest, match="at most 5 requests"):
         await report.page(["version"], **own)

@@ -107,7 +107,7 @@ async def test_only_tenants_that_can_be_on_the_page_are_read(database: Database,
     many = [row(f"m{i}", tenant_id="hostile", end_user=f"u{i}", cost=1, created_at=NOW) for i in range(600)]
     await UsageWriter(database).write([*rows(), *many])
     monkeypatch.setattr(end_user_sums, "RANKED_AT_ONCE", 1)
-    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 590)
+    monkeypatch.setattr(end_user_sums, "MAX_RANKED", 590)
     read: list[str] = []
     found_of = UsageRanking._found
 
@@ -128,16 +128,16 @@ async def test_a_tenant_with_too_many_end_users_is_left_out(database: Database, 
     many = [row(f"m{i}", tenant_id="h", tenant="h", end_user=f"u{i}", created_at=NOW) for i in range(600)]
     await UsageWriter(database).write([*rows(), *many, row("m", tenant_id="h", end_user="u", cost=10**6)])
     await UsageWriter(database).write([row("n", tenant_id="h", tenant="h", end_user="u", cost=10**6, created_at=NOW)])
-    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 550)
+    monkeypatch.setattr(end_user_sums, "MAX_RANKED", 550)
     ranking = UsageRanking(database)
     page = await ranking.groups(WHOLE, "end_user", "cost", limit=5)
     assert page.is_partial
     assert shown(page.groups, "cost") == expected(WHOLE, "cost")[:5]
-    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 5000)
+    monkeypatch.setattr(end_user_sums, "MAX_RANKED", 5000)
     page = await ranking.groups(WHOLE, "end_user", "cost", limit=5)
     assert shown(page.groups, "cost") == [("h", "u", 10**6), *expected(WHOLE, "cost")[:4]]
     # Chosen by itself, it is refused instead, and so is an order for which all end users would have to be read.
-    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 550)
+    monkeypatch.setattr(end_user_sums, "MAX_ROWS", 550)
     own = msgspec.structs.replace(WHOLE, which=UsageFilter(tenant="h"))
     for part, order in ((own, "cost"), (WHOLE, "name")):
         with pytest.raises(BadRequest, match="at most 550 requests"):
@@ -169,7 +169,7 @@ async def test_requests_during_a_ranking_do_not_make_it_read_rows(database: Data
         await writer.write([row(f"new{next(number)}", **today)])
 
     monkeypatch.setattr(Database, "read", then_write)
-    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 300)
+    monkeypatch.setattr(end_user_sums, "MAX_ROWS", 300)
     for which in (UsageFilter(), UsageFilter(tenant="n1")):
         page = await UsageRanking(database).groups(msgspec.structs.replace(WHOLE, which=which), "end_user", "requests")
         assert (page.groups[0].end_user, page.lacks_usage) == ("shared", False)
@@ -190,7 +190,7 @@ async def test_removed_days_are_not_counted_but_noted(
             await connection.execute(delete(usage_end_user_days).where(usage_end_user_days.c.day == day))
     moment = day + timedelta(hours=12)
     await Retention(database).prune_usage(datetime.now(UTC) - moment)
-    monkeypatch.setattr(end_user_sums, "MOST_ROWS", 290)
+    monkeypatch.setattr(end_user_sums, "MAX_ROWS", 290)
     ranking = UsageRanking(database)
     left = expected(msgspec.structs.replace(WHOLE, since=moment if is_cut else day), "cost")
     for tenant_id in (None, "t1"):
@@ -222,7 +222,7 @@ async def test_curves_and_comparison_add_up(database: Database, monkeypatch: pyt
         costs.get((group.tenant_id, group.end_user), 0) for group in page.groups
     ]
     # Rather than reading many rows, the page lacks both.
-    monkeypatch.setattr(usage_ranking, "MOST_COMPARED", 0)
+    monkeypatch.setattr(usage_ranking, "MAX_COMPARED", 0)
     assert [group.before for group in await ranking.earlier(before, "end_user", page.groups, "cost")] == [None] * 4
     without = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step)
     assert (without.groups, without.total) == ([], curves.total)
@@ -230,9 +230,9 @@ async def test_curves_and_comparison_add_up(database: Database, monkeypatch: pyt
 
 async def test_the_largest_are_found_whatever_the_bounds_and_sizes(monkeypatch: pytest.MonkeyPatch):
     """Compare with a sort of everything, for many random tenants, ties included."""
-    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 40)
+    monkeypatch.setattr(end_user_sums, "MAX_RANKED", 40)
     monkeypatch.setattr(end_user_sums, "RANKED_AT_ONCE", 9)
-    monkeypatch.setattr(end_user_sums, "MOST_TENANTS", 12)
+    monkeypatch.setattr(end_user_sums, "MAX_TENANTS", 12)
     chance, complete = random.Random(3), 0
     for _ in range(500):
         tenants = {f"{i:02}": [chance.randrange(30) for _ in range(chance.randrange(1, 9))] for i in range(15)}

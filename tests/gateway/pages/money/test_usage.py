@@ -162,7 +162,7 @@ async def test_end_users_of_the_whole_period_are_ranked(
     assert [len(page) for page in pages] == [50, 10]
     lines = [line for page in pages for line in page]
     assert [(line[0], int(line[2])) for line in lines] == [(user, amounts[user][0]) for user in expected]
-    monkeypatch.setattr(end_user_sums, "MOST_RANKED", 3)
+    monkeypatch.setattr(end_user_sums, "MAX_RANKED", 3)
     for path, is_noted in ((f"{MARCH}&group_by=end_user", True), (f"{MARCH}&group_by=tenant", False)):
         _, text = await reader.get(f"/admin/usage?{path}")
         assert ("too many end users to rank" in text) == is_noted
