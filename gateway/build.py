@@ -64,6 +64,7 @@ from gateway.process.drain import Drain
 from gateway.process.store_probe import StoreProbe
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
+from gateway.records.cached_query import CachedQuery
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.money.priced_names import AdapterPrices
 from gateway.records.retention import Retention
@@ -100,12 +101,13 @@ async def build(settings: Settings) -> Gateway:
     resources = await open_resources(settings)
     records = build_records(resources)
     billing = build_billing(resources, records.bases)
-    serving = build_serving(resources, records.bases)
+    serving = build_serving(resources, records.bases, records.changes)
     metrics, drain, body_memory = resources.metrics, Drain(), BodyMemory(settings.body_memory_bytes)
     _watch(metrics, billing, serving, body_memory)
     idempotency = Idempotency(resources.redis, settings.redis_timeout)
     probes, mode = Probes(resources.database), settings.adapter_probe
-    validation = Validation(records.catalog, records.tenants, probes, serving.prober, resources.redis, mode)
+    missing = CachedQuery(records.changes, probes.missing)
+    validation = Validation(records.catalog, records.tenants, probes, missing, serving.prober, resources.redis, mode)
     intake = _build_intake(resources, serving, idempotency, validation)
     resumable = _build_resumable(resources, records, billing, intake)
     deliveries = make_deliveries(settings, metrics)

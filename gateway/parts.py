@@ -50,6 +50,7 @@ from gateway.records.adapters.use import AdapterUses
 from gateway.records.audit import Audit
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases
+from gateway.records.cached_query import CachedQuery
 from gateway.records.changes import TRUST_SECONDS, Changes
 from gateway.records.keys.keys import Keys
 from gateway.records.keys.list import KeyLists
@@ -199,7 +200,7 @@ def build_billing(resources: Resources, bases: Bases) -> Billing:
     return Billing(quota, stream, ledger, finished, Accounting(quota, ledger, resources.metrics, finished))
 
 
-def build_serving(resources: Resources, bases: Bases) -> Serving:
+def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Serving:
     """Return the fleet of engines, its queue and its watchers."""
     settings, redis, timeout = resources.settings, resources.redis, resources.settings.engine_timeout
     announcements = Announcements(redis, settings.redis_timeout) if ANNOUNCED in settings.engines else None
@@ -225,7 +226,8 @@ def build_serving(resources: Resources, bases: Bases) -> Serving:
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint), bases)
-    pinning = Pinning(registry.of_base, lambda: pinned_bases(resources.database), client.send_pins, fleet.rates)
+    pinned = CachedQuery(changes, lambda: pinned_bases(resources.database))
+    pinning = Pinning(registry.of_base, pinned.get, client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
     own = None if resources.model is None else (resources.model.base.name, resources.model.tokenizer)
 

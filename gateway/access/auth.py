@@ -17,7 +17,7 @@ import re
 import secrets
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -27,7 +27,7 @@ from gateway.access.caller import note_key
 from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
-from gateway.records.changes import ASK_SECONDS, Changes
+from gateway.records.changes import ASK_SECONDS, IDLE_SECONDS, Changes
 from gateway.records.keys.keys import TENANT_ITSELF, ApiKey, Keys
 from gateway.records.lookups import Lookups
 from gateway.records.tenants.limits import Limits
@@ -128,6 +128,7 @@ class Authenticator:
         self._lookups = Lookups(self._look_up)
         self._admin_key_anywhere = admin_key_anywhere
         self._running: dict[asyncio.Timeout, str] = {}
+        self._has_running = asyncio.Event()
         self._used: dict[str, datetime] = {}
         # Keys that were hashed again, by their former hash, and not written yet.
         self._rehashed: dict[str, ApiKey] = {}
@@ -213,10 +214,13 @@ class Authenticator:
         try:
             async with asyncio.timeout(None) as deadline:
                 self._running[deadline] = watched
+                self._has_running.set()
                 try:
                     yield
                 finally:
                     del self._running[deadline]
+                    if not self._running:
+                        self._has_running.clear()
         except TimeoutError as error:
             if not deadline.expired():
                 raise
@@ -234,10 +238,13 @@ class Authenticator:
                     last_written = time.monotonic()
                     await self._write_uses()
             except Unavailable:
-                # `Database` logs the error. Cached keys expire soon; requests then query the database and fail with
-                # 503. Known revocations and expiries stay in force.
+                # Cached keys expire soon, then requests fail with 503; known revocations and expiries stay in force.
                 self._end_known_invalid()
             await asyncio.sleep(max(0.0, begun + ASK_SECONDS - time.monotonic()))
+            # Without running requests there is nothing to end soon.
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(0.0, begun + IDLE_SECONDS - time.monotonic())):
+                    await self._has_running.wait()
 
     async def catch_up(self) -> None:
         """Apply a change that this process has made."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from gateway.alerts.budgets import Budgets
 from gateway.alerts.mail import Mailer
 from gateway.alerts.outbox import Outbox
 from gateway.alerts.sending import Sender
@@ -36,8 +37,7 @@ def build_alerts(resources: Resources, records: Records, serving: Serving) -> Al
     sender = Sender(settings.key_pepper, mailer)
     watch = Watch(
         events,
-        BudgetedTenants(database),
-        Spending(database),
+        Budgets(BudgetedTenants(database), Spending(database), records.changes),
         Leadership(database, "watch", WATCH_SECONDS),
         resources.metrics,
         lambda: serving.registry.engines,

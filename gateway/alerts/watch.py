@@ -7,30 +7,26 @@ only it can see. The column `once` of the table makes each event one row in any 
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
+from gateway.alerts.budgets import Budgets, ThresholdCrossing
 from gateway.errors import Unavailable
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import Health
 from gateway.metrics import Metrics
 from gateway.process.background import running
-from gateway.quota.kinds import BUDGET, PERIOD_BY_LETTER, ROLLING_BUDGET
-from gateway.quota.periods import period_start
 from gateway.records.events.events import Events
-from gateway.records.events.types import EventType
 from gateway.records.keys.expiring import expiring_keys
 from gateway.records.leadership import Leadership
-from gateway.records.money.spending import Spending
-from gateway.records.tenants.budgeted import BudgetedTenant, BudgetedTenants
 
 log = logging.getLogger(__name__)
 
-LOOK_SECONDS = 15.0
-# A budget counts as used up from this share on once it has refused a request: the rest may be too small for any.
-USED_UP = 0.95
+# Interval of the looks, and of those at expiring keys, for which the database reads all keys.
+LOOK_SECONDS, KEYS_SECONDS = 15.0, 300.0
 EXPIRES_WITHIN = timedelta(days=7)
 # An engine is reported down after the first time. If it was never up, it may be loading its model: after the second.
 DOWN_SECONDS, NEVER_UP_SECONDS = 30.0, 300.0
@@ -39,66 +35,20 @@ WRONG_KEYS = 60
 BURST_MINUTES = 10
 
 
-class _ThresholdCrossing(NamedTuple):
-    """A threshold that a tenant's spending has reached. kind: letter of the budget. spent: in micro-units. threshold:
-    share of the budget; None for the soft budget.
-    """
-
-    tenant: BudgetedTenant
-    kind: str
-    threshold: float | None
-    spent: int
-    now: datetime
-
-    @property
-    def type(self) -> EventType:
-        if self.threshold is None:
-            return "budget.soft"
-        return "budget.exhausted" if self.threshold >= 1 else "budget.threshold"
-
-    @property
-    def once(self) -> str:
-        share = "soft" if self.threshold is None else f"{self.threshold:g}"
-        return f"budget:{self.tenant.id}:{self.kind}:{self._period}:{self._budget}:{share}"
-
-    @property
-    def data(self) -> dict[str, Any]:
-        data: dict[str, Any] = {} if self.threshold is None else {"threshold": self.threshold}
-        data |= {"budget": self._budget, "spent": self.spent, "period": PERIOD_BY_LETTER[self.kind]}
-        return {**data, "since": f"{period_start(self.kind, self.now):%Y-%m-%d}"}
-
-    @property
-    def _budget(self) -> int:
-        return (self.tenant.soft if self.threshold is None else self.tenant.budgets)[self.kind]
-
-    @property
-    def _period(self) -> str:
-        """Return the period in which there is one event.
-
-        A rolling period begins anew each day; fixed blocks of its length count instead.
-        """
-        start = period_start(self.kind, self.now)
-        if length := ROLLING_BUDGET.get(self.kind):
-            start -= timedelta(days=start.toordinal() % length)
-        return f"{start:%Y-%m-%d}"
-
-
 class Watch:
     """Watch of one process. engines: returns the engines as this process sees them."""
 
     def __init__(
         self,
         events: Events,
-        tenants: BudgetedTenants,
-        spending: Spending,
+        budgets: Budgets,
         leadership: Leadership,
         metrics: Metrics,
         engines: Callable[[], Sequence[EngineRecord]],
         look_seconds: float = LOOK_SECONDS,
     ) -> None:
         self._events = events
-        self._tenants = tenants
-        self._spending = spending
+        self._budgets = budgets
         self._leadership = leadership
         self._metrics = metrics
         self._engines = engines
@@ -106,6 +56,8 @@ class Watch:
         # (time.monotonic(), number of wrong keys so far) at each look of the last minute.
         self._wrong_keys: list[tuple[float, int]] = []
         self._leads = False
+        # Time (monotonic) of the last look at keys.
+        self._keys_at = -math.inf
         self._was_up: set[str] = set()
         # Type and id of the newest event of each engine.
         self._reported: dict[str, tuple[str, str]] = {}
@@ -136,55 +88,30 @@ class Watch:
         await self._look_at_refused(now)
         led, self._leads = self._leads, await self._leadership.take()
         if not self._leads:
+            self._budgets.forget()
             self._metrics.budgets_used({})
             return
         if not led:
+            self._keys_at = -math.inf
             newest = await self._events.newest(("engine.down", "engine.up"))
             self._reported = {url: (event.type, event.id) for url, event in newest.items()}
         await self._look_at_engines()
         await self._look_at_budgets(now)
-        await self._look_at_keys(now)
+        if time.monotonic() - self._keys_at >= KEYS_SECONDS:
+            await self._look_at_keys(now)
+            self._keys_at = time.monotonic()
 
     async def _look_at_budgets(self, now: datetime) -> None:
-        spent = await self._spending.present(now)
-        used: dict[str, float] = {}
-        async for tenants in self._tenants.pages():
-            reached = []
-            for tenant in tenants:
-                amounts = {kind: spent.of(kind, tenant.id) for kind in tenant.budgets | tenant.soft}
-                if tenant.budgets:
-                    used[tenant.name] = max(amounts[kind] / budget for kind, budget in tenant.budgets.items())
-                reached += [
-                    _ThresholdCrossing(tenant, kind, None, amounts[kind], now)
-                    for kind, budget in tenant.soft.items()
-                    if amounts[kind] >= budget
-                ]
-                reached += [
-                    _ThresholdCrossing(tenant, kind, threshold, amounts[kind], now)
-                    for kind, budget in tenant.budgets.items()
-                    for threshold in tenant.warn_at
-                    if amounts[kind] >= threshold * budget
-                ]
+        async for reached in self._budgets.reached(now):
             await self._report_budgets(reached)
-        self._metrics.budgets_used(used)
+        self._metrics.budgets_used(self._budgets.used)
 
     async def _look_at_refused(self, now: datetime) -> None:
-        """Report used-up budgets of tenants that this process has refused. See USED_UP."""
-        refused = self._metrics.take_over_budget()
-        if not refused:
-            return
-        tenants = await self._tenants.named(sorted(refused))
-        reached = []
-        for kind in BUDGET:
-            ids = [tenant.id for tenant in tenants if kind in tenant.budgets]
-            spent = await self._spending.of_tenants(kind, ids, now) if ids else {}
-            for tenant in tenants:
-                amount = spent.get(tenant.id, 0)
-                if amount and amount >= USED_UP * tenant.budgets[kind] and 1 in tenant.warn_at:
-                    reached.append(_ThresholdCrossing(tenant, kind, 1, amount, now))
-        await self._report_budgets(reached)
+        """Report used-up budgets of tenants that this process has refused."""
+        if refused := self._metrics.take_over_budget():
+            await self._report_budgets(await self._budgets.exhausted(refused, now))
 
-    async def _report_budgets(self, reached: Sequence["_ThresholdCrossing"]) -> None:
+    async def _report_budgets(self, reached: Sequence[ThresholdCrossing]) -> None:
         """Record reached thresholds, once per period and budget; a changed budget counts as another one."""
         new = await self._events.missing([each.once for each in reached])
         for each in reached:

@@ -43,10 +43,10 @@ VOLATILE = (
 # Stands for the tenants of other gateways' requests, which are unknown while Redis is away.
 UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
-# The period of reading other processes' reports, the same period while Redis is away, and the longest time that a retry
-# waits for the report of its engine's death.
-POLL_SECONDS = 0.1
+# Pause between two attempts to read other processes' reports while Redis is away, shortest pause between two readings,
+# and the longest time that a retry waits for the report of its engine's death.
 AWAY_SECONDS = 1.0
+PAUSE_SECONDS = 0.1
 REPORT_SECONDS = 0.25
 
 
@@ -146,11 +146,12 @@ class Quarantine:
         """Apply other processes' reports as they arrive, until cancelled. Run it as a task."""
         while self._shared is not None:
             try:
-                await self.read()
+                if self._shared.is_away or await self._shared.wait():
+                    await self.read()
             except Exception:
                 # A bug, or an entry of another release. The next reports are read regardless.
                 log.exception("reports of engines' deaths could not be read; retrying")
-            await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else POLL_SECONDS)
+            await asyncio.sleep(AWAY_SECONDS if self._shared.is_away else PAUSE_SECONDS)
 
     async def read(self) -> None:
         """Apply the new reports of other processes."""

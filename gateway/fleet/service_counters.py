@@ -24,12 +24,18 @@ def _ignore(_tenant: str, _cost: float) -> None:
     pass
 
 
+def _ignore_first() -> None:
+    pass
+
+
 class ServiceCounters:
     """Counters of this process. Without exchanges, they count its own service only."""
 
     def __init__(self) -> None:
         # Called with a tenant and each cost charged to it; a refund is negative.
         self.observe_charge: Callable[[str, float], None] = _ignore
+        # Called when a tenant enters while none is known.
+        self.observe_first: Callable[[], None] = _ignore_first
         # Called with a tenant after a change of its counter, or with None after a change of all counters.
         self._watchers: list[Callable[[str | None], None]] = []
         self._requests: Counter[str] = Counter()
@@ -52,6 +58,8 @@ class ServiceCounters:
 
     def enter(self, tenant: str, weight: float) -> None:
         """Count a request of the tenant as present, until `leave`."""
+        if not self._weights:
+            self.observe_first()
         self._weight_here += weight - (self._weights[tenant] if tenant in self._requests else 0.0)
         if tenant not in self._requests:
             unshared = self._unshared.get(tenant, 0.0)

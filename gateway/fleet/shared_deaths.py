@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import logging
 import os
+from collections.abc import Awaitable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,6 +19,8 @@ log = logging.getLogger(__name__)
 
 # Time-out of a call; after it the process uses its own reports only.
 CALL_SECONDS = 1.0
+# Longest time that Redis holds a call that waits for a report. An outage without an error is noticed after both times.
+WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
@@ -55,6 +58,7 @@ class SharedDeaths:
     """Stream of reports. deployment: a value that only this deployment's processes share, such as the database URL."""
 
     def __init__(self, redis: Any, deployment: str) -> None:
+        self._redis = redis
         self._add, self._read = redis.register_script(ADD), redis.register_script(READ)
         self._key = f"loraplex:deaths:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}"
         self._process = os.urandom(8).hex()
@@ -84,10 +88,22 @@ class SharedDeaths:
             if process != self._process.encode() and (report := _decode(encoded)) is not None
         ]
 
+    async def wait(self) -> bool:
+        """Wait for a report that is not read yet, for at most WAIT_SECONDS. Return whether there is one.
+
+        The call occupies one of the client's connections.
+        """
+        call = self._redis.xread({self._key: self._last}, count=1, block=int(1000 * WAIT_SECONDS))
+        return bool(await self._answer(call, WAIT_SECONDS + CALL_SECONDS))
+
     async def _call(self, script: Any, arguments: list[Any]) -> Any:
+        return await self._answer(script(keys=[self._key], args=arguments), CALL_SECONDS)
+
+    async def _answer(self, call: Awaitable[Any], seconds: float) -> Any:
+        """Return the answer of Redis, None if there is none within `seconds`."""
         try:
-            async with asyncio.timeout(CALL_SECONDS):
-                result = await script(keys=[self._key], args=arguments)
+            async with asyncio.timeout(seconds):
+                result = await call
         except REDIS_ERRORS as error:
             self.is_away = True
             self._outage.failed(type(error).__name__, "each process knows only the deaths that it saw")

@@ -8,6 +8,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from importlib import resources
 from typing import Any
 
@@ -24,6 +25,8 @@ SECONDS = 0.25
 # takes Redis 10 us for each, so a process needs at most 1 % of it up to 2,000 active tenants.
 USUAL_TENANTS = 250
 MAX_SECONDS = 2.0
+# Interval while no tenant is active here. The first request of a tenant ends it.
+IDLE_SECONDS = 2.0
 # Time-out of an exchange, and the time without an exchange after which a process counts as dead.
 CALL_SECONDS = 1.0
 ALIVE_SECONDS = 5.0
@@ -41,6 +44,8 @@ class SharedService:
         self._process = os.urandom(8).hex()
         self._counters = counters
         self._outage = Outage(log, "the exchange of the tenants' service")
+        self._has_active = asyncio.Event()
+        counters.observe_first = self._has_active.set
 
     async def exchange(self) -> None:
         """Exchange once. While Redis is away, the process counts its own service only.
@@ -66,6 +71,11 @@ class SharedService:
         """Exchange until cancelled. charge: called before each exchange. changed: called after it."""
         while True:
             await asyncio.sleep(interval(self._counters.number))
+            if not self._counters.number:
+                self._has_active.clear()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(IDLE_SECONDS):
+                        await self._has_active.wait()
             charge()
             await self.exchange()
             changed()

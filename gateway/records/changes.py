@@ -1,8 +1,8 @@
 """Change counters by tenant, by which a gateway finds the tenants whose cached keys and names are stale.
 
 Each transaction that changes a tenant, its keys, names or prices increments the counter in that tenant's row. Ten times
-a second a gateway reads the rows that have changed since a safe point. So a tenant's changes invalidate no other
-tenant's cached records, and changes of two tenants never wait for each other.
+a second while requests run, less often otherwise, a gateway reads the rows that have changed since a safe point. So a
+tenant's changes invalidate no other tenant's cached records, and changes of two tenants never wait for each other.
 
 No change is missed, in whatever order transactions commit. A row's stamp is the id of the transaction that wrote it,
 and the safe point is the oldest transaction that a reading's snapshot saw running (`pg_snapshot_xmin`): a later commit
@@ -15,6 +15,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from itertools import takewhile
 from typing import Any
 
 from sqlalchemy import Row, TextClause, text
@@ -31,10 +32,15 @@ OPERATORS, PRICES, BASES = "operators", "prices", "bases"
 # half a second, and the response to an adapter's deletion waits as long. A few readings may fail without any effect.
 TRUST_SECONDS = 0.5
 ASK_SECONDS = 0.1
+# Period of the readings while no request runs. It is below TRUST_SECONDS, because lists in memory are read by it too.
+IDLE_SECONDS = 0.4
 # A change of a list in memory is read within LOOK_SECONDS. Without a change the list is read every RELOAD_SECONDS, in
 # case a gateway of the previous release, or plain SQL, has changed it.
 LOOK_SECONDS = 0.2
 RELOAD_SECONDS = 60.0
+
+# Above every stamp. The first reading thus returns the safe point only, and not a row of each tenant.
+_NEVER = 2**62
 
 _STAMPS = {
     "postgresql": "CAST(CAST(pg_current_xact_id() AS text) AS bigint)",
@@ -101,11 +107,12 @@ class Changes:
         self._trust_seconds = max(TRUST_SECONDS, trust_seconds)
         self._readings: Lookups[None, None] = Lookups(self._read)
         self._server: tuple[str, int] | None = None
-        self._since = 0
+        self._since = _NEVER
         self._counts: dict[str, int] = {}
         # A local clock of the changes read: an answer is stale if its tenant has changed after the answer's mark.
         self._clock = 0
         self._all_changed_at = 0
+        # In the order of the changes, the newest last.
         self._changed_at: dict[str, int] = {}
         self._read_at = -math.inf
 
@@ -125,6 +132,12 @@ class Changes:
     def is_unchanged(self, mark: int, scope: str) -> bool:
         """Return whether no change after the mark is known."""
         return mark >= self._all_changed_at and mark >= self._changed_at.get(scope, 0)
+
+    def since(self, mark: int) -> set[str] | None:
+        """Return the scopes that have changed after the mark, as far as it is known; None if any may have changed."""
+        if mark < self._all_changed_at:
+            return None
+        return set(takewhile(lambda scope: self._changed_at[scope] > mark, reversed(self._changed_at)))
 
     async def confirm(self, mark: int, scope: str) -> bool:
         """Return whether an answer of this mark is valid now; concurrent callers share a reading.
@@ -190,6 +203,7 @@ class Changes:
         for row in rows:
             if row.scope is not None and self._counts.get(row.scope) != row.changes:
                 self._clock += 1
+                self._changed_at.pop(row.scope, None)
                 self._counts[row.scope], self._changed_at[row.scope] = row.changes, self._clock
         self._since = first.safe
 

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from typing import Literal
 
@@ -16,6 +16,7 @@ from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.probes import Probes, Unprobed
 from gateway.records.adapters.rows import READY, Reason, State
 from gateway.records.bases.base import Binding
+from gateway.records.cached_query import CachedQuery
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.redis.errors import REDIS_ERRORS
 from gateway.sharing.turns import Turns
@@ -50,11 +51,20 @@ class Validation:
     """
 
     def __init__(
-        self, catalog: Catalog, tenants: Tenants, probes: Probes, prober: AdapterProber, redis: Client, mode: Mode
+        self,
+        catalog: Catalog,
+        tenants: Tenants,
+        probes: Probes,
+        missing: CachedQuery[Sequence[Unprobed]],
+        prober: AdapterProber,
+        redis: Client,
+        mode: Mode,
     ) -> None:
+        """missing: `Probes.missing`."""
         self.catalog = catalog
         self._tenants = tenants
         self._probes = probes
+        self._missing = missing
         self._prober = prober
         self._redis = redis
         self._mode = mode
@@ -143,7 +153,7 @@ class Validation:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _search(self) -> None:
-        for found in await self._probes.missing():
+        for found in await self._missing.get():
             if self._mode != "off" and not self._prober.can_probe(found.base):
                 continue
             try:

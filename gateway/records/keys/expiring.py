@@ -30,7 +30,8 @@ async def expiring_keys(database: Database, now: datetime, until: datetime, limi
     other = api_keys.alias("other")
     family = func.coalesce(api_keys.c.family_id, api_keys.c.id)
     successor = select(other.c.id).where(
-        func.coalesce(other.c.family_id, other.c.id) == family,
+        # Both sides have an index, unlike `coalesce`.
+        (other.c.family_id == family) | (other.c.family_id.is_(None) & (other.c.id == family)),
         other.c.id != api_keys.c.id,
         other.c.revoked_at.is_(None),
         other.c.expires_at.is_(None) | (other.c.expires_at > api_keys.c.expires_at),

@@ -30,6 +30,11 @@ class Spent:
     def of(self, kind: str, tenant_id: str) -> int:
         return self._past[kind].get(tenant_id, 0) + self._today.get(tenant_id, 0)
 
+    def changed_since(self, before: "Spent") -> set[str]:
+        """Return the tenants whose spending differs from an earlier reading of the same day."""
+        pairs = ((self._today, before._today), *((self._past[kind], before._past[kind]) for kind in self._past))
+        return {tenant_id for now, then in pairs if now is not then for tenant_id, _ in now.items() ^ then.items()}
+
 
 class Spending:
     """Reader of sums by tenant id, in micro-units. Every method raises Unavailable.

@@ -51,6 +51,14 @@ class BudgetedTenants:
                 return
             after = rows[-1].id
 
+    async def with_ids(self, ids: Sequence[str]) -> AsyncIterator[list[BudgetedTenant]]:
+        """Yield those of the tenants that have a budget, in pages."""
+        for start in range(0, len(ids), AT_ONCE):
+            query = _QUERY.where(_HAS_BUDGET, tenants.c.id.in_(ids[start : start + AT_ONCE]))
+            async with self._database.read() as connection:
+                rows = (await connection.execute(query)).all()
+            yield [tenant for row in rows if (tenant := _read(row)).budgets or tenant.soft]
+
     async def named(self, names: Sequence[str]) -> list[BudgetedTenant]:
         """Return the named tenants that have a budget."""
         found: list[BudgetedTenant] = []

@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import func, select, update
+from sqlalchemy import event, func, select, update
 
 from gateway.alerts.outbox import Outbox
 from gateway.records.database import Database
@@ -261,6 +261,28 @@ async def test_only_one_process_leads(database: Database):
     assert await leader.take()
     await leader.leave()
     assert sum(await asyncio.gather(*(one.take() for one in candidates))) == 1
+
+
+async def test_a_leader_prolongs_its_lease_seldom_but_in_time(database: Database):
+    writes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal writes
+        writes += 1
+
+    event.listen(database._engine.sync_engine, "commit", count)
+    leader, other = Leadership(database, "work", 30.0), Leadership(database, "work", 30.0)
+    assert await leader.take()
+    made = writes
+    assert all([await leader.take() for _ in range(5)])
+    assert writes == made
+    brief = Leadership(database, "brief", 0.9)
+    assert await brief.take()
+    await asyncio.sleep(0.35)
+    made = writes
+    assert await brief.take()
+    assert writes == made + 1
+    assert not await other.take()
 
 
 async def test_old_events_are_removed_with_their_deliveries(database: Database):

@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sqlalchemy import delete, insert
+from sqlalchemy import delete, event, insert
 
+from gateway.alerts.budgets import Budgets
 from gateway.alerts.watch import DOWN_SECONDS, WRONG_KEYS, Watch
 from gateway.fleet.health import Condition, Health
 from gateway.metrics import Metrics
+from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.events.events import Event, Events
 from gateway.records.events.tables import events
@@ -31,8 +33,7 @@ class Gateway:
         self.engines: list[Any] = []
         self.watch = Watch(
             Events(database),
-            BudgetedTenants(database),
-            Spending(database),
+            Budgets(BudgetedTenants(database), Spending(database), Changes(database)),
             Leadership(database, "watch", lease_seconds),
             self.metrics,
             lambda: self.engines,
@@ -136,7 +137,7 @@ async def test_tenants_are_read_in_pages(database: Database, monkeypatch: pytest
     for number in range(12):
         tenant = await tenants.create(f"t{number}", fields[number % 4] | {"budget_warn_at": (1.0,)}, "a")
         await spend(database, tenant, 200 + number)
-    gateway = Gateway(database)
+    gateway = Gateway(database, 0.0)
     for number in range(12):
         gateway.metrics.refused(f"t{number}", "budget")
     await gateway.watch.look()
@@ -145,9 +146,46 @@ async def test_tenants_are_read_in_pages(database: Database, monkeypatch: pytest
     assert {name for name in expected if f'budget_used_ratio{{tenant="{name}"}}' in gateway.page()} == expected
     async with database.write() as connection:
         await connection.execute(delete(events))
-    # Without a refusal, by the spending alone.
-    await gateway.watch.look()
+    # Without a refusal, by the spending alone, which another gateway has not seen yet.
+    await Gateway(database, 0.0).watch.look()
     assert {event.tenant for event in await all_events(database)} == expected
+
+
+async def test_only_tenants_that_spend_or_change_are_examined_again(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    """A look without any change reads no tenant, however many have budgets."""
+    monkeypatch.setattr("gateway.records.tenants.budgeted.AT_ONCE", 2)
+    tenants = Tenants(database)
+    made = [await tenants.create(f"t{i}", {"budget_per_day": 100, "budget_warn_at": (1.0,)}, "a") for i in range(7)]
+    gateway = Gateway(database)
+    read: list[str] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        read.append(statement)
+
+    event.listen(database._engine.sync_engine, "before_cursor_execute", note)
+
+    async def look() -> int:
+        """Return the number of readings of tenants' budgets."""
+        read.clear()
+        await gateway.watch.look()
+        return sum("budget_warn_at" in each for each in read)
+
+    # Pages of two: the last one is not full.
+    assert await look() == 4
+    assert await look() == 0
+    await spend(database, made[3], 60)
+    assert await look() == 1
+    assert 'budget_used_ratio{tenant="t3"} 0.6' in gateway.page()
+    assert await types(database) == []
+    await tenants.update("t3", {"budget_per_day": 50}, "a")
+    assert await look() == 1
+    assert await types(database) == ["budget.exhausted"]
+    await tenants.delete("t3", "a", ["base"])
+    assert await look() == 1
+    assert "t3" not in gateway.page()
+    assert gateway.page().count("budget_used_ratio{") == 6
 
 
 async def test_no_thresholds_no_events(database: Database):

@@ -11,6 +11,7 @@ from sqlalchemy import event, text
 from gateway.access.auth import Authenticator
 from gateway.errors import Forbidden, InvalidKey, Unavailable
 from gateway.records.adapters.catalog import Catalog
+from gateway.records.cached_query import CachedQuery
 from gateway.records.changes import OPERATORS, PRICES, Changes, count_change
 from gateway.records.database import Database
 from gateway.records.keys.keys import ApiKey, Keys
@@ -58,6 +59,48 @@ async def test_one_tenants_changes_leave_anothers_answers(database: Database):
     await change(database, None, PRICES)
     await here.read()
     assert [here.holds(mark, scope) for scope in (OPERATORS, PRICES, "acme")] == [False, False, True]
+
+
+async def test_changes_since_a_mark(database: Database):
+    await change(database, "before")
+    here = Changes(database)
+    assert here.since(here.mark - 1) is None
+    await here.read()
+    # The first reading returns no tenants, because nothing is cached yet.
+    first = here.mark
+    assert here.since(first - 1) is None
+    assert here.since(first) == set()
+    for scope in ("acme", "globex", "acme"):
+        await change(database, scope)
+        await here.read()
+    assert here.since(first) == {"acme", "globex"}
+    assert here.since(here.mark - 1) == {"acme"}
+    assert here.since(here.mark) == set()
+
+
+async def test_a_query_over_all_tenants_is_repeated_after_a_change(database: Database, monkeypatch: pytest.MonkeyPatch):
+    here, asked = Changes(database), []
+
+    async def ask() -> list[int]:
+        asked.append(0)
+        # A change during the query may be missing in its answer.
+        if len(asked) == 2:
+            await change(database, "acme")
+            await here.read()
+        return list(asked)
+
+    cached = CachedQuery(here, ask)
+    await here.read()
+    numbers = []
+    for _ in range(2):
+        numbers.append(len(await cached.get()))
+        await here.read()
+    assert numbers == [1, 1]
+    await change(database, "globex")
+    await here.read()
+    assert [len(await cached.get()) for _ in range(3)] == [2, 3, 3]
+    monkeypatch.setattr("gateway.records.cached_query.RELOAD_SECONDS", 0.0)
+    assert len(await cached.get()) == 4
 
 
 async def add_key(keys: Keys, auth: Authenticator, tenant: Tenant) -> tuple[ApiKey, str]:
