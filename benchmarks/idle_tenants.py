@@ -199,7 +199,7 @@ class Template:
 
 
 class Bench:
-    """One database, one Valkey and one engine double. Gateways start and end on them."""
+    """Database, Valkey and engine double on which gateways start and end."""
 
     def __init__(self, folder: Path, database_url: str, redis: ValkeyServer, engine_url: str) -> None:
         self._folder = folder
