@@ -30,6 +30,7 @@ MONITORING = FOLDER / "monitoring"
 MONITORS = list(yaml.safe_load_all((MONITORING / "servicemonitors.yaml").read_text()))
 RULES = yaml.safe_load((MONITORING / "prometheusrule.yaml").read_text())
 SCHEMAS = json.loads((ROOT / "tests/schemas/kubernetes-1.34.json").read_text())
+OPERATORS_SCHEMAS = json.loads((ROOT / "tests/schemas/prometheus-operator-0.80.json").read_text())
 # The values that deploy/README.md puts into the secret.
 SECRETS = dict(re.findall(r"--from-literal=(LORAPLEX_\w+)=(\S+)", (ROOT / "deploy/README.md").read_text()))
 
@@ -60,9 +61,9 @@ def test_every_file_is_applied():
     assert {container(name)["image"] for name in PODS} == {image["name"] for image in KUSTOMIZATION["images"]}
 
 
-def problems(made: dict[str, Any]) -> list[str]:
-    """Return what Kubernetes' own schema says against an object."""
-    schema = {"definitions": SCHEMAS["definitions"], "allOf": [SCHEMAS["kinds"][made["kind"]]]}
+def problems(made: dict[str, Any], schemas: dict[str, Any] = SCHEMAS) -> list[str]:
+    """Return what the schema of an object's kind says against it, by default Kubernetes' own."""
+    schema = {"definitions": schemas["definitions"], "allOf": [schemas["kinds"][made["kind"]]]}
     return [f"{list(error.path)}: {error.message}" for error in jsonschema.Draft7Validator(schema).iter_errors(made)]
 
 
@@ -70,6 +71,27 @@ def test_each_object_fits_kubernetes_own_schema():
     assert {f"{made['kind']}/{made['metadata']['name']}": problems(made) for made in OBJECTS if problems(made)} == {}
     misspelt = json.loads(json.dumps(the("StatefulSet", "gateway")).replace("livenessProbe", "livelinessProbe"))
     assert "livelinessProbe" in problems(misspelt)[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "right", "wrong", "message"),
+    [
+        ("ServiceMonitor", '"interval"', '"intervall"', "'intervall'"),
+        ("ServiceMonitor", '"matchLabels"', '"matchLabel"', "'matchLabel'"),
+        ("ServiceMonitor", '"10s"', '"10 s"', "'10 s' does not match"),
+        ("PrometheusRule", '"for": "1m"', '"for": "1 minute"', "'1 minute' does not match"),
+        ("PrometheusRule", '"annotations"', '"annotation"', "'annotation'"),
+        ("PrometheusRule", '"expr"', '"expression"', "'expression'"),
+    ],
+)
+def test_each_monitor_and_rule_fits_the_operators_schema(kind: str, right: str, wrong: str, message: str):
+    made = [each for each in (*MONITORS, RULES) if each["kind"] == kind]
+    assert made
+    for each in made:
+        assert (each["apiVersion"], problems(each, OPERATORS_SCHEMAS)) == ("monitoring.coreos.com/v1", [])
+        misspelt = json.dumps(each).replace(right, wrong)
+        assert misspelt != json.dumps(each)
+        assert any(message in problem for problem in problems(json.loads(misspelt), OPERATORS_SCHEMAS))
 
 
 @pytest.mark.parametrize("components", ["", "\ncomponents: [monitoring]\n"], ids=["plain", "monitoring"])
