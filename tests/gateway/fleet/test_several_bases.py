@@ -1,18 +1,21 @@
-"""Several base models behind one gateway, with real engines of tiny models of different shapes and tokenizers."""
+"""Several base models behind one or two gateways, with real engines of models of different shapes and tokenizers."""
 
 import asyncio
 import json
 import sqlite3
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import AsyncExitStack, ExitStack, closing
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from engine.probing.base_digest import base_digest
+from gateway.settings import Settings
 from testing.engine import RunningServer
+from testing.gateway.greedy_load import ASK, Load, text_of, tokens_of
 from testing.gateway.running import Answer, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
@@ -21,15 +24,18 @@ from tests.gateway.api.test_adapters import push
 
 pytestmark = pytest.mark.usefixtures("takes_a_core", "starts_servers")
 
-MESSAGES = [{"role": "user", "content": "The quick brown fox in Köln"}]
-ASK = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0}
 BASES = "/admin/api/bases"
 
 
 class Bench(NamedTuple):
-    """A gateway of the base model `alpha`, with engines of `alpha` and `beta` and a free address, and its store."""
+    """A gateway of the base model `alpha`, with engines of `alpha` and `beta` and a free address, and its store.
+
+    gateways: all gateways, this one first.
+    """
 
     gateway: Gateway
+    gateways: list[Gateway]
+    settings: Settings
     folder: Path
     start: Callable[..., Awaitable[RunningServer]]
     alpha: RunningServer
@@ -49,11 +55,14 @@ class Bench(NamedTuple):
         return await self.gateway.admin.call("PATCH", f"{BASES}/{name}", json=changes, params=params)
 
     async def are_up(self, *names: str) -> None:
-        """Wait until an engine of each of the base models, and of no other, is up."""
+        """Wait until an engine of each of the base models, and of no other, is up at every gateway."""
 
         async def ready() -> bool:
-            rows = (await self.gateway.admin.get(BASES)).json["data"]
-            return {row["name"] for row in rows if row["engines"] and row["name"]} == set(names)
+            for gateway in self.gateways:
+                rows = (await gateway.admin.get(BASES)).json["data"]
+                if {row["name"] for row in rows if row["engines"] and row["name"]} != set(names):
+                    return False
+            return True
 
         await until(ready)
 
@@ -108,52 +117,15 @@ async def bench(tmp_path: Path, models: Path, engines: ExitStack, redis_url: str
     async with running(of) as gateway:
         for name in ("alpha", "beta", "gamma"):
             (tmp_path / name).symlink_to(models / name)
-        yield Bench(gateway, tmp_path, start, alpha, beta, free)
+        yield Bench(gateway, [gateway], of, tmp_path, start, alpha, beta, free)
 
 
-class Load:
-    """Requests to some models, one after another for each, until `stop`. Every answer must equal the expected one."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self.served: dict[str, int] = {}
-        self.wrong: list[Any] = []
-
-    def start(self, model: str, expected: str) -> None:
-        self.served[model] = 0
-        self._tasks[model] = asyncio.create_task(self._run(model, expected))
-
-    async def stop(self, *models: str) -> None:
-        for model in models or tuple(self._tasks):
-            self._tasks.pop(model).cancel()
-        await asyncio.sleep(0)
-
-    async def _run(self, model: str, expected: str) -> None:
-        while True:
-            answer = await self._client.chat(**ASK, model=model)
-            if answer.status == 200 and text_of(answer.json) == expected:
-                self.served[model] += 1
-            else:
-                self.wrong.append((model, answer.status, answer.body))
-
-    async def rounds(self, number: int = 2) -> None:
-        """Wait until each model has been served some more times."""
-        goal = {model: self.served[model] + number for model in self._tasks}
-
-        async def reached() -> bool:
-            return bool(self.wrong) or all(self.served[model] >= least for model, least in goal.items())
-
-        await until(reached)
-        assert self.wrong == []
-
-
-def tokens_of(answer: Any) -> tuple[int, int]:
-    return answer["usage"]["prompt_tokens"], answer["usage"]["completion_tokens"]
-
-
-def text_of(answer: Any) -> str:
-    return answer["choices"][0]["message"]["content"]
+@pytest.fixture
+async def other(bench: Bench) -> AsyncIterator[Gateway]:
+    """Start a second gateway of the same database, Redis and engines. Operators change bases at the first one."""
+    async with running(bench.settings) as other:
+        bench.gateways.append(other)
+        yield other
 
 
 async def check_both_bases(acme: Client, wanted: dict[str, Any]) -> None:
@@ -187,7 +159,8 @@ async def usage_names_the_bases(folder: Path) -> bool:
     return sorted(rows) == sorted(bases.items())
 
 
-async def test_two_bases_then_a_third_then_one_less(bench: Bench):
+async def test_two_bases_then_a_third_then_one_less(bench: Bench, other: Gateway):
+    """Two gateways serve all bases without a failed request while an operator changes them at one of the two."""
     gateway = bench.gateway
     [fault] = [fault for fault in await gateway.engine_faults() if fault.startswith(bench.beta.url)]
     assert all(part in fault for part in ("engine serves beta, not alpha", "loraplex base add"))
@@ -206,7 +179,8 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench):
     assert len({text_of(answer) for answer in wanted.values()}) == 4, "the models differ"
     await check_both_bases(acme, wanted)
 
-    load = Load(acme)
+    elsewhere = other.client(acme.key or "")
+    load = Load(acme, elsewhere)
     for model, answer in wanted.items():
         load.start(model, text_of(answer))
     await load.rounds()
@@ -223,9 +197,10 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench):
     await load.rounds()
 
     assert (await bench.change("beta", state="draining")).json["state"] == "draining"
-    assert "beta" not in {model["id"] for model in (await acme.get("/v1/models")).json["data"]}
-    closed = await bench.upload(acme, "late", "beta", 5, base="beta")
-    assert "the base model 'beta' is draining and takes no new adapters" in closed.error["message"]
+    for seed, client in enumerate((acme, elsewhere), 5):
+        assert "beta" not in {model["id"] for model in (await client.get("/v1/models")).json["data"]}
+        closed = await bench.upload(client, "late", "beta", seed, base="beta")
+        assert "the base model 'beta' is draining and takes no new adapters" in closed.error["message"]
     await load.rounds()
     kept = await bench.change("beta", state="retired")
     assert (kept.status, kept.error["code"]) == (409, "conflict")
@@ -233,15 +208,22 @@ async def test_two_bases_then_a_third_then_one_less(bench: Bench):
 
     await load.stop("beta", "second")
     body = ASK | {"model": "second", "max_tokens": 200, "stream": True, "ignore_eos": True}
-    async with gateway.session.post(f"{acme.url}/v1/chat/completions", json=body, headers=acme.headers) as stream:
-        await stream.content.readline()
+    async with AsyncExitStack() as stack:
+        streams = []
+        for client in (acme, elsewhere):
+            asked = gateway.session.post(f"{client.url}/v1/chat/completions", json=body, headers=client.headers)
+            streams.append(await stack.enter_async_context(asked))
+            await streams[-1].content.readline()
         assert (await bench.change("beta", state="retired", force=True)).status == 200
-        rest = (await stream.read()).decode()
-    assert '"finish_reason":"length"' in rest, "a running stream ends as usual"
-    assert rest.rstrip().endswith("data: [DONE]")
-    for model, code in (("beta", "model_not_found"), ("second", "base_retired")):
-        gone = await acme.chat(**ASK, model=model)
-        assert (gone.status, gone.error["code"]) == (404, code)
+        for client, (model, code) in product(
+            (acme, elsewhere), (("beta", "model_not_found"), ("second", "base_retired"))
+        ):
+            gone = await client.chat(**ASK, model=model)
+            assert (gone.status, gone.error["code"]) == (404, code)
+        for stream in streams:
+            rest = (await stream.read()).decode()
+            assert '"finish_reason":"length"' in rest, "a running stream ends as usual"
+            assert rest.rstrip().endswith("data: [DONE]")
     await load.rounds()
     await load.stop()
     assert load.wrong == []
@@ -361,14 +343,15 @@ async def test_engines_count_the_prompts_of_a_base_without_a_folder_here(bench: 
     assert (await acme.chat(**ASK, model="alpha")).status == 200
 
 
-async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench):
+async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench, other: Gateway):
     """The former weights' engine serves the base until one of the new weights is up, and its bound adapters after."""
     acme = await bench.gateway.tenant("acme")
     assert (await bench.change("alpha", digest=base_digest(bench.model("alpha")))).status == 200
     await bench.are_up("alpha")
     first = await bench.upload(acme, "first", "alpha", 1)
     old, adapter = [text_of(await bench.direct(bench.alpha, each)) for each in ("alpha", first.json["digest"])]
-    load = Load(acme)
+    elsewhere = other.client(acme.key or "")
+    load = Load(acme, elsewhere)
     load.start("alpha", old)
     load.start("first", adapter)
     await load.rounds()
@@ -379,9 +362,9 @@ async def test_replaced_weights_take_over_without_a_failed_request(bench: Bench)
     new = text_of(await bench.direct(gamma, "alpha"))
 
     async def is_new() -> bool:
-        answer = await acme.chat(**ASK, model="alpha")
-        assert answer.status == 200
-        return text_of(answer.json) == new
+        answers = [await client.chat(**ASK, model="alpha") for client in (acme, elsewhere)]
+        assert [answer.status for answer in answers] == [200, 200]
+        return all(text_of(answer.json) == new for answer in answers)
 
     await until(is_new)
     load.start("alpha", new)
