@@ -16,6 +16,7 @@ from gateway.pages.frame.frame import link
 from gateway.pages.parts import periods
 from gateway.pages.parts.periods import (
     LAST_MONTH,
+    LENGTHS,
     MONTH,
     PagePeriod,
     bounds_before,
@@ -74,7 +75,8 @@ class ConsoleUsage(ConsolePages):
         errors: dict[str, str] = {}
         by, span = "day", PagePeriod(MONTH, periods.month_start(now), now)
         try:
-            by, span = _read_group(request), whole(read_period(request, MONTH, now))
+            by = _read_group(request)
+            span = whole(read_period(request, MONTH, now), by_day=_is_by_day(principal, by))
             if request.query.get("format"):
                 return await self._file(request, principal, by, span)
             context = await self._figures(request, principal, by, span)
@@ -95,6 +97,7 @@ class ConsoleUsage(ConsolePages):
             span=span,
             periods=segments_of(request, span, PERIODS),
             principal=principal,
+            by_day=_is_by_day(principal, by) and span.name in LENGTHS,
             before_title=f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
             **context,
         )
@@ -198,6 +201,11 @@ def _read_group(request: web.Request) -> str:
     if by not in BY:
         raise BadRequest(f"by: expected one of {', '.join(BY)}.", param="by")
     return by
+
+
+def _is_by_day(principal: TenantPrincipal, by: str) -> bool:
+    """Return whether the groups have sums by day only."""
+    return by == "end_user" and principal.allowed_models is None
 
 
 def _change(now: int, before: int | None) -> float | None:

@@ -12,6 +12,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts import periods
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import (
+    LENGTHS,
     MONTH,
     TITLES,
     PagePeriod,
@@ -25,7 +26,6 @@ from gateway.pages.parts.tables import ROWS, Column, read_table
 from gateway.records.money.usage_ranking import (
     CURVES,
     GROUPS,
-    MAX_COMPARED,
     MEASURES,
     Curves,
     GroupBy,
@@ -35,6 +35,7 @@ from gateway.records.money.usage_ranking import (
     Step,
     UsageRanking,
 )
+from gateway.records.money.usage_rows import can_sum_end_users
 from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
@@ -63,6 +64,8 @@ EXPORTS = (
 )
 # Longest period with a point per hour, and with a point per day.
 HOURS, DAYS = timedelta(days=3), timedelta(days=120)
+# Maximum requests of a period whose chart by end user has a point per hour: it reads the requests' rows.
+MAX_HOURLY = 20_000
 _Choice = TypeVar("_Choice", bound=str)
 
 
@@ -102,10 +105,11 @@ class UsagePages:
         )
 
     async def _figures(self, request: web.Request, now: datetime) -> dict[str, Any]:
-        span = whole(read_period(request, MONTH, now))
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
         which = read_usage_filter(request)
+        by_day = can_sum_end_users((group_by,), which)
+        span = whole(read_period(request, MONTH, now), by_day=by_day)
         part = Part(which=which, since=span.since, until=None if span.is_open else span.until)
         bounds = bounds_before(span)
         earlier = Part(which=which, since=bounds[0], until=bounds[1])
@@ -120,7 +124,7 @@ class UsagePages:
         if not by_time and (table.sort != measure or not table.descending or leaders is None):
             leaders = (await self._ranking.groups(part, group_by, measure, limit=CURVES)).groups
         step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
-        if group_by == "end_user" and step == "hour" and total["requests"] > MAX_COMPARED:
+        if group_by == "end_user" and step == "hour" and total["requests"] > MAX_HOURLY:
             # End users have sums by day only.
             step = "day"
         curves, table.rows = await asyncio.gather(
@@ -142,6 +146,7 @@ class UsagePages:
             "before_title": f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
             "chart": _chart(curves, group_by, measure, step, self._currency),
             "step": step,
+            "by_day": by_day and span.name in LENGTHS,
             "is_partial": ranking.is_partial,
             "lacks_usage": ranking.lacks_usage,
             "measured": lambda group: getattr(group, measure),

@@ -78,7 +78,7 @@ class Overview:
         try:
             report, today = await asyncio.gather(
                 self._activity.report(since=period.since, until=period.until, group_by=group),  # type: ignore[arg-type]
-                self._activity.report(since=min(midnight, now.replace(second=0, microsecond=0)), step=86400),
+                self._activity.cost_of_day(midnight),
             )
         except Unavailable as error:
             missing = error.message
@@ -93,7 +93,7 @@ class Overview:
             group=group,
             report=report,
             figures=None if report is None else figures(report),
-            today=None if today is None else today.total.cost,
+            today=today,
             charts=[] if report is None else charts(report, group),
             sparks={} if report is None else _sparks(report),
             utilisation=self._history.utilisation(int(now.timestamp())),

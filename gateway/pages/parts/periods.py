@@ -93,11 +93,14 @@ def read_period(request: web.Request, default: str, now: datetime) -> PagePeriod
     raise BadRequest(f"period: expected one of {', '.join(TITLES)}.", param="period")
 
 
-def whole(period: PagePeriod) -> PagePeriod:
-    """Return a named period, extended to the start of its first hour, or day if it is long, so that sums suffice."""
+def whole(period: PagePeriod, *, by_day: bool = False) -> PagePeriod:
+    """Return a named period, extended to the start of its first hour, or day if it is long, so that sums suffice.
+
+    by_day: extend it to the start of its first day, for usage that has sums by day only.
+    """
     if period.name not in LENGTHS:
         return period
-    return period._replace(since=_floor(period.since, 0 if LENGTHS[period.name] > DAILY else None))
+    return period._replace(since=_floor(period.since, 0 if by_day or LENGTHS[period.name] > DAILY else None))
 
 
 def bounds_before(period: PagePeriod) -> tuple[datetime, datetime]:

@@ -102,16 +102,17 @@ class Activity:
             kept = await _kept(connection, scope)
             by_step = await _by_step(connection, kept, curve_of, period.step)
             earlier = await _by_step(connection, kept, before, DAY)
-            ranked: list[int] = []
-            num_groups: int | None = 0
+            ranked = _Ranked([], 0, None)
             if group_by is not None:
                 members = await _grouped(connection, scope, group_by)
-                ranked, num_groups = await _first(connection, members, whole, order, top)
-            groups = await _groups(connection, ranked, (curve_of, whole, before), period) if ranked else []
-            active = 1 if scope.of_tenant else await _active(connection, whole)
+                ranked = await _first(connection, members, whole, order, top)
+            groups = await _groups(connection, ranked.ids, (curve_of, whole, before), period) if ranked.ids else []
+            active = 1 if scope.of_tenant else ranked.tenants
+            if active is None:
+                active = await _active(connection, whole)
             refusals = await _refusals(connection, scope, (curve_of, whole, before), period)
         curve = as_curve(period.starts, by_step)
-        shown = rest_of(curve, [group.curve for group in groups]) if num_groups != len(groups) else None
+        shown = rest_of(curve, [group.curve for group in groups]) if ranked.number != len(groups) else None
         return ActivityReport(
             since=moment(period.since),
             until=moment(period.until),
@@ -124,10 +125,17 @@ class Activity:
             times=as_times(period.starts, by_step),
             groups=groups,
             others=shown,
-            num_groups=num_groups,
+            num_groups=ranked.number,
             active_tenants=active,
             refusals=refusals,
         )
+
+    async def cost_of_day(self, day: datetime) -> int:
+        """Return the cost of all requests of the UTC day that begins at `day`, in micro-units."""
+        start = int(day.timestamp())
+        rows = _Kept((ENGINE,)).select([(DAY, start, start + DAY)], ("cost",))
+        async with self._database.read() as connection:
+            return int((await connection.execute(select(*_totals(("cost",))).select_from(rows))).scalar_one())
 
 
 class _Kept(msgspec.Struct, frozen=True):
@@ -149,6 +157,17 @@ class _Kept(msgspec.Struct, frozen=True):
                 columns.append(literal_column(", ".join(names)))
             parts.append(select(*columns).where(which, table.c.start >= start, table.c.start < end))
         return union_all(*parts).subquery(ROWS)
+
+
+class _Ranked(msgspec.Struct, frozen=True):
+    """Ids of the first series, and the number of series with requests; None if not all were looked at.
+
+    tenants: the number of tenants with requests, None if it is not known.
+    """
+
+    ids: Sequence[int]
+    number: int | None
+    tenants: int | None
 
 
 async def _find(connection: AsyncConnection, *which: ColumnElement[bool]) -> list[int]:
@@ -219,26 +238,25 @@ async def _by_series(connection: AsyncConnection, kept: _Kept, segments: Segment
     return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in found}
 
 
-async def _first(
-    connection: AsyncConnection, kept: _Kept, segments: Segments, order: Order, top: int
-) -> tuple[list[int], int | None]:
-    """Return the ids of the first series, and the number of series with requests; None if not all were looked at.
+async def _first(connection: AsyncConnection, kept: _Kept, segments: Segments, order: Order, top: int) -> _Ranked:
+    """Return the first series.
 
     The models of all tenants are ranked among those of the first tenants, if no other tenant has more requests than the
     last model found: no model has more than its tenant.
     """
+    num_tenants = None
     if MODEL in kept.kinds:
-        owners, number = await _rank(connection, _Kept((TENANT,)), segments, order, OWNERS_EACH * top + 1)
-        if number > OWNERS_EACH * top:
+        owners, num_tenants = await _rank(connection, _Kept((TENANT,)), segments, order, OWNERS_EACH * top + 1)
+        if num_tenants > OWNERS_EACH * top:
             columns = activity_series.c
             tenant_ids = select(columns.tenant_id).where(columns.id.in_([each for each, _ in owners[:-1]]))
             of_first = and_(columns.kind == MODEL, columns.tenant_id.in_(tenant_ids))
             which = select(columns.id).where(or_(of_first, columns.kind == BASE))
             found, _ = await _rank(connection, _Kept(ids=which), segments, order, top)
             if len(found) == top and owners[-1][1] <= found[-1][1]:
-                return [each for each, _ in found], None
+                return _Ranked([each for each, _ in found], None, num_tenants)
     found, number = await _rank(connection, kept, segments, order, top)
-    return [each for each, _ in found], number
+    return _Ranked([each for each, _ in found], number, number if TENANT in kept.kinds else num_tenants)
 
 
 async def _rank(

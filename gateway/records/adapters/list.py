@@ -1,11 +1,12 @@
 """List of adapters of all tenants, or of one, with their use: filtered, sorted and paged by the database."""
 
+import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
 import msgspec
-from sqlalchemy import ColumnElement, Subquery, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, literal, or_, select, union_all
 from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -36,6 +37,8 @@ LIGHT: tuple[Sort, ...] = ("name", "tenant", *BY_USE)
 STATES: tuple[State, ...] = ("ready", "validating", "rejected", "retired")
 # Period of `requests`, and period in which the last use is looked for. An adapter without a use in it counts as unused.
 RECENT, KNOWN = timedelta(hours=24), timedelta(days=30)
+# Period whose used adapters are looked for first, in the order of the last use.
+LATELY = timedelta(hours=2)
 MAX_PAGE = 1000
 MAX_NAMES, MAX_TENANTS = 500, 2000
 # Columns of the sorts whose names differ, and the columns of a row.
@@ -65,8 +68,8 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_light(self) -> bool:
-        """Return whether the filter needs no version."""
-        return self.search is None and self.state is None and self.rank is None and self.base is None
+        """Return whether the filter needs no version, except those whose digest it finds."""
+        return self.state is None and self.rank is None and self.base is None
 
 
 class ListedAdapter(msgspec.Struct, frozen=True, kw_only=True):
@@ -152,7 +155,7 @@ class AdapterList:
         now = datetime.now(UTC)
         series = activity_series.c
         same = and_(series.tenant_id == adapters.c.tenant_id, series.kind == MODEL, series.name == adapters.c.name)
-        source = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
+        owned = source = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
         if sort in BY_USE or which.is_unused:
             source = source.outerjoin(activity_series, same)
         conditions = [] if which.tenant is None else [tenants.c.name == which.tenant]
@@ -160,20 +163,29 @@ class AdapterList:
             conditions.append(adapters.c.tenant_id == which.tenant_id)
         if which.names is not None:
             conditions.append(adapters.c.name.in_(which.names))
+        if which.search is not None:
+            conditions.append(_found_by(which.search.lower(), now))
         if which.is_unused:
             # The sums of days include the last hours, so they have every use within KNOWN.
             conditions.append(_last(now, 86400, KNOWN).is_(None))
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
         orders |= {"last_used": _last_use(now), "requests": _recent_requests(now)}
         by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
-        found = select(adapters.c.id, func.count().over()).select_from(source).where(*conditions)
+        counted = select(func.count()).select_from(owned if conditions else adapters).where(*conditions)
+        # The condition for unused adapters takes longest, so a single pass finds and counts them.
+        number: ColumnElement[int] = func.count().over() if which.is_unused else counted.scalar_subquery()
+        found = select(adapters.c.id, number).select_from(source).where(*conditions)
         chosen = found.order_by(by, adapters.c.name, tenants.c.name).limit(limit).offset(offset)
         async with self._database.read() as connection:
-            numbered = (await connection.execute(chosen)).all()
+            numbered: Sequence[Row[Any]] = []
+            if which == ListFilter() and descending and sort in BY_USE:
+                numbered = await _most_used(connection, number, sort, (offset, limit), now)
+            if not numbered:
+                numbered = (await connection.execute(chosen)).all()
             ids = [row[0] for row in numbered]
             listed = _listed(now, ids)
             rows = {row.id: row for row in (await connection.execute(select(listed))).all()}
-            total = numbered[0][1] if numbered else 0
+            total = int(numbered[0][-1]) if numbered else 0
             if offset and not numbered:
                 total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
             ordered = [rows[each] for each in ids if each in rows]
@@ -219,6 +231,30 @@ def alias_name(name: str, alias: str) -> str:
     return f"{name}:{alias}"
 
 
+async def _most_used(
+    connection: AsyncConnection, number: ColumnElement[int], sort: Sort, window: tuple[int, int], now: datetime
+) -> Sequence[Row[Any]]:
+    """Return the ids in a window of all adapters, each with their number, the most or the last used first.
+
+    window: offset and limit. Returns nothing if it has adapters that were not used in RECENT. The used ones are found
+    by the sums of hours, so that the others are not looked at. Those used LATELY come before all others.
+    """
+    table, series, (offset, limit) = ACTIVITY[3600], activity_series.c, window
+    same = and_(adapters.c.tenant_id == series.tenant_id, adapters.c.name == series.name)
+    use = func.sum(table.c.requests) if sort == "requests" else func.max(table.c.start)
+    for period in (RECENT,) if sort == "requests" else (LATELY, RECENT):
+        which = (table.c.kind == MODEL, table.c.start > int((now - period).timestamp()))
+        used = select(table.c.series_id, use.label("value")).where(*which).group_by(table.c.series_id).subquery()
+        source = used.join(activity_series, series.id == used.c.series_id).join(adapters, same)
+        source = source.join(tenants, tenants.c.id == adapters.c.tenant_id)
+        chosen = select(adapters.c.id, number).select_from(source)
+        chosen = chosen.order_by(used.c.value.desc(), adapters.c.name, tenants.c.name).limit(limit).offset(offset)
+        found = (await connection.execute(chosen)).all()
+        if len(found) == limit:
+            return found
+    return []
+
+
 def _last_use(now: datetime) -> ColumnElement[Any]:
     """Return the start of the hour within RECENT, or else of the day within KNOWN, of the series' last request."""
     return func.coalesce(_last(now, 3600, RECENT), _last(now, 86400, KNOWN))
@@ -238,7 +274,7 @@ def _recent_requests(now: datetime) -> ColumnElement[Any]:
     return select(func.sum(table.c.requests)).where(*which).correlate(activity_series).scalar_subquery()
 
 
-def _listed(now: datetime, ids: Sequence[str] | None = None) -> Subquery:
+def _listed(now: datetime, ids: Sequence[str] | Select[str] | None = None) -> Subquery:
     """Select every name, or those of some ids, with its present version, and the newest version's number and state."""
     latest, newest, probe = adapter_versions.alias(), adapter_versions.alias(), adapter_probes.alias()
     number = select(func.max(adapter_versions.c.version)).where(adapter_versions.c.adapter_id == adapters.c.id)
@@ -282,9 +318,22 @@ def _conditions(listed: Subquery, which: ListFilter) -> list[ColumnElement[bool]
     if which.search is not None:
         text = which.search.lower()
         digest = own.digest.startswith(bare_digest(text), autoescape=True)
-        names = (name.contains(text, autoescape=True) for name in (own.name, own.tenant))
-        found.append(or_(*names, digest))
+        found.append(or_(_is_named(text, own.name, own.tenant), digest))
     return found
+
+
+def _is_named(text: str, *names: ColumnElement[str]) -> ColumnElement[bool]:
+    return or_(*(name.contains(text, autoescape=True) for name in names))
+
+
+def _found_by(text: str, now: datetime) -> ColumnElement[bool]:
+    """Return the condition of a search, for adapters joined with their tenants. Few versions have such a digest."""
+    named, digest = _is_named(text, adapters.c.name, tenants.c.name), bare_digest(text)
+    if not re.fullmatch("[0-9a-f]*", digest):
+        return named
+    having = select(adapter_versions.c.adapter_id).where(adapter_versions.c.digest.startswith(digest))
+    listed = _listed(now, having)
+    return or_(named, adapters.c.id.in_(select(listed.c.id).where(listed.c.digest.startswith(digest))))
 
 
 def _uses(

@@ -4,7 +4,20 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, and_, func, or_, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    CompoundSelect,
+    Row,
+    String,
+    and_,
+    cast,
+    func,
+    literal_column,
+    or_,
+    select,
+    union_all,
+)
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
@@ -16,6 +29,8 @@ from gateway.records.tenants.tenants import Tenant
 SCANNED = 20_000
 DAY = timedelta(days=1)
 MAX_USERS, MAX_CHANGES = 20, 50
+# Kinds of rows of `_newest_uses`.
+USERS, VERSIONS, EVERY = range(3)
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 
 
@@ -69,17 +84,14 @@ class AdapterUses:
         now = datetime.now(UTC)
         async with self._database.read() as connection:
             keys = await _keys(connection, tenant.id, name, now - DAY)
-            newest = (
-                select(usage.c.model, usage.c.end_user, usage.c.version, *(usage.c[each] for each in SUMS[1:]))
-                .where(usage.c.tenant_id == tenant.id, usage.c.created_at > now - DAY)
-                .order_by(usage.c.created_at.desc())
-                .limit(SCANNED)
-                .subquery()
-            )
-            users = await _grouped(connection, newest, newest.c.end_user, name)
-            versions = await _grouped(connection, newest, newest.c.version, name)
-            read = (await connection.execute(select(func.count()).select_from(newest))).scalar_one()
-        return AdapterUse(keys=keys, users=users, versions=versions, is_partial=read >= SCANNED)
+            found = (await connection.execute(_newest_uses(tenant.id, name, now - DAY))).all()
+        users, versions, [every] = ([row for row in found if row.kind == kind] for kind in (USERS, VERSIONS, EVERY))
+        return AdapterUse(
+            keys=keys,
+            users=sorted(map(_use, users), key=lambda use: (-use.requests, use.name)),
+            versions=sorted(map(_use, versions), key=lambda use: (-use.requests, int(use.name))),
+            is_partial=every.requests >= SCANNED,
+        )
 
     async def changes(self, tenant: Tenant, name: str, *, by_tenant: bool = False) -> list[Change]:
         """Return the last changes of a tenant's adapter, its versions and aliases, newest first.
@@ -123,17 +135,32 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
     return [Use(name=row.label or "", id=row.key_id, **_sums(row)) for row in rows]
 
 
-async def _grouped(connection: AsyncConnection, newest: Any, column: ColumnElement[Any], name: str) -> list[Use]:
-    """Return the requests of an adapter by the values of a column, without NULL."""
-    sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]
-    query = (
-        select(column.label("value"), *sums)
-        .where(newest.c.model == name, column.is_not(None))
-        .group_by(column)
-        .order_by(func.count().desc(), column)
-        .limit(MAX_USERS)
+def _newest_uses(tenant_id: str, name: str, since: datetime) -> CompoundSelect[Any]:
+    """Select the requests of an adapter by end user and by version, without NULL, and the number of rows read.
+
+    A single statement reads the tenant's newest rows only once.
+    """
+    newest = (
+        select(usage.c.model, usage.c.end_user, usage.c.version, *(usage.c[each] for each in SUMS[1:]))
+        .where(usage.c.tenant_id == tenant_id, usage.c.created_at > since)
+        .order_by(usage.c.created_at.desc())
+        .limit(SCANNED)
+        .cte("newest")
     )
-    return [Use(name=str(row.value), **_sums(row)) for row in (await connection.execute(query)).all()]
+    parts = []
+    for kind, column in ((USERS, newest.c.end_user), (VERSIONS, newest.c.version)):
+        sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]
+        query = select(column.label("value"), *sums).where(newest.c.model == name, column.is_not(None))
+        first = query.group_by(column).order_by(func.count().desc(), column).limit(MAX_USERS).subquery()
+        columns = (cast(first.c.value, String).label("value"), *(first.c[each] for each in SUMS))
+        parts.append(select(literal_column(str(kind)).label("kind"), *columns))
+    none = [literal_column("0", BigInteger).label(each) for each in SUMS[1:]]
+    number: list[ColumnElement[Any]] = [literal_column(str(EVERY)), literal_column("''"), func.count(), *none]
+    return union_all(*parts, select(*number).select_from(newest))
+
+
+def _use(row: Row[Any]) -> Use:
+    return Use(name=row.value, **_sums(row))
 
 
 def _sums(row: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ARRAY, BigInteger, ColumnElement, Select, any_, func, literal, select
+from sqlalchemy import ARRAY, BigInteger, ColumnElement, Select, Table, any_, func, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
@@ -85,12 +85,7 @@ def sums_part(
         which.append(table.c.start >= int(since.timestamp()))
     if until is not None:
         which.append(table.c.start < int(until.timestamp()))
-    if owners or models is not None:
-        own = [*owners, names.kind.in_(kinds), *([] if models is None else [names.name.in_(models)])]
-        # Series of known ids are read by the index of ids, all series of a kind by the primary key.
-        which.append(_is_in(table.c.series_id, select(names.id).where(*own), dialect))
-    else:
-        which.append(table.c.kind.in_(kinds))
+    which.append(series_of(kinds, owners, models, table, dialect))
     labels = [_start_of(name, table.c.start, dialect).label(name) for name in PERIODS if name in group_by]
     sums = [func.sum(table.c[name]).label(name) for name in SUMMED]
     if is_total:
@@ -101,6 +96,22 @@ def sums_part(
     columns = (names.tenant_id, names.tenant, names.name.label("model"))
     found = select(*columns, *(rows.c[label.name] for label in labels), *(rows.c[name] for name in SUMMED))
     return found.join_from(rows, activity_series, names.id == rows.c.series_id)
+
+
+def series_of(
+    kinds: Sequence[int],
+    owners: Sequence[ColumnElement[bool]],
+    models: Sequence[str] | None,
+    table: Table,
+    dialect: str,
+) -> ColumnElement[bool]:
+    """Return the condition that a sum of `table` belongs to such a series; for the arguments see `sums_part`."""
+    if not owners and models is None:
+        return table.c.kind.in_(kinds)
+    names = activity_series.c
+    own = [*owners, names.kind.in_(kinds), *([] if models is None else [names.name.in_(models)])]
+    # Series of known ids are read by the index of ids, all series of a kind by the primary key.
+    return _is_in(table.c.series_id, select(names.id).where(*own), dialect)
 
 
 def _is_in(column: ColumnElement[int], ids: Select[Any], dialect: str) -> ColumnElement[bool]:

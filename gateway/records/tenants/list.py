@@ -24,23 +24,19 @@ from sqlalchemy import (
 
 from gateway.errors import BadRequest
 from gateway.quota.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
-from gateway.quota.periods import period_start
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.money.usage_rows import UsageFilter, rows_of
 from gateway.records.pieces import in_pieces, read_rows
-from gateway.records.sums import int_sum
 from gateway.records.tables import UtcDateTime, api_keys, tenants
 from gateway.records.tenants.limits import limit_value
+from gateway.records.tenants.month_sums import DAY, FORECAST_DAYS, month_sums, periods
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
 CursorSort = Literal["name", "spend", "requests", "created"]
 # The values of the other orders change with time, so their pages have offsets and no cursors.
 Sort = CursorSort | Literal["plan", "forecast", "last_used_at"]
 SORTS = get_args(CursorSort)
-# Number of past days whose mean spend is expected for each remaining day of the month.
-FORECAST_DAYS = 7
-DAY, HOUR = timedelta(days=1), timedelta(hours=1)
+HOUR = timedelta(hours=1)
 # Place of tenants that were never used in the order of the last use.
 LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 
@@ -114,13 +110,16 @@ class TenantLists:
         Raises BadRequest for a cursor of another order.
         """
         now = datetime.now(UTC)
-        found, order = _matching(which, sort, now, await self._sums(now), self._database.dialect)
+        sums = await self._sums(now)
+        found, order = _matching(which, sort, now, sums, self._database.dialect)
         query = found.order_by(order.desc() if descending else order, tenants.c.name).limit(limit + 1).offset(offset)
         if after is not None:
             query = query.where(_behind(after, sort, descending, order))
+        # The count needs no order, whose sums of all tenants take longest.
+        counted, _ = _matching(which, "name", now, sums, self._database.dialect)
         async with self._database.read() as connection:
             rows = (await connection.execute(query)).all()
-            total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
+            total = (await connection.execute(select(func.count()).select_from(counted.subquery()))).scalar_one()
         shown = await in_pieces(rows[:limit], read_tenant)
         months = await self.months(shown, now)
         last = rows[limit - 1] if len(rows) > limit and sort in SORTS else None
@@ -169,25 +168,9 @@ class TenantLists:
             return [(row.name, _tightest([_use(row, kind) for kind in kinds])) for row in rows]
 
     async def _sums(self, now: datetime, ids: Sequence[str] | None = None) -> Subquery:
-        """Select the sums of each tenant in the periods of budgets, and the spend of the last FORECAST_DAYS days."""
-        month, recent, today = _periods(now)
-        starts = {kind: period_start(kind, now) for kind in sorted(BUDGET)}
-        complete, which = await self._tenant_sums.complete(), UsageFilter(tenant_ids=ids)
-        since = min(recent, *starts.values())
-        # The sums by tenant name their tenants only in a report by tenant.
-        rows = rows_of(self._database.dialect, ("tenant", "day"), which, since, None, by_tenant=complete)
-        assert rows is not None
-        day, cost = rows.c.day, rows.c.cost
-        in_month = day >= month
-        values = {
-            **{f"spent_{kind}": case((day >= start, cost), else_=0) for kind, start in starts.items()},
-            "spend": case((in_month, cost), else_=0),
-            "requests": case((in_month, rows.c.requests), else_=0),
-            "recent": case((and_(day >= recent, day < today), cost), else_=0),
-            "today": case((day >= today, cost), else_=0),
-        }
-        sums = (int_sum(value).label(name) for name, value in values.items())
-        return select(rows.c.tenant_id, *sums).group_by(rows.c.tenant_id).subquery("sums")
+        """Select the sums of each tenant, or of those of some ids."""
+        complete = await self._tenant_sums.complete()
+        return month_sums(now, ids, self._database.dialect, by_tenant=complete)
 
 
 def tightest_budget(tenant: Tenant, month: TenantMonth) -> BudgetUse | None:
@@ -247,7 +230,7 @@ def _matching(
 
 def _forecast(sums: Subquery, now: datetime, dialect: str) -> ColumnElement[Any]:
     """Return the forecast of `_month` as SQL."""
-    month, _, today = _periods(now)
+    month, _, today = periods(now)
     left = ((month + 32 * DAY).replace(day=1) - now) / DAY
     days = _days_before(today, dialect)
     whole = case((days > FORECAST_DAYS, float(FORECAST_DAYS)), else_=days)
@@ -281,16 +264,10 @@ def _used(*which: ColumnElement[bool]) -> Subquery:
     return query.group_by(api_keys.c.tenant_id).subquery("used")
 
 
-def _periods(now: datetime) -> tuple[datetime, datetime, datetime]:
-    """Return the starts of this month, of the days of the forecast, and of today."""
-    today = now.replace(hour=0, minute=0, second=0, microsecond=0)
-    return today.replace(day=1), today - FORECAST_DAYS * DAY, today
-
-
 def _month(tenant: Tenant, sums: Any, used_at: datetime | None, now: datetime) -> TenantMonth:
     if sums is None:
         return TenantMonth(last_used_at=used_at)
-    month, recent, today = _periods(now)
+    month, recent, today = periods(now)
     following = (month + 32 * DAY).replace(day=1)
     age = today - max(recent, tenant.created_at)
     # On a tenant's first day there is no whole day to average over.
