@@ -13,7 +13,6 @@ import msgspec
 from sqlalchemy import (
     BigInteger,
     ColumnElement,
-    Select,
     Subquery,
     and_,
     func,
@@ -138,24 +137,37 @@ class Activity:
             return int((await connection.execute(select(*_totals(("cost",))).select_from(rows))).scalar_one())
 
 
+# Sum of each column, by its name.
+_SUMMED = {name: f"sum({name}) AS {name}" for name in COLUMNS}
+
+
 class _Kept(msgspec.Struct, frozen=True):
     """Series to read: all of some kinds, or those of these ids."""
 
     kinds: Sequence[int] = ()
-    ids: Sequence[int] | Select[int] | None = None
+    ids: Sequence[int] | None = None
 
-    def select(self, segments: Segments, names: Sequence[str]) -> Subquery:
-        """Return the sums of the segments with these columns, beside `start` and `series_id`, as the subquery ROWS."""
+    def select(self, segments: Segments, names: Sequence[str], *, by_start: bool = False) -> Subquery:
+        """Return the sums of the segments with these columns, beside `start` and `series_id`, as the subquery ROWS.
+
+        by_start: return one row for each start, with the sums of all series, without `series_id`.
+        """
         parts = []
         for level, start, end in segments:
             table = ACTIVITY[level]
-            # Series of known ids are read by the index of ids, all series of a kind by the primary key.
-            which = table.c.kind.in_(self.kinds) if self.ids is None else table.c.series_id.in_(self.ids)
-            columns: list[ColumnElement[Any]] = [table.c.start, table.c.series_id]
+            # Series of known ids are read by the index of ids, all series of a kind by the primary key. The sums of a
+            # single kind are in the order of their starts, by which SQLite then groups without sorting.
+            which: ColumnElement[bool]
+            if self.ids is not None:
+                which = table.c.series_id.in_(self.ids)
+            else:
+                which = or_(*(table.c.kind == kind for kind in self.kinds))
+            columns: list[ColumnElement[Any]] = [table.c.start, *([] if by_start else [table.c.series_id])]
             if names:
                 # A single text is built and compiled much faster than sixty columns.
-                columns.append(literal_column(", ".join(names)))
-            parts.append(select(*columns).where(which, table.c.start >= start, table.c.start < end))
+                columns.append(literal_column(", ".join(_SUMMED[name] if by_start else name for name in names)))
+            part = select(*columns).where(which, table.c.start >= start, table.c.start < end)
+            parts.append(part.group_by(table.c.start) if by_start else part)
         return union_all(*parts).subquery(ROWS)
 
 
@@ -225,7 +237,8 @@ def _totals(names: Sequence[str]) -> list[ColumnElement[Any]]:
 
 async def _by_step(connection: AsyncConnection, kept: _Kept, segments: Segments, step: int) -> dict[int, Values]:
     """Return the sums of each step that has any."""
-    rows = kept.select(segments, COLUMNS)
+    # The rows of a start are next to each other, so that only their sums are sorted by step.
+    rows = kept.select(segments, COLUMNS, by_start=True)
     at = (rows.c.start - rows.c.start % step).label("at")
     found = await connection.execute(select(at, *_totals(COLUMNS)).group_by(at))
     return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in found}
@@ -251,8 +264,9 @@ async def _first(connection: AsyncConnection, kept: _Kept, segments: Segments, o
             columns = activity_series.c
             tenant_ids = select(columns.tenant_id).where(columns.id.in_([each for each, _ in owners[:-1]]))
             of_first = and_(columns.kind == MODEL, columns.tenant_id.in_(tenant_ids))
-            which = select(columns.id).where(or_(of_first, columns.kind == BASE))
-            found, _ = await _rank(connection, _Kept(ids=which), segments, order, top)
+            # The ids are read first: for a subquery PostgreSQL would expect too many, and read all sums of days.
+            ids = await _find(connection, or_(of_first, columns.kind == BASE))
+            found, _ = await _rank(connection, _Kept(ids=ids), segments, order, top)
             if len(found) == top and owners[-1][1] <= found[-1][1]:
                 return _Ranked([each for each, _ in found], None, num_tenants)
     found, number = await _rank(connection, kept, segments, order, top)

@@ -111,10 +111,10 @@ def series_of(
     names = activity_series.c
     own = [*owners, names.kind.in_(kinds), *([] if models is None else [names.name.in_(models)])]
     # Series of known ids are read by the index of ids, all series of a kind by the primary key.
-    return _is_in(table.c.series_id, select(names.id).where(*own), dialect)
+    return is_in(table.c.series_id, select(names.id).where(*own), dialect)
 
 
-def _is_in(column: ColumnElement[int], ids: Select[Any], dialect: str) -> ColumnElement[bool]:
+def is_in(column: ColumnElement[int], ids: Select[Any], dialect: str) -> ColumnElement[bool]:
     """Return the condition that a value is among the selected ids, which are few.
 
     PostgreSQL overestimates the number of ids of a subquery, and would read the whole table instead of its index.
