@@ -36,6 +36,7 @@ from gateway.records.money.usage_ranking import (
     UsageRanking,
 )
 from gateway.records.money.usage_rows import can_sum_end_users
+from gateway.records.money.usage_steps import by_day, total_of
 from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
@@ -108,8 +109,8 @@ class UsagePages:
         group_by = _choice(request, "group_by", GROUPS)
         measure = _choice(request, "measure", MEASURES)
         which = read_usage_filter(request)
-        by_day = can_sum_end_users((group_by,), which)
-        span = whole(read_period(request, MONTH, now), by_day=by_day)
+        is_by_day = can_sum_end_users((group_by,), which)
+        span = whole(read_period(request, MONTH, now), by_day=is_by_day)
         part = Part(which=which, since=span.since, until=None if span.is_open else span.until)
         bounds = bounds_before(span)
         earlier = Part(which=which, since=bounds[0], until=bounds[1])
@@ -119,16 +120,19 @@ class UsagePages:
         page = self._ranking.groups(
             part, group_by, table.sort, descending=table.descending, offset=table.offset, limit=ROWS
         )
-        ranking, total, before = await asyncio.gather(page, self._ranking.total(part), self._ranking.total(earlier))
+        step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
+        ranking, steps, before = await asyncio.gather(
+            page, self._ranking.steps(part, step), self._ranking.total(earlier)
+        )
+        total = total_of(steps)
         leaders = ranking.first
         if not by_time and (table.sort != measure or not table.descending or leaders is None):
             leaders = (await self._ranking.groups(part, group_by, measure, limit=CURVES)).groups
-        step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
         if group_by == "end_user" and step == "hour" and total["requests"] > MAX_HOURLY:
             # End users have sums by day only.
-            step = "day"
+            step, steps = "day", by_day(steps)
         curves, table.rows = await asyncio.gather(
-            self._ranking.curves(part, group_by, leaders or (), measure, step),
+            self._ranking.curves(part, group_by, leaders or (), measure, step, steps),
             self._ranking.earlier(earlier, group_by, ranking.groups, measure),
         )
         table.total, table.csv = ranking.number, False
@@ -146,7 +150,7 @@ class UsagePages:
             "before_title": f"the period before, {span.before:%d %b} to {span.before_until:%d %b %Y}",
             "chart": _chart(curves, group_by, measure, step, self._currency),
             "step": step,
-            "by_day": by_day and span.name in LENGTHS,
+            "by_day": is_by_day and span.name in LENGTHS,
             "is_partial": ranking.is_partial,
             "lacks_usage": ranking.lacks_usage,
             "measured": lambda group: getattr(group, measure),

@@ -66,11 +66,12 @@ def sums_part(
     *,
     owners: Sequence[ColumnElement[bool]] = (),
     models: Sequence[str] | None = None,
+    measures: Sequence[str] = SUMMED,
 ) -> Select[Any]:
     """Select the sums of hours or days (3600 or 86400) in the columns of usage_rows.rows_of.
 
     Without owners and the groups "tenant" and "model", the tenants' and models' columns are empty. owners: conditions
-    on the columns of `activity_series`.
+    on the columns of `activity_series`. measures: the columns of sums.
     """
     table, names = ACTIVITY[level], activity_series.c
     is_total = not {"tenant", "model"} & set(group_by) and not owners
@@ -86,16 +87,18 @@ def sums_part(
     if until is not None:
         which.append(table.c.start < int(until.timestamp()))
     which.append(series_of(kinds, owners, models, table, dialect))
-    labels = [_start_of(name, table.c.start, dialect).label(name) for name in PERIODS if name in group_by]
-    sums = [func.sum(table.c[name]).label(name) for name in SUMMED]
+    sums = [func.sum(table.c[name]).label(name) for name in measures]
     if is_total:
-        nobody = (literal("").label(name) for name in ("tenant_id", "tenant", "model"))
-        empty: list[ColumnElement[Any]] = [*nobody, *labels, *sums]
-        return select(*empty).where(*which).group_by(*labels)
+        nobody: list[ColumnElement[Any]] = [literal("").label(name) for name in ("tenant_id", "tenant", "model")]
+        # The few starts are named after they are summed. They are not grouped further, as the report does it.
+        found = select(table.c.start, *sums).where(*which).group_by(table.c.start).subquery()
+        labels = [_start_of(name, found.c.start, dialect).label(name) for name in PERIODS if name in group_by]
+        return select(*nobody, *labels, *(found.c[name] for name in measures))
+    labels = [_start_of(name, table.c.start, dialect).label(name) for name in PERIODS if name in group_by]
     rows = select(table.c.series_id, *labels, *sums).where(*which).group_by(table.c.series_id, *labels).subquery()
     columns = (names.tenant_id, names.tenant, names.name.label("model"))
-    found = select(*columns, *(rows.c[label.name] for label in labels), *(rows.c[name] for name in SUMMED))
-    return found.join_from(rows, activity_series, names.id == rows.c.series_id)
+    query = select(*columns, *(rows.c[label.name] for label in labels), *(rows.c[name] for name in measures))
+    return query.join_from(rows, activity_series, names.id == rows.c.series_id)
 
 
 def series_of(

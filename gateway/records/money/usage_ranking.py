@@ -1,6 +1,5 @@
 """Usage of a period as a ranking of groups, with their curves: a page of the groups in any order, in bounded memory."""
 
-import asyncio
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
@@ -13,6 +12,7 @@ from gateway.records.database import Database
 from gateway.records.money.end_user_sums import EndUserSums, read_largest
 from gateway.records.money.tenant_sums import SUMMED, TenantSums
 from gateway.records.money.usage_rows import UsageFilter, days_of, rows_of
+from gateway.records.money.usage_steps import Steps, measured
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
 
@@ -198,7 +198,8 @@ class UsageRanking:
         ids, which are hexadecimal: all databases and Python order them alike.
         """
         end = window.offset + window.limit + 1
-        rows = await self._rows(part, ("tenant",))
+        measures = ("prompt_tokens", "completion_tokens") if window.order == "tokens" else (window.order,)
+        rows = await self._rows(part, ("tenant",), measures=measures)
         if rows is None:
             return []
         amount = _measured(rows, window.order)
@@ -258,21 +259,27 @@ class UsageRanking:
             found = (await connection.execute(select(*_sums(rows)))).one()
         return dict(found._mapping)
 
+    async def steps(self, part: Part, step: Step) -> Steps:
+        """Return the sums over all groups in each step that has usage, in the order of time."""
+        rows = await self._rows(await self._with_tenant(part), (step,))
+        if rows is None:
+            return {}
+        query = select(rows.c[step], *_sums(rows)).group_by(rows.c[step]).order_by(rows.c[step])
+        async with self._database.read() as connection:
+            found = (await connection.execute(query)).all()
+        return {row[0]: dict(zip(SUMMED, row[1:], strict=True)) for row in found}
+
     async def curves(
-        self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
+        self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step, steps: Steps
     ) -> Curves:
-        """Return the curves of these groups and of all groups together."""
-        part = await self._with_tenant(part)
-        rows, found = await asyncio.gather(
-            self._rows(part, (step,)), self._steps_of(part, group_by, groups, measure, step)
-        )
-        total = {} if rows is None else {row[0]: row[1] for row in await self._by(rows, (step,), measure)}
-        starts = sorted(total)
+        """Return the curves of these groups and of all groups together. steps: the sums of all groups."""
         curves = []
-        for group in groups if found is not None else ():
-            values = found.get(_identity(group, group_by), {})
-            curves.append((group, [values.get(start, 0) for start in starts]))
-        return Curves(starts=starts, groups=curves, total=[total[start] for start in starts])
+        found = await self._steps_of(await self._with_tenant(part), group_by, groups, measure, step)
+        if found is not None:
+            for group in groups:
+                values = found.get(_identity(group, group_by), {})
+                curves.append((group, [values.get(start, 0) for start in steps]))
+        return Curves(starts=list(steps), groups=curves, total=[measured(sums, measure) for sums in steps.values()])
 
     async def _steps_of(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
@@ -311,13 +318,20 @@ class UsageRanking:
                 return None
         return await self._rows(part, group_by, summed)
 
-    async def _rows(self, part: Part, group_by: Sequence[str], summed: Collection[datetime] = ()) -> Subquery | None:
+    async def _rows(
+        self,
+        part: Part,
+        group_by: Sequence[str],
+        summed: Collection[datetime] = (),
+        measures: Sequence[str] = SUMMED,
+    ) -> Subquery | None:
         """Return the rows of a part; None without any. summed: the days whose sums by end user are complete."""
         complete = await self._sums.complete()
         return rows_of(
             *(self._database.dialect, group_by, part.which, part.since, part.until),
             by_tenant=complete,
             summed=summed,
+            measures=measures,
         )
 
     async def _with_tenant(self, part: Part) -> Part:
@@ -358,7 +372,7 @@ def _order(grouped: Any, order: str) -> ColumnElement[Any]:
 
 
 def _value(row: Any, order: str) -> int:
-    return int(row.prompt_tokens + row.completion_tokens if order == "tokens" else getattr(row, order))
+    return int(measured(row._mapping, order))
 
 
 def _identity(group: RankedGroup, group_by: GroupBy) -> tuple[Any, ...]:

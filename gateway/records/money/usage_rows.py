@@ -36,13 +36,14 @@ def rows_of(
     *,
     by_tenant: bool = False,
     summed: Collection[datetime] = (),
+    measures: Sequence[str] = SUMMED,
 ) -> Subquery | None:
     """Return the rows and sums that make up `[since, until)`; None for an empty period.
 
-    Columns: those of UsageFilter, SUMMED, and those that the grouping needs. by_tenant: whether the sums by tenant are
-    complete and may replace those by key and model. summed: days whose sums by end user are complete; for a report that
-    `can_sum_end_users` allows. Raises BadRequest for a period that is too long for a report that reads the rows of
-    requests.
+    Columns: those of UsageFilter, SUMMED or at least `measures`, and those that the grouping needs. by_tenant: whether
+    the sums by tenant are complete and may replace those by key and model. summed: days whose sums by end user are
+    complete; for a report that `can_sum_end_users` allows. Raises BadRequest for a period that is too long for a report
+    that reads the rows of requests.
     """
     if BY_ROWS & set(group_by):
         covered = _row_segments(since, until, summed)
@@ -53,14 +54,15 @@ def rows_of(
     for table, start, end in covered:
         if by_tenant and table is not usage:
             level = 3600 if table is usage_hourly else 86400
-            models, owners = which.models, which.owners()
-            parts.append(sums_part(level, (start, end), group_by, dialect, owners=owners, models=models))
+            which_sums: Any = {"owners": which.owners(), "models": which.models, "measures": measures}
+            parts.append(sums_part(level, (start, end), group_by, dialect, **which_sums))
         else:
             parts.append(which.narrow(_select_span(table, start, end, group_by, dialect)))
             if by_tenant or summed:
-                parts[-1] = _columns_of_sums(parts[-1], group_by)
+                parts[-1] = _columns_of_sums(parts[-1], group_by, measures)
     if days := whole_days(since, until, summed):
-        parts.append(which.narrow(_select_end_users(days, group_by, dialect)))
+        of_days = which.narrow(_select_end_users(days, group_by, dialect))
+        parts.append(_columns_of_sums(of_days, group_by, measures))
     return union_all(*parts).subquery() if parts else None
 
 
@@ -81,11 +83,11 @@ def whole_days(since: Moment, until: Moment, among: Collection[datetime]) -> lis
     return sorted(day for day in among if (since is None or since <= day) and (until is None or day + DAY <= until))
 
 
-def _columns_of_sums(part: Select[Any], group_by: Sequence[str]) -> Select[Any]:
+def _columns_of_sums(part: Select[Any], group_by: Sequence[str], measures: Sequence[str]) -> Select[Any]:
     """Return rows in the columns of `sums_part`, or of `_select_end_users`."""
     columns = part.selected_columns
     own = "end_user" if "end_user" in group_by else "model"
-    names = ("tenant_id", "tenant", own, *(name for name in PERIODS if name in group_by), *SUMMED)
+    names = ("tenant_id", "tenant", own, *(name for name in PERIODS if name in group_by), *measures)
     return part.with_only_columns(*(columns[name] for name in names))
 
 

@@ -212,7 +212,7 @@ async def test_curves_and_comparison_add_up(database: Database, monkeypatch: pyt
     await UsageWriter(database).write(rows())
     ranking = UsageRanking(database)
     page = await ranking.groups(PARTIAL, "end_user", "cost", limit=4)
-    curves = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step)
+    curves = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step, await ranking.steps(PARTIAL, step))
     assert [sum(values) for _, values in curves.groups] == [group.cost for group in page.groups]
     assert sum(curves.total) == sum(each[2] for each in expected(PARTIAL, "cost"))
     before = Part(which=UsageFilter(), since=PARTIAL.since - timedelta(days=2), until=PARTIAL.since)
@@ -224,7 +224,7 @@ async def test_curves_and_comparison_add_up(database: Database, monkeypatch: pyt
     # Rather than reading many rows, the page lacks both.
     monkeypatch.setattr(usage_ranking, "MAX_COMPARED", 0)
     assert [group.before for group in await ranking.earlier(before, "end_user", page.groups, "cost")] == [None] * 4
-    without = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step)
+    without = await ranking.curves(PARTIAL, "end_user", page.groups, "cost", step, await ranking.steps(PARTIAL, step))
     assert (without.groups, without.total) == ([], curves.total)
 
 

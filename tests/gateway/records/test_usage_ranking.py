@@ -16,6 +16,7 @@ from gateway.records.database import Database
 from gateway.records.money import usage_ranking
 from gateway.records.money.usage_ranking import CURVES, GroupBy, Measure, Part, RankedGroup, UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
+from gateway.records.money.usage_steps import by_day, total_of
 from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)
@@ -133,7 +134,10 @@ async def test_sums_of_models_are_those_of_their_rows(database: Database, models
     assert sorted(group.cost for group in by_model.groups) == sorted(
         sum(each.cost for each in kept if (each.tenant, each.model) == name) for name in owned if name[1] in models
     )
-    curves = await ranking.curves(part, "tenant", page.groups, "cost", "day")
+    steps = await ranking.steps(part, "day")
+    assert total_of(steps) == await ranking.total(part)
+    assert by_day(await ranking.steps(part, "hour")) == steps
+    curves = await ranking.curves(part, "tenant", page.groups, "cost", "day", steps)
     days = {each.created_at.replace(hour=0, minute=0, second=0, microsecond=0) for each in kept}
     assert curves.starts == sorted(days)
     assert sum(curves.total) == sum(sum(values) for _, values in curves.groups) == whole

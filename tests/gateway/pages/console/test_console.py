@@ -192,7 +192,9 @@ async def test_end_users_are_ranked_page_by_page(gateway: Gateway, tmp_path: Pat
     database, now = Database(f"sqlite:///{tmp_path}/gateway.db"), datetime.now(UTC)
     own = {"tenant_id": tenant_id, "created_at": now - timedelta(hours=2)}
     used = [row(f"req_{i}", end_user=f"user-{i:02}", cost=1_000_000 * (i + 1), **own) for i in range(60)]
-    before = own | {"created_at": now - timedelta(hours=30)}
+    # The period begins with the whole of yesterday.
+    yesterday = now.replace(hour=0, minute=0, second=0, microsecond=0) - timedelta(days=1)
+    before = own | {"created_at": yesterday - timedelta(hours=1)}
     await UsageWriter(database).write([*used, row("req_before", end_user="user-59", cost=30_000_000, **before)])
     await database.close()
     async with gateway.browser(acme.key, "/console") as browser:
