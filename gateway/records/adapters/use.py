@@ -1,11 +1,11 @@
 """Users of one adapter in the last day: keys, end users and versions; and the changes of the adapter."""
 
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 from sqlalchemy import (
-    BigInteger,
     ColumnElement,
     CompoundSelect,
     Row,
@@ -21,6 +21,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
+from gateway.records.requests.owned import owned
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant
@@ -30,7 +31,7 @@ SCANNED = 20_000
 DAY = timedelta(days=1)
 MAX_USERS, MAX_CHANGES = 20, 50
 # Kinds of rows of `_newest_uses`.
-USERS, VERSIONS, EVERY = range(3)
+USERS, VERSIONS = range(2)
 SUMS = ("requests", "prompt_tokens", "cached_tokens", "completion_tokens", "cost")
 
 
@@ -84,13 +85,19 @@ class AdapterUses:
         now = datetime.now(UTC)
         async with self._database.read() as connection:
             keys = await _keys(connection, tenant.id, name, now - DAY)
-            found = (await connection.execute(_newest_uses(tenant.id, name, now - DAY))).all()
-        users, versions, [every] = ([row for row in found if row.kind == kind] for kind in (USERS, VERSIONS, EVERY))
+            dialect, at = connection.dialect.name, usage.c.created_at
+            within = owned(dialect, usage.c.tenant_id, tenant.id, at, now - DAY)
+            oldest = select(at).where(*within).order_by(usage.c.tenant_id.desc(), at.desc())
+            horizon = (await connection.execute(oldest.offset(SCANNED - 1).limit(1))).scalar_one_or_none()
+            if horizon is not None:
+                within = owned(dialect, usage.c.tenant_id, tenant.id, at, horizon)
+            found = (await connection.execute(_newest_uses(within, name))).all()
+        users, versions = ([row for row in found if row.kind == kind] for kind in (USERS, VERSIONS))
         return AdapterUse(
             keys=keys,
             users=sorted(map(_use, users), key=lambda use: (-use.requests, use.name)),
             versions=sorted(map(_use, versions), key=lambda use: (-use.requests, int(use.name))),
-            is_partial=every.requests >= SCANNED,
+            is_partial=horizon is not None,
         )
 
     async def changes(self, tenant: Tenant, name: str, *, by_tenant: bool = False) -> list[Change]:
@@ -135,28 +142,21 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
     return [Use(name=row.label or "", id=row.key_id, **_sums(row)) for row in rows]
 
 
-def _newest_uses(tenant_id: str, name: str, since: datetime) -> CompoundSelect[Any]:
-    """Select the requests of an adapter by end user and by version, without NULL, and the number of rows read.
+def _newest_uses(within: Sequence[ColumnElement[bool]], name: str) -> CompoundSelect[Any]:
+    """Select the requests of an adapter by end user and by version, without NULL, among a tenant's newest rows.
 
-    A single statement reads the tenant's newest rows only once.
+    A single statement reads the rows only once.
     """
-    newest = (
-        select(usage.c.model, usage.c.end_user, usage.c.version, *(usage.c[each] for each in SUMS[1:]))
-        .where(usage.c.tenant_id == tenant_id, usage.c.created_at > since)
-        .order_by(usage.c.created_at.desc())
-        .limit(SCANNED)
-        .cte("newest")
-    )
+    columns = (usage.c[each] for each in ("end_user", "version", *SUMS[1:]))
+    newest = select(*columns).where(*within, usage.c.model == name).cte("newest")
     parts = []
     for kind, column in ((USERS, newest.c.end_user), (VERSIONS, newest.c.version)):
         sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]
-        query = select(column.label("value"), *sums).where(newest.c.model == name, column.is_not(None))
-        first = query.group_by(column).order_by(func.count().desc(), column).limit(MAX_USERS).subquery()
-        columns = (cast(first.c.value, String).label("value"), *(first.c[each] for each in SUMS))
-        parts.append(select(literal_column(str(kind)).label("kind"), *columns))
-    none = [literal_column("0", BigInteger).label(each) for each in SUMS[1:]]
-    number: list[ColumnElement[Any]] = [literal_column(str(EVERY)), literal_column("''"), func.count(), *none]
-    return union_all(*parts, select(*number).select_from(newest))
+        query = select(column.label("value"), *sums).where(column.is_not(None)).group_by(column)
+        first = query.order_by(func.count().desc(), column).limit(MAX_USERS).subquery()
+        values = (cast(first.c.value, String).label("value"), *(first.c[each] for each in SUMS))
+        parts.append(select(literal_column(str(kind)).label("kind"), *values))
+    return union_all(*parts)
 
 
 def _use(row: Row[Any]) -> Use:

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest, Exceeded
 from gateway.records.database import Database
+from gateway.records.requests.owned import owned
 from gateway.records.requests.refusal_tables import refused_requests
 from gateway.records.tables import api_keys, usage
 
@@ -210,15 +211,17 @@ async def _search(
     connection: AsyncConnection, table: Table, which: LogFilter, start: Position | None, limit: int
 ) -> _Found:
     """Return the first entries of a table after a position, at least one more than `limit` if there are."""
-    at, conditions = TIMES[table], _conditions(table, which)
-    along = select(table).where(*_bounds(table, which, start)).order_by(at.desc(), table.c.request_id.desc())
+    at, conditions, dialect = TIMES[table], _conditions(table, which), connection.dialect.name
+    owner = [column.desc() for column, _ in _owners(table, which)[:1]]
+    along = select(table).order_by(*owner, at.desc(), table.c.request_id.desc())
+    bounds = _bounds(table, which, start, dialect)
     if not conditions:
-        rows = (await connection.execute(along.limit(limit + 1))).all()
+        rows = (await connection.execute(along.where(*bounds, *_behind(table, start)).limit(limit + 1))).all()
         return _Found([_entry(table, row) for row in rows], None)
-    oldest = select(at).where(*_bounds(table, which, start, only_times=True)).order_by(at.desc())
+    oldest = select(at).where(*bounds).order_by(*owner, at.desc())
     horizon = (await connection.execute(oldest.offset(SCANNED - 1).limit(1))).scalar_one_or_none()
-    within = [] if horizon is None else [at >= horizon]
-    query = along.where(*within, *conditions).limit(limit + 1)
+    within = bounds if horizon is None else _bounds(table, which, start, dialect, horizon)
+    query = along.where(*within, *_behind(table, start), *conditions).limit(limit + 1)
     entries = [_entry(table, row) for row in (await connection.execute(query)).all()]
     if horizon is None or len(entries) > limit:
         return _Found(entries, None)
@@ -226,26 +229,34 @@ async def _search(
     return _Found(entries, (horizon, ""))
 
 
+def _owners(table: Table, which: LogFilter) -> list[tuple[ColumnElement[str], str]]:
+    """Return the columns of the tenant and their values."""
+    found = ((table.c.tenant_id, which.tenant_id), (table.c.tenant, which.tenant))
+    return [(column, value) for column, value in found if value is not None]
+
+
 def _bounds(
-    table: Table, which: LogFilter, start: Position | None, *, only_times: bool = False
+    table: Table, which: LogFilter, start: Position | None, dialect: str, horizon: datetime | None = None
 ) -> list[ColumnElement[bool]]:
-    """Return the conditions that an index serves: the tenant and the time. only_times: without request ids."""
-    at = TIMES[table]
-    found: list[ColumnElement[bool]] = []
-    if which.tenant_id is not None:
-        found.append(table.c.tenant_id == which.tenant_id)
-    if which.tenant is not None:
-        found.append(table.c.tenant == which.tenant)
-    if which.since is not None:
-        found.append(at >= which.since)
-    if which.until is not None:
-        found.append(at < which.until)
-    if start is not None:
-        # The first condition alone lets an index begin at the position.
-        found.append(at <= start[0] if start[1] else at < start[0])
-        if start[1] and not only_times:
-            found.append(or_(at < start[0], table.c.request_id < start[1]))
+    """Return the conditions that an index serves: the tenant and the time. horizon: time of the oldest row to read."""
+    at, owners = TIMES[table], _owners(table, which)
+    since = max((moment for moment in (which.since, horizon) if moment is not None), default=None)
+    until = min((moment for moment in (which.until, start and start[0]) if moment is not None), default=None)
+    found = [column == value for column, value in owners[1:]]
+    if owners:
+        found += owned(dialect, *owners[0], at, since, until)
+    else:
+        found += [*([] if since is None else [at >= since]), *([] if until is None else [at <= until])]
+    if until is not None and (until == which.until or (start and not start[1])):
+        found.append(at < until)
     return found
+
+
+def _behind(table: Table, start: Position | None) -> list[ColumnElement[bool]]:
+    """Return the condition for rows behind a position of its very time."""
+    if start is None or not start[1]:
+        return []
+    return [or_(TIMES[table] < start[0], table.c.request_id < start[1])]
 
 
 def _conditions(rows: Table, which: LogFilter) -> list[ColumnElement[bool]]:

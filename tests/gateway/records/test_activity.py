@@ -147,6 +147,7 @@ async def test_groups_and_the_rest(activity: Activity, group_by: GroupBy, key: A
     for each in rows:
         groups.setdefault(key(each), []).append(each)
     assert report.num_groups == len(groups)
+    assert report.active_tenants == len({each.tenant for each in rows})
 
     def amount(of: Any) -> int:
         values = sums(groups[of])
@@ -191,6 +192,15 @@ async def test_a_tenants_models_and_a_models_tenants(activity: Activity):
     assert sum(group.sums.requests for group in tenants.groups) == tenants.total.requests
     with pytest.raises(BadRequest, match=r"^group_by: there are no sums"):
         await activity.report(since=since, scope=Scope(tenant="n1"), group_by="engine")
+
+
+async def test_the_cost_of_a_day_is_that_of_its_rows(activity: Activity):
+    today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
+    for ago in (0, 1, 8, 400):
+        day = today - timedelta(days=ago)
+        rows = [each for each in ROWS if day <= each.created_at < day + timedelta(days=1)]
+        assert bool(rows) == (ago < 400)
+        assert await activity.cost_of_day(day) == sum(each.cost for each in rows)
 
 
 async def test_failures_by_code(activity: Activity):
@@ -250,8 +260,8 @@ async def test_models_of_all_tenants_are_found_among_the_first_tenants(
     first = await activity.report(since=since, group_by="model", top=1)
     # The tenant of four small models comes second, so it may have the second model, but not the first.
     assert [(each.tenant, each.name, each.sums.requests) for each in first.groups] == [("n0", "pirate", 9)]
-    assert first.num_groups is None
+    assert (first.num_groups, first.active_tenants) == (None, 5)
     assert first.others is not None
     second = await activity.report(since=since, group_by="model", top=2)
     assert [each.sums.requests for each in second.groups] == [9, 1]
-    assert second.num_groups == 11
+    assert (second.num_groups, second.active_tenants) == (11, 5)

@@ -4,11 +4,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from sqlalchemy import update
+from sqlalchemy import delete, update
 
 from gateway.billing.writer import UsageWriter
+from gateway.records.activity.tables import ACTIVITY
 from gateway.records.adapters.catalog import Catalog
-from gateway.records.adapters.list import SORTS, AdapterList, ListFilter
+from gateway.records.adapters.list import BY_USE, SORTS, AdapterList, ListFilter
 from gateway.records.adapters.rows import Reason
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions
@@ -25,6 +26,10 @@ async def globex(database: Database) -> Tenant:
 async def names(adapters: AdapterList, which: ListFilter | None = None, **options: Any) -> list[str]:
     page = await adapters.page(which or ListFilter(), **options)
     return [f"{each.tenant}/{each.name}" for each in page.adapters]
+
+
+def _by_name(listed: str) -> list[str]:
+    return listed.split("/")[::-1]
 
 
 async def test_each_adapter_has_its_present_and_its_newest_version(
@@ -82,6 +87,48 @@ async def test_filters_sorts_and_pages(catalog: Catalog, acme: Tenant, globex: T
     for sort in SORTS:
         for descending in (False, True):
             assert sorted(await names(adapters, sort=sort, descending=descending)) == sorted(every)
+
+
+async def test_orders_and_searches_are_the_same_from_the_sums_for_charts(
+    catalog: Catalog, acme: Tenant, globex: Tenant, database: Database
+):
+    """Adapters by use are found by the sums for charts; without them, and with versions' sorts, all are listed."""
+    now, writer = datetime.now(UTC), UsageWriter(database)
+    owned = [(tenant, name) for tenant in (acme, globex) for name in ("a", "b", "c", "d")]
+    for number, (tenant, name) in enumerate(owned):
+        await add(catalog, tenant, name, 2 * number, 2 * number + 1)
+    uses = [(0, 1), (0, 30), (1, 1), (2, 3), (2, 3), (2, 3), (3, 90), (4, 0), (5, 3), (5, 3), (6, 800)]
+    for i, (which, hours) in enumerate(uses):
+        tenant, name = owned[which]
+        own = {"tenant_id": tenant.id, "tenant": tenant.name, "model": name, "adapter_digest": "d"}
+        await writer.write([row(f"r{i}", **own, created_at=now - timedelta(hours=hours))])
+
+    async def ordered() -> list[Any]:
+        adapters = AdapterList(database)
+        pages = [
+            await adapters.page(ListFilter(), sort=sort, descending=descending, page=page, limit=limit)
+            for sort in BY_USE
+            for descending in (True, False)
+            for page, limit in ((1, 2), (2, 2), (1, 4), (2, 4), (1, 20), (3, 20))
+        ]
+        return [(page.total, [f"{each.tenant}/{each.name}" for each in page.adapters]) for page in pages]
+
+    fast, adapters = await ordered(), AdapterList(database)
+    assert fast[0] == (8, ["acme/c", "globex/b"])
+    for text in ("a", "ACM", digest(3)[:64], f"sha256:{digest(3)}", digest(2), "sha256:", "0", "%", "zzz", "f" * 64):
+        listed = [
+            sorted(
+                (each.tenant, each.name) for each in (await adapters.page(ListFilter(search=text), sort=sort)).adapters
+            )
+            for sort in ("name", "version")
+        ]
+        assert listed[0] == listed[1], text
+    assert await names(adapters, ListFilter(search=digest(3))) == ["acme/b"]
+    assert await names(adapters, ListFilter(search=digest(2))) == []
+    async with database.write() as connection:
+        for sums in ACTIVITY.values():
+            await connection.execute(delete(sums))
+    assert await ordered() == fast
 
 
 async def test_use_is_that_of_the_tenants_own_name(catalog: Catalog, acme: Tenant, globex: Tenant, database: Database):

@@ -1,14 +1,19 @@
 """Lists of tenants and changes of many: filters, order, pages, the month's spend and its forecast."""
 
+import random
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import msgspec
 import pytest
-from sqlalchemy import insert, update
+from sqlalchemy import delete, insert, update
 
+from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Conflict
+from gateway.records.activity.tables import ACTIVITY
 from gateway.records.audit import Audit
 from gateway.records.database import Database
+from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.tables import api_keys, usage_daily
 from gateway.records.tables import tenants as table
 from gateway.records.tenants.bulk import AT_ONCE, BulkChange, TenantBulk
@@ -16,6 +21,7 @@ from gateway.records.tenants.list import BudgetUse, TenantFilter, TenantLists
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS, Terms
+from testing.gateway.rows import row
 from testing.gateway.running import Gateway
 
 DAY = timedelta(days=1)
@@ -112,6 +118,57 @@ async def test_the_forecast_goes_on_as_the_last_days(database: Database):
     # 13 days of this month at 700, 8 at 70; 9.5 more days at 70.
     assert (month.spend, month.requests) == (13 * 700 + 8 * 70, 21)
     assert month.forecast == month.spend + round(9.5 * 70)
+
+
+async def test_lists_are_the_same_from_the_sums_for_charts(database: Database):
+    """The sums for charts are missing after an update until they are rebuilt; the sums by key are read instead."""
+    tenants, now = Tenants(database), datetime.now(UTC)
+    month = now.replace(day=1, hour=0, minute=0, second=0, microsecond=0)
+    made = [
+        await tenants.create(f"n{i}", {"budget_per_month": 900, "budget_per_day": 90} if i % 2 else {}, "op")
+        for i in range(6)
+    ]
+    async with database.write() as connection:
+        await connection.execute(update(table).values(created_at=now - 300 * DAY))
+    chance = random.Random(4)
+    used = [
+        row(
+            f"r{i}",
+            tenant_id=owner.id,
+            tenant=owner.name,
+            model=f"m{i % 3}",
+            adapter_digest="d",
+            created_at=now - 40 * DAY * chance.random(),
+            cost=chance.randrange(100),
+        )
+        for i, owner in enumerate(chance.choices(made[:5], weights=range(1, 6), k=200))
+    ]
+    await UsageWriter(database).write(used)
+    in_month = [each for each in used if each.created_at >= month]
+    spent = {tenant.name: sum(each.cost for each in in_month if each.tenant_id == tenant.id) for tenant in made}
+
+    async def everything() -> list[Any]:
+        lists = TenantLists(database)
+        pages = [
+            await lists.page(which, sort=sort, descending=True, limit=4)
+            for which in (TenantFilter(), TenantFilter(over_budget=0.2))
+            for sort in ("name", "spend", "requests", "forecast")
+        ]
+        # Forecasts change with the time of day.
+        found = [[(each.name, msgspec.structs.replace(sums, forecast=0)) for each, sums in page.rows] for page in pages]
+        shown = [(rows, page.total) for rows, page in zip(found, pages, strict=True)]
+        return [*shown, await lists.over_budget(0.1, 6)]
+
+    assert await TenantSums(database).complete()
+    fast = await everything()
+    assert [(name, sums.spend) for name, sums in fast[1][0]] == sorted(spent.items(), key=lambda each: -each[1])[:4]
+    async with database.write() as connection:
+        for sums in ACTIVITY.values():
+            await connection.execute(delete(sums))
+    assert not await TenantSums(database).complete()
+    slow = await everything()
+    assert fast == slow
+    assert len(fast[-1]) == 2
 
 
 async def test_many_tenants_change_after_their_count_is_confirmed(database: Database):

@@ -145,6 +145,24 @@ async def test_requests_without_an_end_user_have_a_group(reader: Reader, databas
     assert [each["name"] for each in chart(text)["series"]] == ["n01 / none given"]
 
 
+async def test_a_ranking_of_end_users_begins_with_a_whole_day(reader: Reader, database: Database):
+    """End users have sums by day; with a filter by model the rows are read, and the period is not extended."""
+    today = datetime.now(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+    yesterday, before = today - timedelta(days=1), today - timedelta(days=1, minutes=1)
+    used = [row("a", end_user="first", created_at=yesterday), row("b", end_user="early", created_at=before)]
+    await fill(database, *used)
+    for path, is_noted in (
+        ("24h&group_by=end_user", True),
+        ("24h&group_by=end_user&model=base", False),
+        ("24h", False),
+    ):
+        _, text = await reader.get(f"/admin/usage?period={path}")
+        assert ("the period begins at 00:00 UTC" in text) == is_noted, path
+        if is_noted:
+            assert [line[0] for line in table(text)] == ["first"]
+            assert f"{yesterday:%Y-%m-%d} 00:00:00" in text
+
+
 async def test_end_users_of_the_whole_period_are_ranked(
     reader: Reader, database: Database, monkeypatch: pytest.MonkeyPatch
 ):

@@ -1,0 +1,33 @@
+"""Conditions for rows of one owner, by an index of the owner and the time."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from sqlalchemy import ColumnElement, literal, tuple_
+
+FIRST, LAST = datetime(1970, 1, 1, tzinfo=UTC), datetime(9000, 1, 1, tzinfo=UTC)
+
+
+def owned(
+    dialect: str,
+    owner: ColumnElement[str],
+    value: str,
+    at: ColumnElement[datetime],
+    since: datetime | None = None,
+    until: datetime | None = None,
+) -> list[ColumnElement[bool]]:
+    """Return the conditions for an owner's rows from `since` to `until`, both inclusive; None: no bound.
+
+    For a large tenant PostgreSQL would read the rows of all tenants in the period, by the index of the time alone: it
+    expects the rows of one tenant to be far apart on the disk. A comparison of pairs allows only the index of both.
+    Order by the owner, then by the time.
+    """
+    if dialect == "sqlite":
+        bounds = [] if since is None else [at >= since]
+        return [owner == value, *bounds, *([] if until is None else [at <= until])]
+    pair: Any = tuple_(owner, at)
+
+    def bound(moment: datetime) -> Any:
+        return tuple_(literal(value, owner.type), literal(moment, at.type))
+
+    return [pair >= bound(since or FIRST), pair <= bound(until or LAST)]
