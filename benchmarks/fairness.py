@@ -2,6 +2,7 @@
 
     python -m benchmarks.fairness --repeat 3 --vllm VENV/bin/vllm --out docs/perf/2026-11-22-fairness
     python -m benchmarks.fairness --patterns all --repeat 3 --out docs/perf/2026-11-27-fairness-all
+    python -m benchmarks.fairness --patterns all --device simulated:60,0.2 --out docs/perf/2026-11-27-fairness-simulated
 
 Each pattern and each server begins with a new service, fair share and FCFS in turn, because the speed of a machine
 drifts (docs/lab-notes.md). vLLM starts once in a round. The load is that of `loraplex bench --scenario`, from
@@ -69,10 +70,10 @@ Results = dict[str, dict[str, list[list[Figure]]]]
 
 
 @contextlib.contextmanager
-def loraplex_server(scheduler: str, folder: Path, pattern: Pattern) -> Iterator[Server]:
+def loraplex_server(scheduler: str, device: str, folder: Path, pattern: Pattern) -> Iterator[Server]:
     """Start the whole service, with the pattern's tenants, their weights and no rate limits."""
     model = str(ensure_demo_model(CACHE))
-    stack = Stack(data_dir(folder), "--model", model, "--engine-args", f"--scheduler {scheduler}")
+    stack = Stack(data_dir(folder), "--model", model, "--engine-args", f"--scheduler {scheduler} --device {device}")
     try:
         place = of_stack(stack.wait_ready())
         tenants = pattern.spec()["tenants"]
@@ -199,6 +200,7 @@ class Progress:
     """Measurements so far, with a line for each on stderr. out: file for the results, rewritten after each."""
 
     results: Results
+    device: str
     expected: float
     total: int
     out: Path | None
@@ -216,7 +218,7 @@ class Progress:
         self.results[pattern.name][server].append(found)
         self._say(pattern, server, ", ".join(f"{f.name} {f.value:.3g}" for f in found if f.value is not None))
         if self.out:
-            write(self.out, self.results, self.seconds)
+            write(self.out, self.results, self.device, self.seconds)
 
     @contextlib.contextmanager
     def tolerated(self, pattern: Pattern, server: str) -> Iterator[None]:
@@ -245,7 +247,7 @@ def about() -> dict[str, Any]:
     }
 
 
-def write(out: Path, results: Results, seconds: float) -> None:
+def write(out: Path, results: Results, device: str, seconds: float) -> None:
     """Write the tables, the figures of each run and a plot: OUT.md, OUT.json, OUT.svg."""
     facts = about()
     plain = {
@@ -268,7 +270,7 @@ def write(out: Path, results: Results, seconds: float) -> None:
     bar_chart(out.with_suffix(".svg"), f"Fairness between tenants, {facts['date']}, {facts['commit']}", bars)
     text = (
         f"# Fairness through the whole service, {facts['date']}\n\n"
-        f"{facts['cores']} {facts['machine']} cores, no GPU, SmolLM2-135M, {SEATS} seats, at {facts['commit']}. "
+        f"{facts['cores']} {facts['machine']} cores, device {device}, SmolLM2-135M, {SEATS} seats, at {facts['commit']}. "
         f"Command: `{facts['command']}` ({seconds / 60:.0f} minutes). Cells: median (least to greatest) of the rounds. "
         "`not served`: the run ended first. Service: prompt tokens and twice the answers' tokens. "
         f"[Figures of each run]({out.name}.json), [plot]({out.name}.svg); "
@@ -296,6 +298,7 @@ def main() -> int:
         help=f"`{ALL}` (in short forms), or some of: {', '.join(NAMES)}",
     )
     parser.add_argument("--schedulers", nargs="*", default=list(SCHEDULERS), choices=SCHEDULERS)
+    parser.add_argument("--device", default="auto", help="the engine's device, such as simulated:60,0.2")
     parser.add_argument("--vllm", type=Path, help="the vllm command, or its virtual environment; default: without vLLM")
     parser.add_argument("--repeat", type=int, default=1, help="rounds")
     parser.add_argument("--full", action="store_true", help="the scenarios' own lengths")
@@ -311,6 +314,7 @@ def main() -> int:
     runs = options.repeat * len(servers)
     progress = Progress(
         results={pattern.name: {server: [] for server in servers} for pattern in patterns},
+        device=options.device,
         expected=runs * sum(pattern.longest + START_SECONDS for pattern in patterns),
         total=runs * len(patterns),
         out=options.out,
@@ -329,7 +333,10 @@ def run_round(
     for pattern in patterns:
         for scheduler in schedulers:
             place = folder / f"{pattern.name}-{scheduler}"
-            with progress.tolerated(pattern, scheduler), loraplex_server(scheduler, place, pattern) as target:
+            with (
+                progress.tolerated(pattern, scheduler),
+                loraplex_server(scheduler, progress.device, place, pattern) as target,
+            ):
                 progress.record(pattern, scheduler, target, place / "reports")
     if binary:
         with vllm_server(binary) as target:
