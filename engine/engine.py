@@ -23,6 +23,7 @@ from engine.memory import most_prompt_logits
 from engine.progress import Progress
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.launch_timer import LaunchTimer
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.proposer import PromptLookups
 from engine.scheduling.request import NewRequest, Request, RequestOutput
@@ -79,6 +80,7 @@ class Engine:
         self._async = is_async if wanted is None else wanted
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
+        self._launch_timer = LaunchTimer()
         self._pacer = Pacer(config.prefill_stretch, platform_of(self.device).least_chunk)
         self.scheduler = Scheduler(
             KVCache(parts.limits.num_blocks, config.block_size, config.enable_prefix_caching),
@@ -146,6 +148,16 @@ class Engine:
         """Return whether all work waits for adapters to load, so that the thread may sleep."""
         return not self.scheduler.running and self._in_flight is None and self.adapters.is_loading
 
+    @property
+    def spare_seconds(self) -> float:
+        """Return the seconds until the next step has to be planned: 0 or less if no step is in flight."""
+        step = self._in_flight
+        if step is None:
+            return 0.0
+        expected = self._pacer.step_seconds(step.num_decodes, step.num_prompt_tokens)
+        begun = max(step.started, self._last_commit)
+        return begun + self._launch_timer.delay(expected) - time.perf_counter()
+
     def step(self) -> list[RequestOutput]:
         """Run a step. Return an output for each request that received a token or ended; with async scheduling, the
         tokens are those of the step before.
@@ -154,6 +166,9 @@ class Engine:
         plan = self.scheduler.schedule()
         outputs = [request.output([]) for request in self.scheduler.take_failed()]
         launched = self.runner.forward(plan) if plan else None
+        if launched is not None and self._in_flight is not None:
+            is_late = self._in_flight.sampling.is_ready
+            self._launch_timer.observe(time.perf_counter() - started, is_late=is_late)
         outputs += self._commit()
         if launched is not None:
             num_decodes = self.scheduler.num_decodes

@@ -22,6 +22,10 @@ class Fence(Protocol):
         """Block the calling thread until all work before the fence is done."""
         ...
 
+    def query(self) -> bool:
+        """Return whether all work before the fence is done."""
+        ...
+
 
 class Lane(Protocol):
     """Sequence of copies that runs beside the steps' work.

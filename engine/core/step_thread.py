@@ -28,6 +28,8 @@ ADAPTER_POLL_S = 0.002
 # Time limit for commands between two steps; a command that has begun is finished. Adding a request of 128k tokens takes
 # 3 ms.
 COMMANDS_S = 0.01
+# Minimum spare time before the planning of a step that the thread sleeps through. A sleep may last 0.1 ms too long.
+LEAST_SPARE_S = 0.0003
 
 
 class StepEngine(Protocol):
@@ -40,6 +42,8 @@ class StepEngine(Protocol):
     def has_work(self) -> bool: ...
     @property
     def is_waiting_for_adapters(self) -> bool: ...
+    @property
+    def spare_seconds(self) -> float: ...
     def step(self) -> list[RequestOutput]: ...
     def state(self) -> EngineState: ...
     def adapter_ready(self, digest: str) -> bool: ...
@@ -125,6 +129,7 @@ class StepThread:
         try:
             while self._wait_for_work():
                 self._run_commands()
+                self._run_commands_in_spare_time()
                 if self._engine.has_work():
                     self._step()
             while self._commands:
@@ -148,6 +153,14 @@ class StepThread:
         end = time.perf_counter() + COMMANDS_S
         while self._commands and time.perf_counter() < end:
             self._commands.popleft()()
+
+    def _run_commands_in_spare_time(self) -> None:
+        """Run commands as they come until the next step has to be planned, so that it includes their requests."""
+        while (spare := self._engine.spare_seconds) > LEAST_SPARE_S:
+            with self._work:
+                if self._stopping or not (self._commands or self._work.wait(spare)):
+                    return
+            self._run_commands()
 
     def _add(self, new: NewRequest) -> None:
         try:

@@ -43,6 +43,10 @@ class Sampling:
     logits: tuple[list[Request], Download] | None = None
     done: Fence | None = None
 
+    @property
+    def is_ready(self) -> bool:
+        return (self.tokens is None or self.tokens.is_ready) and (self.done is None or self.done.query())
+
     def wait(self) -> dict[Request, int]:
         """Return the next token of each request whose tokens are all computed, and append log-probabilities to the
         requests.
@@ -72,6 +76,11 @@ class StepTokens(Protocol):
 
     @property
     def requests(self) -> Sequence[Request]: ...
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether the device has computed the step, so that `wait` returns at once."""
+        ...
 
     def wait(self) -> dict[Request, int]:
         """Wait for the step's end. Return the requests' tokens, `NOT_FINITE` for one without a finite score."""

@@ -46,6 +46,10 @@ class SimulatedTokens:
     tokens: list[int]
     ends: float
 
+    @property
+    def is_ready(self) -> bool:
+        return time.perf_counter() >= self.ends
+
     def wait(self) -> dict[Request, int]:
         if (left := self.ends - time.perf_counter()) > 0:
             time.sleep(left)

@@ -62,6 +62,10 @@ class Download:
             self._host = [platform.staging(t.shape, t.dtype).copy_(t, non_blocking=True) for t in tensors]
             self._done = platform.fence()
 
+    @property
+    def is_ready(self) -> bool:
+        return self._done is None or self._done.query()
+
     def wait(self) -> list[Tensor]:
         if self._done is not None:
             self._done.synchronize()

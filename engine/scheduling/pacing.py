@@ -135,6 +135,11 @@ class Pacer:
         """Return the time that `num_rows` rows add to a step; 0 without data."""
         return num_rows * self._each if self._rows else 0.0
 
+    def step_seconds(self, num_decodes: int, num_prompt_tokens: int) -> float:
+        """Return the expected duration of a step; 0 without data."""
+        decoding = self._decode_seconds or 0.0 if num_decodes else 0.0
+        return decoding + self.seconds_of(num_prompt_tokens)
+
     @property
     def _each(self) -> float:
         return max(self._spent / self._rows, 1e-3 * (self._decode_seconds or 1e-3))

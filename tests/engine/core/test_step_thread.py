@@ -43,6 +43,7 @@ class SlowToAdd:
         self.added: list[str] = []
         self.between_steps: list[int] = []
         self.is_waiting_for_adapters = False
+        self.spare_seconds = 0.0
 
     def add_request(self, new: NewRequest) -> None:
         time.sleep(0.003)
