@@ -78,3 +78,54 @@ async def test_many_requests_at_once_are_added_between_several_steps():
     finally:
         await steps.close()
     assert len(events) == len(engine.between_steps)
+
+
+class Patient:
+    """An engine whose device is busy for `spare_seconds`."""
+
+    def __init__(self) -> None:
+        self.added: list[str] = []
+        self.steps: list[int] = []
+        self.spare_seconds = 60.0
+        self.is_waiting_for_adapters = False
+
+    def add_request(self, new: NewRequest) -> None:
+        self.added.append(new.request_id)
+
+    def abort(self, request_id: str) -> None:
+        self.spare_seconds = 0.0
+
+    def has_work(self) -> bool:
+        return not self.steps
+
+    def step(self) -> list[object]:
+        self.steps.append(len(self.added))
+        return []
+
+
+async def test_commands_run_while_the_device_is_busy():
+    engine = Patient()
+    steps = StepThread(engine, lambda event: None)
+    steps.start()
+    try:
+        for request_id in ("a", "b"):
+            steps.add(NewRequest(request_id, [1], SamplingParams()))
+            await steps.call(lambda: None)
+            assert engine.added[-1] == request_id
+            assert not engine.steps
+        steps.abort("a")
+        await steps.call(lambda: None)
+    finally:
+        await steps.close()
+    assert engine.steps == [2]
+
+
+async def test_a_thread_that_waits_for_the_device_ends_at_once():
+    engine = Patient()
+    steps = StepThread(engine, lambda event: None)
+    steps.start()
+    steps.add(NewRequest("a", [1], SamplingParams()))
+    await steps.call(lambda: None)
+    began = time.monotonic()
+    await steps.close()
+    assert time.monotonic() - began < 30
