@@ -32,7 +32,7 @@ def test_the_time_of_planning_is_left():
     assert timer.delay(0.2) == 0
     timer.observe(0.5, is_late=False)
     assert timer.delay(1.0) == MAX_SHARE - 0.5
-    # One slow planning is forgotten.
+    # A slow planning is forgotten.
     for _ in range(500):
         timer.observe(0.1, is_late=False)
     assert timer.delay(1.0) == MAX_SHARE - 0.1
