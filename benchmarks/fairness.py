@@ -271,8 +271,9 @@ def write(out: Path, results: Results, device: str, seconds: float) -> None:
     text = (
         f"# Fairness through the whole service, {facts['date']}\n\n"
         f"{facts['cores']} {facts['machine']} cores, device {device}, SmolLM2-135M, {SEATS} seats, at "
-        f"{facts['commit']}. Command: `{facts['command']}` ({seconds / 60:.0f} minutes). Cells: median (least to greatest) of the rounds. "
-        "`not served`: the run ended first. Service: prompt tokens and twice the answers' tokens. "
+        f"{facts['commit']}. Command: `{facts['command']}` ({seconds / 60:.0f} minutes). Cells: median (least to "
+        "greatest) of the rounds. `not served`: the run ended first. Service: prompt tokens and twice the answers' "
+        "tokens. "
         f"[Figures of each run]({out.name}.json), [plot]({out.name}.svg); "
         "[design/bench.md](../design/bench.md) defines the figures.\n"
     )
