@@ -2,7 +2,7 @@
 
 Each tenant has its own queue. The next job comes from the tenant whose jobs recently used the least thread time per
 weight. No tenant occupies all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's
-share of the cores. Knows nothing about the work.
+share of the cores. Independent of the work.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Stores of adapters by digest: a directory, or a bucket of an S3 service (adapters/store_s3.py).
 
 Gateways write a store, engines only read it. An adapter is either complete or absent, and is stored in its canonical
-form (adapters/canonical.py), so that the same digest always stands for the same bytes. Knows nothing about names,
+form (adapters/canonical.py), so that the same digest always stands for the same bytes. Independent of names,
 versions or tenants.
 """
 

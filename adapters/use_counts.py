@@ -1,6 +1,6 @@
 """Recent uses per adapter, of absent adapters too, for evictions that keep the often used ones.
 
-Knows no sizes. Not thread-safe.
+Independent of sizes. Not thread-safe.
 """
 
 import math

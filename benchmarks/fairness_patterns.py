@@ -3,7 +3,7 @@
 A factor compresses a scenario in time: rates are multiplied by it; prompts, answers and phases are divided by it. The
 requested service per second stays the same, and requests are short enough for all seats to fill within seconds.
 
-Knows no server.
+Independent of the server.
 """
 
 import json

@@ -4,7 +4,7 @@ With async scheduling the host works while the device computes: it plans a step 
 reads the tokens of the step before. It reads and commits these while the pass runs, so that sampling knows every
 earlier token; requests that ended then are dropped from the in-flight step. The answers are the same.
 
-Knows no HTTP, no text, and no threads except the adapter loaders'. All methods are called from one thread.
+Independent of HTTP and text; without threads except the adapter loaders'. All methods are called from one thread.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""Construction of a gateway's parts below the routes: records, billing and the fleet of engines. Knows no routes."""
+"""Construction of a gateway's parts below the routes, and independent of these: records, billing, fleet of engines."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Interface of the ops of a decoder, and the types of their arguments. Knows no implementation."""
+"""Interface of the ops of a decoder, and the types of their arguments, independent of their implementations."""
 
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, Protocol

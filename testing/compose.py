@@ -1,4 +1,4 @@
-"""docker-compose.yml as the programs see it: variables expanded, volumes and durations parsed. Knows no engine."""
+"""docker-compose.yml as the programs see it: variables expanded, volumes and durations parsed."""
 
 import re
 from collections.abc import Iterator, Mapping

@@ -4,8 +4,8 @@
     name@3        its version 3
     name:prod     its alias `prod`
 
-A reference has no `*` and no `+`, so that a mixture can be written as `a*0.7+b:prod*0.3`. Knows no tenants and no base
-model: the base model's name may have any form and is compared first.
+A reference has no `*` and no `+`, so that a mixture can be written as `a*0.7+b:prod*0.3`. The base
+model's name may have any form and is compared first.
 """
 
 import re

@@ -1,6 +1,6 @@
 """Fields of a frozen configuration that are also flags of a command: default, bounds and help text in one place.
 
-Knows no command line: `loraplex.commands.config_options` makes the flags.
+Independent of the command line: `loraplex.commands.config_options` makes the flags.
 """
 
 from dataclasses import MISSING, dataclass, field, fields

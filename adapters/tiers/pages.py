@@ -1,4 +1,4 @@
-"""Rank pages of a base model on a device: tensors and sizes. Knows no adapters.
+"""Rank pages of a base model on a device: tensors and sizes. Independent of adapters.
 
 A page holds `PAGE_RANK` rank rows of A and of B-transposed for every projection of every layer, so one page table
 serves all layers. Its bytes are contiguous, so that one copy fills it. Layout: `kernels.reference.LoraGroup`.

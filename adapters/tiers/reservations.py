@@ -1,4 +1,4 @@
-"""Reservations of device memory for adapters that do not fit beside those in use. Knows no tensors.
+"""Reservations of device memory for adapters that do not fit beside those in use. Independent of tensors.
 
 A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
 other adapters are placed in the rest. For `PAGE_WAIT_S`, resident adapters serve new requests as before. After that the

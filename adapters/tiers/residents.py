@@ -1,6 +1,6 @@
 """Adapters that own device pages, by state: copying, unused, idle or pinned.
 
-Owns the pages, the slots, and the sums of what each state holds. Knows no tensors, threads or reservations.
+Owns the pages, the slots, and the sums of what each state holds. Independent of tensors, threads and reservations.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Scanner of one tool call, `{"name": "f", "arguments": {...}}`, as it arrives. Knows nothing of the text around it."""
+"""Scanner of one tool call, `{"name": "f", "arguments": {...}}`, as it arrives. Independent of the text around it."""
 
 from collections.abc import Collection
 from typing import Literal

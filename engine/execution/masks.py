@@ -1,4 +1,4 @@
-"""Masks on logits, from grammars and allowed tokens, for all constrained rows of a step. Knows no grammar library."""
+"""Masks on logits, from grammars and allowed tokens, for all constrained rows of a step; for any grammar library."""
 
 from collections.abc import Sequence
 from typing import Protocol

@@ -3,7 +3,7 @@
 A draft is accepted if it equals the token that the sampler draws at its place, after everything before it is committed:
 grammar, penalties, seeds and stop tokens see the same state as without drafts, so no answer changes. Only steps without
 prompts have drafts. Their number follows from measured times: a draft is planned if its probability of being accepted
-is worth the time that it adds. Knows no tensors.
+is worth the time that it adds. Independent of tensors.
 """
 
 from collections.abc import Iterable, Mapping, MutableMapping

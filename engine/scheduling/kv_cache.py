@@ -1,4 +1,4 @@
-"""Blocks of the paged KV cache: holders, sharing and eviction order. Knows no tensors.
+"""Blocks of the paged KV cache: holders, sharing and eviction order. Independent of tensors.
 
 The key of a full block is a hash chained over its tokens and all tokens before it, salted with adapter and tenant, so
 two tenants never share a block, and two adapters only the blocks before an activated LoRA applies (vLLM's automatic

@@ -1,4 +1,4 @@
-"""Counts of preemptions by pair of tenants: the preempted one and the one that took its place. Knows no requests."""
+"""Counts of preemptions by pair of tenants: the preempted one and the one that took its place."""
 
 from collections import Counter
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Sources of drafts: the interface, and prompt lookup. Knows no tensors."""
+"""Sources of drafts: the interface, and prompt lookup. Independent of tensors."""
 
 from collections import OrderedDict
 from collections.abc import Mapping

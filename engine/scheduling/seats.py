@@ -1,6 +1,6 @@
 """Running requests and their resources: a seat, blocks and an adapter's pin, taken together and returned together.
 
-Knows no order: the scheduler and its policy decide who starts and who stops.
+Independent of their order: the scheduler and its policy decide who starts and who stops.
 """
 
 from adapters.tiers.device_pool import AdapterPool

@@ -1,4 +1,4 @@
-"""Form of a backup: a tar file of the members below, in this order. Knows no database.
+"""Form of a backup: a tar file of the members below, in this order. Independent of the database.
 
 backup.json                  header: format, schema, time, fingerprints of the peppers
 tables/<name>.jsonl.gz       a table: a JSON array of its columns' names, then one of values for each row

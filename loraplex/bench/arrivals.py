@@ -1,6 +1,6 @@
 """Arrival processes of a tenant's requests: times in seconds from the tenant's start, from one random source.
 
-Knows nothing about HTTP. The `kind` of a scenario's `arrival` table selects the class.
+Independent of HTTP. The `kind` of a scenario's `arrival` table selects the class.
 """
 
 import math

@@ -1,8 +1,7 @@
 """Load of a run: tenants, their sources of requests, and the plan of the requests, all from one seed.
 
 A plan is a function of the load alone: two runs of one seed send the same requests at the same planned times. Each
-source has random streams of its own, so that a tenant's requests do not depend on the other tenants. Knows nothing
-about HTTP.
+source has random streams of its own, so that a tenant's requests do not depend on the other tenants.
 """
 
 import hashlib

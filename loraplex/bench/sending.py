@@ -1,6 +1,6 @@
 """A measured request: an OpenAI completion sent over HTTP, and the time of each event of its stream.
 
-Times are readings of `time.perf_counter`. Knows nothing about plans, tenants' shares and reports.
+Times are readings of `time.perf_counter`. Independent of plans, tenants' shares and reports.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Child processes started in order and stopped in reverse, each with a log file and a health check.
 
 A child with `keep_alive` is restarted when it dies, after a growing pause, up to a limit of consecutive deaths. The
-death of any other child ends the group. Knows nothing about the programs it runs.
+death of any other child ends the group. Independent of the programs it runs.
 """
 
 import asyncio

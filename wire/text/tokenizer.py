@@ -1,8 +1,7 @@
 """Text to token ids and back, from a model's own files.
 
 Torch-free, so that the gateway counts tokens with the same code. Equal to transformers' `tokenizer(text)`,
-`apply_chat_template` and `decode(skip_special_tokens=True)` on the files of Llama-family models. Knows nothing about
-requests or sampling.
+`apply_chat_template` and `decode(skip_special_tokens=True)` on the files of Llama-family models.
 """
 
 import json

@@ -2,7 +2,7 @@
 2024, algorithm 2).
 
 Each admission and each prompt chunk goes to the tenant with the least service per weight, and is charged before the
-next one is chosen. Knows no blocks and no adapters.
+next one is chosen. Independent of blocks and adapters.
 
 A running stream of a tenant that is ahead gives way to a waiting request of one that is behind (`debtors`), so that no
 tenant's `max_tokens` bounds another tenant's wait; docs/design/step-loop.md states the bound.
