@@ -65,7 +65,7 @@ def _middlewares(gateway: Gateway) -> list[Middleware]:
     wrong_keys = records.wrong_keys.middleware()
     unserved = UnservedRate(settings.unserved_per_second, records.is_proved, metrics).middleware()
     order = [
-        observe(metrics, settings.proxy_networks, records.refusals),
+        observe(metrics, settings.proxy_networks, records.refusals, records.request_ids.new),
         gateway.connections.middleware(),
         unserved,
         error_boundary,

@@ -67,6 +67,7 @@ from gateway.records.adapters.uploads import Uploads
 from gateway.records.cached_query import CachedQuery
 from gateway.records.housekeeping import Chore, Housekeeping
 from gateway.records.money.priced_names import AdapterPrices
+from gateway.records.partitions import Partitions
 from gateway.records.retention import Retention
 from gateway.resources import Resources, open_resources
 from gateway.settings import Settings
@@ -258,6 +259,7 @@ def _build_housekeeping(
     )
     rebuild = ActivityRebuild(resources.database, minutes_kept)
     chores: dict[str, Chore] = {
+        "partitions of usage made": Partitions(resources.database).make,
         # The rebuild reads rows, so it runs before retention removes them.
         "days of sums rebuilt": rebuild.run,
         "adapters and bytes collected": intake.collect,

@@ -82,7 +82,8 @@ class Lifecycle:
             await database.upgrade()
         await database.check_schema()
         await _check_admin_key(self._settings, self._gateway.records.keys)
-        yield
+        async with running(self._gateway.records.request_ids.watch()):
+            yield
 
     async def _access(self, _: web.Application) -> AsyncIterator[None]:
         records = self._gateway.records

@@ -57,6 +57,7 @@ from gateway.records.keys.list import KeyLists
 from gateway.records.keys.sessions import SessionRecords
 from gateway.records.money.prices import PriceList, Prices
 from gateway.records.money.usage_report import UsageReport
+from gateway.records.request_ids import RequestIds
 from gateway.records.requests.log import RequestLog
 from gateway.records.requests.refused import RefusalLog
 from gateway.records.tenants.bulk import TenantBulk
@@ -94,6 +95,7 @@ class Records:
     sessions: Sessions
     is_proved: Callable[[str], bool]
     wrong_keys: FailedLogins
+    request_ids: RequestIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,7 @@ def build_records(resources: Resources) -> Records:
         wrong_keys=FailedLogins(
             resources.metrics, is_proved, resources.redis, settings.database_url, settings.admin_port
         ),
+        request_ids=RequestIds(database),
     )
 
 

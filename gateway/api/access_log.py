@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -45,8 +44,10 @@ PROBES = ("/healthz", "/readyz")
 MAX_MODEL, MAX_PARAM, MAX_ROUTE = 256, 64, 128
 
 
-def observe(metrics: Metrics, trusted_proxies: Sequence[Network], refusals: RefusalLog) -> Middleware:
-    """Return the middleware, which records refused requests in `refusals`.
+def observe(
+    metrics: Metrics, trusted_proxies: Sequence[Network], refusals: RefusalLog, new_id: Callable[[], str]
+) -> Middleware:
+    """Return the middleware, which records refused requests in `refusals`. new_id: makes a request's id.
 
     It ignores a client's x-request-id: ids are keys of the ledger, and a client could repeat one.
     """
@@ -54,7 +55,7 @@ def observe(metrics: Metrics, trusted_proxies: Sequence[Network], refusals: Refu
 
     @web.middleware
     async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-        request_id = request[REQUEST_ID] = f"req_{uuid.uuid4().hex}"
+        request_id = request[REQUEST_ID] = new_id()
         forwarded = request.headers.getall("X-Forwarded-For", ()) if trusted else ()
         caller = Caller(find_address(request.remote, forwarded, trusted), request_id)
         proto = request.headers.get("X-Forwarded-Proto")

@@ -69,7 +69,8 @@ class Database:
     They raise Unavailable when the database is unreachable or too slow, and SQLAlchemy's errors for input it refuses.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, statement_seconds: float | None = STATEMENT_SECONDS) -> None:
+        """statement_seconds: time-out of a statement; None: none."""
         self._url = async_url(url)
         self.dialect = self._url.get_backend_name()
         self._outage = Outage(log, "the database")
@@ -79,7 +80,7 @@ class Database:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "async_creator_fn": _connect_sqlite}
             options["pool_size"] = 5
         else:
-            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": STATEMENT_SECONDS}
+            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": statement_seconds}
             options["pool_size"], options["max_overflow"] = POOL_SIZE, MAX_OVERFLOW
             options["pool_recycle"] = RECYCLE_SECONDS
             # A server may have closed a connection since its last use.
@@ -118,7 +119,7 @@ class Database:
                     async with connection.begin():
                         yield connection
         except Unavailable as error:
-            if _state(error.__cause__) == READ_ONLY:
+            if sql_state(error.__cause__) == READ_ONLY:
                 await self.reconnect("it is read-only")
             raise
 
@@ -230,14 +231,14 @@ def _cause(error: BaseException | None) -> str:
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
 
 
-def _state(error: BaseException | None) -> str:
+def sql_state(error: BaseException | None) -> str:
     """Return the SQLSTATE of an error, "" if it has none."""
     return getattr(error.orig, "sqlstate", None) or "" if isinstance(error, DBAPIError) else ""
 
 
 def is_datas_fault(error: DBAPIError) -> bool:
     """Return whether the database works but refuses the input. asyncpg marks data errors by their SQLSTATE only."""
-    state = _state(error)
+    state = sql_state(error)
     return isinstance(error, DataError | IntegrityError) or state[:2] in (DATA_EXCEPTION, INTEGRITY_VIOLATION)
 
 

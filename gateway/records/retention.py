@@ -1,6 +1,7 @@
 """Removal of old records: sums by minute and, if the operator wants it, usage rows with their sums by end user.
 
 Sums by hour and day stay. Those by end user are removed with the rows, because they name persons and may be as many.
+Partitions of `usage` that are old as a whole are detached and dropped; other rows are deleted.
 """
 
 from datetime import UTC, datetime, timedelta
@@ -11,8 +12,8 @@ from gateway.records.activity.periods import MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
 from gateway.records.database import Database
 from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
+from gateway.records.partitions import Partitions, count_rows
 from gateway.records.requests.refusal_tables import refusal_counts
-from gateway.records.sums import int_sum
 from gateway.records.tables import usage
 
 # Maximum rows per transaction, so that no other writer waits for long; and maximum rows per run.
@@ -24,6 +25,7 @@ class Retention:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self._partitions = Partitions(database)
 
     async def prune_minutes(self, kept: timedelta) -> int:
         """Remove sums by minute that are older than `kept`. Returns their number."""
@@ -39,30 +41,50 @@ class Retention:
         if kept is None:
             return 0
         before = datetime.now(UTC) - kept
+        dropped, _ = await self._drop_partitions(before)
         removed = await self._remove(usage, usage.c.created_at < before)
         if removed < MAX_REMOVED:
             await self._remove_end_users(before)
-        return removed
+        return dropped + removed
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
         """Return the number of usage rows from before a moment, and their cost in micro-units."""
-        query = select(func.count(), int_sum(usage.c.cost)).where(usage.c.created_at < before)
+        detached, its_cost = await self._partitions.count_detached()
         async with self._database.read() as connection:
-            rows, cost = (await connection.execute(query)).one()
-        return rows, cost
+            rows, cost = await count_rows(connection, usage, before)
+        return detached + rows, its_cost + cost
 
     async def remove_usage(self, before: datetime, most: int) -> tuple[int, int]:
-        """Remove at most `most` usage rows from before a moment. Returns their number and cost."""
-        removed = cost = 0
-        while removed < most:
-            some = select(usage.c.request_id).where(usage.c.created_at < before).limit(min(AT_ONCE, most - removed))
+        """Remove usage rows from before a moment: whole partitions, then at most `most` rows one by one.
+
+        Returns the number and cost of all. The sums by end user go once no such row is left.
+        """
+        removed, cost = await self._drop_partitions(before)
+        old, deleted = select(usage.c.request_id).where(usage.c.created_at < before), 0
+        while deleted < most:
+            some = old.limit(min(AT_ONCE, most - deleted))
             remove = delete(usage).where(usage.c.request_id.in_(some)).returning(usage.c.cost)
             async with self._database.write() as connection:
                 costs = list((await connection.execute(remove)).scalars())
-            removed, cost = removed + len(costs), cost + sum(costs)
+            deleted, cost = deleted + len(costs), cost + sum(costs)
             if len(costs) < AT_ONCE:
-                await self._remove_end_users(before)
                 break
+        async with self._database.read() as connection:
+            is_left = (await connection.execute(old.limit(1))).first() is not None
+        if not is_left:
+            await self._remove_end_users(before)
+        return removed + deleted, cost
+
+    async def _drop_partitions(self, before: datetime) -> tuple[int, int]:
+        """Drop the partitions with no later row. Returns the number and cost of their rows.
+
+        These include tables that a stopped removal has left detached.
+        """
+        await self._partitions.detach(before)
+        removed = cost = 0
+        for name in await self._partitions.detached():
+            dropped = await self._partitions.drop(name)
+            removed, cost = removed + dropped[0], cost + dropped[1]
         return removed, cost
 
     async def _remove_end_users(self, before: datetime) -> None:

@@ -1,12 +1,14 @@
-"""The `loraplex usage export | prune` commands: the ledger's rows in a file, and removal of old ones."""
+"""The `loraplex usage export | prune | partition` commands on the ledger's rows."""
 
+import asyncio
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.common import Gateway, admin_options, again, examples
+from loraplex.commands.backups import database_errors
+from loraplex.commands.common import Gateway, admin_options, again, database_url, examples, one_line
 from loraplex.commands.values import Moment, given
 from wire.money import exact_money
 
@@ -32,7 +34,7 @@ def save(gateway: Gateway, path: str, query: dict[str, Any], target: Path) -> No
 
 @click.group()
 def ledger() -> None:
-    """Export and remove rows of usage."""
+    """Export, remove and partition rows of usage."""
 
 
 @ledger.command(
@@ -98,3 +100,26 @@ async def _prune(client: "GatewayClient", before: str, *, dry_run: bool) -> dict
         "POST", "/admin/api/usage/prune", json=body, params=query, timeout=UPLOAD_TIMEOUT
     )
     return found
+
+
+@ledger.command("partition", epilog=examples("LORAPLEX_DATABASE_URL=postgresql://... loraplex usage partition"))
+def partition() -> None:
+    """Give the rows of usage monthly partitions, in the PostgreSQL database at LORAPLEX_DATABASE_URL.
+
+    Gateways run meanwhile, also of the previous release. No row is rewritten. Old months are then dropped as a whole.
+    There is no way back to a plain table. Running it again makes missing months.
+    """
+    from gateway.records import partitioning
+    from gateway.records.database import Database
+
+    async def run() -> Any:
+        database = Database(database_url(), statement_seconds=None)
+        try:
+            return await partitioning.partition(database, lambda line: click.echo(line, err=True))
+        finally:
+            await database.close()
+
+    with database_errors(), one_line(partitioning.PartitionError):
+        is_new, found = asyncio.run(run())
+    verb = "is partitioned now" if is_new else "was partitioned already"
+    click.echo(f"usage {verb}: {', '.join(each.name for each in found)}")
