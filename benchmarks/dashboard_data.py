@@ -171,19 +171,22 @@ def _reports_from(start: str, source: str, period: str, requests: str, table: st
     )
 
 
-def _end_users_from(day: str) -> Iterator[str]:
-    """Yield the statements that fill the tables of sums by end user. day: SQL of the day of a usage row."""
+def _end_users_from(day: str, rows: str = "usage", summed: str = "usage_end_users") -> Iterator[str]:
+    """Yield the statements that fill the tables of sums by end user. day: SQL of the day of a usage row.
+
+    rows, summed: table or view of the usage rows, and of their sums by end user.
+    """
     keys, names = f"{day}, tenant_id, coalesce(end_user, '')", ", ".join(SUMMED)
     sums = ", ".join(f"sum({name})" for name in SUMMED[1:])
     yield (
         f"INSERT INTO usage_end_users (day, tenant_id, end_user, tenant, {names}) "
-        f"SELECT {keys}, min(tenant), count(*), {sums} FROM usage GROUP BY {keys}"
+        f"SELECT {keys}, min(tenant), count(*), {sums} FROM {rows} GROUP BY {keys}"
     )
     most = ", ".join(f"most_{name}" for name in SUMMED)
     yield (
         f"INSERT INTO usage_end_user_days (day, tenant_id, end_users, requests, {most}) "
         f"SELECT day, tenant_id, count(*), sum(requests), {', '.join(f'max({name})' for name in SUMMED)} "
-        "FROM usage_end_users GROUP BY day, tenant_id"
+        f"FROM {summed} GROUP BY day, tenant_id"
     )
 
 

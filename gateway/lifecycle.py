@@ -82,6 +82,7 @@ class Lifecycle:
             await database.upgrade()
         await database.check_schema()
         await _check_admin_key(self._settings, self._gateway.records.keys)
+        await self._gateway.records.request_ids.look()
         async with running(self._gateway.records.request_ids.watch()):
             yield
 

@@ -25,12 +25,16 @@ class RequestIds:
         self._database = database
         self.is_timed = False
 
+    async def look(self) -> None:
+        """Read the form of `usage`. While the database is away, the known form stays."""
+        with suppress(Unavailable):
+            self.is_timed = await is_partitioned(self._database)
+
     async def watch(self) -> None:
         """Follow the form of `usage` until cancelled. Run it as a task."""
         while True:
-            with suppress(Unavailable):
-                self.is_timed = await is_partitioned(self._database)
             await asyncio.sleep(LOOK_SECONDS)
+            await self.look()
 
     def new(self) -> str:
         """Return a new id of 36 characters: random, or of the time and 68 random bits."""

@@ -3,8 +3,6 @@
 import asyncio
 import csv
 import os
-import signal
-import subprocess
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -133,7 +131,8 @@ async def test_a_killed_command_leaves_a_table_that_works(migrated_postgres_url:
     environ["PYTHONPATH"] = str(ROOT)
     async with connected(url) as reader, connected(url) as holder:
         await reader.execute("BEGIN; SELECT 1 FROM usage")
-        process = subprocess.Popen((sys.executable, "-c", PROGRAM, "usage", "partition"), env=environ)
+        command = (sys.executable, "-c", PROGRAM, "usage", "partition")
+        process = await asyncio.create_subprocess_exec(*command, env=environ)
         try:
 
             async def is_held() -> bool:
@@ -152,8 +151,8 @@ async def test_a_killed_command_leaves_a_table_that_works(migrated_postgres_url:
 
             await until(is_held)
         finally:
-            process.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(process.wait)
+            process.kill()
+            await process.wait()
     assert set((await where(url)).values()) == set()
     database = Database(url)
     await UsageWriter(database).write([row("req_0"), row("req_" + "f" * 32)])

@@ -14,6 +14,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,10 @@ class Release:
 
     async def migrate(self) -> None:
         process = await self._run("migrate")
+        assert await process.wait() == 0
+
+    async def partition(self) -> None:
+        process = await self._run("usage", "partition")
         assert await process.wait() == 0
 
     @asynccontextmanager
@@ -153,6 +158,16 @@ async def rows(url: str) -> dict[str, tuple[int, int]]:
     return {row[0]: (row[1], row[2]) for row in found}
 
 
+async def tables(url: str) -> set[str]:
+    """Return the partitions that have usage rows."""
+    connection = await asyncpg.connect(url)
+    try:
+        rows = await connection.fetch("SELECT DISTINCT tableoid::regclass::text FROM usage")
+    finally:
+        await connection.close()
+    return {row[0] for row in rows}
+
+
 async def stop(process: asyncio.subprocess.Process, load: Load, url: str) -> None:
     """Take a gateway out of the load balancer, then stop it as an orchestrator does."""
     load.live.remove(url)
@@ -180,6 +195,9 @@ async def test_the_ledger_is_exact_through_an_upgrade_and_a_rollback_under_load(
         # Upgrade: first the schema, then one gateway after another; one of the old release dies on the new schema.
         await new.migrate()
         await load.some()
+        # The partitions of usage are for gateways of both releases, also after the rollback.
+        await new.partition()
+        await load.some()
         (fourth, fourth_url), (fifth, fifth_url) = [await stack.enter_async_context(new.gateway()) for _ in range(2)]
         load.live += [fourth_url, fifth_url]
         await stop(first, load, first_url)
@@ -203,6 +221,7 @@ async def test_the_ledger_is_exact_through_an_upgrade_and_a_rollback_under_load(
     # A request whose gateway died before it reached the engine has a row without tokens.
     found = {name: tokens for name, tokens in (await rows(postgres_url)).items() if tokens != (0, 0)}
     assert found == served
+    assert await tables(postgres_url) == {"usage_first", f"usage_{datetime.now(UTC):%Y%m}"}
     assert {name: found[name][1] for name in load.answered} == load.answered
     # A background task that dies is logged as critical.
     assert [line for line in new.log().splitlines() if " CRITICAL " in line] == []
