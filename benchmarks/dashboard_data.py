@@ -171,11 +171,8 @@ def _reports_from(start: str, source: str, period: str, requests: str, table: st
     )
 
 
-def _end_users_from(day: str, rows: str = "usage", summed: str = "usage_end_users") -> Iterator[str]:
-    """Yield the statements that fill the tables of sums by end user. day: SQL of the day of a usage row.
-
-    rows, summed: table or view of the usage rows, and of their sums by end user.
-    """
+def _end_users_from(day: str, rows: str = "usage") -> Iterator[str]:
+    """Yield the statements that fill the tables of sums by end user. day: SQL of the day of a usage row in `rows`."""
     keys, names = f"{day}, tenant_id, coalesce(end_user, '')", ", ".join(SUMMED)
     sums = ", ".join(f"sum({name})" for name in SUMMED[1:])
     yield (
@@ -186,7 +183,7 @@ def _end_users_from(day: str, rows: str = "usage", summed: str = "usage_end_user
     yield (
         f"INSERT INTO usage_end_user_days (day, tenant_id, end_users, requests, {most}) "
         f"SELECT day, tenant_id, count(*), sum(requests), {', '.join(f'max({name})' for name in SUMMED)} "
-        f"FROM {summed} GROUP BY day, tenant_id"
+        "FROM usage_end_users GROUP BY day, tenant_id"
     )
 
 
