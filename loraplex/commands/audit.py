@@ -27,7 +27,7 @@ COLUMNS = (
     "before",
     "actor_label",
 )
-# Length of request ids in the table: enough to find one in a log.
+# Last characters of request ids in the table: enough to find one in a log.
 SHORT_CHARS = 12
 
 
@@ -89,7 +89,7 @@ def _shown(row: dict[str, Any]) -> dict[str, Any]:
         for name, value in {**dict.fromkeys(before), **after}.items()
         if name not in before or before[name] != value
     )
-    request = (row["request_id"] or "").removeprefix("req_")[:SHORT_CHARS]
+    request = (row["request_id"] or "").removeprefix("req_")[-SHORT_CHARS:]
     actor = row.get("actor_label") or row["actor"]
     return {**row, "changed_at": row["at"], "actor": actor, "request": request, "detail": detail}
 

@@ -86,7 +86,8 @@ def usage(
 ) -> None:
     """Show usage and cost in a period: of one tenant, or as an operator of all tenants.
 
-    `loraplex usage export` writes the ledger's rows, and `loraplex usage prune` removes old ones.
+    `loraplex usage export` writes the ledger's rows, `loraplex usage prune` removes old ones, and `loraplex usage
+    partition` divides them into months.
 
     Days, and moments without a zone, are in UTC. A finished request counts at the moment it was admitted.
     """
