@@ -6,7 +6,7 @@ Partitions of `usage` that are old as a whole are detached and dropped; other ro
 
 from datetime import UTC, datetime, timedelta
 
-from sqlalchemy import ColumnElement, Table, delete, func, select, tuple_
+from sqlalchemy import ColumnElement, Select, Table, delete, func, select, tuple_
 
 from gateway.records.activity.periods import MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
@@ -42,10 +42,10 @@ class Retention:
             return 0
         before = datetime.now(UTC) - kept
         dropped, _ = await self._drop_partitions(before)
-        removed = await self._remove(usage, usage.c.created_at < before)
-        if removed < MAX_REMOVED:
+        deleted, _ = await self._delete_usage(before, MAX_REMOVED)
+        if deleted < MAX_REMOVED:
             await self._remove_end_users(before)
-        return dropped + removed
+        return dropped + deleted
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
         """Return the number of usage rows from before a moment, and their cost in micro-units."""
@@ -59,21 +59,28 @@ class Retention:
 
         Returns the number and cost of all. The sums by end user go once no such row is left.
         """
-        removed, cost = await self._drop_partitions(before)
-        old, deleted = select(usage.c.request_id).where(usage.c.created_at < before), 0
-        while deleted < most:
-            some = old.limit(min(AT_ONCE, most - deleted))
-            remove = delete(usage).where(usage.c.request_id.in_(some)).returning(usage.c.cost)
-            async with self._database.write() as connection:
-                costs = list((await connection.execute(remove)).scalars())
-            deleted, cost = deleted + len(costs), cost + sum(costs)
-            if len(costs) < AT_ONCE:
-                break
+        dropped, its_cost = await self._drop_partitions(before)
+        deleted, cost = await self._delete_usage(before, most)
         async with self._database.read() as connection:
-            is_left = (await connection.execute(old.limit(1))).first() is not None
+            is_left = (await connection.execute(_older(before).limit(1))).first() is not None
         if not is_left:
             await self._remove_end_users(before)
-        return removed + deleted, cost
+        return dropped + deleted, its_cost + cost
+
+    async def _delete_usage(self, before: datetime, most: int) -> tuple[int, int]:
+        """Delete at most `most` usage rows from before a moment. Returns their number and cost."""
+        deleted = cost = 0
+        while deleted < most:
+            some = _older(before).limit(min(AT_ONCE, most - deleted))
+            async with self._database.write() as connection:
+                # The ids are a list: with a subquery PostgreSQL may read all partitions to join them with it.
+                ids = list((await connection.execute(some)).scalars())
+                remove = delete(usage).where(usage.c.request_id.in_(ids)).returning(usage.c.cost)
+                costs = list((await connection.execute(remove)).scalars())
+            deleted, cost = deleted + len(costs), cost + sum(costs)
+            if len(ids) < AT_ONCE:
+                break
+        return deleted, cost
 
     async def _drop_partitions(self, before: datetime) -> tuple[int, int]:
         """Drop the partitions with no later row. Returns the number and cost of their rows.
@@ -112,3 +119,8 @@ class Retention:
             if count < AT_ONCE:
                 break
         return removed
+
+
+def _older(before: datetime) -> Select[tuple[str]]:
+    """Return the query of the ids of the usage rows from before a moment."""
+    return select(usage.c.request_id).where(usage.c.created_at < before)
