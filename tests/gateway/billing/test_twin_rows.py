@@ -1,8 +1,8 @@
-"""One request with two rows of different moments: it happens, and the ledger keeps one, on both forms of the table."""
+"""Twin rows: a request can have two rows of different moments, and the ledger keeps one, on both forms of the table."""
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from urllib.parse import urlsplit
 
 import pytest
@@ -28,6 +28,7 @@ class Deaf:
 
     def __init__(self, url: str) -> None:
         self._url = url
+        self._serving: set[asyncio.Task[None]] = set()
         self.is_deaf = False
 
     @asynccontextmanager
@@ -35,18 +36,25 @@ class Deaf:
         """Yield the URL of the connections."""
         async with await asyncio.start_server(self._serve, "127.0.0.1", 0) as server:
             yield f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}/0"
+        await asyncio.gather(*self._serving)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._serving.add(asyncio.ensure_future(self._copy_both(reader, writer)))
+
+    async def _copy_both(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         of = urlsplit(self._url)
-        there = await asyncio.open_connection(of.hostname, of.port)
+        answers, there = await asyncio.open_connection(of.hostname, of.port)
 
-        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, *, answers: bool) -> None:
-            while data := await source.read(65536):
-                if not (answers and self.is_deaf):
-                    target.write(data)
+        async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter, *, may_lose: bool) -> None:
+            with suppress(ConnectionError):
+                while data := await source.read(65536):
+                    if not (may_lose and self.is_deaf):
+                        target.write(data)
             target.close()
+            with suppress(ConnectionError):
+                await target.wait_closed()
 
-        await asyncio.gather(copy(reader, there[1], answers=False), copy(there[0], writer, answers=True))
+        await asyncio.gather(copy(reader, there, may_lose=False), copy(answers, writer, may_lose=True))
 
 
 @pytest.mark.parametrize("partitioned", [False, True], ids=["plain", "partitioned"])
