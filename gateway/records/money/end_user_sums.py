@@ -2,6 +2,7 @@
 whose end users may be the largest.
 """
 
+import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime
@@ -33,6 +34,8 @@ from gateway.records.tables import usage, usage_daily, usage_hourly
 MAX_ROWS = 500_000
 # Maximum number that a ranking of all tenants' end users reads, in how many at a time, and of how many tenants.
 MAX_RANKED, RANKED_AT_ONCE, MAX_TENANTS = 300_000, 20_000, 2000
+# Number of such reads at the same time, each in a connection of its own.
+READS_AT_ONCE = 2
 
 
 class Reads(NamedTuple):
@@ -216,17 +219,21 @@ async def read_largest(
     left, unread = MAX_RANKED, list(candidates[MAX_TENANTS:])
     waiting = deque(candidates[:MAX_TENANTS])
     while waiting and may_matter(waiting[0]):
-        some: list[Candidate] = []
-        while waiting and (not some or sum(each.size for each in some) + waiting[0].size <= RANKED_AT_ONCE):
-            candidate = waiting.popleft()
-            if candidate.size > left:
-                unread.append(candidate)
-                continue
-            some.append(candidate)
-            left -= candidate.size
-        if some:
-            found += await read([candidate.tenant_id for candidate in some])
-            found = sorted(found, key=lambda row: (-value(row), row.tenant_id))[:number]
+        batches: list[list[str]] = []
+        while waiting and len(batches) < READS_AT_ONCE:
+            some: list[Candidate] = []
+            while waiting and (not some or sum(each.size for each in some) + waiting[0].size <= RANKED_AT_ONCE):
+                candidate = waiting.popleft()
+                if candidate.size > left:
+                    unread.append(candidate)
+                    continue
+                some.append(candidate)
+                left -= candidate.size
+            if some:
+                batches.append([candidate.tenant_id for candidate in some])
+        for rows in await asyncio.gather(*map(read, batches)):
+            found += rows
+        found = sorted(found, key=lambda row: (-value(row), row.tenant_id))[:number]
     return found, any(may_matter(candidate) for candidate in unread)
 
 

@@ -1,5 +1,7 @@
 """Usage of a period as a ranking of groups, with their curves: a page of the groups in any order, in bounded memory."""
 
+import asyncio
+import itertools
 from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any, Literal, NamedTuple
@@ -11,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.records.database import Database
 from gateway.records.money.end_user_sums import EndUserSums, read_largest
 from gateway.records.money.tenant_sums import SUMMED, TenantSums
-from gateway.records.money.usage_rows import UsageFilter, days_of, rows_of
+from gateway.records.money.usage_rows import UsageFilter, days_of, rows_of, whole_days
 from gateway.records.money.usage_steps import Steps, measured
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
@@ -210,7 +212,10 @@ class UsageRanking:
         read, needed = 0, min(len(tenants), max(FIRST_TENANTS, end // 4))
         while read < needed <= MAX_TENANTS:
             ids = [row[0] for row in tenants[read:needed]]
-            found += await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1))
+            # Both halves have large and small tenants, and are read at the same time.
+            halves = [part.of_tenants(half) for half in (ids[::2], ids[1::2]) if half]
+            reads = (self._found(half, window._replace(offset=0, limit=end - 1)) for half in halves)
+            found += itertools.chain(*await asyncio.gather(*reads))
             found = sorted(found, key=lambda row: (-_value(row, window.order), row.tenant_id))[:end]
             read, needed = needed, min(len(tenants), max(end, 2 * needed))
             if len(found) == end:
@@ -313,9 +318,12 @@ class UsageRanking:
         summed: Collection[datetime] = ()
         if "end_user" in group_by:
             which, summed, lacks_usage = await self._end_users.summed(group_by, part.which, part.since, part.until)
-            reads = await self._end_users.reads(which, part.since, part.until, summed)
-            if reads.requests > MAX_COMPARED or (must_be_whole and lacks_usage):
+            if must_be_whole and lacks_usage:
                 return None
+            if len(whole_days(part.since, part.until, summed)) < len(days_of(part.since, part.until)):
+                reads = await self._end_users.reads(which, part.since, part.until, summed)
+                if reads.requests > MAX_COMPARED:
+                    return None
         return await self._rows(part, group_by, summed)
 
     async def _rows(

@@ -78,7 +78,7 @@ async def test_a_page_has_the_greatest_groups_of_all_tenants(
 
 @pytest.mark.parametrize(
     ("group_by", "costs", "first", "numbers"),
-    [("model", [300, 199], 9, [9]), ("model", [300, 199], 3, [3, 9]), ("key", [902, 745], 1, [1, 2])],
+    [("model", [300, 199], 9, [5, 4]), ("model", [300, 199], 3, [2, 1, 5, 4]), ("key", [902, 745], 1, [1, 1, 1])],
 )
 async def test_only_the_tenants_that_can_be_on_the_page_are_read(
     database: Database,
@@ -102,7 +102,9 @@ async def test_only_the_tenants_that_can_be_on_the_page_are_read(
     assert [group.cost for group in page.groups] == costs
     assert page.has_more
     assert page.number is None
+    # Two halves are read at a time.
     assert [len(ids) for ids in read] == numbers
+    assert len({each for ids in read for each in ids}) == sum(numbers)
 
 
 @pytest.mark.parametrize("is_rebuilt", [True, False])
