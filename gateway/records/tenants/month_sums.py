@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import ColumnElement, FromClause, Subquery, and_, case, select
+from sqlalchemy import ColumnElement, FromClause, Subquery, and_, case, func, select
 
 from gateway.quota.kinds import BUDGET
 from gateway.quota.periods import period_start
@@ -58,11 +58,13 @@ def _by_series(values: Values, since: datetime, ids: Sequence[str] | None, diale
     }
     owners = UsageFilter(tenant_ids=ids).owners()
     which = series_of([TENANT], owners, None, table, dialect)
-    sums = [int_sum(value).label(name) for name, value in _parts(table, table.c.start, seconds).items()]
-    query = select(table.c.series_id, *sums).where(which, table.c.start >= int(since.timestamp()))
+    parts = [func.sum(value).label(name) for name, value in _parts(table, table.c.start, seconds).items()]
+    query = select(table.c.series_id, *parts).where(which, table.c.start >= int(since.timestamp()))
     rows = query.group_by(table.c.series_id).subquery()
-    found = select(names.tenant_id, *(rows.c[name] for name in values))
-    return found.join_from(rows, activity_series, names.id == rows.c.series_id).subquery("sums")
+    # A tenant has a single series. Grouped by the tenant, SQLite expects enough rows to build an index for a join.
+    sums = [int_sum(rows.c[name]).label(name) for name in values]
+    found = select(names.tenant_id, *sums).join_from(rows, activity_series, names.id == rows.c.series_id)
+    return found.group_by(names.tenant_id).subquery("sums")
 
 
 def _parts(rows: FromClause, day: ColumnElement[Any], values: Any) -> dict[str, ColumnElement[int]]:
