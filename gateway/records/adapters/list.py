@@ -164,7 +164,7 @@ class AdapterList:
         if which.names is not None:
             conditions.append(adapters.c.name.in_(which.names))
         if which.search is not None:
-            conditions.append(_found_by(which.search.lower(), now))
+            conditions.append(_found_by(which.search.lower(), which.tenant_id, now))
         if which.is_unused:
             # The sums of days include the last hours, so they have every use within KNOWN.
             conditions.append(_last(now, 86400, KNOWN).is_(None))
@@ -326,12 +326,18 @@ def _is_named(text: str, *names: ColumnElement[str]) -> ColumnElement[bool]:
     return or_(*(name.contains(text, autoescape=True) for name in names))
 
 
-def _found_by(text: str, now: datetime) -> ColumnElement[bool]:
-    """Return the condition of a search, for adapters joined with their tenants. Few versions have such a digest."""
+def _found_by(text: str, tenant_id: str | None, now: datetime) -> ColumnElement[bool]:
+    """Return the condition of a search, for adapters joined with their tenants. Few versions have such a digest.
+
+    tenant_id: look only at this tenant's versions.
+    """
     named, digest = _is_named(text, adapters.c.name, tenants.c.name), bare_digest(text)
     if not re.fullmatch("[0-9a-f]*", digest):
         return named
     having = select(adapter_versions.c.adapter_id).where(adapter_versions.c.digest.startswith(digest))
+    if tenant_id is not None:
+        own = adapters.alias()
+        having = having.where(adapter_versions.c.adapter_id.in_(select(own.c.id).where(own.c.tenant_id == tenant_id)))
     listed = _listed(now, having)
     return or_(named, adapters.c.id.in_(select(listed.c.id).where(listed.c.digest.startswith(digest))))
 

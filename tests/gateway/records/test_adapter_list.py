@@ -123,7 +123,8 @@ async def test_orders_and_searches_are_the_same_from_the_sums_for_charts(
             for sort in ("name", "version")
         ]
         assert listed[0] == listed[1], text
-    assert await names(adapters, ListFilter(search=digest(3))) == ["acme/b"]
+    for tenant_id, found in ((None, ["acme/b"]), (acme.id, ["acme/b"]), (globex.id, [])):
+        assert await names(adapters, ListFilter(search=digest(3), tenant_id=tenant_id)) == found
     assert await names(adapters, ListFilter(search=digest(2))) == []
     async with database.write() as connection:
         for sums in ACTIVITY.values():
