@@ -2,8 +2,7 @@
 
 The sizes come from the engine's own functions: the decoder is loaded without memory (torch's `meta` device), and pages,
 KV blocks and batch sizes are divided as `engine.build` does. Only activations and CUDA graphs, which an engine
-measures, are estimated here. The time of a step is its bound by the roofline, divided by the share of it that engines
-reach.
+measures, are estimated here. `engine.sizing_speed` estimates the time of a step.
 """
 
 from collections.abc import Iterator
@@ -44,8 +43,10 @@ from engine.model.config import ModelConfig, read_config
 from engine.model.families import make_decoder, parse_model_config
 from engine.model.quantised.methods import read_method
 from engine.model.weights import Checkpoint, open_weights
+from engine.sizing_speed import ExpectedLoad, StepTime, Throughput, steady_throughput
 from engine.step_log import StepWork
 from kernels.cpu.plain import TorchOps
+from kernels.linear_times import measure_linear
 from kernels.ops import DecoderWeights, Ops
 from kernels.platform import Platform, pick_ops, platform_of
 from kernels.roofline import Roofline, measure_roofline
@@ -54,26 +55,10 @@ from kernels.weights import LinearWeights
 from wire.errors import ConfigError
 
 META = torch.device("meta")
-# Share of the roofline that a step reaches. CPU: the mean of 24 decode steps of 1 to 64 rows and contexts of 64 to
-# 4,096 (docs/perf/2026-11-21-cpu-sweep.md). GPU: the aim of `make gpu`; not measured yet.
-REACHED_CPU, REACHED_GPU = 0.71, 0.85
 # Memory of a CUDA graph, nodes and parameters; the tensors are shared by all graphs. Not measured yet.
 GRAPH_BYTES = 4 << 20
 # Copies of the logits that sampling makes beside the model's own, in fp32.
 LOGITS_COPIES = 2
-
-
-@dataclass(frozen=True, slots=True)
-class ExpectedLoad:
-    """A load to serve. adapters: number in use, all of one rank. prompt_tokens, output_tokens: tokens of each request.
-    streams: requests at once; None: as many as fit.
-    """
-
-    adapters: int
-    rank: int
-    prompt_tokens: int
-    output_tokens: int
-    streams: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,22 +81,6 @@ class Memory:
     host_adapters: int
     resident: int
     in_host: int
-
-
-@dataclass(frozen=True, slots=True)
-class Throughput:
-    """An engine's speed under a load.
-
-    streams: requests at once. adapters: distinct ones in a step. bound_seconds: least time of a step by the roofline.
-    first_token_seconds: time to first token of a request alone.
-    """
-
-    streams: int
-    adapters: int
-    bound_seconds: float
-    step_seconds: float
-    tokens_per_second: float
-    first_token_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +126,6 @@ class EstimatedDevice:
     platform: Platform
     ops: Ops
     roofline: Roofline | None
-    reached: float
 
 
 def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estimate:
@@ -213,7 +181,8 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     )
     work = StepWork.of(model, sum(matrix.num_bytes for matrix in weights.matrices), kv_bytes)
     roofline = target.roofline or measure_roofline(resolve_device(config), dtype, work.weight_bytes)
-    return Estimate(memory, _throughput(memory, work, roofline, target.reached, load, sizes.max_num_seqs))
+    linear = measure_linear(target.ops, weights.matrices, dtype) if platform.is_host else None
+    return Estimate(memory, _throughput(memory, StepTime(work, model, roofline, linear), load, sizes.max_num_seqs))
 
 
 def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> EstimatedDevice:
@@ -222,14 +191,14 @@ def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Estima
         if gpu not in GPUS:
             raise ConfigError("gpu", f"expected one of {', '.join(GPUS)}; got {gpu!r}")
         found = GPUS[gpu]
-        return EstimatedDevice(GpuPlatform(found.title, found.memory), TorchOps(), found.roofline, REACHED_GPU)
+        return EstimatedDevice(GpuPlatform(found.title, found.memory), TorchOps(), found.roofline)
     if config.device.startswith(SIMULATED):
         raise ConfigError("device", f"expected auto, cpu or cuda, or a --gpu to estimate; got {config.device!r}")
     device = resolve_device(config)
     platform = platform_of(device)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(device, dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    return EstimatedDevice(platform, ops, None, REACHED_CPU if platform.is_host else REACHED_GPU)
+    return EstimatedDevice(platform, ops, None)
 
 
 class DraftNeeds(NamedTuple):
@@ -325,14 +294,8 @@ def _pages_each(load: ExpectedLoad) -> int:
     return -(-load.rank // PAGE_RANK)
 
 
-def _throughput(
-    memory: Memory, work: StepWork, roofline: Roofline, reached: float, load: ExpectedLoad, max_num_seqs: int
-) -> Throughput:
-    """Return the times of the load. Raises ConfigError for a request that does not fit.
-
-    In the steady state, a step has one token of each stream, and the prompt tokens of the requests that replace those
-    which end.
-    """
+def _throughput(memory: Memory, time: StepTime, load: ExpectedLoad, max_num_seqs: int) -> Throughput:
+    """Return the times of the load. Raises ConfigError for a request that does not fit."""
     tokens = load.prompt_tokens + load.output_tokens
     if tokens > memory.context:
         raise ConfigError(
@@ -341,10 +304,4 @@ def _throughput(
     fitting = min(max_num_seqs, memory.kv_tokens // tokens)
     streams = fitting if load.streams is None else min(fitting, load.streams)
     distinct = min(memory.resident, streams)
-    pages = distinct * _pages_each(load) * memory.page_bytes
-    prompts = streams * load.prompt_tokens / load.output_tokens
-    held = streams * (load.prompt_tokens + load.output_tokens / 2)
-    bound = work.seconds(roofline, rows=streams + prompts, decodes=streams, context=held, adapter_bytes=pages)
-    first = work.seconds(roofline, rows=load.prompt_tokens, decodes=1, context=load.prompt_tokens)
-    step = bound / reached
-    return Throughput(streams, distinct, bound, step, streams / step, first / reached)
+    return steady_throughput(time, load, streams, distinct, distinct * _pages_each(load) * memory.page_bytes)

@@ -14,7 +14,8 @@ from loraplex.commands.programs import needs_extra
 from wire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from engine.sizing import Estimate, ExpectedLoad
+    from engine.sizing import Estimate
+    from engine.sizing_speed import ExpectedLoad
 
 PER_MILLISECOND = 1000
 
@@ -38,7 +39,7 @@ PER_MILLISECOND = 1000
 def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None, **flags: Any) -> None:
     """Estimate the memory and the throughput of an engine with these flags, without starting it.
 
-    Without --gpu this machine's device is measured, for at most a second. A model by hub id needs config.json only; a
+    Without --gpu this machine's device is measured, for a few seconds. A model by hub id needs config.json only; a
     quantised model needs its weights.
     """
     from loraplex.models import ModelError, ensure_config
@@ -49,7 +50,8 @@ def size(gpu: str | None, download_dir: Path, as_json: bool, streams: int | None
         load = {name: flags.pop(name) for name in named}
         config = EngineConfig(**flags | {"model": model})
         with needs_extra("engine"):
-            from engine.sizing import ExpectedLoad, estimate
+            from engine.sizing import estimate
+            from engine.sizing_speed import ExpectedLoad
         asked = ExpectedLoad(**load, streams=streams)
         found = estimate(config, gpu, asked)
     if as_json:

@@ -20,7 +20,8 @@ from engine.execution.draft_model import DraftModel
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
 from engine.scheduling.request import Grammar, NewRequest, SamplingParams
-from engine.sizing import ExpectedLoad, estimate
+from engine.sizing import estimate
+from engine.sizing_speed import ExpectedLoad
 from engine.speculative_config import SpeculativeConfig
 from engine.structured.compiler import GrammarCompiler
 from kernels.cpu.plain import TorchOps

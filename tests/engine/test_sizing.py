@@ -11,11 +11,26 @@ from click.testing import CliRunner
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from engine.build import resolve_dtypes
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.gpus import GPUS
-from engine.sizing import Estimate, ExpectedLoad, estimate
-from kernels.platform import platform_of
+from engine.model.config import read_config
+from engine.model.families import parse_model_config
+from engine.sizing import Estimate, describe_weights, estimate
+from engine.sizing_speed import (
+    ATTENTION_REACHED,
+    REACHED_GPU,
+    STEP_SECONDS,
+    ExpectedLoad,
+    StepTime,
+    Throughput,
+    steady_throughput,
+)
+from engine.step_log import StepWork
+from kernels.linear_times import ROWS, LinearTimes, measure_linear
+from kernels.platform import pick_ops, platform_of
+from kernels.roofline import Roofline
 from loraplex.cli import main
 from loraplex.models import ensure_demo_model
 from testing.stack import CACHE
@@ -120,6 +135,60 @@ def test_a_gpus_memory_is_divided_as_an_engine_divides_it(eight_billion: Path) -
     eight_bits, four_bits = (sizes("h100", quantization=kind).memory.needs.weights for kind in ("int8", "int4"))
     assert eight_bits / dense == pytest.approx(0.53, abs=0.01)
     assert four_bits / dense == pytest.approx(0.31, abs=0.01)
+
+
+WORK = StepWork(layer_elements=1000, head_elements=100, weight_bytes=2200, kv_bytes=0)
+MODEL = parse_model_config(
+    EIGHT_BILLION | {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 2}
+)
+
+
+def speed(streams: int, load: ExpectedLoad, linear: LinearTimes | None) -> Throughput:
+    return steady_throughput(StepTime(WORK, MODEL, Roofline(1e6, 1e9), linear), load, streams, 0, 0.0)
+
+
+def test_a_lone_stream_waits_for_its_prompts() -> None:
+    """Steps are a second for a row and 0.1 s for each further one: the weights are read once, whatever the rows."""
+    linear = LinearTimes((1, 11), (1e-3, 2e-3))
+    load = ExpectedLoad(0, 1, prompt_tokens=41, output_tokens=10)
+    found = speed(1, load, linear)
+    attention = 4 * 41**2 / 2 * 32 / (ATTENTION_REACHED * 1e9)
+    head = 0.1
+    prompt, decode = 5.0 + head + attention + STEP_SECONDS, 1.0 + head + STEP_SECONDS
+    assert found.first_token_seconds == pytest.approx(prompt)
+    assert found.tokens_per_second == pytest.approx(10 / (prompt + 9 * decode))
+
+
+def test_many_streams_have_prompts_in_each_step() -> None:
+    linear = LinearTimes((1, 11), (1e-3, 2e-3))
+    found = speed(20, ExpectedLoad(0, 1, prompt_tokens=6, output_tokens=10), linear)
+    # 20 outputs and two prompts of 5 further rows each.
+    attention = 2 * 4 * 6**2 / 2 * 32 / (ATTENTION_REACHED * 1e9)
+    step = 3.9 + 0.1 * 2.9 + attention + STEP_SECONDS
+    assert found.step_seconds == pytest.approx(step)
+    assert found.tokens_per_second == pytest.approx(20 / step)
+
+
+def test_a_gpus_step_takes_its_bound_over_its_share() -> None:
+    found = speed(1, ExpectedLoad(0, 1, prompt_tokens=1, output_tokens=10), None)
+    assert found.bound_seconds == pytest.approx(2200 / 1e6)
+    assert found.step_seconds == pytest.approx(found.bound_seconds / REACHED_GPU)
+
+
+@pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
+def test_products_are_measured_with_the_engines_ops(tiny: Path, quantization: str) -> None:
+    config = EngineConfig(model=str(tiny), device="cpu", quantization=quantization)
+    raw = read_config(tiny)
+    model = parse_model_config(raw)
+    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
+    ops = pick_ops(torch.device("cpu"), dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
+    found = measure_linear(ops, describe_weights(config, raw, model, ops, 64).matrices, dtype)
+    assert found.rows == ROWS
+    assert min(found.seconds) > 0
+    # Work grows with the rows; a busy machine measures no shorter time for 64 times as many.
+    assert found.of(1e6, 256) > found.of(1e6, 4)
+    assert found.of(2e6, 16) == pytest.approx(2 * found.of(1e6, 16))
+    assert found.of(1e6, 20) == pytest.approx(0.75 * found.of(1e6, 16) + 0.25 * found.of(1e6, 32))
 
 
 @pytest.mark.parametrize(

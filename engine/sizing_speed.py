@@ -1,0 +1,116 @@
+"""Estimated speed of an engine under a steady load.
+
+On a CPU the products with the weights are measured (`kernels.linear_times`); keys, values and adapters are read at the
+measured bandwidth. On a GPU a step takes its bound by the roofline, divided by the share of it that engines reach.
+"""
+
+from dataclasses import dataclass
+
+from engine.model.config import ModelConfig
+from engine.step_log import StepWork
+from kernels.linear_times import LinearTimes
+from kernels.roofline import Roofline
+
+# Share of the roofline that a step on a GPU reaches: the aim of `make gpu`; not measured yet.
+REACHED_GPU = 0.85
+# CPU: shares of the bandwidth at which keys and values are read, and of the rate of products at which a prompt's
+# attention runs; seconds of a step beside its work. The first and last fit 24 decode steps of 1 to 64 rows and contexts
+# of 64 to 4,096 within 10 % (docs/perf/2026-11-21-cpu-sweep.md).
+KV_REACHED, ATTENTION_REACHED, STEP_SECONDS = 0.8, 0.5, 0.8e-3
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedLoad:
+    """A load to serve. adapters: number in use, all of one rank. prompt_tokens, output_tokens: tokens of each request.
+    streams: requests at once; None: as many as fit.
+    """
+
+    adapters: int
+    rank: int
+    prompt_tokens: int
+    output_tokens: int
+    streams: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """An engine's speed under a load.
+
+    streams: requests at once. adapters: distinct ones in a step. bound_seconds: least time of a step by the roofline.
+    first_token_seconds: time to first token of a request alone.
+    """
+
+    streams: int
+    adapters: int
+    bound_seconds: float
+    step_seconds: float
+    tokens_per_second: float
+    first_token_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Size of a step. outputs: rows with logits. context: tokens whose keys and values are read. prompts: number of
+    whole prompts, which may be a fraction. prompt_tokens: tokens of each; the last one's row is in `outputs`.
+    """
+
+    outputs: float
+    context: float
+    adapter_bytes: float = 0.0
+    prompts: float = 0.0
+    prompt_tokens: int = 0
+
+    @property
+    def rows(self) -> float:
+        return self.outputs + self.prompts * (self.prompt_tokens - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Times of steps on a device. linear: of the products with the weights; None on a GPU."""
+
+    work: StepWork
+    model: ModelConfig
+    roofline: Roofline
+    linear: LinearTimes | None
+
+    def bound(self, step: Step) -> float:
+        """Return the least time by the roofline."""
+        work = self.work
+        flops = 2 * (work.layer_elements * step.rows + work.head_elements * step.outputs) + self._attention_flops(step)
+        num_bytes = work.weight_bytes + step.context * work.kv_bytes + step.adapter_bytes
+        return self.roofline.seconds(num_bytes, flops)
+
+    def seconds(self, step: Step) -> float:
+        """Return the expected time."""
+        if self.linear is None:
+            return self.bound(step) / REACHED_GPU
+        work, roofline = self.work, self.roofline
+        products = self.linear.of(work.layer_elements, step.rows) + self.linear.of(work.head_elements, step.outputs)
+        read = (step.context * work.kv_bytes + step.adapter_bytes) / (KV_REACHED * roofline.bandwidth)
+        attention = self._attention_flops(step) / (ATTENTION_REACHED * roofline.flops)
+        return products + read + attention + STEP_SECONDS
+
+    def _attention_flops(self, step: Step) -> float:
+        """Return the operations of the prompts' causal attention; a decode's are bound by its read."""
+        model = self.model
+        pairs = step.prompts * step.prompt_tokens**2 / 2
+        return 4 * pairs * model.num_layers * model.num_heads * model.head_dim
+
+
+def steady_throughput(
+    time: StepTime, load: ExpectedLoad, streams: int, adapters: int, adapter_bytes: float
+) -> Throughput:
+    """Return the speed of streams that each ask their next request when one ends.
+
+    Each request takes as many steps as it has output tokens, and the first one computes its prompt. While prompts are
+    rarer than steps, the mean over steps with and without one counts, because a step's time is not linear in its rows.
+    """
+    held = streams * (load.prompt_tokens + load.output_tokens / 2)
+    rate = streams / load.output_tokens
+    share = min(1.0, rate)
+    plain = Step(streams, held, adapter_bytes)
+    mixed = Step(streams, held, adapter_bytes, max(1.0, rate), load.prompt_tokens)
+    bound, seconds = (share * of(mixed) + (1 - share) * of(plain) for of in (time.bound, time.seconds))
+    alone = Step(1, 0, adapter_bytes / max(1, adapters), 1, load.prompt_tokens)
+    return Throughput(streams, adapters, bound, seconds, streams / seconds, time.seconds(alone))
