@@ -82,8 +82,8 @@ class Stack:
                 env={**os.environ, **(environment or {}), "TMPDIR": str(self.temporary)},
             )
 
-    def wait_ready(self) -> "Stack":
-        deadline = time.monotonic() + START_SECONDS
+    def wait_ready(self, seconds: float = START_SECONDS) -> "Stack":
+        deadline = time.monotonic() + seconds
         while READY not in self.text():
             assert self.process.poll() is None, self.text()
             assert time.monotonic() < deadline, self.text()
