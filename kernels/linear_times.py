@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from kernels.memory import lazy_zeros
 from kernels.ops import Ops
 from kernels.roofline import MAX_READ_BYTES
 from kernels.weights import LinearWeights
@@ -50,8 +51,11 @@ def measure_linear(ops: Ops, matrices: Sequence[LinearWeights], dtype: torch.dty
     for matrix in matrices:
         if made and sum(each.num_bytes for each in made) + matrix.num_bytes > MAX_READ_BYTES:
             break
-        # Zeros would share one page of memory.
-        tensors = {name: torch.ones(tensor.shape, dtype=tensor.dtype) for name, tensor in matrix.tensors.items()}
+        # Huge pages, as an engine's weights have. Zeros would share one page.
+        tensors = {
+            name: lazy_zeros(tuple(tensor.shape), tensor.dtype, huge_pages=True).fill_(1)
+            for name, tensor in matrix.tensors.items()
+        }
         made.append(LinearWeights(matrix.scheme, tensors, matrix.in_features, matrix.out_features))
     seconds = []
     for rows in ROWS:
