@@ -1,6 +1,7 @@
 """Base of the decoders of all families: embedding, logits, LoRA outside of the layers, and loading.
 
-A family's own module has its layers. Independent of scheduling, sampling and the device: the ops come from `kernels.ops`.
+A family's own module has its layers. Independent of scheduling, sampling and the device: the ops come from
+`kernels.ops`.
 """
 
 from abc import ABC, abstractmethod

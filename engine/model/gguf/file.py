@@ -1,8 +1,8 @@
 """The GGUF container, versions 2 and 3: metadata and the place of each tensor, with every size checked against the
 file.
 
-Independent of the model. The format is ggml's docs/gguf.md. This reader replaces that of the `gguf` package, which trusts
-the file and makes an object of every token of the vocabulary.
+Independent of the model. The format is ggml's docs/gguf.md. This reader replaces that of the `gguf` package, which
+trusts the file and makes an object of every token of the vocabulary.
 """
 
 import math
