@@ -148,13 +148,13 @@ def speed(streams: int, load: ExpectedLoad, linear: LinearTimes | None) -> Throu
 
 
 def test_a_lone_stream_waits_for_its_prompts() -> None:
-    """Steps are a second for a row and 0.1 s for each further one: the weights are read once, whatever the rows."""
-    linear = LinearTimes((1, 11), (1e-3, 2e-3))
+    """A step takes a second for up to 11 rows and 0.1 s for each further one; a mean of the rows would hide prompts."""
+    linear = LinearTimes((1, 11, 21), (1e-3, 1e-3, 2e-3))
     load = ExpectedLoad(0, 1, prompt_tokens=41, output_tokens=10)
     found = speed(1, load, linear)
     attention = 4 * 41**2 / 2 * 32 / (ATTENTION_REACHED * 1e9)
     head = 0.1
-    prompt, decode = 5.0 + head + attention + STEP_SECONDS, 1.0 + head + STEP_SECONDS
+    prompt, decode = 4.0 + head + attention + STEP_SECONDS, 1.0 + head + STEP_SECONDS
     assert found.first_token_seconds == pytest.approx(prompt)
     assert found.tokens_per_second == pytest.approx(10 / (prompt + 9 * decode))
 
