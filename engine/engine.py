@@ -150,9 +150,9 @@ class Engine:
 
     @property
     def spare_seconds(self) -> float:
-        """Return the seconds until the next step has to be planned: 0 or less if no step is in flight."""
+        """Return the seconds until the next step has to be planned: 0 or less if the device computes no step."""
         step = self._in_flight
-        if step is None:
+        if step is None or step.sampling.is_ready:
             return 0.0
         expected = self._pacer.step_seconds(step.num_decodes, step.num_prompt_tokens)
         begun = max(step.started, self._last_commit)

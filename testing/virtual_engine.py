@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.core.step_thread import LEAST_SPARE_S
+from engine.core.step_thread import LEAST_SPARE_S, SPARE_POLL_S
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.tiny_engines import Make
 
@@ -90,7 +90,9 @@ class VirtualEngine:
             if not engine.has_work():
                 clock.sleep_until(self._due[0].at if self._due else until)
             elif spare > LEAST_SPARE_S:
-                clock.sleep_until(min([self.now + spare, *(arrival.at for arrival in self._due[:1])]))
+                clock.sleep_until(
+                    min([self.now + min(spare, SPARE_POLL_S), *(arrival.at for arrival in self._due[:1])])
+                )
             else:
                 self._step()
 

@@ -28,8 +28,9 @@ ADAPTER_POLL_S = 0.002
 # Time limit for commands between two steps; a command that has begun is finished. Adding a request of 128k tokens takes
 # 3 ms.
 COMMANDS_S = 0.01
-# Minimum spare time before the planning of a step that the thread sleeps through. A sleep may last 0.1 ms too long.
-LEAST_SPARE_S = 0.0003
+# Minimum spare time before the planning of a step that the thread sleeps through, because a sleep may last 0.1 ms too
+# long, and the time after which it looks whether the device has ended its step early.
+LEAST_SPARE_S, SPARE_POLL_S = 0.0003, 0.002
 
 
 class StepEngine(Protocol):
@@ -158,8 +159,10 @@ class StepThread:
         """Run commands as they come until the next step has to be planned, so that it includes their requests."""
         while (spare := self._engine.spare_seconds) > LEAST_SPARE_S:
             with self._work:
-                if self._stopping or not (self._commands or self._work.wait(spare)):
+                if self._stopping:
                     return
+                if not self._commands:
+                    self._work.wait(min(spare, SPARE_POLL_S))
             self._run_commands()
 
     def _add(self, new: NewRequest) -> None:
