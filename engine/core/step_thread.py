@@ -149,9 +149,9 @@ class StepThread:
                 self._work.wait()
             return not self._stopping
 
-    def _run_commands(self) -> None:
-        """Run queued commands in order for `COMMANDS_S`. The rest run after the next step."""
-        end = time.perf_counter() + COMMANDS_S
+    def _run_commands(self, seconds: float = COMMANDS_S) -> None:
+        """Run queued commands in order for so long. The rest run later."""
+        end = time.perf_counter() + seconds
         while self._commands and time.perf_counter() < end:
             self._commands.popleft()()
 
@@ -163,7 +163,7 @@ class StepThread:
                     return
                 if not self._commands:
                     self._work.wait(min(spare, SPARE_POLL_S))
-            self._run_commands()
+            self._run_commands(min(self._engine.spare_seconds, COMMANDS_S))
 
     def _add(self, new: NewRequest) -> None:
         try:

@@ -29,13 +29,14 @@ from gateway.records.lookups import Lookups
 OPERATORS, PRICES, BASES = "operators", "prices", "bases"
 
 # Cached keys and names are trusted for this long after the last reading: a revoked key is refused everywhere within
-# half a second, and the response to an adapter's deletion waits as long. A few readings may fail without any effect.
+# half a second, and the response to an adapter's deletion waits as long. A reading may fail without any effect.
 TRUST_SECONDS = 0.5
 ASK_SECONDS = 0.1
-# Period of the readings while no request runs. It is below TRUST_SECONDS, because lists in memory are read by it too.
-IDLE_SECONDS = 0.4
-# A change of a list in memory is read within LOOK_SECONDS. Without a change the list is read every RELOAD_SECONDS, in
-# case a gateway of the previous release, or plain SQL, has changed it.
+# Period of the readings while no request runs. With LOOK_SECONDS it is below TRUST_SECONDS, the time after which a
+# change of a list in memory counts as known.
+IDLE_SECONDS = 0.2
+# Period in which the list in memory is compared with the changes that were read. Without a change the list is read every
+# RELOAD_SECONDS, in case a gateway of the previous release, or plain SQL, has changed it.
 LOOK_SECONDS = 0.2
 RELOAD_SECONDS = 60.0
 

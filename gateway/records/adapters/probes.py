@@ -74,12 +74,12 @@ class Probes:
             await connection.execute(delete(table).where(this))
             base = probe.base_digest if before is None or not probe.reasons else before.base_digest
             row = {"adapter_id": adapter_id, "version": version, "base_digest": base}
-            has_moved = before is not None and before.base_digest != base
-            if has_moved:
+            is_bound = base is not None if before is None else before.base_digest != base
+            if is_bound:
                 await count_change(connection, tenant.id)
             result = msgspec.json.encode(probe).decode()
             await connection.execute(insert(table).values(**row, result=result, probed_at=datetime.now(UTC)))
-        return has_moved
+        return is_bound and before is not None
 
     async def get(self, tenant: Tenant, name: str, version: int) -> Recorded:
         """Return a version's newest probe. Raises RecordNotFound."""

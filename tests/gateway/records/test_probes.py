@@ -9,6 +9,7 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.pins import pinned_bases
 from gateway.records.adapters.probes import PER_TENANT, Probes, Unprobed
 from gateway.records.bases.base import Binding
+from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.tables import adapter_probes
 from gateway.records.tenants.tenants import Tenants
@@ -68,6 +69,21 @@ async def test_probes_live_as_long_as_their_version(database: Database):
     async with database.read() as connection:
         assert (await connection.execute(select(func.count()).select_from(adapter_probes))).scalar_one() == 0
     assert await probes.missing() == []
+
+
+async def test_each_binding_is_announced_as_a_change(database: Database):
+    probes, catalog = Probes(database), Catalog(database, only())
+    acme = await Tenants(database).create("acme", {}, "op")
+    await catalog.add_version(acme, "pirate", digest=DIGEST, rank=8, num_bytes=1, actor="key", state="validating")
+    changes = Changes(database)
+    await changes.read()
+    announced = []
+    for made in (probe(), probe(), probe(base="d" * 64)):
+        mark = changes.mark
+        await probes.record(acme, "pirate", 1, made)
+        await changes.read()
+        announced.append(not changes.is_unchanged(mark, acme.id))
+    assert announced == [True, False, True]
 
 
 async def test_pinned_versions_with_their_bases(database: Database):
