@@ -35,8 +35,8 @@ ASK_SECONDS = 0.1
 # Period of the readings while no request runs. With LOOK_SECONDS it is below TRUST_SECONDS, the time after which a
 # change of a list in memory counts as known.
 IDLE_SECONDS = 0.2
-# Period in which the list in memory is compared with the changes that were read. Without a change the list is read every
-# RELOAD_SECONDS, in case a gateway of the previous release, or plain SQL, has changed it.
+# Period of looking for changes of a list in memory. Without a change the list is read every RELOAD_SECONDS, in case a
+# gateway of the previous release, or plain SQL, has changed it.
 LOOK_SECONDS = 0.2
 RELOAD_SECONDS = 60.0
 
