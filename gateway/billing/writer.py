@@ -21,13 +21,15 @@ from gateway.billing.activity_writer import ActivityWriter
 from gateway.billing.end_user_writer import EndUserWriter
 from gateway.billing.usage_row import UsageRow, decode, encode
 from gateway.errors import Unavailable
-from gateway.records.database import Database, is_datas_fault
+from gateway.records.database import Database, is_datas_fault, sql_state
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import MINUTE, Counted, sums_of
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 
 log = logging.getLogger(__name__)
 
+# SQLSTATE of a row that fits neither a constraint nor its partition.
+CHECK_VIOLATION = "23514"
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost", "surcharge")
 
 
@@ -58,8 +60,12 @@ class UsageWriter:
         by_id = {row.request_id: row for row in reversed(list(rows))}
         await self._write([by_id[request_id] for request_id in sorted(by_id)])
 
-    async def _write(self, rows: Sequence[UsageRow]) -> None:
-        """Write rows in one transaction. If it is refused, bisect them, so that only the bad row is set aside."""
+    async def _write(self, rows: Sequence[UsageRow], *, is_second: bool = False) -> None:
+        """Write rows in one transaction. If it is refused, bisect them, so that only the bad row is set aside.
+
+        is_second: whether a single row is written again after a CHECK_VIOLATION. PostgreSQL raises it also if a month's
+        partition is attached while an insert into the default partition waits; the second insert finds the new one.
+        """
         if not rows:
             return
         try:
@@ -81,6 +87,9 @@ class UsageWriter:
                 log.error("the database refuses usage rows", exc_info=error)
                 raise Unavailable("The database cannot take usage rows.", code="database_unavailable") from error
             if len(rows) == 1:
+                if sql_state(error) == CHECK_VIOLATION and not is_second:
+                    await self._write(rows, is_second=True)
+                    return
                 await self._reject(encode(rows[0]), f"{type(error).__name__}: {getattr(error, 'orig', error)}")
                 return
             middle = len(rows) // 2

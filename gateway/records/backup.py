@@ -1,6 +1,6 @@
 """Backup of an installation: the database's rows at one moment, and the adapter store's digests or files.
 
-Gateways may run meanwhile. See gateway/records/backup_file.py for the file, backup_restore.py for the way back.
+Gateways may continue to run. See gateway/records/backup_file.py for the file, backup_restore.py for the way back.
 """
 
 from collections.abc import Sequence

@@ -15,6 +15,8 @@ from adapters.store import FILES, AdapterStore
 from gateway.records.backup import LEFT_OUT, check_revision, reflected, table_names, used_digests
 from gateway.records.backup_file import BackupError, BackupFile
 from gateway.records.database import Database, upgrade_schema
+from gateway.records.partitions import has_partitions, make_months
+from gateway.records.tables import usage
 
 # Rows that are written at a time.
 AT_ONCE = 500
@@ -94,8 +96,12 @@ async def _read_table(backup: BackupFile, connection: AsyncConnection, table: Ta
     if unknown := [name for name in columns if name not in table.columns]:
         raise BackupError(f"{backup.path}: has the column {table.name}.{unknown[0]}, which the schema lacks")
     times = [name for name in columns if isinstance(table.columns[name].type, DateTime)]
-    count = 0
+    is_postgresql, count = connection.dialect.name == "postgresql", 0
+    is_partitioned = table.name == usage.name and is_postgresql and await has_partitions(connection)
     while rows := list(islice(_values(lines, columns, times), AT_ONCE)):
+        if is_partitioned:
+            # Rows of a month without a partition would go to the default one, which each later month has to read.
+            await make_months(connection, (row["request_id"] for row in rows))
         await connection.execute(insert(table), rows)
         count += len(rows)
     return count

@@ -1,7 +1,7 @@
 """`loraplex usage partition`: gives the table `usage` partitions while gateways run, without rewriting its rows.
 
-1. A CHECK constraint says that all ids precede those with a time. Every id that gateways make fits it while `usage` is
-   a plain table, so it refuses no row, also if the command is killed here.
+1. A CHECK constraint says that all ids precede those of the next month. Random ids fit it, and so do ids with a time,
+   which a plain table gets after a restore or a failover: from a journal, or from a gateway that knows the partitions.
 2. The constraint is validated: one read of the table, beside readers and writers.
 3. One short transaction renames the table, makes the partitioned one in its place and attaches the former as the first
    partition; because of the constraint, PostgreSQL reads no row for that.
@@ -9,9 +9,8 @@
 Each step is a transaction, so a kill leaves a table that works, and waits for locks at most LOCK_MS at a time.
 """
 
-import re
 from collections.abc import Callable
-from datetime import UTC, date, datetime
+from datetime import UTC, datetime
 from functools import partial
 
 from sqlalchemy import text
@@ -22,13 +21,13 @@ from gateway.records.partitions import (
     AHEAD,
     DEFAULT,
     FIRST,
-    TIMED,
     Partition,
     Partitions,
     changing_partitions,
     first_id,
     is_partitioned,
     make_month,
+    month_of,
     next_month,
     patiently,
     read_partitions,
@@ -57,6 +56,11 @@ UNION SELECT 'the publication ' || pubname FROM pg_publication JOIN pg_publicati
   WHERE prrelid = to_regclass('usage')
 UNION SELECT 'the foreign key ' || conname FROM pg_constraint WHERE contype = 'f' AND confrelid = to_regclass('usage')
 ORDER BY 1
+"""
+# PostgreSQL would build an index in place of each of these while it attaches the table.
+INVALID = """
+SELECT CAST(CAST(indexrelid AS regclass) AS text) FROM pg_index
+WHERE indrelid = to_regclass('usage') AND NOT indisvalid ORDER BY 1
 """
 GRANTS = """
 SELECT format('GRANT %s %s ON usage TO %s %s', privilege_type, "column",
@@ -116,23 +120,29 @@ async def _check(connection: AsyncConnection) -> None:
         raise PartitionError(f"the table usage belongs to the role {owned_by}; connect as it, not as {role}")
     if not (await connection.execute(text(IN_ORDER))).scalar_one():
         raise PartitionError("the database's collation does not sort request ids by their time; expected C or en_US")
+    if names := list((await connection.execute(text(INVALID))).scalars()):
+        raise PartitionError(
+            f"the index {names[0]} on the table usage is invalid, as a failed CREATE INDEX CONCURRENTLY leaves it; "
+            f"drop it, or run REINDEX INDEX CONCURRENTLY {names[0]}"
+        )
     if names := list((await connection.execute(text(DEPENDENT))).scalars()):
         raise PartitionError(f"{names[0]} on the table usage would miss later rows; drop it, and make it again after")
 
 
 async def _bound(connection: AsyncConnection) -> str:
-    """Return a text that follows all ids. Raises PartitionError for an id of another form.
+    """Return a text that follows all ids: the first id of the next month, or of a later one if the table has later ids.
 
-    A restored backup of a partitioned installation has ids with a time. Gateways make no further ones now.
+    Raises PartitionError for a later id of another form.
     """
-    newest = (await connection.execute(text("SELECT max(request_id) FROM usage"))).scalar_one()
-    after = "SELECT CAST(:id AS varchar) >= :timed"
-    if newest is None or not (await connection.execute(text(after), {"id": newest, "timed": TIMED})).scalar_one():
-        return TIMED
-    match = re.match(rf"{TIMED}(\d{{4}})(0[1-9]|1[0-2])\d{{8}}", newest)
-    if match is None:
+    bound = first_id(next_month(datetime.now(UTC).date()))
+    later = text("SELECT max(request_id) FROM usage WHERE request_id >= :bound")
+    newest = (await connection.execute(later, {"bound": bound})).scalar_one()
+    if newest is None:
+        return bound
+    month = month_of(newest)
+    if month is None:
         raise PartitionError(f"usage has the id {newest!r}, which sorts after those of gateways; remove the row")
-    return first_id(next_month(max(date(int(match[1]), int(match[2]), 1), datetime.now(UTC).date())))
+    return first_id(next_month(month))
 
 
 async def _validate(database: Database) -> None:
@@ -153,7 +163,7 @@ async def _convert(database: Database, bound: str) -> None:
         )
         if not (await connection.execute(valid)).scalar_one():
             # PostgreSQL would read all rows under the lock.
-            raise PartitionError(f"the constraint {CHECK} was removed meanwhile; run the command again")
+            raise PartitionError(f"another session removed the constraint {CHECK}; run the command again")
         indexes = text(
             "SELECT format('ALTER INDEX %I RENAME TO %I', relname, relname || '_first'), pg_get_indexdef(indexrelid), "
             "indisprimary FROM pg_index JOIN pg_class ON oid = indexrelid WHERE indrelid = to_regclass('usage')"

@@ -4,7 +4,8 @@ A unique index of a partitioned table must contain the partition key. The key is
 stays the primary key: whatever is written twice has one id, so it meets its first row in the same partition, whatever
 the two moments are. Ids begin with their time (gateway/records/request_ids.py), so a range of ids is a month:
 
-usage_first        rows from before the partitioning, and random ids, which gateways of the previous release make
+usage_first        rows from before the partitioning, ids from its month, and random ids, which gateways of the previous
+                   release make
 usage_202612       ids from December 2026
 usage_default      ids of months without a partition, of a gateway with a wrong clock
 
@@ -15,14 +16,14 @@ have the gateways' time. Every removal therefore compares `created_at`.
 import asyncio
 import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
 
 from sqlalchemy import MetaData, Table, func, select, text
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import Unavailable
@@ -41,10 +42,10 @@ FIRST, DEFAULT, DETACHED = "usage_first", "usage_default", "usage_detached_"
 AHEAD, MOVED = 3, 100_000
 # Maximum wait for a lock, and pause before the next attempt. Other transactions queue behind the wait, so it is short.
 LOCK_MS, RETRY_SECONDS = 1000, 1.0
-LOCK_NOT_AVAILABLE = "55P03"
+LOCK_NOT_AVAILABLE, UNDEFINED_TABLE = "55P03", "42P01"
 # Attempts to detach a partition.
 TRIES = 5
-DAY, FOREVER = timedelta(days=1), datetime.max.replace(tzinfo=UTC)
+HOUR, FOREVER = timedelta(hours=1), datetime.max.replace(tzinfo=UTC)
 
 
 class Partition(NamedTuple):
@@ -57,6 +58,12 @@ class Partition(NamedTuple):
 def first_id(month: date) -> str:
     """Return a text that precedes all ids of a month and follows those of earlier months."""
     return f"{TIMED}{month:%Y%m}"
+
+
+def month_of(request_id: str) -> date | None:
+    """Return the month with which an id begins; None for another form."""
+    match = re.match(rf"{TIMED}(2\d{{3}})(0[1-9]|1[0-2])\d{{8}}", request_id)
+    return None if match is None else date(int(match[1]), int(match[2]), 1)
 
 
 def next_month(month: date) -> date:
@@ -109,6 +116,16 @@ async def changing_partitions(database: Database) -> AsyncIterator[AsyncConnecti
         yield connection
 
 
+@contextmanager
+def noting(failures: list[Exception], name: str) -> Iterator[None]:
+    """Log a failed change of a table and append the error to failures, so that the caller continues with others."""
+    try:
+        yield
+    except (Unavailable, DBAPIError) as error:
+        log.warning("the table %s stays until the next removal: %s", name, error)
+        failures.append(error)
+
+
 class Partitions:
     """Maker and remover of partitions. Does nothing on SQLite and on a plain table. Raises Unavailable."""
 
@@ -130,19 +147,28 @@ class Partitions:
         """Return the tables that a removal has detached and not dropped, because it was stopped."""
         if self._database.dialect != "postgresql":
             return []
-        query = f"SELECT relname FROM pg_class WHERE relkind = 'r' AND relname ~ '^{DETACHED}' ORDER BY relname"
+        query = (
+            f"SELECT relname FROM pg_class WHERE relkind = 'r' AND relname ~ '^{DETACHED}' "
+            "AND pg_table_is_visible(oid) ORDER BY relname"
+        )
         async with self._database.read() as connection:
             return list((await connection.execute(text(query))).scalars())
 
-    async def detach(self, before: datetime) -> None:
-        """Detach the partitions all of whose rows are from before a moment. They leave reports at once."""
+    async def detach(self, before: datetime) -> list[Exception]:
+        """Detach the partitions all of whose rows are from before a moment. They leave reports at once.
+
+        Returns the failures, which are logged; other partitions are detached all the same.
+        """
+        failures: list[Exception] = []
         if not await is_partitioned(self._database):
-            return
+            return failures
         async with self._database.read() as connection:
             found = await read_partitions(connection)
             names = [each.name for each in found if await _is_old(connection, each, before)]
         for name in names:
-            await patiently(partial(self._detach, name, before), TRIES)
+            with noting(failures, name):
+                await patiently(partial(self._detach, name, before), TRIES)
+        return failures
 
     async def _detach(self, name: str, before: datetime) -> None:
         async with changing_partitions(self._database) as connection:
@@ -156,11 +182,11 @@ class Partitions:
 
     async def drop(self, name: str) -> tuple[int, int]:
         """Drop a detached table. Returns the number and cost of its rows, zeros if another process has dropped it."""
+        # No statement writes to a detached table, so it is counted without the lock that migrations wait for.
+        counted = await self._count(name)
         async with changing_partitions(self._database) as connection:
             if (await connection.execute(text("SELECT to_regclass(:name)"), {"name": name})).scalar_one() is None:
                 return 0, 0
-            # No statement finds the table under its former name, so the rows that are counted are those dropped.
-            counted = await count_rows(connection, _usage_as(name))
             await connection.execute(text(f"DROP TABLE {name}"))
         return counted
 
@@ -168,19 +194,31 @@ class Partitions:
         """Return the number and cost of the rows of detached tables."""
         rows = cost = 0
         for name in await self.detached():
-            async with self._database.read() as connection:
-                found = await count_rows(connection, _usage_as(name))
+            found = await self._count(name)
             rows, cost = rows + found[0], cost + found[1]
         return rows, cost
 
+    async def _count(self, name: str) -> tuple[int, int]:
+        """Return the number and cost of a detached table's rows, zeros if another process has dropped it."""
+        try:
+            async with self._database.read() as connection:
+                return await count_rows(connection, _usage_as(name))
+        except ProgrammingError as error:
+            if sql_state(error) != UNDEFINED_TABLE:
+                raise
+            return 0, 0
+
 
 async def count_rows(connection: AsyncConnection, rows: Table, before: datetime = FOREVER) -> tuple[int, int]:
-    """Return the number and cost of the usage rows from before a moment, in one statement for each day with rows."""
+    """Return the number and cost of the usage rows from before a moment, in one statement for each hour with rows.
+
+    A day may have more rows than a statement can read in its time.
+    """
     at, number, cost = rows.c.created_at, 0, 0
     query = select(func.count(), int_sum(rows.c.cost))
     start = (await connection.execute(select(func.min(at)).where(at < before))).scalar_one()
     while start is not None:
-        end = start + DAY if before - start > DAY else before
+        end = start + HOUR if before - start > HOUR else before
         found = (await connection.execute(query.where(at >= start, at < end))).one()
         number, cost = number + found[0], cost + found[1]
         start = (await connection.execute(select(func.min(at)).where(at >= end, at < before))).scalar_one()
@@ -226,9 +264,18 @@ async def make_month(connection: AsyncConnection, month: date) -> bool:
     return True
 
 
+async def make_months(connection: AsyncConnection, ids: Iterable[str]) -> None:
+    """Make the partitions of the months of ids.
+
+    connection: one of `changing_partitions`, or of another transaction that excludes changes of partitions.
+    """
+    for month in sorted({month for each in ids if (month := month_of(each)) is not None}):
+        await make_month(connection, month)
+
+
 async def _is_old(connection: AsyncConnection, each: Partition, before: datetime) -> bool:
     """Return whether a partition has only rows from before a moment, and will get no others from gateways' clocks."""
-    if each.until is None or (each.name != FIRST and each.until > first_id(before)):
+    if each.until is None or each.until > first_id(before):
         return False
     query = text(f"SELECT max(created_at) < :before FROM {each.name}")
     newest_is_old = (await connection.execute(query, {"before": before})).scalar_one()

@@ -14,7 +14,7 @@ from gateway.errors import Unavailable
 from gateway.records.database import Database
 from gateway.records.partitions import TIMED, is_partitioned
 
-# Pause between two looks at the form of `usage`.
+# Pause between two readings of the form of `usage`.
 LOOK_SECONDS = 60.0
 
 

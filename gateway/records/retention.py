@@ -12,7 +12,7 @@ from gateway.records.activity.periods import MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
 from gateway.records.database import Database
 from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
-from gateway.records.partitions import Partitions, count_rows
+from gateway.records.partitions import Partitions, count_rows, noting
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.tables import usage
 
@@ -21,7 +21,10 @@ AT_ONCE, MAX_REMOVED = 1000, 2_000_000
 
 
 class Retention:
-    """Remover of old records. Raises Unavailable while the database is away."""
+    """Remover of old records. Raises Unavailable while the database is away.
+
+    A partition that cannot be removed stops neither the others nor the deletions. Its error is raised at the end.
+    """
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -37,14 +40,20 @@ class Retention:
         return removed + await self._remove(counts, counts.c.level == MINUTE, counts.c.start < before)
 
     async def prune_usage(self, kept: timedelta | None) -> int:
-        """Remove usage rows that are older than `kept`; None keeps all. Returns their number."""
+        """Remove usage rows that are older than `kept`; None keeps all. Returns their number.
+
+        Raises SQLAlchemy's errors if the database refuses to remove a partition.
+        """
         if kept is None:
             return 0
         before = datetime.now(UTC) - kept
-        dropped, _ = await self._drop_partitions(before)
+        failures = await self._partitions.detach(before)
+        dropped, _ = await self._drop_detached(failures)
         deleted, _ = await self._delete_usage(before, MAX_REMOVED)
         if deleted < MAX_REMOVED:
             await self._remove_end_users(before)
+        if failures:
+            raise failures[0]
         return dropped + deleted
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
@@ -57,14 +66,18 @@ class Retention:
     async def remove_usage(self, before: datetime, most: int) -> tuple[int, int]:
         """Remove usage rows from before a moment: whole partitions, then at most `most` rows one by one.
 
-        Returns the number and cost of all. The sums by end user go once no such row is left.
+        Returns the number and cost of all. The sums by end user go once no such row is left. Raises SQLAlchemy's errors
+        if the database refuses to remove a partition.
         """
-        dropped, its_cost = await self._drop_partitions(before)
+        failures = await self._partitions.detach(before)
+        dropped, its_cost = await self._drop_detached(failures)
         deleted, cost = await self._delete_usage(before, most)
         async with self._database.read() as connection:
             is_left = (await connection.execute(_older(before).limit(1))).first() is not None
         if not is_left:
             await self._remove_end_users(before)
+        if failures:
+            raise failures[0]
         return dropped + deleted, its_cost + cost
 
     async def _delete_usage(self, before: datetime, most: int) -> tuple[int, int]:
@@ -82,16 +95,16 @@ class Retention:
                 break
         return deleted, cost
 
-    async def _drop_partitions(self, before: datetime) -> tuple[int, int]:
-        """Drop the partitions with no later row. Returns the number and cost of their rows.
+    async def _drop_detached(self, failures: list[Exception]) -> tuple[int, int]:
+        """Drop the detached tables, also those of a stopped removal. Returns the number and cost of their rows.
 
-        These include tables that a stopped removal has left detached.
+        Appends errors to failures.
         """
-        await self._partitions.detach(before)
         removed = cost = 0
         for name in await self._partitions.detached():
-            dropped = await self._partitions.drop(name)
-            removed, cost = removed + dropped[0], cost + dropped[1]
+            with noting(failures, name):
+                dropped = await self._partitions.drop(name)
+                removed, cost = removed + dropped[0], cost + dropped[1]
         return removed, cost
 
     async def _remove_end_users(self, before: datetime) -> None:

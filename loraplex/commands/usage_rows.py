@@ -106,8 +106,8 @@ async def _prune(client: "GatewayClient", before: str, *, dry_run: bool) -> dict
 def partition() -> None:
     """Give the rows of usage monthly partitions, in the PostgreSQL database at LORAPLEX_DATABASE_URL.
 
-    Gateways run meanwhile, also of the previous release. No row is rewritten. Old months are then dropped as a whole.
-    There is no way back to a plain table. Running it again makes missing months.
+    Gateways continue to run, also those of the previous release. No row is rewritten. Old months are then dropped as a
+    whole. There is no way back to a plain table. Running it again makes missing months.
     """
     from gateway.records import partitioning
     from gateway.records.database import Database

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from click.testing import CliRunner
 from gateway.billing.writer import UsageWriter
 from gateway.records import request_ids
 from gateway.records.database import MIGRATION_LOCK, Database
+from gateway.records.partitions import next_month
 from loraplex.cli import main
 from testing.gateway.commands import runner
 from testing.gateway.rows import row
@@ -66,13 +67,13 @@ async def test_a_running_gateway_goes_on_with_partitions(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(request_ids, "LOOK_SECONDS", 0.05)
-    url, month = migrated_postgres_url, f"usage_{datetime.now(UTC):%Y%m}"
+    url, month = migrated_postgres_url, f"usage_{next_month(datetime.now(UTC).date()):%Y%m}"
     async with running(settings(tmp_path, model_dir, [upstream.url], redis_url, database_url=url)) as gateway:
         acme, admin = await gateway.tenant("acme"), runner(gateway)
         before = await ask(acme)
         out = await run(url, "usage", "partition")
         assert out.startswith("reading usage once")
-        assert f"usage is partitioned now: usage_{datetime.now(UTC):%Y%m}, " in out
+        assert f"usage is partitioned now: {month}, " in out
 
         async def timed() -> bool:
             return (await ask(acme)).startswith(f"req_g{datetime.now(UTC):%Y%m}")
@@ -81,7 +82,7 @@ async def test_a_running_gateway_goes_on_with_partitions(
         after = await ask(acme)
         assert (len(before), len(after)) == (36, 36)
         found = await where(url)
-        assert (found[before], found[after]) == ("usage_first", month)
+        assert (found[before], found[after]) == ("usage_first", "usage_first")
         assert (await run(url, "usage", "partition")).startswith("usage was partitioned already: ")
 
         target = tmp_path / "rows.csv"
@@ -102,8 +103,8 @@ async def test_a_backup_of_partitions_is_restored_into_one_table(
     url, store = migrated_postgres_url, str(tmp_path / "store")
     (tmp_path / "store").mkdir()
     await run(url, "usage", "partition")
-    now, database = datetime.now(UTC), Database(url)
-    await UsageWriter(database).write([row(f"req_g{now:%Y%m%d%H%M%S}{'0' * 17}", created_at=now), row("req_0")])
+    later, database = datetime.now(UTC) + timedelta(days=31), Database(url)
+    await UsageWriter(database).write([row(f"req_g{later:%Y%m%d%H%M%S}{'0' * 17}", created_at=later), row("req_0")])
     await database.close()
     assert len(set((await where(url)).values())) == 2
     backup = str(tmp_path / "file.backup")
@@ -112,6 +113,30 @@ async def test_a_backup_of_partitions_is_restored_into_one_table(
     assert (await where(postgres_url)) == dict.fromkeys(await where(url), "usage")
     await run(postgres_url, "usage", "partition")
     assert (await where(postgres_url)) == dict.fromkeys(await where(url), "usage_first")
+
+
+async def test_a_backup_is_restored_into_the_partitions_of_its_months(
+    migrated_postgres_url: str, postgres_url: str, tmp_path: Path
+):
+    """The default partition gets no month, because each later month's partition has to read it."""
+    (tmp_path / "store").mkdir()
+    backup, store = str(tmp_path / "file.backup"), str(tmp_path / "store")
+    await run(migrated_postgres_url, "usage", "partition")
+    database, month, expected = Database(migrated_postgres_url), datetime.now(UTC).date(), {}
+    for number in range(8):
+        request_id = f"req_g{month:%Y%m%d}000000{number:017x}"
+        expected[request_id] = f"usage_{month:%Y%m}" if number else "usage_first"
+        await UsageWriter(database).write([row(request_id)])
+        month = next_month(month)
+    expected |= {"req_0": "usage_first", "req_g29999999": "usage_default"}
+    await UsageWriter(database).write([row("req_0"), row("req_g29999999")])
+    await database.close()
+    assert "usage_default" in (await where(migrated_postgres_url)).values()
+    await run(migrated_postgres_url, "backup", backup, "--adapter-store", store)
+    await run(postgres_url, "migrate")
+    await run(postgres_url, "usage", "partition")
+    await run(postgres_url, "restore", backup, "--adapter-store", store)
+    assert await where(postgres_url) == expected
 
 
 async def test_errors_have_one_line(migrated: Path, postgres_url: str):

@@ -1,21 +1,26 @@
 """Retention and `usage prune` on partitions: old months are dropped as a whole, with the exact number and cost."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, date, datetime, timedelta
 from typing import Any
 
+import asyncpg
 import pytest
-from sqlalchemy import func, select
+from sqlalchemy import Engine, event, func, select
 
 from gateway.billing.writer import UsageWriter
+from gateway.errors import Unavailable
 from gateway.records import partitions, retention
-from gateway.records.database import Database
+from gateway.records.database import MIGRATION_LOCK, Database
 from gateway.records.money.end_user_tables import usage_end_users
 from gateway.records.partitioning import partition
 from gateway.records.partitions import Partitions, changing_partitions, make_month, next_month
 from gateway.records.retention import Retention
 from gateway.records.tables import usage, usage_daily
+from testing.gateway.partitions import end_first
 from testing.gateway.rows import row
+from testing.gateway.running import until
 
 START = date(2026, 3, 1)
 MONTHS = [START, next_month(START), next_month(next_month(START))]
@@ -35,6 +40,7 @@ async def database(migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch) 
     writer, before = UsageWriter(database), datetime(2026, 2, 20, tzinfo=UTC)
     await writer.write([row(f"req_{i}", created_at=before + timedelta(hours=i), cost=100 + i) for i in range(10)])
     await partition(database, lambda line: None)
+    await end_first(database, START)
     for month in MONTHS:
         async with changing_partitions(database) as connection:
             assert await make_month(connection, month)
@@ -135,6 +141,77 @@ async def test_a_detached_table_is_counted_by_one_process(database: Database):
     again = [await Partitions(database).drop(name) for name in found]
     assert sum(rows for rows, _ in once) == 90
     assert again == [(0, 0)] * 3
+
+
+async def test_a_table_that_cannot_be_dropped_stops_no_other(database: Database, migrated_postgres_url: str):
+    of, before = Retention(database), datetime(2026, 5, 10, tzinfo=UTC)
+    await Partitions(database).detach(APRIL)
+    [first, march] = sorted(await Partitions(database).detached(), reverse=True)
+    connection = await asyncpg.connect(migrated_postgres_url)
+    await connection.execute(f"CREATE VIEW dear AS SELECT * FROM {march}")
+    for remove in (of.remove_usage(before, 1000), of.prune_usage(datetime.now(UTC) - before)):
+        with pytest.raises(Unavailable):
+            await remove
+        assert await Partitions(database).detached() == [march]
+        assert await names(database) == ["usage_202605"]
+        assert await amount(database, before) == (0, 0)
+    async with database.read() as reader:
+        assert (await reader.execute(select(func.min(usage_end_users.c.day)))).scalar_one() == before
+    assert first != march
+    await connection.execute("DROP VIEW dear")
+    await connection.close()
+    assert (await of.remove_usage(before, 1000))[0] == 40
+
+
+async def test_partitions_that_are_in_use_do_not_stop_the_deletions(
+    database: Database, migrated_postgres_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(partitions, "TRIES", 1)
+    monkeypatch.setattr(partitions, "LOCK_MS", 200)
+    connection = await asyncpg.connect(migrated_postgres_url)
+    await connection.execute("BEGIN; LOCK TABLE usage_202603 IN ACCESS SHARE MODE")
+    with pytest.raises(Unavailable):
+        await Retention(database).remove_usage(MAY, 1000)
+    assert await amount(database, MAY) == (0, 0)
+    await connection.close()
+    assert await Retention(database).remove_usage(MAY, 1000) == (0, 0)
+    assert await names(database) == ["usage_202605", "usage_first"]
+
+
+async def test_migrations_do_not_wait_for_the_count(database: Database, migrated_postgres_url: str):
+    await Partitions(database).detach(APRIL)
+    name = (await Partitions(database).detached())[0]
+    connection = await asyncpg.connect(migrated_postgres_url)
+    await connection.execute(f"BEGIN; LOCK TABLE {name} IN ACCESS EXCLUSIVE MODE")
+    dropping = asyncio.create_task(Partitions(database).drop(name))
+
+    async def is_waiting() -> bool:
+        waiting = "SELECT count(*) > 0 FROM pg_locks WHERE NOT granted AND relation = $1::regclass"
+        return bool(await connection.fetchval(waiting, name))
+
+    await until(is_waiting)
+    assert await connection.fetchval("SELECT pg_try_advisory_xact_lock($1)", MIGRATION_LOCK)
+    await connection.close()
+    assert (await dropping)[0] == 40
+
+
+async def test_a_statement_counts_an_hour_at_most(database: Database):
+    """A statement has ten seconds, and a day may have more rows than it reads in them."""
+    taken: list[timedelta] = []
+
+    def note(_connection: Any, _cursor: Any, statement: str, given: Any, *_: Any) -> None:
+        if "count(*)" in statement:
+            since, until = (each for each in given if isinstance(each, datetime))
+            taken.append(until - since)
+
+    expected = await amount(database, APRIL)
+    event.listen(Engine, "before_cursor_execute", note)
+    try:
+        assert await Retention(database).count_usage(APRIL) == expected
+    finally:
+        event.remove(Engine, "before_cursor_execute", note)
+    assert len(taken) == 50
+    assert max(taken) == timedelta(hours=1)
 
 
 async def test_the_hourly_chore_drops_months(database: Database):

@@ -22,7 +22,8 @@ from testing.gateway.running import until
 
 THIS = datetime.now(UTC).date().replace(day=1)
 MONTHS = [THIS, next_month(THIS), next_month(next_month(THIS)), next_month(next_month(next_month(THIS)))]
-NAMES = sorted(["usage_first", "usage_default", *(f"usage_{month:%Y%m}" for month in MONTHS)])
+# The first partition has the month of the conversion.
+NAMES = sorted(["usage_first", "usage_default", *(f"usage_{month:%Y%m}" for month in MONTHS[1:])])
 
 
 @pytest.fixture
@@ -150,21 +151,22 @@ async def test_the_new_table_has_the_grants_and_indexes_of_the_former(plain: Dat
 
 async def test_a_request_has_one_row_whatever_its_moments_are(parted: Database):
     """A gateway that Redis' answer did not reach dates a request by its own clock, and its successor by Redis'."""
-    late, early = in_month(MONTHS[1], 1), in_month(THIS, 28)
+    late, early = in_month(MONTHS[2], 1), in_month(MONTHS[1], 28)
     for request_id in ("req_" + "a" * 32, id_of(early), id_of(in_month(date(2099, 1, 1)))):
         twins = [row(request_id, created_at=early, status="abandoned"), row(request_id, created_at=late)]
         await asyncio.gather(*(write_some(parted, each) for each in twins for _ in range(3)))
     assert await counts(parted) == (3, 3)
-    assert sorted((await where(parted)).values()) == sorted(["usage_default", "usage_first", f"usage_{THIS:%Y%m}"])
+    assert sorted((await where(parted)).values()) == sorted(["usage_default", "usage_first", f"usage_{MONTHS[1]:%Y%m}"])
 
 
 async def test_no_insert_lacks_a_partition(parted: Database):
-    moments = [NOON, in_month(THIS), in_month(MONTHS[3]), in_month(date(2099, 1, 1))]
+    moments = [NOON, in_month(THIS), in_month(MONTHS[1], 1), in_month(MONTHS[3]), in_month(date(2099, 1, 1))]
     await write_some(parted, *(row(id_of(moment), created_at=moment) for moment in moments), row("req_0"), row("zzz"))
     found = await where(parted)
     assert [found[id_of(moment)] for moment in moments] == [
-        "usage_default",
-        f"usage_{THIS:%Y%m}",
+        "usage_first",
+        "usage_first",
+        f"usage_{MONTHS[1]:%Y%m}",
         f"usage_{MONTHS[3]:%Y%m}",
         "usage_default",
     ]
@@ -177,7 +179,7 @@ async def test_months_are_made_ahead_and_get_their_rows_from_the_default_partiti
     assert await Partitions(parted).make() == 0
     gone = [f"DROP TABLE usage_{month:%Y%m}" for month in MONTHS[1:]]
     await execute(parted, *gone)
-    rows = [row(id_of(in_month(month), i), created_at=in_month(month)) for month in MONTHS for i in range(3)]
+    rows = [row(id_of(in_month(month), i), created_at=in_month(month)) for month in MONTHS[1:] for i in range(3)]
     await write_some(parted, *rows)
     monkeypatch.setattr(partitions, "MOVED", 2)
     # More rows than a short lock allows stay in the default partition.
@@ -189,7 +191,28 @@ async def test_months_are_made_ahead_and_get_their_rows_from_the_default_partiti
     expected = {each.request_id: f"usage_{each.created_at:%Y%m}" for each in rows}
     assert await where(parted) == expected
     await write_some(parted, *rows)
-    assert await counts(parted) == (12, 12)
+    assert await counts(parted) == (9, 9)
+
+
+async def test_a_row_that_waits_for_its_months_partition_is_billed(parted: Database):
+    """The insert is routed to the default partition, which loses the month before the insert gets its lock."""
+    month, writer = MONTHS[1], UsageWriter(parted)
+    await execute(parted, f"DROP TABLE usage_{month:%Y%m}")
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'usage_default'::regclass"
+    async with partitions.changing_partitions(parted) as connection:
+        assert await partitions.make_month(connection, month)
+        writing = asyncio.create_task(writer.write([row(id_of(in_month(month)))]))
+        await until(lambda: _has(parted, waiting))
+    await writing
+    assert await where(parted) == {id_of(in_month(month)): f"usage_{month:%Y%m}"}
+    assert (writer.rejected, await counts(parted)) == (0, (1, 1))
+
+
+async def test_a_row_that_a_constraint_refuses_is_set_aside(plain: Database):
+    await execute(plain, "ALTER TABLE usage ADD CHECK (cost < 100)")
+    writer = UsageWriter(plain)
+    await writer.write([row("req_0", cost=100), row("req_1"), row("req_2", cost=101)])
+    assert (writer.rejected, await counts(plain)) == (2, (1, 1))
 
 
 @pytest.mark.parametrize("step", ["_validate", "_convert", "make_month"])
@@ -203,11 +226,13 @@ async def test_a_run_that_dies_leaves_a_table_that_works(plain: Database, step: 
         with pytest.raises(ZeroDivisionError):
             await convert(plain)
     assert await listed(plain) == []
-    await write_some(plain, row("req_0"), row("req_" + "f" * 32))
-    assert await counts(plain) == (2, 2)
+    # Ids with a time come from the journal of a gateway that knew the partitions, before a backup was restored.
+    timed = [row(id_of(moment)) for moment in (NOON, datetime.now(UTC))]
+    await write_some(plain, row("req_0"), row("req_" + "f" * 32), *timed)
+    assert await counts(plain) == (4, 4)
     assert RequestIds(plain).new() < "req_g"
     assert await convert(plain) == NAMES
-    assert await counts(plain) == (2, 2)
+    assert await counts(plain) == (4, 4)
 
 
 async def test_readers_and_writers_do_not_wait_behind_the_conversion(plain: Database, migrated_postgres_url: str):
@@ -267,6 +292,22 @@ async def test_a_collation_with_another_order_is_refused(plain: Database, monkey
         await convert(plain)
 
 
+async def test_an_invalid_index_is_refused(plain: Database, migrated_postgres_url: str):
+    await write_some(plain, row("req_0"), row("req_1"))
+    connection = await asyncpg.connect(migrated_postgres_url)
+    with pytest.raises(asyncpg.UniqueViolationError):
+        await connection.execute("CREATE UNIQUE INDEX CONCURRENTLY costs ON usage (cost)")
+    await connection.close()
+    with pytest.raises(PartitionError) as refused:
+        await convert(plain)
+    assert str(refused.value) == (
+        "the index costs on the table usage is invalid, as a failed CREATE INDEX CONCURRENTLY leaves it; drop it, or "
+        "run REINDEX INDEX CONCURRENTLY costs"
+    )
+    await execute(plain, "DROP INDEX costs")
+    assert await convert(plain) == NAMES
+
+
 async def test_two_conversions_at_once(plain: Database):
     found = await asyncio.gather(*(convert(plain) for _ in range(3)), return_exceptions=True)
     assert NAMES in found
@@ -275,14 +316,26 @@ async def test_two_conversions_at_once(plain: Database):
 
 
 async def test_rows_of_a_restored_backup_get_one_partition(plain: Database):
-    """Ids with a time are in a plain table only after a restore; the first partition then ends with a month."""
+    """The first partition ends with the month of the latest id."""
     rows = [row(id_of(moment), created_at=moment) for moment in (NOON, in_month(THIS), in_month(MONTHS[1]))]
     await write_some(plain, *rows, row("req_0"))
-    assert await convert(plain) == sorted({*NAMES} - {f"usage_{month:%Y%m}" for month in MONTHS[:2]})
+    assert await convert(plain) == sorted({*NAMES} - {f"usage_{MONTHS[1]:%Y%m}"})
     assert set((await where(plain)).values()) == {"usage_first"}
     await write_some(plain, *rows, row(id_of(in_month(MONTHS[2])), created_at=in_month(MONTHS[2])))
     assert await counts(plain) == (5, 5)
     assert (await where(plain))[id_of(in_month(MONTHS[2]))] == f"usage_{MONTHS[2]:%Y%m}"
+
+
+async def test_the_first_partition_stays_in_its_last_month(parted: Database):
+    await write_some(parted, row("req_0"))
+    await Partitions(parted).detach(datetime.now(UTC))
+    assert [each.name for each in await listed(parted)] == NAMES
+
+
+async def test_another_schemas_tables_are_not_dropped(parted: Database):
+    """Two deployments can have a schema each in one database."""
+    await execute(parted, "CREATE SCHEMA other", "CREATE TABLE other.usage_detached_202601_1 (LIKE usage)")
+    assert await Partitions(parted).detached() == []
 
 
 async def test_a_database_without_partitions(database: Database):
