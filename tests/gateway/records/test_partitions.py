@@ -107,7 +107,8 @@ async def test_a_table_gets_partitions_under_its_writers_without_a_rewrite(plain
         assert await partition(plain, pytest.fail) == (False, await listed(plain))
     finally:
         ended.set()
-        await asyncio.gather(*tasks, *(other.close() for other in others))
+        await asyncio.gather(*tasks)
+        await asyncio.gather(*(other.close() for other in others))
     assert await counts(plain) == (written + 2, written + 2)
     kept = "SELECT pg_relation_filenode('usage_first'), pg_relation_filenode('pk_usage_first')"
     assert await query(plain, kept) == file
