@@ -132,7 +132,7 @@ def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, ro
             status=failure.status,
             code=code_of(failure),
             latency_ms=round(seconds * 1000),
-            model=None if asked is None else printable(asked.model, MAX_MODEL),
+            model=None if asked is None else _shown_model(asked.model),
             end_user=None if asked is None else shown_user(asked.user),
             param=None if failure.param is None else printable(failure.param, MAX_PARAM),
             exceeded=failure.exceeded if isinstance(failure, RateLimited) else None,
@@ -140,6 +140,11 @@ def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, ro
             address=None if (caller.key_id or "").startswith(OPERATOR_KEY) else caller.address,
         )
     )
+
+
+def _shown_model(model: str) -> str | None:
+    """Return the requested model for records; None for a text with spaces, which may be a prompt in the wrong field."""
+    return None if len(model.split()) > 1 else printable(model, MAX_MODEL)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
