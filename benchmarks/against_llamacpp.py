@@ -27,6 +27,7 @@ import torch
 
 from benchmarks.quantised import Measured
 from benchmarks.random_models import LLAMA_1B, save_config, save_random_gguf
+from benchmarks.report_file import publish
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.threads import usable_cpus
 from testing.engine import outputs_until_idle
@@ -141,10 +142,7 @@ def main() -> None:
         engine.close()
     lines = [f"Q4_0, {args.layers} layers of Llama-3.2-1B's shape, {date.today()}, {threads} threads:", ""]
     lines += table(ours, theirs)
-    print("\n".join(lines))
-    if args.out:
-        with args.out.open("a") as file:
-            file.write("\n".join([*lines, ""]) + "\n")
+    publish(lines, args.out)
 
 
 if __name__ == "__main__":

@@ -299,18 +299,29 @@ async def make(url: str, filler: Filler, rows: int) -> None:
     print(f"{rows} usage rows filled in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags of benchmarks over usage rows. doc: the module's docstring."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000, help="usage rows")
-    parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
     parser.add_argument("--folder", type=Path, help="keep the data here; it is filled only once")
     parser.add_argument("--only-fill", action="store_true", help="measure nothing")
     parser.add_argument("--name", default="", help="part of the names of the queries to measure")
+    return parser
+
+
+def folder_of(given: Path | None, held: ExitStack) -> tuple[Path, bool]:
+    """Return the folder of the data, and whether it must be filled. given: None for one that lives as long as held."""
+    folder = given or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pg")))
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder, not (folder / "filled").exists()
+
+
+async def main() -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--postgres", action="store_true", help="on PostgreSQL instead of SQLite")
     given = parser.parse_args()
     with ExitStack() as held:
-        folder = given.folder or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pg")))
-        folder.mkdir(parents=True, exist_ok=True)
-        is_new = not (folder / "filled").exists()
+        folder, is_new = folder_of(given.folder, held)
         url = held.enter_context(server_of(folder)) if given.postgres else f"sqlite:///{folder}/records.db"
         await upgrade(url)
         if is_new:

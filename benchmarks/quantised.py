@@ -37,6 +37,7 @@ from torch import Tensor
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from benchmarks.random_models import save_random_model
+from benchmarks.report_file import publish
 from benchmarks.sweep import make_adapters
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -329,10 +330,7 @@ def main() -> None:
             if not args.only_kv:
                 lines += quality_table(model, Path(scratch))
             lines += kv_table(model, args.rounds)
-    print("\n".join(lines))
-    if args.out:
-        with args.out.open("a") as file:
-            file.write("\n".join(lines) + "\n")
+    publish(lines, args.out)
 
 
 if __name__ == "__main__":

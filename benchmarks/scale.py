@@ -19,6 +19,7 @@ from datetime import date
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.report_file import publish
 from benchmarks.scale_costs import Cost, measure
 from benchmarks.scale_fleet import PUSH_SECONDS, REQUEST_SECONDS, SLOTS, Result, Scale, simulate
 from gateway.fleet.base_engines import HOLDERS_AGE, MAX_AGE
@@ -220,10 +221,7 @@ def main() -> None:
         lines += [f"Simulation of {words(scale)}, {scale.seconds:g} s.", ""]
         lines += [*table_of_results(list(simulations(scale, compare=given.compare))), ""]
     lines.append(f"It took {time.monotonic() - began:.0f} s.")
-    print("\n".join(lines))
-    if given.out:
-        with given.out.open("a") as file:
-            file.write("\n".join(["", *lines, ""]))
+    publish(lines, given.out)
 
 
 if __name__ == "__main__":

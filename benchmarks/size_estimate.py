@@ -23,6 +23,7 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from benchmarks.report_file import publish
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.scheduling.request import NewRequest, SamplingParams
@@ -143,10 +144,7 @@ def main() -> None:
     )  # fmt: skip
     rows = list(measure(config, given.streams, given.prompts, given.requests))
     lines = [f"{date.today()}, {os.cpu_count()} CPUs, {model.name}, load {os.getloadavg()[0]:.1f}.", "", *table(rows)]
-    print("\n".join(lines))
-    if given.out:
-        with given.out.open("a") as file:
-            file.write("\n".join(["", *lines, ""]))
+    publish(lines, given.out)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,15 @@ new rows and with known ones, requests by their ids, all queries of benchmarks/d
 oldest month.
 """
 
-import argparse
 import asyncio
 import random
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from datetime import UTC, date, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 import asyncpg
@@ -279,18 +276,12 @@ async def measure_removal(url: str, months: int) -> None:
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=200_000)
+    parser = data.parser_of(__doc__)
     parser.add_argument("--months", type=int, default=12, help="months of usage, this one included")
     parser.add_argument("--partitioned", action="store_true", help="with monthly partitions instead of one table")
-    parser.add_argument("--folder", type=Path, help="keep the data here; it is filled only once")
-    parser.add_argument("--only-fill", action="store_true", help="measure nothing")
-    parser.add_argument("--name", default="", help="part of the names of the queries to measure")
     given = parser.parse_args()
     with ExitStack() as held:
-        folder = given.folder or Path(held.enter_context(tempfile.TemporaryDirectory(prefix="pg")))
-        folder.mkdir(parents=True, exist_ok=True)
-        is_new = not (folder / "filled").exists()
+        folder, is_new = data.folder_of(given.folder, held)
         needed, free = given.rows * ROW_BYTES + SPARE_BYTES, shutil.disk_usage(folder).free
         if is_new:
             print(f"{given.rows} rows of {ROW_BYTES} bytes need {needed / 1e9:.1f} GB; {free / 1e9:.1f} GB are free")

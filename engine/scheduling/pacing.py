@@ -137,7 +137,7 @@ class Pacer:
 
     def step_seconds(self, num_decodes: int, num_prompt_tokens: int) -> float:
         """Return the expected duration of a step; 0 without data."""
-        decoding = self._decode_seconds or 0.0 if num_decodes else 0.0
+        decoding = (self._decode_seconds or 0.0) if num_decodes else 0.0
         return decoding + self.seconds_of(num_prompt_tokens)
 
     @property

@@ -1,6 +1,6 @@
-"""Thresholds of budgets that tenants' spending has reached, found without a look at tenants that spend nothing.
+"""Thresholds of budgets that tenants' spending has reached, without examining tenants that spend nothing.
 
-All tenants with a budget are examined at first, on a new day, and every ALL_SECONDS in case a gateway of the previous
+All tenants with a budget are examined first, on a new day, and every ALL_SECONDS, in case a gateway of the previous
 release, or plain SQL, has changed one. Each other look examines those whose spending or terms have changed.
 """
 
