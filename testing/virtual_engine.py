@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from engine.core.step_thread import LEAST_SPARE_S, SPARE_POLL_S
+from engine.core.step_thread import MIN_SPARE_S, SPARE_POLL_S
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.tiny_engines import Make
 
@@ -89,7 +89,7 @@ class VirtualEngine:
             spare = engine.spare_seconds
             if not engine.has_work():
                 clock.sleep_until(self._due[0].at if self._due else until)
-            elif spare > LEAST_SPARE_S:
+            elif spare > MIN_SPARE_S:
                 clock.sleep_until(
                     min([self.now + min(spare, SPARE_POLL_S), *(arrival.at for arrival in self._due[:1])])
                 )

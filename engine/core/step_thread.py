@@ -30,7 +30,7 @@ ADAPTER_POLL_S = 0.002
 COMMANDS_S = 0.01
 # Minimum spare time before the planning of a step that the thread sleeps through, because a sleep may last 0.1 ms too
 # long, and the time after which it looks whether the device has ended its step early.
-LEAST_SPARE_S, SPARE_POLL_S = 0.0003, 0.002
+MIN_SPARE_S, SPARE_POLL_S = 0.0003, 0.002
 
 
 class StepEngine(Protocol):
@@ -157,7 +157,7 @@ class StepThread:
 
     def _run_commands_in_spare_time(self) -> None:
         """Run commands as they come until the next step has to be planned, so that it includes their requests."""
-        while (spare := self._engine.spare_seconds) > LEAST_SPARE_S:
+        while (spare := self._engine.spare_seconds) > MIN_SPARE_S:
             with self._work:
                 if self._stopping:
                     return

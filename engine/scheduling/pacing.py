@@ -8,7 +8,7 @@ profiled). The pacer has no clock: the engine passes the times.
 A mixed step may also have a fixed cost, the same for 4 prompt tokens and for 400: on a GPU it is launched kernel by
 kernel, while a decode step is one graph. A fixed cost looks like expensive rows, so chunks would shrink, and more
 chunks would pay it more often. The pacer therefore sometimes tries a chunk of double size. If most of the step's time
-does not grow with the chunk, the larger size becomes the least chunk, up to the size at which the rows cost about as
+does not grow with the chunk, the larger size becomes the minimum chunk, up to the size at which the rows cost about as
 much as the rest. A regression over past steps cannot separate the two costs: chunks are sized so that steps take
 equally long, so large chunks have cheap rows.
 """
@@ -19,19 +19,19 @@ from typing import NamedTuple
 
 # Minimum chunk, so that a prompt makes progress however slow the machine seems. With thousands of keys before them, 16
 # tokens make steps of 8 decodes on two CPU cores three times as long; 4 keep them within `stretch`.
-LEAST_CHUNK = 4
+MIN_CHUNK = 4
 # Number of steps with prompts after which one step has decodes only, because the decode time that was learnt may be out
 # of date.
 STEPS_UNTIL_ALONE = 16
 # The room for prompts grows with this power of `patience`: 32 times at patience 2. The total waiting time would be
 # least with no room below patience 1 and all room above it; a power keeps decodes moving near 1.
 STEEPNESS = 5
-# Number of rows, streams and prompt tokens, for which a step may exceed its target, up to LONGEST_S: smaller steps
-# would spend too much of their time on what they cost at any size.
-LEAST_ROWS, LONGEST_S = 112, 0.25
+# Number of rows (streams and prompt tokens) for which a step may exceed its target, up to MAX_STEP_S seconds. Smaller
+# steps would spend too much of their time on what they cost at any size.
+MIN_ROWS, MAX_STEP_S = 112, 0.25
 _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
-# double; above the second it is negligible and the learnt least chunk is dropped.
+# double; above the second it is negligible and the learnt minimum is dropped.
 MOSTLY_FIXED, HARDLY_FIXED = 0.5, 0.8
 # Number of steps with prompts between two trials of a double chunk. It is small while trials succeed and doubles after
 # each failure, so that decodes on a machine without a fixed cost see almost no trials.
@@ -80,7 +80,7 @@ class Pacer:
     stretch: limit of a decode step's slow-down by prompts, as a factor. floor: minimum chunk, which may exceed it.
     """
 
-    def __init__(self, stretch: float, floor: int = LEAST_CHUNK) -> None:
+    def __init__(self, stretch: float, floor: int = MIN_CHUNK) -> None:
         self._stretch = stretch
         self._floor = floor
         self._decode_seconds: float | None = None
@@ -89,7 +89,7 @@ class Pacer:
         self._rows = 0.0
         self._spent = 0.0
         self._steps_since_alone = 0
-        self._least_chunk = floor
+        self._min_chunk = floor
         self._recent: deque[_Step] = deque(maxlen=4)
         self._steps_since_trial = 0
         self._trial_interval = FIRST_TRIAL
@@ -108,10 +108,10 @@ class Pacer:
         # Corrects for decodes that joined or left since the last step without prompts.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
         room = (self._stretch - 1) * max(patience, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
-        chunk = max(self._least_chunk, int(room / each))
+        chunk = max(self._min_chunk, int(room / each))
         if self._is_trial_due:
             chunk *= 2
-        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._least_chunk > self._floor:
+        elif self._steps_since_alone == STEPS_UNTIL_ALONE - 3 and chunk == self._min_chunk > self._floor:
             chunk = max(self._floor, chunk // 2)  # the fixed cost may be gone
         return min(most, chunk)
 
@@ -119,7 +119,7 @@ class Pacer:
         """Return the budget of a step with `num_decodes` decodes.
 
         target: time in seconds that light tenants' prompts may take, and up to which `patience` may enlarge the chunks
-        of others; None: no such limits. See also `LEAST_ROWS`.
+        of others; None: no such limits. See also `MIN_ROWS`.
         """
         paced = self.prompt_budget(num_decodes, most, patience) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
@@ -127,7 +127,7 @@ class Pacer:
             return PromptBudget(0, 0)
         if target is None or not self._rows:
             return PromptBudget(paced, paced)
-        within = max(self._least_chunk, int(target / self._each), min(LEAST_ROWS, int(LONGEST_S / self._each)))
+        within = max(self._min_chunk, int(target / self._each), min(MIN_ROWS, int(MAX_STEP_S / self._each)))
         usual = self.prompt_budget(num_decodes, most) if num_decodes else 0
         return PromptBudget(min(paced, max(within - num_decodes, usual)), min(most, max(paced, within)))
 
@@ -186,20 +186,20 @@ class Pacer:
         wider = step.rows - usual.rows
         share = (step.spent - usual.spent) / wider / each if each > 0 and wider else 1.0
         if step.tokens < usual.tokens:
-            if usual.tokens <= self._least_chunk and share > HARDLY_FIXED:
-                self._set_least_chunk(step)
+            if usual.tokens <= self._min_chunk and share > HARDLY_FIXED:
+                self._set_min_chunk(step)
         elif not self._is_trial_due:
             self._recent.clear()  # another prompt's chunk, or a change of patience
         elif share < MOSTLY_FIXED:
-            self._set_least_chunk(step)
+            self._set_min_chunk(step)
             self._trial_interval = FIRST_TRIAL
         else:
             self._trial_interval = min(2 * self._trial_interval, LAST_TRIAL)
         self._steps_since_trial = 0
 
-    def _set_least_chunk(self, step: _Step) -> None:
+    def _set_min_chunk(self, step: _Step) -> None:
         """Make the step's size the least chunk and forget the usual steps, which had other sizes."""
-        self._least_chunk = max(self._floor, step.tokens)
+        self._min_chunk = max(self._floor, step.tokens)
         self._recent.clear()
         self._recent.append(step)
 

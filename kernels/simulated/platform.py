@@ -18,7 +18,7 @@ class SimulatedPlatform(ImmediatePlatform):
     is_host = False
     has_ops = False
     # The GPU's, so that prompts are cut as there.
-    least_chunk = 256
+    min_chunk = 256
 
     def ops(self, *_: object) -> NoReturn:
         raise NotImplementedError("a simulated device runs no ops")

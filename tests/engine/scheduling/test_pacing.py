@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from engine.scheduling.pacing import LEAST_CHUNK, STEPS_UNTIL_ALONE, Pacer
+from engine.scheduling.pacing import MIN_CHUNK, STEPS_UNTIL_ALONE, Pacer
 
 
 def test_a_mixed_step_gets_the_prompt_tokens_that_stretch_it_as_asked() -> None:
@@ -19,10 +19,10 @@ def test_a_mixed_step_gets_the_prompt_tokens_that_stretch_it_as_asked() -> None:
 
 def test_before_anything_is_known_and_on_a_slow_machine_prompts_still_come_forward() -> None:
     pacer = Pacer(1.5)
-    assert pacer.prompt_budget(8, 4096) == LEAST_CHUNK
+    assert pacer.prompt_budget(8, 4096) == MIN_CHUNK
     pacer.observe(0.001, 1, 0)
     pacer.observe(5.0, 0, 512)
-    assert pacer.prompt_budget(1, 4096) == LEAST_CHUNK
+    assert pacer.prompt_budget(1, 4096) == MIN_CHUNK
 
 
 def test_it_follows_the_machine() -> None:
