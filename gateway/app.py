@@ -69,6 +69,7 @@ def _middlewares(gateway: Gateway) -> list[Middleware]:
         gateway.connections.middleware(),
         unserved,
         error_boundary,
+        gateway.answers.middleware(),
         error_pages(gateway.frame),
         wrong_keys,
         known_parameters(PARAMETERS),

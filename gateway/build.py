@@ -55,6 +55,7 @@ from gateway.fleet.addresses import own_fields
 from gateway.metrics import Metrics
 from gateway.pages.adapters.build import AdapterParts, build_adapter_page
 from gateway.pages.build import build_pages
+from gateway.pages.frame.form_answers import FormAnswers
 from gateway.pages.frame.frame import Frame
 from gateway.pages.settings.build import build_setting_pages
 from gateway.parts import Billing, Records, Serving, build_billing, build_records, build_serving
@@ -94,6 +95,7 @@ class Gateway:
     alerts: Alerts
     disks: Disks
     frame: Frame
+    answers: FormAnswers
     handlers: dict[type, Any]
 
 
@@ -154,6 +156,7 @@ async def build(settings: Settings) -> Gateway:
         alerts=alerts,
         disks=Disks(settings.disk_folders, metrics.disk),
         frame=pages.frame,
+        answers=pages.answers,
         handlers={type(handler): handler for handler in handlers},
     )
 

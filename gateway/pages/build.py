@@ -12,6 +12,7 @@ from gateway.pages.adapters.build import build_adapter_pages
 from gateway.pages.console.build import build_console
 from gateway.pages.fleet.build import build_fleet_pages
 from gateway.pages.frame.assets import Assets
+from gateway.pages.frame.form_answers import FormAnswers
 from gateway.pages.frame.frame import Frame
 from gateway.pages.frame.live import Live
 from gateway.pages.frame.strip import Strip
@@ -28,9 +29,10 @@ from gateway.resources import Resources
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """The frame, and the objects whose methods answer the routes of pages."""
+    """The frame, the kept answers to forms, and the objects whose methods answer the routes of pages."""
 
     frame: Frame
+    answers: FormAnswers
     handlers: list[Any]
 
 
@@ -52,10 +54,13 @@ def build_pages(
         return await records.sessions.find(request.cookies.get(COOKIE, ""), is_read=True, is_use=False) is not None
 
     activity = Activity(resources.database, timedelta(hours=settings.minute_sums_hours))
+    answers = FormAnswers(resources.redis, settings.redis_timeout, records.auth.seal)
     return Pages(
         frame,
+        answers,
         [
             assets,
+            answers,
             Live(frame, lambda request: request[VISITOR], still_valid, lambda: drain.begun),
             *build_login(frame, resources, records),
             *build_overview(frame, strip, resources, records, billing, activity, serving.history),

@@ -113,7 +113,10 @@ class Client:
 
 
 class Browser(Client):
-    """A browser at `/admin` or `/console`, which keeps its cookies and follows no redirects. home: the path."""
+    """A browser at `/admin` or `/console`, which keeps its cookies. It follows redirects only to answers of forms.
+
+    home: the path.
+    """
 
     def __init__(self, url: str, home: str) -> None:
         # `unsafe` only means that cookies from an IP address are accepted.
@@ -128,7 +131,11 @@ class Browser(Client):
         await self.session.close()
 
     async def call(self, method: str, path: str, **options: Any) -> Answer:
-        return await super().call(method, path, **{"allow_redirects": False} | options)
+        answer = await super().call(method, path, **{"allow_redirects": False} | options)
+        where = answer.headers.get("Location", "")
+        # The answer to a form has a URL of its own.
+        is_answer = where.startswith((f"{self.home}/answers/", f"{self.home}/login?refused="))
+        return await self.get(where) if is_answer else answer
 
     async def submit(self, path: str, **fields: str) -> Answer:
         """Send a form with the session's CSRF value."""

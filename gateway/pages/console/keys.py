@@ -131,4 +131,4 @@ class ConsoleKeys(ConsolePages):
         return key
 
     def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
-        return self.console.frame.render(request, "key_made.html", title="New key", key=key, clear=clear, back=LIST)
+        return self.console.frame.secret(request, "key_made.html", title="New key", key=key, clear=clear, back=LIST)

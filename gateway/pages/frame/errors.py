@@ -13,6 +13,7 @@ TITLES = {
     403: "Not allowed",
     404: "There is nothing here",
     409: "This has changed",
+    410: "No longer kept",
     413: "Too large",
     429: "Too many requests",
     503: "Not available now",

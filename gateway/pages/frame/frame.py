@@ -35,6 +35,8 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
+# Mark of an answer with a secret, which may be shown once.
+SHOWN_ONCE = web.ResponseKey("shown_once", bool)
 # Options that compiled templates depend on.
 OPTIONS: dict[str, Any] = {"autoescape": True, "trim_blocks": True, "lstrip_blocks": True}
 # Folder of compiled templates.
@@ -128,6 +130,12 @@ class Frame:
         """Return the page as a response. template: path below `templates/`. context: the template's variables."""
         html = self.html(request, template, title=title, **context)
         return web.Response(text=html, status=status, content_type="text/html", headers=HEADERS)
+
+    def secret(self, request: web.Request, template: str, *, title: str, **context: Any) -> web.Response:
+        """Return a page with a new secret, which `form_answers.py` shows once."""
+        response = self.render(request, template, title=title, **context)
+        response[SHOWN_ONCE] = True
+        return response
 
     def html(self, request: web.Request, template: str, *, title: str, **context: Any) -> str:
         """Return the page's text."""

@@ -4,12 +4,15 @@ Each log-in makes a new token, so nobody who knew an earlier token can use the n
 own, so that no other site can log a browser in to a session of the site's choice.
 """
 
+import base64
 import hmac
 import math
 import secrets
 import time
 from datetime import timedelta
+from urllib.parse import urlencode
 
+import msgspec
 from aiohttp import web
 
 from gateway.access.auth import Authenticator
@@ -88,8 +91,10 @@ class LoginPages:
         self._admin_port = admin_port
 
     async def form(self, request: web.Request) -> web.Response:
-        home = home_of_request(request)
-        return self._form(request, safe_next(request.query.get("next"), home))
+        """Return the form, with the message of a refused log-in if the URL has one."""
+        then = safe_next(request.query.get("next"), home_of_request(request))
+        status, message = self._unsealed(request.query.get("refused", ""))
+        return self._form(request, then, message, status)
 
     async def log_in(self, request: web.Request) -> web.StreamResponse:
         """Open a session for the key in the form, and go to the page that asked for it."""
@@ -101,14 +106,14 @@ class LoginPages:
         if not known or not hmac.compare_digest(
             known.encode("utf-8", "replace"), form.get("csrf", "").encode("utf-8", "replace")
         ):
-            return self._form(request, then, "The form had expired. Try again.", status=403)
+            return self._refused(home, then, "The form had expired. Try again.", status=403)
         try:
             person = await self._recognise(request, home, form.get("key", "").strip())
             self.count(person)
         except (InvalidKey, Forbidden) as error:
             return await self._refuse(request, then, error)
         except TooManyFailures as error:
-            return self.too_many(request, then, error)
+            return self._refused(home, then, _wait_text(error), status=error.status)
         return await self.admit(request, person, then)
 
     async def admit(
@@ -173,7 +178,7 @@ class LoginPages:
             await self._throttle.count_form(request)
         actor = (caller.key_id if caller is not None else None) or NOBODY
         await self._audit.failed(home, "wrong key" if is_wrong else error.message, actor)
-        return self._form(request, then, WRONG if is_wrong else error.message, status=401)
+        return self._refused(home, then, WRONG if is_wrong else error.message, status=401)
 
     def count(self, person: Identity) -> None:
         """Count a log-in of a person whose identity is proved. Raises TooManyFailures."""
@@ -185,9 +190,7 @@ class LoginPages:
 
     def too_many(self, request: web.Request, then: str, error: TooManyFailures) -> web.Response:
         """Return the form with the time after which the next attempt is allowed."""
-        wait = error.headers["Retry-After"]
-        message = f"Too many log-ins from your address, with this key or by this person. Try again in {wait} s."
-        return self._form(request, then, message, status=429)
+        return self._form(request, then, _wait_text(error), status=error.status)
 
     async def refuse_oidc(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
         """Return the form with the reason why the provider's answer opens no session."""
@@ -195,6 +198,19 @@ class LoginPages:
             await self._throttle.count_form(request)
             await self._audit.failed(home_of_request(request), error.message)
         return self._form(request, then, error.message, status=error.status)
+
+    def _refused(self, home: str, then: str, message: str, status: int) -> web.Response:
+        """Redirect to the form, so that Reload sends no key again. The URL has the message, sealed against forgery."""
+        text = base64.urlsafe_b64encode(msgspec.json.encode((status, message))).decode().rstrip("=")
+        query = urlencode({"refused": f"{text}.{self._auth.seal('log-in-refusal', text)}", "next": then})
+        return web.Response(status=303, headers={"Location": f"{home}/login?{query}", **NO_STORE})
+
+    def _unsealed(self, refused: str) -> tuple[int, str | None]:
+        """Return the status and the message of a refusal; (200, None) for one that this gateway did not seal."""
+        text, _, seal = refused.partition(".")
+        if not hmac.compare_digest(seal.encode("utf-8", "replace"), self._auth.seal("log-in-refusal", text).encode()):
+            return 200, None
+        return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=tuple[int, str])
 
     def _form(self, request: web.Request, then: str, message: str | None = None, status: int = 200) -> web.Response:
         home, csrf = home_of_request(request), request.cookies.get(LOGIN_COOKIE, "")
@@ -238,6 +254,11 @@ def home_of_request(request: web.Request) -> str:
     resource = request.match_info.route.resource
     assert resource is not None  # only routes of the table get here
     return ADMIN_PATH if resource.canonical.startswith(ADMIN_PATH) else CONSOLE_PATH
+
+
+def _wait_text(error: TooManyFailures) -> str:
+    wait = error.headers["Retry-After"]
+    return f"Too many log-ins from your address, with this key or by this person. Try again in {wait} s."
 
 
 def _owner() -> str:

@@ -13,7 +13,7 @@ def _login_routes(home: str, people: str) -> tuple[Route, ...]:
     least: Role = "viewer" if home == ADMIN_PATH else "tenant_member"
     opened, page = partial(Route, is_open=True, response=None), partial(Route, scope="page", role=least, response=None)
     return (
-        opened("GET", path, of.form, f"Return the log-in page of {people}.", query=("next",)),
+        opened("GET", path, of.form, f"Return the log-in page of {people}.", query=("next", "refused")),
         opened("POST", path, of.log_in, f"Log in with a key, for {people}.", query=()),
         page("POST", f"{home}/logout", of.log_out, "Log out.", query=()),
     )

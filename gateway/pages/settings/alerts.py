@@ -156,7 +156,7 @@ class AlertPages:
                 if secret is None:
                     raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
                 title = f"Secret of {webhook.name}"
-                return self._frame.render(request, "alert_made.html", title=title, webhook=webhook, secret=secret)
+                return self._frame.secret(request, "alert_made.html", title=title, webhook=webhook, secret=secret)
         return self._form(request, None, form, errors)
 
     async def edit(self, request: web.Request) -> web.StreamResponse:

@@ -137,4 +137,4 @@ class KeyPages:
 
     def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
         back = f"/admin/tenants/{quote(key.tenant.name)}?tab=keys" if key.tenant else LIST
-        return self._frame.render(request, "key_made.html", title="New key", key=key, clear=clear, back=back)
+        return self._frame.secret(request, "key_made.html", title="New key", key=key, clear=clear, back=back)

@@ -94,7 +94,7 @@ async def check(who: Person, path: str) -> list[str]:
     found = [
         each
         for each in who.problems
-        if not re.search(r"status of 40[0-9]|does not conform to the required format", each)
+        if not re.search(r"status of 4(?:0[0-9]|10)|does not conform to the required format", each)
     ]
     who.problems = []
     found += await who.page.evaluate(INJECTED)

@@ -1,0 +1,161 @@
+"""Answers to forms as pages with a URL of their own, so that Back and Reload neither fail nor send a form again.
+
+A page that answers a POST (a form with errors, a review, a new key) is kept in Redis, and the browser is redirected to
+`/admin/answers/{id}` or `/console/answers/{id}`. Redis holds it encrypted with a key that only the session's token
+gives, and a secret is deleted when it is shown. Without Redis the POST is answered with the page itself.
+"""
+
+import secrets
+import zlib
+from collections.abc import Awaitable, Callable
+from typing import Any
+from urllib.parse import parse_qs, quote, urlsplit
+
+import msgspec
+from aiohttp import web
+from aiohttp.typedefs import Middleware
+from cryptography.exceptions import InvalidTag
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from gateway.access.page_guard import FORM, NO_STORE, safe_next
+from gateway.access.sessions import COOKIE, VISITOR, Visitor
+from gateway.errors import GatewayError, Handler, Unavailable
+from gateway.pages.frame.frame import HEADERS, SHOWN_ONCE
+from gateway.process.loop_lag import deadline
+from gateway.redis.errors import REDIS_ERRORS
+
+KEPT_SECONDS = 3600
+# Places of a tenant, or of an operator; a further answer replaces the oldest one. They bound the memory in Redis, which
+# also holds the limits.
+PLACES = 16
+MAX_BYTES = 128 * 2**10
+NONCE_BYTES = 12
+GONE = (
+    "Answers to forms are kept for an hour, and a new secret is shown once. If you have not stored a new key, "
+    "rotate the key."
+)
+
+
+class AnswerGone(GatewayError):
+    status, kind, code = 410, "invalid_request_error", "answer_gone"
+
+
+class _Kept(msgspec.Struct, frozen=True, array_like=True):
+    """An answer. role, scopes: the visitor's when it was made. once: whether it holds a secret."""
+
+    status: int
+    html: str
+    role: str
+    scopes: list[str]
+    once: bool
+
+
+class FormAnswers:
+    """Kept answers. seal: keyed hash of (purpose, text). timeout: seconds of a call to Redis."""
+
+    def __init__(self, redis: Any, timeout: float, seal: Callable[[str, str], str]) -> None:
+        self._redis = redis
+        self._timeout = timeout
+        self._seal = seal
+
+    def middleware(self) -> Middleware:
+        """Return the middleware. Install it outside of `error_pages`, so that errors have a URL too."""
+
+        @web.middleware
+        async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+            response = await handler(request)
+            visitor = request.get(VISITOR)
+            if visitor is None or FORM not in request or not isinstance(response, web.Response):
+                return response
+            if response.content_type != "text/html" or 300 <= response.status < 400:
+                return response
+            try:
+                where = await self._keep(request, visitor, response)
+            except Unavailable:
+                return response
+            return response if where is None else web.Response(status=303, headers={"Location": where, **NO_STORE})
+
+        return middleware
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        """Return a kept answer. Without it, go back to the form's page, or raise AnswerGone."""
+        visitor = request[VISITOR]
+        if request.method == "HEAD":
+            return web.Response(headers=HEADERS)
+        kept = await self._read(request, visitor, request.match_info["id"])
+        if kept is not None:
+            return web.Response(text=kept.html, status=kept.status, content_type="text/html", headers=HEADERS)
+        form = request.query.get("form", "")
+        if form and safe_next(form, visitor.home) == form:
+            raise web.HTTPSeeOther(form, headers=NO_STORE)
+        raise AnswerGone(GONE)
+
+    async def _keep(self, request: web.Request, visitor: Visitor, response: web.Response) -> str | None:
+        """Keep an answer and return its path; None for one that is too large. Raises Unavailable."""
+        assert response.text is not None
+        once = SHOWN_ONCE in response
+        kept = _Kept(response.status, response.text, visitor.role, sorted(visitor.scopes), once)
+        # Compression and encryption together take less than 2 ms for the largest page.
+        content = zlib.compress(msgspec.msgpack.encode(kept), 1)
+        if len(content) > MAX_BYTES:
+            return None
+        owner = self._owner(visitor)
+        place = await self._call(self._redis.incr(f"{owner}:next")) % PLACES
+        await self._call(self._redis.expire(f"{owner}:next", KEPT_SECONDS))
+        name = f"{place}-{secrets.token_hex(16)}"
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        sealed = nonce + self._cipher(request).encrypt(nonce, content, name.encode())
+        await self._call(self._redis.set(f"{owner}:{place}", sealed, ex=KEPT_SECONDS))
+        form = "" if once else _form_of(request, visitor.home)
+        return f"{visitor.home}/answers/{name}" + (f"?form={quote(form, safe='/')}" if form else "")
+
+    async def _read(self, request: web.Request, visitor: Visitor, name: str) -> _Kept | None:
+        """Return an answer, and delete it if it may be shown once only. Raises Unavailable."""
+        number = name.partition("-")[0]
+        if number not in map(str, range(PLACES)):
+            return None
+        place = f"{self._owner(visitor)}:{number}"
+        sealed = await self._call(self._redis.get(place))
+        if sealed is None:
+            return None
+        nonce = sealed[:NONCE_BYTES]
+        try:
+            content = self._cipher(request).decrypt(nonce, sealed[NONCE_BYTES:], name.encode("utf-8", "replace"))
+        except InvalidTag:  # another session's, or a newer answer in this place
+            return None
+        kept = msgspec.msgpack.decode(zlib.decompress(content), type=_Kept)
+        if (kept.role, kept.scopes) != (visitor.role, sorted(visitor.scopes)):
+            return None
+        # Only the request that deletes the answer shows it, if there are several at once.
+        if kept.once and not await self._call(self._redis.delete(place)):
+            return None
+        return kept
+
+    def _owner(self, visitor: Visitor) -> str:
+        """Return the beginning of the keys in Redis. A tenant's people share its places."""
+        owner = visitor.subject if visitor.tenant is None else f"tenant {visitor.tenant.id}"
+        return f"loraplex:answers:{self._seal('form-answers', owner)[:32]}"
+
+    def _cipher(self, request: web.Request) -> AESGCM:
+        return AESGCM(bytes.fromhex(self._seal("form-answer", request.cookies[COOKIE])))
+
+    async def _call(self, call: Awaitable[Any]) -> Any:
+        try:
+            async with deadline(self._timeout):
+                return await call
+        except REDIS_ERRORS as error:
+            raise Unavailable("Redis, which keeps answers to forms, is unavailable; try again shortly.") from error
+
+
+def _form_of(request: web.Request, home: str) -> str:
+    """Return the path of the page with the form that was sent; "" if it is unknown."""
+    try:
+        parts = urlsplit(request.headers.get("Referer", ""))
+    except ValueError:
+        return ""
+    if parts.path.startswith(f"{home}/answers/"):
+        # The page of the form's earlier answer, which names the first page.
+        path = parse_qs(parts.query).get("form", [""])[0]
+    else:
+        path = f"{parts.path}?{parts.query}" if parts.query else parts.path
+    return path if path and safe_next(path, home) == path else ""
