@@ -101,6 +101,7 @@ document.addEventListener("DOMContentLoaded", () => {
         this.fail(text);
         return;
       }
+      form.dispatchEvent(new CustomEvent("loraplex:sent", { bubbles: true }));
       for await (const data of events(answer.body)) {
         if (data === "[DONE]") return;
         const event = JSON.parse(data);

@@ -53,8 +53,9 @@ document.addEventListener("DOMContentLoaded", () => {
       if (request.status === 201 || request.status === 202) {
         location.assign(`${form.dataset.folder}/${encodeURIComponent(answer.name)}?version=${answer.version}&done=upload`);
       } else {
-        const error = answer?.error;
-        fail(error ? `${error.message}${error.param ? ` (${error.param})` : ""}` : `The gateway answered ${request.status}.`);
+        const error = answer?.error, isOver = new URL(request.responseURL || location.href).pathname.endsWith("/login");
+        if (isOver) fail("Your session has ended. Load the page again and log in; the name stays in the form.");
+        else fail(error ? `${error.message}${error.param ? ` (${error.param})` : ""}` : `The gateway answered ${request.status}.`);
       }
     };
     request.onerror = () => fail("The connection broke. Try again.");
