@@ -215,27 +215,30 @@ class Engine:
         return outputs
 
     def _accept(self, step: StepInFlight) -> dict[Request, list[int]]:
-        """Return each request's new tokens of a step: one, and one more for each accepted draft.
+        """Return each request's new tokens of a step: one, and one more for each accepted draft; none for a request
+        without a finite one.
 
-        Each token is sampled after the previous one is committed, from the same state as without drafts.
+        Tokens are committed one place after the other. A plain request's tokens are all sampled already; each token of
+        another request is sampled after the previous one is committed, from the same state as without drafts.
         """
         drafter, number = self.scheduler.drafter, 0
-        accepted, moved = self._commit_tokens(step.sampling)
-        while drafter is not None and (left := drafter.confirm(moved)):
-            number += 1
-            tokens, moved = self._commit_tokens(self.runner.sample_after_drafts(step.launched, left, number))
+        sampled = step.sampling.wait()
+        accepted: dict[Request, list[int]] = {}
+        left = list(sampled)
+        while left:
+            unknown = [request for request in left if len(sampled[request]) == number]
+            if unknown:
+                for request, tokens in self.runner.sample_after_drafts(step.launched, unknown, number).wait().items():
+                    sampled[request] += tokens
+            moved = self.scheduler.commit({request: sampled[request][number] for request in left})
+            self._num_generated_tokens += len(moved)
             for request in moved:
-                accepted[request] += tokens[request]
+                new = accepted.setdefault(request, [])
+                if (token := sampled[request][number]) >= 0:
+                    new.append(token)
+            left = [] if drafter is None else drafter.confirm(moved)
+            number += 1
         return accepted
-
-    def _commit_tokens(self, sampling: StepTokens) -> tuple[dict[Request, list[int]], list[Request]]:
-        """Append sampled tokens to their requests. Return the new token of each request that received one, none for a
-        request without a finite one, and these requests.
-        """
-        sampled = sampling.wait()
-        moved = self.scheduler.commit(sampled)
-        self._num_generated_tokens += len(moved)
-        return {request: [sampled[request]] if sampled[request] >= 0 else [] for request in moved}, moved
 
     def measure_roofline(self) -> None:
         """Measure the device, so that the steps' times can be compared with its limits. Call it before the first

@@ -141,7 +141,7 @@ class DraftModel:
         shared = self._rates.of(request)
         return _Follower(twin, Rates(shared.fresh, shared.next), len(twin.token_ids))
 
-    def _run(self, plan: Mapping[Request, int]) -> Mapping[Request, int]:
+    def _run(self, plan: Mapping[Request, int]) -> Mapping[Request, list[int]]:
         """Run a pass. Return the twins' next tokens, of those whose tokens are all computed."""
         twins = {self._followers[request].twin: num_tokens for request, num_tokens in plan.items()}
         sampled = self._runner.sample(self._runner.forward(twins)).wait()
@@ -154,10 +154,10 @@ class DraftModel:
                 follower.twin.num_computed = computed
         return sampled
 
-    def _take(self, follower: _Follower, sampled: Mapping[Request, int], most: int) -> bool:
+    def _take(self, follower: _Follower, sampled: Mapping[Request, list[int]], most: int) -> bool:
         """Append a draft, if the pass has given one. Return whether another one may follow it."""
         twin, drafts = follower.twin, follower.drafts
-        token = sampled.get(twin, NOT_FINITE)
+        [token] = sampled.get(twin, [NOT_FINITE])
         if token == NOT_FINITE or twin.error is not None:
             return False
         twin.token_ids.append(token)

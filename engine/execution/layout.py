@@ -3,6 +3,7 @@
 import operator
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -22,6 +23,16 @@ class PromptRows:
     first: int
     num_tokens: int
     row: int
+
+
+class Places(NamedTuple):
+    """Places of the text whose tokens are sampled together. requests: each place's request. rows: each place's row of
+    the logits. ahead: number of drafts before each place that are not among its request's tokens, `[n]` or for all.
+    """
+
+    requests: list[Request]
+    rows: list[int]
+    ahead: np.ndarray | int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +77,28 @@ class Layout:
     def adapter_slots(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.adapters.tolist()) - {-1}))
 
-    def running(self) -> tuple[list[Request], list[int]]:
-        """Return the requests of `sampled` that have not ended or been preempted since, and their `sampled_rows`."""
-        requests = [request for request in self.sampled if request.status is Status.RUNNING]
-        if len(requests) == len(self.sampled):
-            return requests, self.sampled_rows
-        rows = zip(self.sampled, self.sampled_rows, strict=True)
-        return requests, [row for request, row in rows if request.status is Status.RUNNING]
+    def next_places(self) -> Places:
+        """Return the place of each sampled request's next token, followed by those after its drafts if it is plain: the
+        draws of a plain request do not depend on the tokens before them. Requests that have ended or been preempted
+        since are skipped.
+        """
+        requests, rows = self.sampled, self.sampled_rows
+        if any(request.status is not Status.RUNNING for request in requests):
+            found = [
+                (request, row) for request, row in zip(requests, rows, strict=True) if request.status is Status.RUNNING
+            ]
+            requests, rows = [request for request, _ in found], [row for _, row in found]
+        if not any(request.drafts and request.is_plain for request in requests):
+            return Places(requests, rows)
+        counts = [1 + len(request.drafts) if request.is_plain else 1 for request in requests]
+        ahead = np.concatenate([np.arange(count) for count in counts])
+        owners = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
+        return Places(owners, (np.repeat(rows, counts) + ahead).tolist(), ahead)
+
+    def places_after(self, requests: Sequence[Request], number: int) -> Places:
+        """Return the place after the first `number` drafts of each of these requests, which have them as tokens."""
+        first = dict(zip(self.sampled, self.sampled_rows, strict=True))
+        return Places(list(requests), [first[request] + number for request in requests])
 
     def positions(self) -> np.ndarray:
         """Return the position of each token, `[T]`."""

@@ -35,14 +35,19 @@ SAMPLINGS = (
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A step. prompts: tokens of each prompt chunk. decodes: number of requests with a single token. adapters: slots in
-    turn over the requests; -1 is the base model. params: of every request. drafts: of each decode.
+    turn over the requests; -1 is the base model. params: in turn over the requests. drafts: of each decode.
     """
 
     prompts: tuple[int, ...]
     decodes: int
     adapters: tuple[int, ...] = (-1,)
-    params: SamplingParams = GREEDY
+    params: tuple[SamplingParams, ...] = (GREEDY,)
     drafts: int = 0
+
+    @property
+    def longest(self) -> int:
+        """Return the tokens of the longest request: a prompt, or a decode's prompt, newest token and drafts."""
+        return max((*self.prompts, 2 + self.drafts))
 
 
 def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
@@ -50,7 +55,8 @@ def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
     plan = {}
     for seat, count in enumerate((*shape.prompts, *[0] * shape.decodes)):
         prompt = [0] * max(1, count)
-        request = Request(NewRequest(str(seat), prompt, shape.params), stop_ids=frozenset(shape.params.stop_token_ids))
+        params = shape.params[seat % len(shape.params)]
+        request = Request(NewRequest(str(seat), prompt, params), stop_ids=frozenset(params.stop_token_ids))
         request.start(0)
         if not count:  # a decode: its last token is an output
             request.token_ids.append(0)
@@ -92,12 +98,18 @@ class Rehearsal:
     most_drafts: int = 0
 
     def largest_shapes(self) -> Iterator[Shape]:
-        """Yield the steps that need the most memory: one long prompt, many prompts, or a prompt's log-probabilities."""
+        """Yield the steps that need the most memory: one long prompt, many prompts, a prompt's log-probabilities, or
+        drafts of plain requests beside another, for which sampling copies the logits.
+        """
         seats, longest = self.limits.max_num_seqs, max(1, self.limits.max_model_len - 1)
         prompt = min(self.most_tokens - (seats - 1), longest)
-        yield Shape((prompt,), seats - 1, self._slots, SAMPLINGS[1])
-        yield Shape((min(self.most_tokens // seats, longest),) * seats, 0, self._slots, SAMPLINGS[4])
-        yield Shape((min(self.most_prompt_logits, self.most_tokens, longest),), 0, self._slots, SAMPLINGS[5])
+        yield Shape((prompt,), seats - 1, self._slots, (SAMPLINGS[1],))
+        yield Shape((min(self.most_tokens // seats, longest),) * seats, 0, self._slots, (SAMPLINGS[4],))
+        yield Shape((min(self.most_prompt_logits, self.most_tokens, longest),), 0, self._slots, (SAMPLINGS[5],))
+        most_rows, drafts = self._most_draft_rows
+        if drafts:
+            decodes = min(seats, most_rows // (1 + drafts))
+            yield Shape((), decodes, self._slots, (SAMPLINGS[4], *[GREEDY] * (decodes - 1)), drafts)
 
     def all_shapes(self) -> list[Shape]:
         """Return a step of each kind that compiles code of its own: by tokens, requests, adapters and sampling."""
@@ -115,16 +127,15 @@ class Rehearsal:
                     shapes.append(Shape((tokens - beside,), beside, adapters))
         shapes += self._draft_shapes(list(mixes))
         for params in SAMPLINGS[1:]:
-            shapes += [Shape((), count, params=params) for count in _sizes(seats)]
-            shapes.append(Shape((min(64, self.most_prompt_logits, longest),), 0, params=params))
+            shapes += [Shape((), count, params=(params,)) for count in _sizes(seats)]
+            shapes.append(Shape((min(64, self.most_prompt_logits, longest),), 0, params=(params,)))
         return shapes
 
     def _draft_shapes(self, mixes: Sequence[tuple[int, ...]]) -> Iterator[Shape]:
         """Yield decodes with drafts, in graphs and without: the fewest and the most drafts of a request."""
-        seats, longest = self.limits.max_num_seqs, max(1, self.limits.max_model_len - 1)
-        most_rows = min(max(seats, self.most_prompt_logits), self.most_tokens)
-        for drafts in {1, min(self.most_drafts, longest - 2)} if self.most_drafts else ():
-            for decodes in _sizes(min(seats, most_rows // (1 + drafts))):
+        most_rows, most_drafts = self._most_draft_rows
+        for drafts in {1, most_drafts} if most_drafts else ():
+            for decodes in _sizes(min(self.limits.max_num_seqs, most_rows // (1 + drafts))):
                 for adapters in mixes:
                     yield Shape((), decodes, adapters, drafts=drafts)
 
@@ -147,7 +158,7 @@ class Rehearsal:
         take as many bytes as the largest captured one.
         """
         shapes, size = list(self.largest_shapes()), self.limits.block_size
-        longest = max(max(shape.prompts) for shape in shapes)
+        longest = max(shape.longest for shape in shapes)
         few = replace(self.limits, num_blocks=-(-(longest + 1) // size))
         runner = make_runner(replace(few, graph_sizes=(), graph_tokens=()), lambda *_: None)
         platform.release_memory()
@@ -168,6 +179,12 @@ class Rehearsal:
     def _has_steps_without_graph(self) -> bool:
         """Return whether some steps have more rows of logits than any graph, so that they run beside the graphs."""
         return bool(self.limits.graph_sizes) and self.most_prompt_logits > self.limits.max_num_seqs
+
+    @property
+    def _most_draft_rows(self) -> tuple[int, int]:
+        """Return the most rows of logits of a step with drafts, and the most drafts of a request in it."""
+        most_rows = min(max(self.limits.max_num_seqs, self.most_prompt_logits), self.most_tokens)
+        return most_rows, max(0, min(self.most_drafts, self.limits.max_model_len - 3, most_rows - 1))
 
     @property
     def _slots(self) -> tuple[int, ...]:

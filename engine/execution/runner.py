@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.execution.graphs import GraphSizes, StepGraphs
-from engine.execution.layout import Layout, Planner, PromptRows, make_batch
+from engine.execution.layout import Layout, Places, Planner, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
 from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.transfer import Download, upload
@@ -35,7 +35,9 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The tokens of a step, in transfer to the host. done: marks the end of a step that samples no token."""
+    """Tokens of a step, in transfer to the host. requests: of each token. done: marks the end of a step that samples no
+    token.
+    """
 
     requests: list[Request]
     tokens: Download | None
@@ -47,8 +49,8 @@ class Sampling:
     def is_ready(self) -> bool:
         return (self.tokens is None or self.tokens.is_ready) and (self.done is None or self.done.query())
 
-    def wait(self) -> dict[Request, int]:
-        """Return the next token of each request whose tokens are all computed, and append log-probabilities to the
+    def wait(self) -> dict[Request, list[int]]:
+        """Return the tokens of each request whose tokens are all computed, and append log-probabilities to the
         requests.
 
         The token is `NOT_FINITE` where a request's logits are NaN or infinite.
@@ -68,11 +70,19 @@ class Sampling:
             self.done.synchronize()
         if self.tokens is None:
             return {}
-        return dict(zip(self.requests, self.tokens.wait()[0].tolist(), strict=True))
+        return tokens_of(self.requests, self.tokens.wait()[0].tolist())
+
+
+def tokens_of(requests: Sequence[Request], tokens: Sequence[int]) -> dict[Request, list[int]]:
+    """Return each request's tokens. requests: the request of each token."""
+    found: dict[Request, list[int]] = {}
+    for request, token in zip(requests, tokens, strict=True):
+        found.setdefault(request, []).append(token)
+    return found
 
 
 class StepTokens(Protocol):
-    """A step's tokens while the device may still compute them. requests: those that receive a token."""
+    """Tokens of a step while the device may still compute them. requests: the request of each token."""
 
     @property
     def requests(self) -> Sequence[Request]: ...
@@ -82,7 +92,7 @@ class StepTokens(Protocol):
         """Return whether the device has computed the step, so that `wait` returns at once."""
         ...
 
-    def wait(self) -> dict[Request, int]:
+    def wait(self) -> dict[Request, list[int]]:
         """Wait for the step's end. Return the requests' tokens, `NOT_FINITE` for one without a finite score."""
         ...
 
@@ -95,12 +105,14 @@ class StepRunner(Protocol):
         ...
 
     def sample(self, launched: Any) -> StepTokens:
-        """Launch the sampling of the next tokens. Every earlier token of the requests must be known."""
+        """Launch the sampling of each request's next token and, if it is plain, of the token after each of its drafts.
+        Every earlier token of the requests must be known.
+        """
         ...
 
     def sample_after_drafts(self, launched: Any, requests: Sequence[Request], number: int) -> StepTokens:
-        """Launch the sampling of the tokens after the first `number` drafts of each of these requests. The drafts must
-        be appended to them.
+        """Launch the sampling of the tokens after the first `number` drafts of each of these requests, which are not
+        plain. The drafts must be appended to them.
         """
         ...
 
@@ -193,31 +205,30 @@ class Runner:
 
     @torch.inference_mode()
     def sample(self, launched: Launched) -> Sampling:
-        """Launch the sampling of the next tokens. Every earlier token of the requests must be known. Requests that have
-        ended are skipped.
+        """Launch the sampling of the tokens of `Layout.next_places`. Every earlier token of the requests must be
+        known.
         """
         layout, logits = launched.layout, launched.logits
         logprobs = [self._prompt_logprobs(rows, logits) for rows in layout.prompt_rows]
-        requests, rows = layout.running()
-        if not requests:
+        places = layout.next_places()
+        if not places.requests:
             done = platform_of(self.device).fence()
             return Sampling([], None, [entry for entry in logprobs if entry is not None], done=done)
-        return self._sample(logits, rows, requests, [entry for entry in logprobs if entry is not None])
+        return self._sample(logits, places, [entry for entry in logprobs if entry is not None])
 
     @torch.inference_mode()
     def sample_after_drafts(self, launched: Launched, requests: Sequence[Request], number: int) -> Sampling:
         """Launch the sampling of the tokens after the first `number` drafts of each of these requests."""
-        first = dict(zip(launched.layout.sampled, launched.layout.sampled_rows, strict=True))
-        return self._sample(launched.logits, [first[request] + number for request in requests], list(requests), [])
+        return self._sample(launched.logits, launched.layout.places_after(requests, number), [])
 
     def _sample(
         self,
         logits: Tensor,
-        rows: list[int],
-        requests: list[Request],
+        places: Places,
         logprobs: list[tuple[list[Request | PromptRows], list[int], Download]],
     ) -> Sampling:
-        """Sample a token for each request from its row of logits, which are overwritten if no other row is left."""
+        """Sample a token for each place from its row of logits, which are overwritten if no other row is left."""
+        requests, rows, ahead = places
         if len(rows) != len(logits):
             [index] = upload(self.device, [np.array(rows)])
             logits = logits[index]
@@ -226,11 +237,12 @@ class Runner:
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
             raw = logits[index]  # the model's logits, before penalties
-        tokens = sample(logits, requests, self.decoder.ops, self._seats)
+        tokens = sample(logits, requests, self.decoder.ops, self._seats, ahead)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
             found = token_logprobs(raw, tokens[index], max(top))
             logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
+        # A step with drafts has several tokens of a seat. The next step knows its tokens, so any of them may stay.
         [seats] = upload(self.device, [np.array([request.seat for request in requests])])
         self._last_tokens.index_copy_(0, seats, tokens)
         chosen = mark_not_finite(tokens, logits)

@@ -38,9 +38,11 @@ class Seats:
     edits: KeptEdits = field(default_factory=KeptEdits)
 
 
-def sample(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats) -> Tensor:
-    """Return `[n]` int64, the next token of each request. logits: `[n, vocab]` fp32, edited in place; row i is
-    `requests[i]`'s.
+def sample(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats, ahead: np.ndarray | int = 0) -> Tensor:
+    """Return `[n]` int64, the token of each row. logits: `[n, vocab]` fp32, edited in place; row i is `requests[i]`'s.
+
+    ahead: number of tokens before each row's that its request lacks; above 0 only for plain requests, which may have
+    several rows.
     """
     is_plain = all(request.is_plain for request in requests)
     if not is_plain:
@@ -48,7 +50,7 @@ def sample(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats) 
     if all(request.params.temperature == 0 for request in requests):
         tokens = likeliest(logits)
     else:
-        tokens = ops.sample(logits, *upload(logits.device, seats.draws.columns(requests)))
+        tokens = ops.sample(logits, *upload(logits.device, seats.draws.columns(requests, ahead)))
     if seats.tokens is not None and not is_plain:
         seats.tokens.add(requests, tokens)
     return tokens

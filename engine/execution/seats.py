@@ -45,9 +45,9 @@ class DrawTable:
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
 
-    def columns(self, requests: Sequence[Request]) -> DrawColumns:
+    def columns(self, requests: Sequence[Request], ahead: np.ndarray | int = 0) -> DrawColumns:
         """Return the parameters of the requests' draws, in the order of a backend's `sample`. The position of a draw is
-        that of its token in the output, from 1.
+        that of its token in the output, from 1. ahead: number of tokens before each draw that its request lacks.
         """
         seats = [request.seat for request in requests]
         for seat, request in zip(seats, requests, strict=True):
@@ -56,7 +56,8 @@ class DrawTable:
         temperature, top_p, min_p = (column[seats] for column in self._floats)  # each contiguous
         # The same as `num_output_tokens + 1`, without a call for every stream in every step.
         positions = np.array([len(r.token_ids) + r.num_pending - r.num_prompt_tokens + 1 for r in requests], np.int64)
-        return DrawColumns(temperature, self._top_k[seats], top_p, min_p, self._seeds[seats].view(np.int64), positions)
+        seeds = self._seeds[seats].view(np.int64)
+        return DrawColumns(temperature, self._top_k[seats], top_p, min_p, seeds, positions + ahead)
 
     def _write(self, seat: int, request: Request) -> None:
         p = request.params

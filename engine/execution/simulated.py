@@ -19,8 +19,8 @@ import torch
 from adapters.tiers.device_pool import AdapterPool
 from engine.config import StepTime
 from engine.execution.graphs import Shape, pack_fields
-from engine.execution.layout import Layout, Planner
-from engine.execution.runner import RunnerLimits
+from engine.execution.layout import Layout, Places, Planner
+from engine.execution.runner import RunnerLimits, tokens_of
 from engine.execution.sampler import bans
 from engine.execution.seats import DrawTable
 from engine.execution.transfer import upload
@@ -40,7 +40,7 @@ class Pass:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTokens:
-    """The tokens of a step, readable once the device has computed it."""
+    """Tokens of a step, readable once the device has computed it. requests: the request of each token."""
 
     requests: list[Request]
     tokens: list[int]
@@ -50,10 +50,10 @@ class SimulatedTokens:
     def is_ready(self) -> bool:
         return time.perf_counter() >= self.ends
 
-    def wait(self) -> dict[Request, int]:
+    def wait(self) -> dict[Request, list[int]]:
         if (left := self.ends - time.perf_counter()) > 0:
             time.sleep(left)
-        return dict(zip(self.requests, self.tokens, strict=True))
+        return tokens_of(self.requests, self.tokens)
 
 
 class SimulatedRunner:
@@ -83,22 +83,21 @@ class SimulatedRunner:
         return Pass(layout, self._busy_until)
 
     def sample(self, launched: Pass) -> SimulatedTokens:
-        """Choose the next tokens. Requests that have ended are skipped."""
+        """Choose the tokens of `Layout.next_places`."""
         layout = launched.layout
         for rows in layout.prompt_rows:
             self._add_prompt_logprobs(rows.request, rows.first, rows.num_tokens)
-        requests, logits_rows = layout.running()
-        if not requests:
-            return SimulatedTokens([], [], launched.ends)
-        return self._sample(launched, logits_rows, requests)
+        return self._sample(launched, layout.next_places())
 
     def sample_after_drafts(self, launched: Pass, requests: Sequence[Request], number: int) -> SimulatedTokens:
         """Choose the tokens after the first `number` drafts of each of these requests."""
-        first = dict(zip(launched.layout.sampled, launched.layout.sampled_rows, strict=True))
-        return self._sample(launched, [first[request] + number for request in requests], list(requests))
+        return self._sample(launched, launched.layout.places_after(requests, number))
 
-    def _sample(self, launched: Pass, rows: list[int], requests: list[Request]) -> SimulatedTokens:
-        draws = self._draws(launched.layout, rows, requests)
+    def _sample(self, launched: Pass, places: Places) -> SimulatedTokens:
+        requests = places.requests
+        if not requests:
+            return SimulatedTokens([], [], launched.ends)
+        draws = self._draws(launched.layout, places)
         tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
         for i, request in enumerate(requests):
             if not request.is_plain:
@@ -113,11 +112,12 @@ class SimulatedRunner:
     def close(self) -> None:
         pass
 
-    def _draws(self, layout: Layout, logits_rows: list[int], requests: Sequence[Request]) -> np.ndarray:
-        """Return each request's hash, uint64 `[n]`. logits_rows: each request's row of the logits."""
-        columns = self._draw_table.columns(requests)
+    def _draws(self, layout: Layout, places: Places) -> np.ndarray:
+        """Return each place's hash, uint64 `[n]`."""
+        requests = places.requests
+        columns = self._draw_table.columns(requests, places.ahead)
         upload(DEVICE, columns)
-        rows = layout.logits_rows[logits_rows]
+        rows = layout.logits_rows[places.rows]
         newest = self._last_tokens[[request.seat for request in requests]]
         before = np.where(layout.token_ids[rows] < 0, newest, layout.token_ids[rows])
         adapters = [self._adapter_hash(slot) for slot in layout.token_adapters(layout.positions())[rows].tolist()]

@@ -62,7 +62,7 @@ class Drafter:
 
     def confirm(self, moved: Iterable[Request]) -> list[Request]:
         """Return the requests whose newest token is their next draft. The step has computed it, so the token after it
-        can be sampled. Drop the other requests' drafts.
+        can be committed. Drop the other requests' drafts.
         """
         accepted = []
         for request in moved:
