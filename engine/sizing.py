@@ -46,12 +46,13 @@ from engine.model.weights import Checkpoint, open_weights
 from engine.sizing_speed import ExpectedLoad, StepTime, Throughput, steady_throughput
 from engine.step_log import StepWork
 from kernels.cpu.plain import TorchOps
+from kernels.gpu import schemes
 from kernels.linear_times import measure_linear
 from kernels.ops import DecoderWeights, Ops
 from kernels.platform import Platform, pick_ops, platform_of
 from kernels.roofline import Roofline, measure_roofline
 from kernels.simulated.platform import SimulatedPlatform
-from kernels.weights import LinearWeights
+from kernels.weights import LinearWeights, Scheme
 from wire.errors import ConfigError
 
 META = torch.device("meta")
@@ -99,6 +100,13 @@ class GpuPlatform(SimulatedPlatform):
 
     def total_memory(self) -> int:
         return self._memory
+
+
+class GpuOps(TorchOps):
+    """Ops of a GPU that is only described: they keep its weights' schemes, and compute nothing."""
+
+    def serves(self, scheme: Scheme) -> bool:
+        return schemes.serves(scheme)
 
 
 class AbsentCheckpoint(Checkpoint):
@@ -191,7 +199,7 @@ def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Estima
         if gpu not in GPUS:
             raise ConfigError("gpu", f"expected one of {', '.join(GPUS)}; got {gpu!r}")
         found = GPUS[gpu]
-        return EstimatedDevice(GpuPlatform(found.title, found.memory), TorchOps(), found.roofline)
+        return EstimatedDevice(GpuPlatform(found.title, found.memory), GpuOps(), found.roofline)
     if config.device.startswith(SIMULATED):
         raise ConfigError("device", f"expected auto, cpu or cuda, or a --gpu to estimate; got {config.device!r}")
     device = resolve_device(config)
@@ -238,19 +246,19 @@ def describe_weights(
     Raises ConfigError for a quantised model whose weights are not on this machine.
     """
     dtype, _, _ = resolve_dtypes(config, model)
-    with _open(config, raw, dtype) as source:
+    with _open(config, raw, dtype, ops) as source:
         return make_decoder(model, ops, source, context).weights
 
 
 @contextmanager
-def _open(config: EngineConfig, raw: dict[str, Any], dtype: torch.dtype) -> Iterator[Checkpoint]:
+def _open(config: EngineConfig, raw: dict[str, Any], dtype: torch.dtype, ops: Ops) -> Iterator[Checkpoint]:
     path = Path(config.model)
     if path.is_dir() and not any(path.glob("*.safetensors")) and not any(path.glob("*.gguf")):
         if read_method(raw) is not None:
             raise ConfigError("model", f"{path} has no weights; the size of a quantised model is read from its weights")
         yield AbsentCheckpoint([], dtype, META, quantization=config.quantization)
         return
-    with open_weights(path, dtype, META, quantization=config.quantization) as source:
+    with open_weights(path, dtype, META, quantization=config.quantization, serves=ops.serves) as source:
         yield source
 
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.weights import GROUP, MIDDLE, LinearWeights, unpack_halves
+from kernels.weights import FP8, GROUP, MIDDLE, LinearWeights, take, unpack_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ def dequantize(weights: LinearWeights) -> Tensor:
             values = values - MIDDLE
 
     def by_input(name: str) -> Tensor:
-        return tensors[name].float().repeat_interleave(scheme.group, 1)[:, : weights.in_features]
+        return tensors[name].float().repeat_interleave(scheme.group or weights.in_features, 1)[:, : weights.in_features]
 
     found = values.float() * by_input("scales")
     if scheme.offsets:
@@ -82,18 +82,22 @@ def dequantize(weights: LinearWeights) -> Tensor:
 def linear(x: Tensor, weights: LinearWeights, *, rounds_inputs: bool = False) -> Tensor:
     """Return `x W^T + bias`, `[T, out]` in x's dtype, for an unpacked layer; quantised weights are computed in fp32.
 
-    rounds_inputs: with quantised weights, round x to int8 with a scale for each GROUP inputs (`quantize_rows`), as the
-    CPU's native op does in bfloat16.
+    rounds_inputs: with quantised weights, round x to 8 bits too (`quantize_rows`), as backends do in bfloat16: beside
+    FP8 weights to FP8 with a scale for each row (GPU), beside others to int8 with a scale for each GROUP inputs (CPU,
+    native op).
     """
     weight, bias = dequantize(weights), weights.bias
     if weights.scheme.kind == "dense":
         return torch.nn.functional.linear(x, weight, bias)
-    if rounds_inputs:
+    if not rounds_inputs:
+        x_rounded = x.float()
+    elif weights.scheme.kind == "fp8":
+        values, scales = quantize_rows(x, FP8)
+        x_rounded = values.float() * scales[:, None]
+    else:
         groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
         values, scales = quantize_rows(groups, torch.int8)
         x_rounded = (values.float() * scales[..., None]).flatten(1)[:, : x.shape[1]]
-    else:
-        x_rounded = x.float()
     return torch.nn.functional.linear(x_rounded, weight, None if bias is None else bias.float()).to(x.dtype)
 
 
@@ -129,11 +133,6 @@ def segmented_lora(y: Tensor, x: Tensor, group: LoraGroup, routing: LoraRouting)
         y[rows] = out.to(y.dtype)
 
 
-def take(table: Tensor, rows: Tensor) -> Tensor:
-    """Return `table[rows]` for any dtype; torch indexes fp8 only as bytes."""
-    return table.view(torch.uint8)[rows].view(table.dtype) if table.dtype in LARGEST else table[rows]
-
-
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return `x / sqrt(mean(x^2) + eps) * weight` over the last dimension.
 
@@ -159,7 +158,7 @@ def apply_rope(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 
 
 # The largest value of each 8-bit dtype. A row of zeros has the smallest scale, so nothing divides by zero.
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0}
+LARGEST = {FP8: 448.0, torch.int8: 127.0}
 SMALLEST_AMAX = 1e-20
 
 

@@ -1,10 +1,12 @@
 """Weights of linear layers: the one type that readers return and backends pack, and rounding to 8 and 4 bits.
 
 A quantised scheme divides each output's inputs into groups. A group's weights are `scale * value` (int8), `scale *
-(value - 8)` (int4), `scale * value + minimum` with minimums, or `scale * (value - zero)` with zero points. Scales keep
-the checkpoint's dtype, so that the weights in memory have exactly the checkpoint's values.
+(value - 8)` (int4), `scale * value + minimum` with minimums, or `scale * (value - zero)` with zero points. FP8 weights
+are `scale * value`, where value is an e4m3 number. Scales keep the checkpoint's dtype or are widened to fp32, so that
+the weights in memory have exactly the checkpoint's values.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -12,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["dense", "int8", "int4"]
+Kind = Literal["dense", "int8", "int4", "fp8"]
 # Group sizes that backends pack. A checkpoint's larger groups are cut into these, all with the same scale.
 GROUP = 32
 GROUPS = (16, GROUP)
@@ -28,9 +30,9 @@ SCALE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 class Scheme(NamedTuple):
     """Storage format of a linear layer's weights.
 
-    kind: `dense` weights have the model's dtype and no other field. group: number of inputs that share a scale.
-    scale_dtype: dtype of the scales and minimums. offsets: whether each group has a minimum, or a zero point (int4
-    only).
+    kind: `dense` weights have the model's dtype and no other field. group: number of inputs that share a scale; FP8
+    weights may have 0, a scale for all inputs of an output. scale_dtype: dtype of the scales and minimums. offsets:
+    whether each group has a minimum, or a zero point (int4 only).
     """
 
     kind: Kind = "dense"
@@ -41,12 +43,15 @@ class Scheme(NamedTuple):
     def __str__(self) -> str:
         if self.kind == "dense":
             return self.kind
+        if not self.group:
+            return f"{self.kind} with a scale for each output"
         offsets = {"": "", "mins": " with minimums", "zeros": " with zero points"}[self.offsets]
         return f"{self.kind} in groups of {self.group}{offsets}"
 
 
 DENSE = Scheme()
 SERVED = "dense, and int8 and int4 in groups of 16 or 32"
+FP8 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +59,10 @@ class LinearWeights:
     """Weights of a linear layer, `[out_features, in_features]`, as a reader returns them or as `Ops.pack` does.
 
     tensors, as a reader returns them: `weight` `[out, in]` (dense), or `values`, `scales`, and `mins` or `zeros`.
-    `values`: int8 `[out, in]` (int8), or uint8 `[out, in / 2]` with even inputs in the low halves of the bytes (int4).
-    `scales`, `mins` and `zeros` (uint8): `[out, ceil(in / group)]`. `bias` `[out]` is optional. `Ops.pack` returns the
-    same tensors, or replaces all but `bias` by `packed` in the backend's layout.
+    `values`: int8 `[out, in]` (int8), uint8 `[out, in / 2]` with even inputs in the low halves of the bytes (int4), or
+    float8_e4m3fn `[out, in]` (FP8). `scales`, `mins` and `zeros` (uint8): `[out, ceil(in / group)]`; without groups
+    `[out, 1]`. `bias` `[out]` is optional. `Ops.pack` returns the same tensors, or replaces all but `bias` by `packed`
+    in the backend's layout.
     """
 
     scheme: Scheme
@@ -74,7 +80,7 @@ class LinearWeights:
 
     def rows(self, index: Tensor) -> "LinearWeights":
         """Return the weights of some outputs. index: int64 `[n]`. The layer must not be packed."""
-        tensors = {name: tensor[index] for name, tensor in self.tensors.items()}
+        tensors = {name: take(tensor, index) for name, tensor in self.tensors.items()}
         return LinearWeights(self.scheme, tensors, self.in_features, len(index))
 
     def to(self, device: torch.device) -> "LinearWeights":
@@ -90,6 +96,20 @@ class LinearWeights:
 def dense(weight: Tensor, bias: Tensor | None = None) -> LinearWeights:
     """Wrap a weight `[out, in]` in the model's dtype."""
     return LinearWeights(DENSE, {"weight": weight}, weight.shape[1], weight.shape[0]).with_bias(bias)
+
+
+def take(table: Tensor, rows: Tensor) -> Tensor:
+    """Return `table[rows]` for any dtype; torch indexes FP8 only as bytes."""
+    return table.view(torch.uint8)[rows].view(table.dtype) if table.dtype == FP8 else table[rows]
+
+
+def fp8(values: Tensor, scales: Tensor, group: int = 0) -> LinearWeights:
+    """Return FP8 weights. values: float8_e4m3fn `[out, in]`. scales: fp32 `[out, ceil(in / group)]`, or `[out, 1]`
+    without groups.
+    """
+    scheme = Scheme("fp8", 0 if scales.shape[1] == 1 else group, torch.float32)
+    tensors = {"values": values, "scales": scales.contiguous()}
+    return LinearWeights(scheme, tensors, values.shape[1], values.shape[0])
 
 
 def quantised(
@@ -121,18 +141,30 @@ def quantised(
 
 
 def concatenated(parts: Sequence[LinearWeights]) -> LinearWeights:
-    """Return one layer with the outputs of several layers of the same inputs. All are quantised, without bias.
+    """Return one layer with the outputs of several layers of the same inputs. All are quantised, without bias, and
+    either all or none are FP8.
 
     If their schemes differ, the result has a scheme that represents all their weights exactly.
     """
     if len(parts) == 1:
         return parts[0]
     if len({part.scheme for part in parts}) > 1:
-        group = min(part.scheme.group for part in parts)
-        parts = [_generalised(part, group) for part in parts]
+        groups = [part.scheme.group for part in parts]
+        if parts[0].scheme.kind == "fp8":
+            parts = [_in_groups(part, math.gcd(*groups)) for part in parts]
+        else:
+            parts = [_generalised(part, min(groups)) for part in parts]
     first = parts[0]
     tensors = {name: torch.cat([part.tensors[name] for part in parts]) for name in first.tensors}
     return LinearWeights(first.scheme, tensors, first.in_features, sum(part.out_features for part in parts))
+
+
+def _in_groups(weights: LinearWeights, group: int) -> LinearWeights:
+    """Return the same FP8 weights with a scale for each `group` inputs. group: divisor of their group size."""
+    count = -(-weights.in_features // group)
+    size = weights.scheme.group or count * group
+    scales = weights.tensors["scales"].repeat_interleave(size // group, 1)[:, :count]
+    return fp8(weights.tensors["values"], scales, group)
 
 
 def _generalised(weights: LinearWeights, group: int) -> LinearWeights:

@@ -61,7 +61,7 @@ def load_decoder(
     quantization: str = "none",
 ) -> Decoder:
     """Load a decoder. path: a folder of safetensors, or a GGUF file. quantization: see `Checkpoint`."""
-    with open_weights(path, dtype, device, progress, quantization) as source:
+    with open_weights(path, dtype, device, progress, quantization, ops.serves) as source:
         decoder = make_decoder(config, ops, source, max_model_len)
         source.finish()
     return decoder

@@ -1,7 +1,7 @@
 """Weights by name, copied once from mapped files to the decoder's tensors, in the decoder's dtype and on its device."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from engine.model.quantised.methods import read_method
 from engine.model.tensor_files import SafetensorsFile, WeightsFile
 from engine.progress import LOADING, Progress
 from kernels import reference
-from kernels.weights import DENSE, LinearWeights, concatenated, dense, round_to_int4, round_to_int8
+from kernels.weights import DENSE, LinearWeights, Scheme, concatenated, dense, round_to_int4, round_to_int8
 from wire.errors import ConfigError
 
 ROUND = {"int8": round_to_int8, "int4": round_to_int4}
@@ -25,7 +25,8 @@ class Checkpoint:
     shape.
 
     quantization: `none` returns all linear layers dense, `auto` in the scheme of the files; `int8` and `int4` round
-    dense weights. method: reader of quantised safetensors modules.
+    dense weights. method: reader of quantised safetensors modules. serves: returns whether the device keeps a scheme;
+    other layers are dequantised when they are read (`Ops.serves`).
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class Checkpoint:
         progress: Progress | None = None,
         quantization: str = "none",
         method: Method | None = None,
+        serves: Callable[[Scheme], bool] = lambda _: True,
     ) -> None:
         self.files = {name: file for file in files for name in file.entries}
         self.dtype, self.device = dtype, device
-        self._quantization, self._method = quantization, method
+        self._quantization, self._method, self._serves = quantization, method, serves
         self._progress = progress or (lambda *_: None)
         self._num_bytes = sum(file.entries[name].num_bytes for name, file in self.files.items())
         self._bytes_read = 0
@@ -80,13 +82,18 @@ class Checkpoint:
         self._count(name)
         return found
 
+    def stored_dtype(self, name: str) -> str:
+        """Return the name that the file gives to a tensor's dtype."""
+        return self.files[name].entries[name].dtype
+
     def _weights(self, modules: list[tuple[str, int]], in_features: int, *, is_table: bool = False) -> LinearWeights:
         stored = [self._stored(module, rows, in_features) for module, rows in modules]
-        is_quantised = [weights is not None and weights.scheme != DENSE for weights in stored]
+        kept = [weights for weights in stored if weights is not None and self._keeps(weights.scheme)]
         if self._quantization in ROUND and any(weights is not None for weights in stored):
             raise ConfigError("quantization", f"tensor {modules[0][0]} is quantised already; expected auto or none")
-        if self._quantization == "auto" and all(is_quantised):
-            return concatenated([weights for weights in stored if weights is not None]).to(self.device)
+        # No scheme represents FP8 weights and others exactly.
+        if len(kept) == len(stored) and len({weights.scheme.kind == "fp8" for weights in kept}) == 1:
+            return concatenated(kept).to(self.device)
         weight = torch.empty(sum(rows for _, rows in modules), in_features, dtype=self.dtype, device=self.device)
         first = 0
         for (module, rows), weights in zip(modules, stored, strict=True):
@@ -102,6 +109,9 @@ class Checkpoint:
             return ROUND["int8" if is_table else self._quantization](weight)
         except ValueError as error:
             raise ConfigError("quantization", f"tensor {modules[0][0]}: {error}") from None
+
+    def _keeps(self, scheme: Scheme) -> bool:
+        return self._quantization == "auto" and scheme != DENSE and self._serves(scheme)
 
     def _stored(self, module: str, rows: int, in_features: int) -> LinearWeights | None:
         """Return a module's weights as a reader of quantised data returns them, or None if `_read` has to read them."""
@@ -146,9 +156,10 @@ def open_weights(
     device: torch.device,
     progress: Progress | None = None,
     quantization: str = "none",
+    serves: Callable[[Scheme], bool] = lambda _: True,
 ) -> Iterator[Checkpoint]:
     """Open a folder's safetensors, listed by its index file if there is one, or its only GGUF file; or open a GGUF
-    file.
+    file. quantization, serves: see `Checkpoint`.
     """
     with ExitStack() as stack:
         files: list[WeightsFile] = []
@@ -157,7 +168,7 @@ def open_weights(
             stack.callback(file.close)
             files.append(file)
         method = read_method(read_config(path)) if (path / "config.json").is_file() else None
-        yield Checkpoint(files, dtype, device, progress, quantization, method)
+        yield Checkpoint(files, dtype, device, progress, quantization, method, serves)
 
 
 def base_tensor(path: Path, config: ModelConfig, dtype: torch.dtype, name: str) -> Tensor:

@@ -82,6 +82,8 @@ class NativeOps:
         return bool(self._use_matrix_unit(is_on))
 
     def serves(self, scheme: Scheme) -> bool:
+        if scheme.kind == "fp8":
+            return False
         return scheme == DENSE or (scheme.group in GROUPS and scheme.scale_dtype in SCALE_DTYPES)
 
     def pack(self, weights: LinearWeights) -> LinearWeights:

@@ -30,7 +30,8 @@ class TorchOps:
     forbid = staticmethod(reference.forbid)
 
     def serves(self, scheme: Scheme) -> bool:
-        return True
+        # Products would dequantise FP8 weights again in each step, so they are dequantised once, when they are read.
+        return scheme.kind != "fp8"
 
     def pack(self, weights: LinearWeights) -> LinearWeights:
         return weights

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from kernels import reference
 from kernels.batch import Batch
-from kernels.gpu import fused, logit_edits, quantised
+from kernels.gpu import fused, logit_edits, quantised, scaled, schemes
 from kernels.gpu.attention_work import WorkList, list_work
 from kernels.gpu.paged_attention import paged_attention
 from kernels.gpu.sampling import sample
@@ -13,7 +13,7 @@ from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
 from kernels.gpu.segments import DECODE, PREFILL, Segments, build_segments
 from kernels.ops import DecoderWeights, KvCache, LoraTables, routing_of
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
-from kernels.weights import DENSE, GROUPS, LinearWeights, Scheme
+from kernels.weights import DENSE, LinearWeights, Scheme
 
 # Tokens from which a step with prompts uses LoRA's large tiles, because most of its tokens are a prompt's.
 MANY_ROWS = 256
@@ -57,18 +57,19 @@ class TritonOps:
     shrink_beside: in a CUDA graph, run LoRA's shrink on a branch parallel to the base projection, which does not need
     it, so that only expand adds its latency to a step. Outside of graphs, the events between streams would cost the
     host more.
+    fp8_products: multiply by FP8 weights with torch's scaled product, where it serves them (`kernels.gpu.scaled`).
     """
 
     sample = staticmethod(sample)
     penalise = staticmethod(logit_edits.penalise)
     forbid = staticmethod(logit_edits.forbid)
 
-    def __init__(self, shrink_beside: bool = True) -> None:
-        self._shrink_beside = shrink_beside
+    def __init__(self, shrink_beside: bool = True, fp8_products: bool = False) -> None:
+        self._shrink_beside, self._fp8_products = shrink_beside, fp8_products
         self._side: torch.cuda.Stream | None = None
 
     def serves(self, scheme: Scheme) -> bool:
-        return scheme == DENSE or scheme.group in GROUPS
+        return schemes.serves(scheme)
 
     def pack(self, weights: LinearWeights) -> LinearWeights:
         return weights
@@ -90,22 +91,30 @@ class TritonOps:
 
     def linear(self, x: Tensor, weights: LinearWeights, group: LoraGroup | None, step: TritonStepTables) -> Tensor:
         if group is None or step.routing is None:
-            return _product(x, weights)
+            return self._product(x, weights)
         segments = step.segments(step.routing, group.a_pages.shape[2])
         if self._side is None and x.is_cuda:
             self._side = torch.cuda.Stream(x.device)  # created in the warm-up run: a capture cannot create streams
         if self._side is None or not (self._shrink_beside and torch.cuda.is_current_stream_capturing()):
-            y = _product(x, weights)
+            y = self._product(x, weights)
             segmented_lora(y, x, group, segments)
             return y
         # The side stream's memory is reused only behind a fork, which comes after the expand that read it.
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             planes = shrink(x, group, segments)
-        y = _product(x, weights)
+        y = self._product(x, weights)
         torch.cuda.current_stream().wait_stream(self._side)
         expand(y, planes, group, segments)
         return y
+
+    def _product(self, x: Tensor, weights: LinearWeights) -> Tensor:
+        """Return the base model's part of `linear`."""
+        if weights.scheme == DENSE:
+            return reference.linear(x, weights)
+        if self._fp8_products and scaled.can_multiply(x, weights):
+            return scaled.linear(x, weights)
+        return quantised.linear(x, weights)
 
     def rope_and_write_kv(
         self, qkv: Tensor, cos_sin: Tensor, kv: KvCache, step: TritonStepTables, norms: HeadNorms | None = None
@@ -139,8 +148,3 @@ class TritonOps:
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         return fused.gelu_and_mul(gate_up)
-
-
-def _product(x: Tensor, weights: LinearWeights) -> Tensor:
-    """Return the base model's part of `TritonOps.linear`."""
-    return reference.linear(x, weights) if weights.scheme == DENSE else quantised.linear(x, weights)

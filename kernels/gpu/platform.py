@@ -28,8 +28,9 @@ class CudaPlatform:
         lora_dtype: torch.dtype | None,
     ) -> Ops:
         from kernels.gpu.ops import TritonOps
+        from kernels.gpu.scaled import CAPABILITY
 
-        return TritonOps()
+        return TritonOps(fp8_products=torch.cuda.get_device_capability(self._device) >= CAPABILITY)
 
     def is_available(self) -> bool:
         return torch.cuda.is_available()

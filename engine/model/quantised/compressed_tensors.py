@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.quantised.fp8 import dequantised
+from engine.model.quantised.fp8 import is_fp8, read_weights
 from engine.model.quantised.method import FIELD, Groups, Module, RawTensors, choose, unpack_words
 from kernels.weights import LinearWeights
 from wire.errors import ConfigError
@@ -37,11 +37,11 @@ class CompressedTensors:
         m = Module(tensors, module, self.name)
         if m.has("weight_packed"):
             return self._packed(m, rows, columns)
+        if is_fp8(m):
+            return read_weights(m, rows, columns, "weight_scale", None)
         if not m.has("weight_scale"):
             return None
-        weight = m.take("weight", (torch.int8, torch.float8_e4m3fn), rows, columns)
-        if weight.dtype == torch.float8_e4m3fn:
-            return dequantised(m, weight, "weight_scale", None)
+        weight = m.take("weight", (torch.int8,), rows, columns)
         scales = self._scales(m, rows)
         zeros = None
         if m.has("weight_zero_point"):

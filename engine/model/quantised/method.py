@@ -23,6 +23,10 @@ class RawTensors(Protocol):
 
     def raw(self, name: str) -> Tensor: ...
 
+    def stored_dtype(self, name: str) -> str:
+        """Return the name that the file gives to a tensor's dtype."""
+        ...
+
 
 class Method(Protocol):
     """Reader of one `quant_method` of config.json."""
@@ -69,6 +73,10 @@ class Module:
                 part, f"is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}; expected {expected}"
             )
         return found
+
+    def stored_dtype(self, part: str) -> str:
+        """Return the name that the file gives to a tensor's dtype, empty for a missing tensor."""
+        return self.tensors.stored_dtype(f"{self.name}.{part}") if self.has(part) else ""
 
     def raw(self, part: str) -> Tensor:
         if not self.has(part):
