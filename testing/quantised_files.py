@@ -100,16 +100,17 @@ def int8(weight: Tensor, *, symmetric: bool) -> Written:
     return tensors, found.weights
 
 
-def fp8(weight: Tensor, kind: str) -> Written:
-    """kind: `tensor`, `channel` or `block` (of 48 by 32)."""
+def fp8(weight: Tensor, kind: str, block: tuple[int, int] = (48, 32)) -> Written:
+    """kind: `tensor`, `channel` or `block`. block: outputs and inputs of a block."""
     scale = weight.abs().max() / 448
     name, scales, by_weight = "weight_scale", scale, scale
     if kind == "channel":
         scales = by_weight = weight.abs().amax(1, keepdim=True) / 448
     elif kind == "block":
-        grid = torch.rand(-(-weight.shape[0] // 48), -(-weight.shape[1] // 32)) * 0.01 + 0.001
+        grid = torch.rand(-(-weight.shape[0] // block[0]), -(-weight.shape[1] // block[1])) * 0.01 + 0.001
         name, scales = "weight_scale_inv", grid
-        by_weight = grid.repeat_interleave(48, 0)[: len(weight)].repeat_interleave(32, 1)[:, : weight.shape[1]]
+        by_weight = grid.repeat_interleave(block[0], 0)[: len(weight)].repeat_interleave(block[1], 1)
+        by_weight = by_weight[:, : weight.shape[1]]
     values = (weight / by_weight).to(torch.float8_e4m3fn)
     return {"weight": values, name: scales}, values.float() * by_weight
 

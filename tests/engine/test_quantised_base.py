@@ -34,7 +34,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "r8": {"r": 8, "lora_alpha": 16, "target_modules": PROJECTIONS},
     "r16": {"r": 16, "lora_alpha": 16, "target_modules": ["k_proj", "down_proj", "lm_head"]},
 }
-PROMPTS = {"r8": list(range(2, 42)), "r16": list(range(100, 109)), None: list(range(5, 100, 3))}
+PROMPTS: dict[str | None, list[int]] = {
+    "r8": list(range(2, 42)),
+    "r16": list(range(100, 109)),
+    None: list(range(5, 100, 3)),
+}
 
 
 @dataclass
@@ -82,12 +86,14 @@ def make_engine(case: Case, request: pytest.FixtureRequest) -> Any:
     return make
 
 
-def logprobs(engine: Engine, digests: dict[str, str]) -> dict[str | None, list[float]]:
+def logprobs(
+    engine: Engine, digests: dict[str, str], prompts: dict[str | None, list[int]] = PROMPTS
+) -> dict[str | None, list[float]]:
     """Return the log-probabilities of each prompt's tokens after its first, of all prompts in one batch."""
     params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=0)
-    for name, prompt in PROMPTS.items():
+    for name, prompt in prompts.items():
         engine.add_request(NewRequest(str(name), prompt, params, adapter_digest=digests[name] if name else None))
-    found: dict[str | None, list[float]] = {name: [] for name in PROMPTS}
+    found: dict[str | None, list[float]] = {name: [] for name in prompts}
     for output in outputs_until_idle(engine):
         assert output.error is None
         name = None if output.request_id == "None" else output.request_id

@@ -3,8 +3,9 @@
 import json
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from kernels.platform import pick_ops, platform_of
 from kernels.roofline import Roofline
 from loraplex.cli import main
 from loraplex.models import ensure_demo_model
+from testing import quantised_files as files
 from testing.stack import CACHE
 from testing.tiny import save_model
 
@@ -145,6 +147,22 @@ def test_a_gpus_memory_is_divided_as_an_engine_divides_it(eight_billion: Path) -
     eight_bits, four_bits = (sizes("h100", quantization=kind).memory.needs.weights for kind in ("int8", "int4"))
     assert eight_bits / dense == pytest.approx(0.53, abs=0.01)
     assert four_bits / dense == pytest.approx(0.31, abs=0.01)
+
+
+def test_a_gpu_keeps_fp8_weights_in_a_byte_each(tiny: Path, tmp_path: Path) -> None:
+    files.write(tiny, tmp_path / "fp8", {"quant_method": "fbgemm_fp8"}, partial(files.fp8, kind="channel"))
+
+    def weights(gpu: str, quantization: Literal["auto", "none"]) -> int:
+        config = EngineConfig(model=str(tmp_path / "fp8"), dtype="bfloat16", quantization=quantization)
+        return estimate(config, gpu, LOAD).memory.needs.weights
+
+    model = parse_model_config(read_config(tiny))
+    q, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    elements = model.hidden_size * (2 * q + 2 * kv + 3 * model.intermediate_size) * model.num_layers
+    outputs = (q + 2 * kv + 2 * model.hidden_size + 2 * model.intermediate_size) * model.num_layers
+    for gpu in ("h100", "a100-40gb"):
+        # A byte a weight instead of two, and a scale of four bytes for each output.
+        assert weights(gpu, "none") - weights(gpu, "auto") == elements - 4 * outputs
 
 
 WORK = StepWork(layer_elements=1000, head_elements=100, weight_bytes=2200, kv_bytes=0)

@@ -18,6 +18,7 @@ from engine.model.quantised.methods import METHODS
 from engine.model.weights import Checkpoint, base_tensor, open_weights
 from kernels import reference
 from kernels.cpu.plain import TorchOps
+from kernels.gpu import schemes
 from testing import quantised_files as files
 from testing.tiny import save_model
 from wire.errors import ConfigError
@@ -25,6 +26,7 @@ from wire.errors import ConfigError
 CPU = torch.device("cpu")
 GPTQ4, GPTQ8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "gptq", "bits": 8}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+FP8, BY_OUTPUT = {"quant_method": "fp8"}, "fp8 with a scale for each output"
 CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], files.Written], str]] = {
     "gptq 4 symmetric": (GPTQ4, partial(files.gptq, bits=4, symmetric=True), "int4 in groups of 32"),
     "gptq 4": (GPTQ4, partial(files.gptq, bits=4, symmetric=False), "int4 in groups of 32 with zero points"),
@@ -46,9 +48,13 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], files.Written], str]] 
         PACKED | {"format": "int-quantized"}, partial(files.int8, symmetric=False),
         "int8 in groups of 32 with minimums",
     ),
-    "fp8 tensor": (PACKED | {"format": "float-quantized"}, partial(files.fp8, kind="tensor"), "dense"),
-    "fp8 channel": (PACKED | {"format": "float-quantized"}, partial(files.fp8, kind="channel"), "dense"),
-    "fp8 block": ({"quant_method": "fp8", "weight_block_size": [48, 32]}, partial(files.fp8, kind="block"), "dense"),
+    "fp8 tensor": (PACKED | {"format": "float-quantized"}, partial(files.fp8, kind="tensor"), BY_OUTPUT),
+    "fp8 channel": (PACKED | {"format": "float-quantized"}, partial(files.fp8, kind="channel"), BY_OUTPUT),
+    "fbgemm channel": ({"quant_method": "fbgemm_fp8"}, partial(files.fp8, kind="channel"), BY_OUTPUT),
+    "fp8 block": (FP8 | {"weight_block_size": [48, 32]}, partial(files.fp8, kind="block"), "fp8 in groups of 32"),
+    "fp8 one block": (
+        FP8 | {"weight_block_size": [128, 128]}, partial(files.fp8, kind="block", block=(128, 128)), BY_OUTPUT
+    ),
 }  # fmt: skip
 
 
@@ -86,6 +92,34 @@ def test_weights_are_exactly_the_checkpoint_s(case: str, model: Path, tmp_path: 
         qkv(source)
 
 
+@pytest.mark.parametrize("case", [case for case in sorted(CASES) if CASES[case][2].startswith("fp8")])
+def test_the_device_decides_which_fp8_weights_stay_in_fp8(case: str, model: Path, tmp_path: Path) -> None:
+    """The CPU keeps none, the GPU those with a scale for each output and those in groups of whole tiles."""
+    config, quantise, scheme = CASES[case]
+    expected = files.write(model, tmp_path / "out", config, quantise)
+    wanted = torch.cat([expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
+    for serves, kept in ((TorchOps().serves, "dense"), (schemes.serves, scheme if scheme == BY_OUTPUT else "dense")):
+        with open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto", serves=serves) as source:
+            found = qkv(source)
+            assert str(found.scheme) == kept
+            assert torch.equal(reference.dequantize(found), wanted)
+
+
+@pytest.mark.parametrize("other", ["dense", "int8"])
+def test_a_layer_of_fp8_and_other_parts_is_dequantised(other: str, model: Path, tmp_path: Path) -> None:
+    def quantise(weight: Tensor) -> files.Written:
+        if weight.shape[0] == 64:  # q_proj, not k_proj and v_proj
+            return files.fp8(weight, "channel")
+        return files.int8(weight, symmetric=True) if other == "int8" else ({"weight": weight}, weight)
+
+    expected = files.write(model, tmp_path / "out", PACKED | {"format": "mixed-precision"}, quantise)
+    wanted = torch.cat([expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
+    with open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto") as source:
+        found = qkv(source)
+        assert source.linear([(Q, 64)], 64).scheme.kind == "fp8"
+    assert torch.equal(found.tensors["weight"], wanted)
+
+
 def test_a_quantised_head_is_not_taken_for_a_tied_embedding(model: Path, tmp_path: Path) -> None:
     """Its checkpoint has no tensor `lm_head.weight`."""
     config, quantise, _ = CASES["packed 4 symmetric"]
@@ -102,6 +136,9 @@ class Tensors(dict[str, Tensor]):
 
     def raw(self, name: str) -> Tensor:
         return self[name]
+
+    def stored_dtype(self, name: str) -> str:
+        return {torch.float8_e4m3fn: "F8_E4M3"}.get(self[name].dtype, "other")
 
 
 Q = "model.layers.1.self_attn.q_proj"
@@ -130,6 +167,44 @@ BREAKS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
     "other blocks": (
         "fp8 block", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)}),
         r"q_proj.weight_scale_inv \(fp8\) is \[3, 3\]; expected one, \[64, 1\], or one for each block",
+    ),
+    "no scale": (
+        "fbgemm channel", lambda t: t.pop(f"{Q}.weight_scale"), r"q_proj.weight_scale \(fp8\) is missing"
+    ),
+    "no scales of blocks": (
+        "fp8 block", lambda t: t.pop(f"{Q}.weight_scale_inv"), r"q_proj.weight_scale_inv \(fp8\) is missing"
+    ),
+    "no scale, compressed-tensors": (
+        "fp8 channel", lambda t: t.pop(f"{Q}.weight_scale"),
+        r"q_proj.weight_scale \(compressed-tensors\) is missing",
+    ),
+    "e5m2": (
+        "fbgemm channel", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(torch.float8_e5m2)}),
+        r"q_proj.weight \(fp8\) is F8_E5M2; expected F8_E4M3",
+    ),
+    "e5m2, compressed-tensors": (
+        "fp8 tensor", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(torch.float8_e5m2)}),
+        r"q_proj.weight \(compressed-tensors\) is F8_E5M2; expected F8_E4M3",
+    ),
+    "infinite scale": (
+        "fp8 tensor", lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf),
+        r"q_proj.weight_scale \(compressed-tensors\) holds NaN or infinite values",
+    ),
+    "not a number, fp8": (
+        "fp8 block", lambda t: t[f"{Q}.weight_scale_inv"][1].fill_(torch.nan),
+        r"q_proj.weight_scale_inv \(fp8\) holds NaN",
+    ),
+    "integer scales": (
+        "fbgemm channel", lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 1, dtype=torch.int32)}),
+        r"q_proj.weight_scale \(fp8\) is int32 \[64, 1\]; expected float16 or bfloat16 or float32",
+    ),
+    "scales of other rows": (
+        "fbgemm channel", lambda t: t.update({f"{Q}.weight_scale": torch.ones(63, 1)}),
+        r"q_proj.weight_scale \(fp8\) is \[63, 1\]; expected one, \[64, 1\], or one for each block",
+    ),
+    "rows of weights": (
+        "fbgemm channel", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][1:].clone()}),
+        r"q_proj.weight \(fp8\) is float8_e4m3fn \[63, 64\]; expected float8_e4m3fn \[64, 64\]",
     ),
     "scalar of scales, gptq": (
         "gptq 4", lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}),
@@ -222,7 +297,8 @@ def test_blocks_larger_than_the_tensor_take_no_memory() -> None:
     method = METHODS["fp8"]({"quant_method": "fp8", "weight_block_size": [1 << 70, 1 << 45]})
     found = method.read(Tensors({"q.weight": weight, "q.weight_scale_inv": torch.full((1, 1), 2.0)}), "q", 16, 64)
     assert found is not None
-    assert torch.equal(found.tensors["weight"], torch.full((16, 64), 2.0))
+    assert torch.equal(reference.dequantize(found), torch.full((16, 64), 2.0))
+    assert found.num_bytes == 16 * 64 + 16 * 4
 
 
 def test_whole_bits_may_be_written_as_a_fraction() -> None:

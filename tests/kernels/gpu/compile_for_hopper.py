@@ -26,11 +26,12 @@ from kernels.gpu import (
     paged_attention,
     quantised,
     sampling,
+    scaled,
     segmented_lora,
     segments,
 )
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
-from kernels.weights import LinearWeights, Scheme
+from kernels.weights import LinearWeights, Scheme, fp8
 
 # Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
 OTHER_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 50)
@@ -154,7 +155,7 @@ def elementwise(num_tokens: int) -> None:
 
 
 def multiply(num_tokens: int) -> None:
-    """Launch products with weights in groups, for few rows and for `num_tokens`."""
+    """Launch products with quantised weights, for few rows and for `num_tokens`, and the rounding of their inputs."""
     scales = torch.zeros(6144, 128, dtype=torch.float16)
     four = {"values": torch.zeros(6144, 2048, dtype=torch.uint8), "scales": scales}
     eight = {"values": torch.zeros(6144, 4096, dtype=torch.int8), "scales": scales}
@@ -163,11 +164,16 @@ def multiply(num_tokens: int) -> None:
         LinearWeights(Scheme("int8", 32, torch.float16), eight, 4096, 6144),
         LinearWeights(Scheme("int4", 32, torch.float16), four, 4096, 6144),
         LinearWeights(Scheme("int4", 32, torch.float16, "zeros"), four | {"zeros": zeros}, 4096, 6144),
+        fp8(torch.zeros(6144, 4096).to(torch.float8_e4m3fn), torch.zeros(6144, 1)),
+        fp8(torch.zeros(6144, 4096).to(torch.float8_e4m3fn), torch.zeros(6144, 32), 128),
     ]
     for rows in (8, num_tokens + quantised.FEW_ROWS):
         x = anywhere(torch.empty(rows, 4096, dtype=torch.bfloat16))
         for weights in layers:
             quantised.linear(x, weights)
+        if (ARCHITECTURE // 10, ARCHITECTURE % 10) >= scaled.CAPABILITY:
+            for width in (4096, 28672):
+                scaled.round_rows(anywhere(torch.empty(rows, width, dtype=torch.bfloat16)))
 
 
 def draw(num_rows: int) -> None:

@@ -23,6 +23,7 @@ KERNELS = {
     "_keep",
     "_choose",
     "_rms_norm",
+    "_round_rows",
     "_rope_and_write_kv",
     "_route",
     "_sample",
@@ -87,7 +88,8 @@ def test_every_type_of_8_bits_compiles(variants):
 def test_every_kernel_compiles_for_an_a100():
     variants = compiled(80, "all")
     assert not any(v["launches early"] or v["waits"] for v in variants)
-    assert {variant["kernel"] for variant in variants} == KERNELS
+    # No product rounds its inputs to FP8, which an A100 does not multiply.
+    assert {variant["kernel"] for variant in variants} == KERNELS - {"_round_rows"}
     # Prompts' tiles of Gemma's heads of 256 spill 280 bytes.
     assert [variant for variant in variants if variant["stack"] > 9 * FEW] == []
     assert all(variant["shared"] <= SHARED_MEMORY[80] for variant in variants)

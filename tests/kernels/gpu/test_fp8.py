@@ -8,7 +8,7 @@ from kernels import reference
 from kernels.gpu import quantised, scaled
 from kernels.gpu.ops import TritonOps
 from kernels.reference import LoraRouting
-from kernels.weights import FP8, LinearWeights, Scheme, fp8
+from kernels.weights import FP8, LinearWeights, Scheme, concatenated, fp8
 from tests.kernels.cpu.test_native import make_batch, make_lora, normal
 
 
@@ -145,3 +145,17 @@ def test_schemes_that_the_gpu_keeps() -> None:
     assert all(TritonOps().serves(scheme) for scheme in served)
     assert not TritonOps().serves(Scheme("fp8", 32, torch.float32))
     assert [str(scheme) for scheme in served[::2]] == ["fp8 with a scale for each output", "fp8 in groups of 128"]
+
+
+def test_layers_of_different_groups_become_one_exactly() -> None:
+    parts = [make(32, 200, group) for group in (0, 64, 128)]
+    found = concatenated(parts)
+    assert found.scheme == Scheme("fp8", 64, torch.float32)
+    assert torch.equal(reference.dequantize(found), torch.cat([reference.dequantize(part) for part in parts]))
+    assert concatenated(parts[:1] * 2).scheme == parts[0].scheme
+
+
+def test_rows_of_an_embedding(device: torch.device) -> None:
+    weights, ids = make(70, 128, 64).to(device), torch.tensor([3, 0, 69, 3]).to(device)
+    found = TritonOps().embed(weights, ids, torch.float16)
+    assert torch.equal(found, reference.dequantize(weights)[ids].half())
