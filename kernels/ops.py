@@ -145,7 +145,7 @@ class Ops(Protocol):
     """
 
     def serves(self, scheme: Scheme) -> bool:
-        """Return whether `pack` accepts weights of this scheme."""
+        """Return whether `pack` accepts weights of this scheme. Readers dequantise a checkpoint's other weights."""
         ...
 
     def pack(self, weights: LinearWeights) -> LinearWeights:

@@ -12,6 +12,7 @@ import random
 import sys
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +38,7 @@ from engine.scheduling.request import NewRequest, SamplingParams
 from engine.speculative_config import SpeculativeConfig
 from kernels.gpu import attention_work, paged_attention, segmented_lora
 from kernels.gpu.ops import TritonOps
+from testing import quantised_files as files
 from testing.card import Card
 from testing.tiny import save_adapter, save_model
 from tests.kernels.gpu.compile_for_hopper import Driver
@@ -45,6 +47,7 @@ from tests.kernels.gpu.compile_for_hopper import Driver
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"async_scheduling": True},
     "8 bits": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "lora_dtype": "fp8_e4m3", "async_scheduling": True},
+    "fp8 base": {"dtype": "bfloat16", "async_scheduling": True},
     "drafts": {"speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)},
 }
 launch = JITFunction.run
@@ -75,8 +78,8 @@ class ZeroOps(TritonOps):
         return torch.zeros_like(super().sample(logits, *parameters))
 
 
-def make_engine(folder: Path, **options: Any) -> tuple[Engine, list[str]]:
-    engine.build.pick_ops = lambda *_: ZeroOps()  # type: ignore[assignment]
+def make_engine(folder: Path, is_fp8: bool, options: dict[str, Any]) -> tuple[Engine, list[str]]:
+    engine.build.pick_ops = lambda *_: ZeroOps(fp8_products=True)  # type: ignore[assignment]
     # A capture runs nothing here, so the warm-up must compile all.
     platform = Card(64 << 30)
     modules = (engine.execution.graphs, engine.execution.masks, engine.execution.runner, engine.execution.sampler)
@@ -87,12 +90,14 @@ def make_engine(folder: Path, **options: Any) -> tuple[Engine, list[str]]:
     engine.execution.sampler.mark_not_finite = lambda tokens, logits: tokens
     engine.execution.runner.mark_not_finite = lambda tokens, logits: tokens  # type: ignore[attr-defined]
     save_model(folder / "base", max_model_len=2048)
+    if is_fp8:
+        files.write(folder / "base", folder / "fp8", {"quant_method": "fp8"}, partial(files.fp8, kind="channel"))
     host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 24, DTYPES[options.get("dtype", "float32")])
     for i in range(3):
         save_adapter(folder / f"adapter-{i}", rank=(3, 8, 20)[i], seed=i)
     made = Engine(
         EngineConfig(
-            model=str(folder / "base"),
+            model=str(folder / ("fp8" if is_fp8 else "base")),
             device="cpu",
             max_lora_rank=24,
             adapter_memory=8 << 20,
@@ -141,13 +146,13 @@ def main() -> None:
     segmented_lora.can_launch_early = paged_attention.can_launch_early = lambda device: True  # type: ignore[assignment]
     for case in sys.argv[1:]:
         if case in CASES:
-            run(CASES[case])
+            run(CASES[case], case == "fp8 base")
 
 
-def run(options: dict[str, Any]) -> None:
+def run(options: dict[str, Any], is_fp8: bool) -> None:
     known.clear()
     with tempfile.TemporaryDirectory() as folder:
-        served, digests = make_engine(Path(folder), **options)
+        served, digests = make_engine(Path(folder), is_fp8, options)
         ready = set(known)
         steps = serve(served, digests, 0, 16 if "speculative_config" in options else 5)
         drafted = sum(count.drafted for count in served.state().drafts)

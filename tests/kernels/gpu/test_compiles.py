@@ -126,9 +126,11 @@ def test_a_serving_engine_compiles_nothing(case, counted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["fp32", "8 bits", "drafts"])
+@pytest.mark.parametrize("case", ["fp32", "8 bits", "fp8 base", "drafts"])
 def test_the_variants_of_a_serving_engine_compile(case):
-    """The same with Triton's compiler. "8 bits": also in bf16, with keys, values and adapters of 8 bits."""
+    """The same with Triton's compiler. "8 bits": also in bf16, with keys, values and adapters of 8 bits. "fp8 base": in
+    bf16, with an FP8 checkpoint.
+    """
     [found] = run_compiler("-m", "tests.kernels.gpu.compile_while_serving", "--compile", case)
     check_serving(case, found)
 
@@ -137,5 +139,6 @@ def check_serving(case: str, found: dict) -> None:
     assert found["serving"] == {}
     assert found["steps"] > 20
     assert {"_attend", "_expand", "_list_work", "_penalise", "_forbid", "_choose"} <= found["ready"].keys()
+    assert ("_round_rows" in found["ready"]) == (case == "fp8 base")
     # The number depends on the measured times of steps.
     assert (found["drafted"] > 0) == (case == "drafts")

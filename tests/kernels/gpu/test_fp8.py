@@ -7,6 +7,8 @@ from torch import Tensor
 from kernels import reference
 from kernels.gpu import quantised, scaled
 from kernels.gpu.ops import TritonOps
+from kernels.gpu.platform import CudaPlatform
+from kernels.ops import Ops
 from kernels.reference import LoraRouting
 from kernels.weights import FP8, LinearWeights, Scheme, concatenated, fp8
 from tests.kernels.cpu.test_native import make_batch, make_lora, normal
@@ -87,7 +89,7 @@ def test_rows_are_rounded_as_in_the_reference(scaled_device: torch.device) -> No
         scaled.round_rows(x.t())
 
 
-def products(ops: TritonOps, x: Tensor, weights: LinearWeights) -> Tensor:
+def products(ops: Ops, x: Tensor, weights: LinearWeights) -> Tensor:
     return ops.linear(x, ops.pack(weights), None, ops.step_tables(make_batch([1] * len(x), [1] * len(x), 16), None))
 
 
@@ -159,3 +161,15 @@ def test_rows_of_an_embedding(device: torch.device) -> None:
     weights, ids = make(70, 128, 64).to(device), torch.tensor([3, 0, 69, 3]).to(device)
     found = TritonOps().embed(weights, ids, torch.float16)
     assert torch.equal(found, reference.dequantize(weights)[ids].half())
+
+
+@pytest.mark.parametrize(("capability", "scales"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_cards_capability_decides(capability: tuple[int, int], scales: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine on an A100 widens weights; one on an RTX 4090, an L4 or an H100 multiplies FP8."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    asked: list[LinearWeights] = []
+    monkeypatch.setattr(scaled, "linear", lambda x, weights: asked.append(weights) or x)
+    monkeypatch.setattr(quantised, "linear", lambda x, weights: x)
+    ops = CudaPlatform(torch.device("cuda")).ops(torch.bfloat16, 64, 16, None, None)
+    products(ops, normal(3, 64, dtype=torch.bfloat16), make(96, 64))
+    assert bool(asked) == scales
