@@ -12,6 +12,7 @@ from kernels.ops import Ops
 from kernels.reference import LoraRouting
 from kernels.weights import FP8, LinearWeights, Scheme, concatenated, fp8
 from tests.kernels.cpu.test_native import make_batch, make_lora, normal
+from tests.kernels.gpu.test_triton_ops import to
 
 
 def make(out_features: int, in_features: int, group: int = 0) -> LinearWeights:
@@ -123,23 +124,23 @@ def test_each_product_has_its_kernel(scaled_device: torch.device) -> None:
 def test_an_adapters_delta_is_that_of_unrounded_inputs(
     scaled_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dtype = torch.bfloat16
-    if scaled_device.type == "cpu":  # where Triton's interpreter multiplies no bfloat16
-        dtype = torch.float16
-        monkeypatch.setattr(scaled, "can_multiply", lambda x, weights: True)
-    group, tables = make_lora((0, 64, 96, 128), dtype)
-    weights, ops = make(128, 96), TritonOps(fp8_products=True)
+    """In float16, because the interpreter multiplies no bfloat16."""
+    monkeypatch.setattr(scaled, "can_multiply", lambda x, weights: True)
+    group, tables = make_lora((0, 64, 96, 128), torch.float16)
+    weights, ops = make(128, 96).to(scaled_device), TritonOps(fp8_products=True)
     batch = make_batch([1, 4, 1], [1, 4, 1], 16, [2, -1, 0])
-    x = normal(batch.num_tokens, 96, dtype=dtype)
-    found = ops.linear(x, weights, group, ops.step_tables(batch, tables)).float()
+    x = normal(batch.num_tokens, 96, dtype=torch.float16).to(scaled_device)
+    values, scales = reference.quantize_rows(x.cpu(), FP8)
+    exact, rounded = torch.zeros(len(x), 128), torch.zeros(len(x), 128)
     routing = LoraRouting(batch.adapter_index, tables.page_table, tables.ranks)
-    delta = found - ops.linear(x, weights, None, ops.step_tables(batch, tables)).float()
-    exact, rounded = torch.zeros_like(found), torch.zeros_like(found)
-    reference.segmented_lora(exact, x.float(), group, routing)
-    values, scales = reference.quantize_rows(x, FP8)
-    reference.segmented_lora(rounded, values.float() * scales[:, None], group, routing)
+    for delta, inputs in ((exact, x.cpu().float()), (rounded, values.float() * scales[:, None])):
+        reference.segmented_lora(delta, inputs, group, routing)
+    tables.page_table, tables.ranks = (part.to(scaled_device) for part in (tables.page_table, tables.ranks))
+    step = ops.step_tables(to(batch, scaled_device), tables)
+    with_lora, without = (ops.linear(x, weights, each, step) for each in (to(group, scaled_device), None))
+    found = (with_lora.float() - without.float()).cpu()
     assert exact.norm() > 1
-    assert (delta - exact).norm() < 0.2 * (delta - rounded).norm()
+    assert (found - exact).norm() < 0.2 * (found - rounded).norm()
 
 
 def test_schemes_that_the_gpu_keeps() -> None:
