@@ -53,7 +53,7 @@ class EngineConfig:
     """Configuration of an engine. Sizes are in tokens, memory in bytes. None: taken from the model or the machine.
     Raises ConfigError for a value out of range.
 
-    async_scheduling: plan and launch a step before the tokens of the previous step are read.
+    async_scheduling: plan and launch a step before the tokens of the previous step are read, except beside drafts.
     quantization: int8 and int4 round the weights of an unquantised checkpoint in groups of 32; int4 keeps the
         embedding and the head in 8 bits.
     kv_cache_dtype: auto is the model's dtype; an 8-bit dtype has a scale for each token and head.
@@ -156,10 +156,6 @@ class EngineConfig:
             raise ConfigError("block_size", f"expected 8, 16, 32, 64 or 128, got {self.block_size}")
         if self.max_num_seqs is not None and self.max_num_batched_tokens is not None:
             BatchSizes.of(self, is_gpu=False)
-        if self.speculative_config is not None and self.async_scheduling:
-            raise ConfigError(
-                "async_scheduling", "expected none with speculative_config: drafts follow the newest token"
-            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 With async scheduling the host works while the device computes: it plans a step and launches its forward pass before it
 reads the tokens of the step before. It reads and commits these while the pass runs, so that sampling knows every
-earlier token; requests that ended then are dropped from the in-flight step. The answers are the same.
+earlier token; requests that ended then are dropped from the in-flight step. The answers are the same. Drafts follow the
+newest token, so before and after a step with drafts the tokens are read first.
 
 Independent of HTTP and text; without threads except the adapter loaders'. All methods are called from one thread.
 """
@@ -26,7 +27,7 @@ from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.launch_timer import LaunchTimer
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.proposer import PromptLookups
-from engine.scheduling.request import NewRequest, Request, RequestOutput
+from engine.scheduling.request import NewRequest, Request, RequestOutput, Status
 from engine.scheduling.scheduler import Scheduler, StepLimits
 from engine.state import EngineFacts, EngineState
 from engine.step_log import StepLog, StepWork
@@ -43,8 +44,8 @@ REPORTED_TENANTS = 20
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
-    perf_counter at the start of its planning. is_short: whether it leaves out streams (`Scheduler.is_short`). context:
-    tokens of its requests.
+    perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
+    rows. context: tokens of its requests.
     """
 
     sampling: StepTokens
@@ -52,7 +53,7 @@ class StepInFlight:
     started: float
     num_decodes: int
     num_prompt_tokens: int
-    is_short: bool
+    is_typical: bool
     context: int
 
 
@@ -74,10 +75,8 @@ class Engine:
         self.adapters = parts.adapters
         self.runner = parts.runner
         # On the CPU the step occupies the host's cores, so reading its tokens later would only delay them.
-        # Drafts follow the newest token, so a step with drafts is planned after the tokens before it are read.
         wanted, speculation = config.async_scheduling, config.speculative_config
-        is_async = not platform_of(self.device).is_host and speculation is None
-        self._async = is_async if wanted is None else wanted
+        self._async = not platform_of(self.device).is_host if wanted is None else wanted
         self._in_flight: StepInFlight | None = None
         self._last_commit = 0.0
         self._launch_timer = LaunchTimer()
@@ -156,36 +155,38 @@ class Engine:
             return 0.0
         expected = self._pacer.step_seconds(step.num_decodes, step.num_prompt_tokens)
         begun = max(step.started, self._last_commit)
-        return begun + self._launch_timer.delay(expected) - time.perf_counter()
+        # The tokens of a step with drafts are read before the next plan, so an earlier plan would only wait for them.
+        delay = expected if step.launched is not None else self._launch_timer.delay(expected)
+        return begun + delay - time.perf_counter()
 
     def step(self) -> list[RequestOutput]:
         """Run a step. Return an output for each request that received a token or ended; with async scheduling, the
         tokens are those of the step before.
         """
         started = time.perf_counter()
-        plan = self.scheduler.schedule()
-        outputs = [request.output([]) for request in self.scheduler.take_failed()]
+        outputs = self._commit() if self._must_read_first() else []
+        plan = self.scheduler.schedule(may_draft=self._in_flight is None)
+        outputs += [request.output([]) for request in self.scheduler.take_failed()]
         launched = self.runner.forward(plan) if plan else None
         if launched is not None and self._in_flight is not None:
             is_late = self._in_flight.sampling.is_ready
             self._launch_timer.observe(time.perf_counter() - started, is_late=is_late)
         outputs += self._commit()
         if launched is not None:
-            num_decodes = self.scheduler.num_decodes
-            num_drafts = 0 if self.scheduler.drafter is None else sum(request.num_drafted for request in plan)
+            num_decodes, drafter = self.scheduler.num_decodes, self.scheduler.drafter
+            num_drafts = 0 if drafter is None else sum(request.num_drafted for request in plan)
             num_prompt_tokens = launched.layout.num_tokens - num_decodes - num_drafts
             self.scheduler.advance(plan)
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
-            is_short = self.scheduler.is_short
             self._in_flight = StepInFlight(
                 sampling,
                 launched if num_drafts else None,
                 started,
                 num_decodes,
                 num_prompt_tokens,
-                is_short,
+                not self.scheduler.is_short and (drafter is None or drafter.is_typical),
                 launched.layout.context,
             )
             self._num_steps += 1
@@ -193,6 +194,19 @@ class Engine:
             if not self._async:
                 outputs += self._commit()
         return outputs
+
+    def _must_read_first(self) -> bool:
+        """Return whether the tokens in flight are read before the next plan: those of a step with drafts, whose number
+        is unknown, and those that drafts are likely to follow.
+        """
+        step, drafter = self._in_flight, self.scheduler.drafter
+        if step is None or drafter is None:
+            return False
+        if step.launched is not None:
+            return True
+        running = [request for request in step.sampling.requests if request.status is Status.RUNNING]
+        # Other running requests have prompts in progress, and steps with prompts have no drafts.
+        return len(running) == len(self.scheduler.running) and drafter.expects(running)
 
     def _commit(self) -> list[RequestOutput]:
         """Read the tokens of the in-flight step, if there is one, and append them to its requests."""
@@ -205,9 +219,9 @@ class Engine:
         now = time.perf_counter()
         # The step ran from its start, or from the end of the step before it if that was later.
         seconds = now - max(step.started, self._last_commit)
-        if not step.is_short and not num_drafts and (drafter is None or drafter.is_typical):
+        if step.is_typical and not num_drafts:
             self._pacer.observe(seconds, step.num_decodes, step.num_prompt_tokens)
-        if drafter is not None and not step.is_short and not step.num_prompt_tokens:
+        if drafter is not None and step.is_typical and not step.num_prompt_tokens:
             drafter.observe(seconds, step.num_decodes, num_drafts)
         decodes = step.num_decodes + num_drafts
         self._steps.add(seconds, decodes=decodes, prompt_tokens=step.num_prompt_tokens, context=step.context)

@@ -5,6 +5,7 @@ import random
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -47,8 +48,9 @@ class Arrival:
 class VirtualEngine:
     """An engine that is stepped as `StepThread` steps it. Times are seconds since the start.
 
-    waits: arrivals and times to first token of each tenant's answered requests. service: prompt tokens plus twice the
-    output tokens of each tenant. num_steps: steps so far.
+    sampling: further fields of `SamplingParams` of all later arrivals. waits: arrivals and times to first token of each
+    tenant's answered requests. service: prompt tokens plus twice the output tokens of each tenant. num_steps: steps so
+    far.
     """
 
     def __init__(self, make_engine: Make, monkeypatch: pytest.MonkeyPatch, **options: object) -> None:
@@ -65,6 +67,7 @@ class VirtualEngine:
         self.waits: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
         self.service: defaultdict[str, int] = defaultdict(int)
         self.num_steps = 0
+        self.sampling: dict[str, Any] = {}
 
     @property
     def now(self) -> float:
@@ -102,7 +105,7 @@ class VirtualEngine:
             request_id = f"{arrival.tenant}-{arrival.number}"
             self._asked[request_id] = arrival
             tokens = [self._rng.randrange(3, 380) for _ in range(arrival.prompt)]
-            params = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True)
+            params = SamplingParams(max_tokens=arrival.max_tokens, ignore_eos=True, **self.sampling)
             self._engine.add_request(NewRequest(request_id, tokens, params, tenant_id=arrival.tenant))
 
     def _step(self) -> None:

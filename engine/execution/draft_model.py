@@ -71,6 +71,10 @@ class DraftModel:
             return []
         return rates.chances(min(most, self._sizes.context - len(request.token_ids)), is_fresh=True)
 
+    def foresee(self, request: Request) -> float:
+        """Return the chance of the next draft, which does not depend on the token in flight."""
+        return max(self.chances(request, 1), default=0.0)
+
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
         self._drop_ended()
         drafting, spent = self._begin(numbers), dict.fromkeys(numbers, 0)

@@ -6,7 +6,7 @@ prompts have drafts. Their number follows from measured times: a draft is planne
 is worth the time that it adds. Independent of tensors.
 """
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from typing import NamedTuple
 
 from engine.scheduling.cost import DRAFT, step_cost
@@ -31,7 +31,7 @@ class DraftCount(NamedTuple):
 
 class Drafter:
     """Plans and confirms an engine's drafts. Call its methods in this order: `extend` at the end of a plan, `confirm`
-    after each commit, `end_step`, `observe`.
+    after each commit, `end_step`, `observe`. `expects` is called before a plan while a step is in flight.
     """
 
     def __init__(self, proposer: Proposer, most_drafts: int, cache: KVCache, policy: Policy, most_rows: int) -> None:
@@ -43,15 +43,29 @@ class Drafter:
         self._times = StepTimes()
         self._drafted: list[Request] = []
         self._counts: dict[str, list[int]] = {}
-        self.is_typical = True  # whether the last step's time is like that of other steps with so many drafts
+        self.is_typical = True  # whether the last plan's time is like that of other steps with so many drafts
+
+    def expects(self, requests: Collection[Request]) -> bool:
+        """Return whether drafts are likely to pay in the next step of these requests, whose newest tokens are in
+        flight. If so, these tokens have to be read before the step is planned.
+        """
+        number = len(requests)
+        if not self._may_pay(number):
+            return False
+        has_chances = False
+        for request in requests:
+            chance = self._proposer.foresee(request) if request.can_draft else 0.0
+            if chance and self._times.pays(chance, number, 0, number):
+                return True
+            has_chances |= chance > 0
+        if has_chances:
+            self._times.forget(number)
+        return False
 
     def extend(self, plan: MutableMapping[Request, int]) -> None:
-        """Add drafts to a plan that has decodes only, as long as they pay."""
+        """Add drafts to a plan that has decodes only, as long as they pay. All tokens of its requests are known."""
         num_decodes, self.is_typical = len(plan), True
-        if not self._times.may_draft(num_decodes):
-            return
-        if not self._times.pays(1.0, num_decodes, 0, num_decodes):
-            self._times.forget(num_decodes)
+        if not self._may_pay(num_decodes):
             return
         chosen = self._choose({r: self._chances(r) for r in plan if r.can_draft}, num_decodes)
         numbers = {r: room for r, number in chosen.items() if (room := self._make_room(r, number))}
@@ -89,14 +103,21 @@ class Drafter:
         return number
 
     def observe(self, seconds: float, num_decodes: int, num_drafts: int) -> None:
-        """Record the time of a step without prompts."""
-        if self.is_typical:
-            self._times.observe(seconds, num_decodes, num_drafts)
-        self.is_typical = True
+        """Record the time of a step without prompts, which was typical."""
+        self._times.observe(seconds, num_decodes, num_drafts)
 
     def counts(self) -> tuple[DraftCount, ...]:
         """Return the drafts since the engine's start by adapter."""
         return tuple(DraftCount(adapter, *counts) for adapter, counts in self._counts.items())
+
+    def _may_pay(self, num_decodes: int) -> bool:
+        """Return whether a step with so many decodes has room for drafts, and such that are all accepted pay."""
+        if num_decodes >= self._most_rows or not self._times.may_draft(num_decodes):
+            return False
+        if self._times.pays(1.0, num_decodes, 0, num_decodes):
+            return True
+        self._times.forget(num_decodes)
+        return False
 
     def _chances(self, request: Request) -> list[float]:
         """Return the probability that all of the request's first 1, 2, ... drafts are accepted."""

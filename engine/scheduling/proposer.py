@@ -34,6 +34,10 @@ class Proposer(Protocol):
         """
         ...
 
+    def foresee(self, request: Request) -> float:
+        """Return the probability that the request's next draft is accepted, where its newest token is in flight."""
+        ...
+
     def propose(self, numbers: Mapping[Request, int]) -> Mapping[Request, Proposal]:
         """Return as many drafts as wanted, or fewer, for each of these requests. Called after `chances` in each step
         that may have drafts.
@@ -75,6 +79,11 @@ class PromptLookups:
         for is_true, is_fresh in request.lookup.follow(request.token_ids):
             shared.observe(is_true, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
         return request.lookup.chances(most) if most > 0 and request.lookup.find() else []
+
+    def foresee(self, request: Request) -> float:
+        """Return the probability that the token in flight and the one after it continue the occurrence found so far."""
+        found = self.chances(request, 2)
+        return found[1] if len(found) > 1 else 0.0
 
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
         return {

@@ -112,9 +112,9 @@ class Scheduler:
         request.arrived = self._clock()
         self.policy.enter(request, request.arrived)
 
-    def schedule(self) -> Plan:
+    def schedule(self, *, may_draft: bool = True) -> Plan:
         """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run
-        now.
+        now. may_draft: whether no step is in flight, so that drafts may follow the newest tokens.
         """
         plan: Plan = {}
         self._gave_way, self._num_reclaimed = set(), 0
@@ -132,8 +132,8 @@ class Scheduler:
             self.num_decodes = sum(r.is_decoding for r in plan)
         else:
             self.num_decodes, self.is_short = len(plan), False
-        if self.drafter is not None and len(plan) == self.num_decodes and not self.is_short:
-            self.drafter.extend(plan)
+        if self.drafter is not None:
+            self.drafter.extend(plan if may_draft and len(plan) == self.num_decodes and not self.is_short else {})
         return plan
 
     def advance(self, plan: Plan) -> None:

@@ -132,11 +132,12 @@ def test_plain_and_other_requests_in_one_step_answer_as_without(
     guesses: dict[str, list[int]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """tables: penalties and masks are in the tables of a GPU's seats."""
-    options = SIMULATED if kind == "simulated" else {}
+    """tables: as on a GPU, penalties and masks are in tables of the seats, and steps without drafts overlap."""
+    options: dict[str, Any] = SIMULATED if kind == "simulated" else {}
     plain, digests = make_engine(**options)
     if kind == "tables":
         monkeypatch.setattr(runner_module, "platform_of", device_platform)
+        options = {"async_scheduling": True}
     drafting, _ = make_engine(**options, speculative_config=NGRAM)
     assert kind == "simulated" or (drafting.runner._seats.tokens is not None) == (kind == "tables")  # type: ignore[attr-defined]
 

@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.config import EngineConfig
 from engine.scheduling.cost import DRAFT, step_cost
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
@@ -214,5 +213,3 @@ def test_a_configuration_is_vllms() -> None:
     assert parsed == SpeculativeConfig("ngram", 3, prompt_lookup_max=4, prompt_lookup_min=4)
     draft = SpeculativeConfig.parse('{"method": "draft_model", "model": "m", "num_speculative_tokens": 3}')
     assert draft == SpeculativeConfig("draft_model", 3, model="m")
-    with pytest.raises(ConfigError, match="async_scheduling: "):
-        EngineConfig(model="m", async_scheduling=True, speculative_config=parsed)
