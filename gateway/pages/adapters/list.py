@@ -82,7 +82,7 @@ class AdapterListPage:
         except BadRequest as error:
             errors[error.param or ""] = error.message
         table.rows, table.total = [self._row(each) for each in found.adapters], found.total
-        return self._frame.render(
+        return await self._frame.render_long(
             request,
             "adapters.html",
             title="Adapters",

@@ -79,7 +79,7 @@ class ConsoleAdapters(ConsolePages):
         if is_csv and not errors:
             return csv_response("adapters", CSV_COLUMNS, rows)
         table.rows, table.total = rows, found.total
-        return self.console.frame.render(
+        return await self.console.frame.render_long(
             request,
             "console/adapters.html",
             title="Models and adapters",

@@ -57,7 +57,7 @@ class ConsoleKeys(ConsolePages):
             return await send_csv(request, "keys", [each for each in CSV_COLUMNS if each.key != "tenant"], read)
         await read_page(table, read)
         done = DONE.get(request.query.get("done", ""))
-        return self.console.frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
+        return await self.console.frame.render_long(request, "keys.html", title="Keys", done=done, **key_context(table))
 
     @needs("keys")
     async def new(self, request: web.Request) -> web.StreamResponse:

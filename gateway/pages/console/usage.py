@@ -84,7 +84,7 @@ class ConsoleUsage(ConsolePages):
             errors[error.param or ""] = error.message
             by = "day"
             context = await self._figures(request, principal, by, span)
-        return self.console.frame.render(
+        return await self.console.frame.render_long(
             request,
             "console/usage.html",
             title="Usage and cost",

@@ -1,5 +1,6 @@
 """Frame of every page: navigation by role, status strip, security headers, and the templates' filters."""
 
+import asyncio
 import hashlib
 import json
 import logging
@@ -139,8 +140,26 @@ class Frame:
         response[SHOWN_ONCE] = True
         return response
 
+    async def render_long(
+        self, request: web.Request, template: str, *, title: str, status: int = 200, **context: Any
+    ) -> web.Response:
+        """Return a page with many rows. A thread renders it, because 50 rows take 10 to 20 ms.
+
+        context: values that nothing changes meanwhile.
+        """
+        found, variables = self._prepare(request, template, title, context)
+        html = await asyncio.to_thread(found.render, variables)
+        return web.Response(text=html, status=status, content_type="text/html", headers=HEADERS)
+
     def html(self, request: web.Request, template: str, *, title: str, **context: Any) -> str:
         """Return the page's text."""
+        found, variables = self._prepare(request, template, title, context)
+        return found.render(variables)
+
+    def _prepare(
+        self, request: web.Request, template: str, title: str, context: Mapping[str, Any]
+    ) -> tuple[jinja2.Template, dict[str, Any]]:
+        """Return the template and its variables, `context` among them."""
         visitor = self._visitor_of(request)
         role = visitor.role if visitor is not None else ""
         is_tenants = role in TENANTS or request.path.startswith(CONSOLE_PATH)
@@ -161,7 +180,7 @@ class Frame:
             "link": lambda **changes: link(request, **changes),
             "now": datetime.now(UTC),
         }
-        return self._environment.get_template(template).render(variables | context)
+        return self._environment.get_template(template), {**variables, **context}
 
     def strip_html(self, *, is_tenants: bool) -> str:
         """Return the strip alone, for live updates. is_tenants: leave out addresses and reasons."""

@@ -91,7 +91,7 @@ class UsagePages:
         except BadRequest as error:
             span, errors = PagePeriod("", now - timedelta(days=1), now), {error.param or "": error.message}
             context = {"span": span, "errors": errors, "group_by": "tenant", "measure": "cost", "table": None}
-        return self._frame.render(
+        return await self._frame.render_long(
             request,
             "usage.html",
             title="Usage and cost",

@@ -83,7 +83,7 @@ class Overview:
         except Unavailable as error:
             missing = error.message
         status = self._strip.read()
-        return self._frame.render(
+        return await self._frame.render_long(
             request,
             "overview.html",
             title="Overview",

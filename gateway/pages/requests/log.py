@@ -87,7 +87,7 @@ class RequestPages:
         except BadRequest as error:
             errors[error.param or ""] = error.message
         used = [name for name in self.filters if request.query.get(name)]
-        return self._frame.render(
+        return await self._frame.render_long(
             request,
             "requests.html",
             title="Requests",

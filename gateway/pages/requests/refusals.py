@@ -63,7 +63,7 @@ class RefusalPages:
             if request.query.get("format"):
                 raise
             errors[error.param or ""] = error.message
-            return self._show(request, now, errors=errors)
+            return await self._show(request, now, errors=errors)
         is_csv = request.query.get("format") == "csv"
         if is_csv and request.query.get("table") != "reserved":
             return csv_response("refusals", COLUMNS, sums.causes)
@@ -71,11 +71,11 @@ class RefusalPages:
         if is_csv:
             return csv_response("reserved-tokens", RESERVED_COLUMNS[:-1], rows)
         reserved = Table("reserved", RESERVED_COLUMNS, rows=rows, csv=False)
-        return self._show(
+        return await self._show(
             request, now, span=span, sums=sums, table=fill(table, sums.causes), group_by=group_by, reserved=reserved
         )
 
-    def _show(
+    async def _show(
         self,
         request: web.Request,
         now: datetime,
@@ -86,7 +86,7 @@ class RefusalPages:
     ) -> web.Response:
         defaults: dict[str, Any] = {"errors": {}, "table": None, "reserved": None, "group_by": GROUPS[0]}
         shown = defaults | context
-        return self._frame.render(
+        return await self._frame.render_long(
             request,
             "refusals.html",
             title="Why 429",

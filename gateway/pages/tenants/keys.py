@@ -52,7 +52,7 @@ class KeyPages:
             return await send_csv(request, "keys", CSV_COLUMNS, read)
         await read_page(table, read)
         done = DONE.get(request.query.get("done", ""))
-        return self._frame.render(request, "keys.html", title="Keys", done=done, **key_context(table))
+        return await self._frame.render_long(request, "keys.html", title="Keys", done=done, **key_context(table))
 
     async def new(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a tenant's new key; with a form, create it and show its secret."""

@@ -72,7 +72,7 @@ class TenantPages:
             return await send_csv(request, "tenants", COLUMNS, read)
         if not errors:
             await read_page(table, read)
-        return self._frame.render(
+        return await self._frame.render_long(
             request,
             "tenants.html",
             title="Tenants",

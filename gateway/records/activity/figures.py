@@ -164,7 +164,7 @@ def rest_of(every: Curve, groups: Sequence[Curve]) -> Curve:
     for name in Curve.__struct_fields__:
         parts = [getattr(group, name) for group in groups]
         whole = getattr(every, name)
-        fields[name] = [max(0, value - sum(part[i] for part in parts)) for i, value in enumerate(whole)]
+        fields[name] = [max(0, value - sum(values)) for value, *values in zip(whole, *parts, strict=True)]
     return Curve(**fields)
 
 

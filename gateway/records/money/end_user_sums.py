@@ -222,12 +222,14 @@ async def read_largest(
         batches: list[list[str]] = []
         while waiting and len(batches) < READS_AT_ONCE:
             some: list[Candidate] = []
-            while waiting and (not some or sum(each.size for each in some) + waiting[0].size <= RANKED_AT_ONCE):
+            size = 0
+            while waiting and (not some or size + waiting[0].size <= RANKED_AT_ONCE):
                 candidate = waiting.popleft()
                 if candidate.size > left:
                     unread.append(candidate)
                     continue
                 some.append(candidate)
+                size += candidate.size
                 left -= candidate.size
             if some:
                 batches.append([candidate.tenant_id for candidate in some])
