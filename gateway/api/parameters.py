@@ -95,7 +95,7 @@ PARAMETERS = {
     "tenant": Parameter(TEXT, "Name of a tenant."),
     "type": Parameter(TEXT, "Type of the events, such as `engine.down`, or `engine` for all of a kind."),
     "until": Parameter(MOMENT, "End of the period (exclusive); by default now."),
-    "unused": Parameter(FLAG, "Whether to list only adapters without a request in the last 24 hours."),
+    "unused": Parameter(FLAG, "Whether to list only adapters without a request in the last 30 days."),
     "url": Parameter({"type": "string", "format": "uri"}, "URL of an engine; without it, the queue's history."),
     "version": Parameter(_number(0), "Version of the model."),
 }
@@ -105,6 +105,9 @@ OF_ROUTE = {
     ("/admin/api/activity", "limit"): Parameter(_number(1, activity.MAX_GROUPS, 8), "Maximum number of groups."),
     ("/admin/api/activity", "order"): Parameter(_choice(activity.ORDERS, "requests"), "Measure of the order."),
     ("/admin/api/adapters", "base"): Parameter(TEXT, "Digest of the base model on which the adapter was probed."),
+    ("/admin/api/adapters", "idle_days"): Parameter(
+        _number(1, 9999), "Adapters without a request in this number of UTC days, the present one among them."
+    ),
     ("/admin/api/adapters", "limit"): Parameter(
         _number(1, adapter_list.MAX_PAGE, ADAPTER_ROWS), "Maximum number of adapters in the answer."
     ),

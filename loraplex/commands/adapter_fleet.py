@@ -18,12 +18,12 @@ LISTED = ("tenant", "name", "newest_version", "newest_state", "versions", "rank"
 PAGE = 1000
 
 
-async def every_adapter(client: "GatewayClient") -> list[dict[str, Any]]:
-    """Return the adapters of all tenants."""
+async def every_adapter(client: "GatewayClient", **which: Any) -> list[dict[str, Any]]:
+    """Return the adapters of all tenants. which: filters of the query."""
     found: list[dict[str, Any]] = []
     number = 1
     while True:
-        query = {"limit": PAGE, "page": number}
+        query = which | {"limit": PAGE, "page": number}
         page = await client.call("GET", "/admin/api/adapters", params=query)
         found += page["data"]
         if not page["has_more"]:

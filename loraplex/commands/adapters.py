@@ -1,5 +1,6 @@
 """The `loraplex adapter` commands: a tenant's adapters, with the tenant's own key or as an operator."""
 
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,8 @@ from loraplex.commands.common import Gateway, admin_options, confirm, examples, 
 from loraplex.commands.golden import golden
 from loraplex.commands.mixtures import COMMANDS as MIXTURE_COMMANDS
 from loraplex.commands.output import json_option, print_json, print_table
+from loraplex.commands.tenant_filter import idle_days
+from loraplex.commands.values import Duration
 from loraplex.commands.verify import verify
 from loraplex.commands.versions import COMMANDS as VERSION_COMMANDS
 from wire.model_names import Reference, parse_reference
@@ -95,13 +98,17 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
     _note_state(made)
 
 
-@adapter.command("list", epilog=examples("loraplex adapter list", "loraplex adapter list --tenant acme"))
+@adapter.command("list", epilog=examples("loraplex adapter list", "loraplex adapter list --idle 30d"))
+@click.option("--idle", type=Duration(), help="Of all tenants: without a request for this long, in days: 30d.")
 @json_option
 @tenant_options(or_all=True)
-def list_all(tenant: str | None, as_json: bool, gateway: Gateway) -> None:
+def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway: Gateway) -> None:
     """List the adapters of a tenant, or as an operator of all tenants with their use."""
     is_of_all = tenant is None and not gateway.tenants_own
-    rows = gateway.run(lambda client: every_adapter(client) if is_of_all else client.adapters(tenant))
+    if idle is not None and not is_of_all:
+        raise click.UsageError("--idle: only for the list of all tenants, without --tenant and with the admin key")
+    which = {} if idle is None else {"idle_days": idle_days(idle)}
+    rows = gateway.run(lambda client: every_adapter(client, **which) if is_of_all else client.adapters(tenant))
     if as_json:
         print_json(rows)
     elif is_of_all:

@@ -45,7 +45,12 @@ def read_filter(given: dict[str, Any]) -> dict[str, Any]:
     if which.get("plan") == NO_LIMIT:
         which["plan"] = ""
     if idle is not None:
-        if idle < timedelta(days=1):
-            raise click.UsageError("--idle: expected days, such as 30d")
-        which["idle_days"] = idle.days
+        which["idle_days"] = idle_days(idle)
     return which
+
+
+def idle_days(idle: timedelta) -> int:
+    """Return the days of the option `--idle`. Raises UsageError for less than one."""
+    if idle < timedelta(days=1):
+        raise click.UsageError("--idle: expected days, such as 30d")
+    return idle.days

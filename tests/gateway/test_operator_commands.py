@@ -90,6 +90,8 @@ async def test_adapters_of_all_tenants_their_use_and_a_prefetch(
     listed = sorted((row["TENANT"], row["NAME"], row["NEWEST_STATE"]) for row in rows)
     assert listed == [("acme", "pirate", "ready"), ("globex", "brief", "ready")]
     assert len(json.loads((await run("adapter", "list", "--json", "--api-key", acme.key or "")).stdout)) == 1
+    idle = cells((await run("adapter", "list", "--idle", "7d")).stdout)
+    assert sorted(row["NAME"] for row in idle) == ["brief", "pirate"]
     assert (await acme.chat(model="pirate", user="ann")).status == 200
 
     async def is_used() -> bool:

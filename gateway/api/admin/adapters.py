@@ -14,8 +14,10 @@ from gateway.fleet.registry import Registry
 from gateway.records.adapters.list import MAX_PAGE, SORTS, STATES, AdapterList, ListedAdapter, ListFilter
 from wire.digests import bare_digest, digest_name, named_digest
 
-LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "limit")
-DEFAULT_ROWS, MAX_RANK = 50, 4096
+LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "idle_days", "sort", "page", "limit")
+DEFAULT_ROWS, MAX_RANK, MAX_DAYS = 50, 4096, 9999
+# Days of `unused=true`.
+UNUSED_DAYS = 30
 
 
 class ShownAdapter(Struct, frozen=True, kw_only=True):
@@ -75,13 +77,16 @@ def read_filter(request: web.Request) -> ListFilter:
         raise BadRequest(f"state: expected one of {', '.join(STATES)}.", param="state")
     if base is not None and named_digest(base) is None:
         raise BadRequest("base: expected a digest such as sha256:3fa9...", param="base")
+    idle_days = read_number(request, "idle_days", 1, MAX_DAYS)
+    if idle_days is None and request.query.get("unused") and read_flag(request, "unused"):
+        idle_days = UNUSED_DAYS
     return ListFilter(
         tenant=parse_text(request.query, "tenant"),
         search=parse_text(request.query, "q"),
         state=state,
         rank=read_number(request, "rank", 1, MAX_RANK),
         base=None if base is None else bare_digest(base),
-        is_unused=bool(request.query.get("unused")) and read_flag(request, "unused"),
+        idle_days=idle_days,
     )
 
 

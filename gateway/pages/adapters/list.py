@@ -16,7 +16,7 @@ from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_t
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
 from wire.digests import digest_name
 
-LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "sort", "page", "format")
+LIST_QUERY = ("tenant", "q", "state", "rank", "base", "unused", "idle_days", "sort", "page", "format")
 COLUMNS = (
     Column("name", "Adapter"),
     Column("tenant", "Tenant"),
@@ -30,7 +30,7 @@ COLUMNS = (
     Column("resident", "On device", sortable=False, hint="Engines that have it in device memory"),
 )
 STATE_OPTIONS = (("", "any"), *((state, state) for state in STATES))
-UNUSED_OPTIONS = (("", "any"), ("true", "not for 30 days"))
+IDLE_OPTIONS = (("", "any"), *((days, f"not for {days} days") for days in ("7", "30", "90")))
 # Maximum rows of a CSV file.
 MAX_CSV = 20_000
 
@@ -91,8 +91,9 @@ class AdapterListPage:
             errors=errors,
             bases=await self._bases(which.base),
             states=STATE_OPTIONS,
-            unused=UNUSED_OPTIONS,
-            is_filtered=any(request.query.get(name) for name in LIST_QUERY[:6]),
+            idle=IDLE_OPTIONS,
+            idle_days=str(which.idle_days or ""),
+            is_filtered=any(request.query.get(name) for name in LIST_QUERY[:7]),
             num_up=len(self._registry.up),
             tones=TONES,
             links=Links(request),

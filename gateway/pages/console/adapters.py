@@ -12,7 +12,7 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.adapters import read_filter
 from gateway.errors import BadRequest
 from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
-from gateway.pages.adapters.list import STATE_OPTIONS, UNUSED_OPTIONS
+from gateway.pages.adapters.list import IDLE_OPTIONS, STATE_OPTIONS
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.states import TONES
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
@@ -24,7 +24,7 @@ from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Tenant
 from wire.money import exact_money
 
-QUERY = ("q", "state", "rank", "unused", "sort", "page", "format")
+QUERY = ("q", "state", "rank", "unused", "idle_days", "sort", "page", "format")
 # Tenants do not see columns about engines and other tenants.
 SHARED = {each.key: each for each in ALL_COLUMNS if each.key not in ("tenant", "base", "resident")}
 PRICE = Column("price", "Price in / out", numeric=True, sortable=False, hint="Per million tokens, prompt and answer")
@@ -64,10 +64,10 @@ class ConsoleAdapters(ConsolePages):
         principal, errors = request[PRINCIPAL], dict[str, str]()
         table = read_table(request, "adapters", COLUMNS, "name")
         is_csv = request.query.get("format") == "csv"
-        found, rows = AdapterPage(adapters=[], total=0), list[ModelRow]()
+        which, found, rows = ListFilter(), AdapterPage(adapters=[], total=0), list[ModelRow]()
         try:
             own = {"tenant": None, "tenant_id": principal.tenant.id, "names": principal.allowed_models}
-            which: ListFilter = msgspec.structs.replace(read_filter(request), **own)
+            which = msgspec.structs.replace(read_filter(request), **own)
             page, limit = (1, MAX_PAGE) if is_csv else (table.page, ROWS)
             async with self.console.reads.turn(principal.tenant.id):
                 found = await self.console.records.adapter_list.page(
@@ -87,9 +87,10 @@ class ConsoleAdapters(ConsolePages):
             table=table,
             errors=errors,
             states=STATE_OPTIONS,
-            unused=UNUSED_OPTIONS,
+            idle=IDLE_OPTIONS,
+            idle_days=str(which.idle_days or ""),
             tones=TONES,
-            is_filtered=any(request.query.get(name) for name in QUERY[:4]),
+            is_filtered=any(request.query.get(name) for name in QUERY[:5]),
             bases=[
                 (base, self._price_of(base, principal.tenant))
                 for base in self.console.bases.listed

@@ -53,8 +53,8 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of adapters; None: any.
 
     tenant: its name. search: part of the adapter's or the tenant's name, or the beginning of a digest. state: of
-    `latest` or of the newest version. base: digest of the base model, without prefix. is_unused: whether the adapter
-    has had no request for KNOWN. names: only these adapters.
+    `latest` or of the newest version. base: digest of the base model, without prefix. idle_days: days (UTC) without a
+    request, the present one among them. names: only these adapters.
     """
 
     tenant: str | None = None
@@ -63,7 +63,7 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     state: State | None = None
     rank: int | None = None
     base: str | None = None
-    is_unused: bool = False
+    idle_days: int | None = None
     names: Sequence[str] | None = None
 
     @property
@@ -133,15 +133,16 @@ class AdapterList:
         query = select(listed).where(*_conditions(listed, which))
         order: ColumnElement[Any] = listed.c[COLUMNS.get(sort, sort)] if sort not in BY_USE else literal(0)
         counted = select(func.count()).select_from(query.subquery())
-        if sort in BY_USE or which.is_unused:
-            uses = _uses(now, which.tenant_id, only_recent=sort == "requests" and not which.is_unused)
+        if which.idle_days is not None:
+            used = _used_in(now, which.idle_days, which.tenant_id)
+            same = and_(used.c.tenant_id == listed.c.tenant_id, used.c.model == listed.c.name)
+            query = query.outerjoin(used, same).where(used.c.model.is_(None))
+            counted = select(func.count()).select_from(query.subquery())
+        if sort in BY_USE:
+            uses = _uses(now, which.tenant_id, only_recent=sort == "requests")
             same = and_(uses.c.tenant_id == listed.c.tenant_id, uses.c.model == listed.c.name)
             query = query.outerjoin(uses, same)
-            if sort in BY_USE:
-                order = uses.c[sort]
-            if which.is_unused:
-                query = query.where(uses.c.last_used.is_(None))
-                counted = select(func.count()).select_from(query.subquery())
+            order = uses.c[sort]
         by = order.desc().nullslast() if descending else order.asc().nullsfirst()
         query = query.order_by(by, listed.c.name, listed.c.tenant).limit(limit).offset((page - 1) * limit)
         async with self._database.read() as connection:
@@ -156,7 +157,7 @@ class AdapterList:
         series = activity_series.c
         same = and_(series.tenant_id == adapters.c.tenant_id, series.kind == MODEL, series.name == adapters.c.name)
         owned = source = adapters.join(tenants, tenants.c.id == adapters.c.tenant_id)
-        if sort in BY_USE or which.is_unused:
+        if sort in BY_USE or which.idle_days is not None:
             source = source.outerjoin(activity_series, same)
         conditions = [] if which.tenant is None else [tenants.c.name == which.tenant]
         if which.tenant_id is not None:
@@ -165,15 +166,15 @@ class AdapterList:
             conditions.append(adapters.c.name.in_(which.names))
         if which.search is not None:
             conditions.append(_found_by(which.search.lower(), which.tenant_id, now))
-        if which.is_unused:
-            # The sums of days include the last hours, so they have every use within KNOWN.
-            conditions.append(_last(now, 86400, KNOWN).is_(None))
+        if which.idle_days is not None:
+            # The sums of days include the last hours, so they have every use.
+            conditions.append(_last(now, 86400, timedelta(days=which.idle_days)).is_(None))
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
         orders |= {"last_used": _last_use(now), "requests": _recent_requests(now)}
         by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
         counted = select(func.count()).select_from(owned if conditions else adapters).where(*conditions)
         # The condition for unused adapters takes longest, so a single pass finds and counts them.
-        number: ColumnElement[int] = func.count().over() if which.is_unused else counted.scalar_subquery()
+        number: ColumnElement[int] = func.count().over() if which.idle_days is not None else counted.scalar_subquery()
         found = select(adapters.c.id, number).select_from(source).where(*conditions)
         chosen = found.order_by(by, adapters.c.name, tenants.c.name).limit(limit).offset(offset)
         async with self._database.read() as connection:
@@ -368,6 +369,13 @@ def _uses(
     every = union_all(*parts).subquery()
     sums = int_sum(every.c.requests).label("requests"), func.max(every.c.at).label("last_used")
     return select(every.c.tenant_id, every.c.model, *sums).group_by(every.c.tenant_id, every.c.model).subquery()
+
+
+def _used_in(now: datetime, days: int, tenant_id: str | None) -> Subquery:
+    """Return the tenant and name of each model with a request in the last UTC days, the present one among them."""
+    own = usage_daily.c
+    which = [own.day > now - timedelta(days=days)] + ([own.tenant_id == tenant_id] if tenant_id is not None else [])
+    return select(own.tenant_id, own.model).where(*which).distinct().subquery()
 
 
 async def _complete(connection: AsyncConnection, rows: Sequence[Row[Any]], now: datetime) -> list[ListedAdapter]:

@@ -256,7 +256,8 @@ async def test_operators_list_the_adapters_of_all_tenants(gateway: Gateway, upst
         *("globex", "json", "ready", 1),
         [],
     )
-    for query in ("sort=size;", "state=lost", "rank=0", "rank=x", "base=abc", "page=0", "limit=2000", "unused=yes"):
+    wrong = ("sort=size;", "state=lost", "rank=0", "rank=x", "base=abc", "page=0", "limit=2000")
+    for query in (*wrong, "unused=yes", "idle_days=0"):
         refused = await gateway.admin.get(f"/admin/api/adapters?{query}")
         assert (refused.status, refused.error["param"]) == (400, query.partition("=")[0])
     assert (await acme.get("/admin/api/adapters")).status == 403

@@ -44,6 +44,7 @@ async def test_the_list_has_all_tenants_adapters(gateway: Gateway, upstream: Ups
                 "unused=true&state=&rank=",
                 ["globex/adapters/json", "acme/adapters/pirate", f"globex/adapters/{'x' * 64}"],
             ),
+            ("idle_days=7&tenant=acme", ["acme/adapters/pirate"]),
             ("rank=77", []),
         ):
             assert names((await browser.get(f"{LIST}?{query}")).body.decode()) == found, query
