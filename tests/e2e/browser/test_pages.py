@@ -143,3 +143,14 @@ async def test_the_colours_are_kept(gateway, browser):
             await operator.page.reload()
             assert await operator.page.get_attribute("html", "data-theme") == theme
         assert await operator.page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(14, 17, 22)"
+
+
+async def test_groups_of_fields_look_alike_in_every_form(gateway, browser):
+    """A heading without a frame, also where no style names the form."""
+    await gateway.tenant("acme")
+    frames = "[...document.querySelectorAll('main fieldset')].map(each => getComputedStyle(each).borderTopWidth)"
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for path in ("/admin/tenants/acme/keys/new", "/admin/engines/bases/new", "/admin/alerts/-/new"):
+            await operator.open(path)
+            assert set(await operator.page.evaluate(frames)) == {"0px"}, path
