@@ -1,15 +1,19 @@
-"""Limit of open connections.
+"""Limit of open connections, and the end of those whose client has left.
 
 A connection belongs to the tenant of its newest request; until a key has been verified on it, it is anonymous. Each
 tenant may hold half of the connections, and all anonymous ones together a quarter. Beyond a share or the total, the
 connection that has been idle longest is closed, so a new client can always connect.
+
+A read shows that a client has left. While a request waits with an unread body, its connection is not read, so the
+request would wait to the end, and hold memory, for nobody. Such connections are therefore examined regularly.
 """
 
 import asyncio
 import logging
 import resource
+import select
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +29,8 @@ from gateway.sharing.rounds import Rounds
 log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.1
+# Event of a connection whose client sends nothing more. Only Linux has it; elsewhere a connection ends after its wait.
+CLIENT_LEFT = getattr(select, "POLLRDHUP", 0)
 # Owner under which connections without a verified key are counted, and owner of operators' connections.
 KEYLESS, OPERATOR = "", "\0operator"
 
@@ -93,7 +99,10 @@ class ConnectionLimiter:
     async def watch(self, opened: Callable[[], Sequence[Any]]) -> None:
         """Check the server's connections until cancelled. Run it as a task."""
         while True:
-            self.look(opened())
+            connections = opened()
+            for left in _left(connections):
+                left.transport.abort()
+            self.look(connections)
             await asyncio.sleep(LOOK_SECONDS)
 
     def look(self, opened: Sequence[Any]) -> None:
@@ -123,3 +132,16 @@ class ConnectionLimiter:
                 connection.transport.abort()
             self._metrics.connection_closed()
         del held[:number]
+
+
+def _left(connections: Iterable[Any]) -> Iterator[Any]:
+    """Yield the connections that are not read at present and whose client has closed them."""
+    poll, unread = select.poll(), {}
+    for connection in connections:
+        transport = connection.transport
+        if transport is not None and not transport.is_closing() and not transport.is_reading():
+            descriptor = transport.get_extra_info("socket").fileno()
+            unread[descriptor] = connection
+            poll.register(descriptor, CLIENT_LEFT)
+    for descriptor, _ in poll.poll(0):
+        yield unread[descriptor]

@@ -57,9 +57,9 @@ class UnservedRate:
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             if _is_probe(request):
                 return await handler(request)
-            if time.monotonic() < self._calm:
-                await self._wait(request, caller)
             try:
+                if time.monotonic() < self._calm:
+                    await self._wait(request, caller)
                 response = await handler(request)
             except asyncio.CancelledError:
                 self.charge(request, caller)

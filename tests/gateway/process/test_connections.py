@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -9,7 +10,7 @@ from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.requests.test_bodies import answered
 from tests.gateway.api.test_time_limits import connect
-from tests.gateway.sharing.test_unserved import metric
+from tests.gateway.sharing.test_unserved import BURST, DELAYED, RATE, flood, metric
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
@@ -82,3 +83,30 @@ async def test_streams_outlive_idle_connections(serve: Any, upstream: Upstream):
                 return sum(still_open(idle)) <= 20
 
             await until(closed)
+
+
+async def test_requests_of_clients_that_left_with_an_unread_body_end_at_once(serve: Any):
+    """They wait up to 10 s for their key's rate of unserved requests, and nothing reads their connections meanwhile."""
+    async with serve(unserved_per_second=RATE) as gateway:
+        acme = await gateway.tenant("acme")
+        # Larger than aiohttp's buffer, and no larger than the sockets': the end of a connection follows its data.
+        body = b"x" * 100_000
+        head = f"POST /v1/adapters HTTP/1.1\r\nHost: t\r\nAuthorization: Bearer {acme.key}\r\n"
+        await flood(acme, "/v1/models", BURST + 40)
+        held = [await connect(gateway) for _ in range(20)]
+        for _, writer in held:
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+
+        async def waiting() -> bool:
+            return await metric(gateway, DELAYED) == 20
+
+        await until(waiting)
+        left, before = time.monotonic(), await metric(gateway, "loraplex_gateway_connections")
+        for _, writer in held:
+            writer.transport.abort()
+
+        async def ended() -> bool:
+            return await metric(gateway, "loraplex_gateway_connections") <= before - 20
+
+        await until(ended)
+        assert time.monotonic() - left < 3
