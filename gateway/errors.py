@@ -397,4 +397,7 @@ async def error_boundary(request: web.Request, handler: Handler) -> web.StreamRe
         is_unknown = isinstance(error, web.HTTPNotFound)
         failure = _unknown_url(request) if is_unknown else translate(error, request[REQUEST_ID])
         request[ERROR_CODE], request[FAILURE] = failure.code or failure.kind, failure
+        for known in (error, failure):
+            # The request refers to both, and the frames of their tracebacks refer to the request.
+            known.__traceback__ = known.__cause__ = known.__context__ = None
         return to_response(failure)

@@ -216,7 +216,7 @@ class Catalog:
         # Taken before the query, so that a change during the query invalidates its answer.
         mark = self._changes.mark
         async with self._database.read() as connection:
-            rows = (await connection.execute(meanings(tenant_id, tenant_name, reference, limited))).all()
+            rows = (await connection.execute(*meanings(tenant_id, tenant_name, reference, limited))).all()
         if not rows:
             return None
         by_version = defaultdict(list)

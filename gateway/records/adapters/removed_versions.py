@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import ColumnElement, and_, delete, func, insert, select, tuple_, union, update
+from sqlalchemy import BindParameter, ColumnElement, and_, delete, func, insert, select, tuple_, union, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
@@ -60,7 +60,10 @@ async def remove_versions(
     )
 
 
-def all_versions(tenant_id: str, which: Callable[[ColumnElement[str], ColumnElement[str]], ColumnElement[bool]]) -> Any:
+def all_versions(
+    tenant_id: str | BindParameter[str],
+    which: Callable[[ColumnElement[str], ColumnElement[str]], ColumnElement[bool]],
+) -> Any:
     """Select (name, digest) of a tenant's versions, on record or removed, as a subquery.
 
     which: builds the condition from the columns of name and digest. It stands inside each part, where indexes help.
