@@ -15,7 +15,7 @@ from gateway.api.requests.unread import UnreadBodies
 from gateway.api.routes import PARAMETERS, add_routes
 from gateway.billing.ledger import Ledger
 from gateway.build import Gateway, build
-from gateway.errors import error_boundary
+from gateway.error_boundary import error_boundary
 from gateway.fleet.registry import Registry
 from gateway.lifecycle import Lifecycle
 from gateway.metrics import Metrics

@@ -1,6 +1,6 @@
-"""Errors that a client can receive, and the only place that turns an exception into HTTP.
+"""Errors that a client can receive.
 
-The rest of the gateway raises these (or `AdapterError`, or errors of its libraries) and builds no error responses.
+The gateway raises these (or `AdapterError`, or errors of its libraries); gateway/error_boundary.py makes the responses.
 """
 
 import logging
@@ -11,9 +11,8 @@ import msgspec
 from aiohttp import web
 
 from adapters.manifest import AdapterError
-from gateway.unknown_urls import unknown_route, unsupported_api
 from wire.errors import BadRequest as ProtocolError
-from wire.http_requests import BadHead, check_head
+from wire.http_requests import BadHead
 from wire.text.tokenizer import ChatTemplateError
 
 log = logging.getLogger(__name__)
@@ -371,33 +370,3 @@ def translate(error: Exception, request_id: str) -> GatewayError:
         return MethodNotAllowed(message, headers={"Allow": allowed})
     log.error("request %s failed", request_id, exc_info=error)
     return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")
-
-
-def _unknown_url(request: web.Request) -> RecordNotFound:
-    if (message := unsupported_api(request)) is not None:
-        return RecordNotFound(message, code="unsupported_endpoint")
-    return RecordNotFound(unknown_route(request), code="unknown_url")
-
-
-def to_response(error: GatewayError) -> web.Response:
-    """Return the HTTP response for an error."""
-    body = error_body(error.message, error.kind, error.param, error.code)
-    return web.Response(body=body, status=error.status, content_type="application/json", headers=error.headers)
-
-
-@web.middleware
-async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert every exception of a handler, except redirects, into a response with OpenAI's error object."""
-    try:
-        check_head(request)
-        return await handler(request)
-    except web.HTTPRedirection:
-        raise
-    except Exception as error:  # noqa: BLE001  (the boundary: every exception ends here, logged once)
-        is_unknown = isinstance(error, web.HTTPNotFound)
-        failure = _unknown_url(request) if is_unknown else translate(error, request[REQUEST_ID])
-        request[ERROR_CODE], request[FAILURE] = failure.code or failure.kind, failure
-        for known in (error, failure):
-            # The request refers to both, and the frames of their tracebacks refer to the request.
-            known.__traceback__ = known.__cause__ = known.__context__ = None
-        return to_response(failure)

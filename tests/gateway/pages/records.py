@@ -15,7 +15,8 @@ from aiohttp.test_utils import TestServer
 from gateway.api.access_log import REQUEST_ID
 from gateway.api.inference.delivery import DELIVERIES, Deliveries
 from gateway.billing.writer import UsageWriter
-from gateway.errors import Exceeded, error_boundary
+from gateway.error_boundary import error_boundary
+from gateway.errors import Exceeded
 from gateway.metrics import Metrics
 from gateway.records.database import Database
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
