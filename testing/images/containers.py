@@ -89,7 +89,8 @@ class Container:
         self._process: subprocess.Popen[bytes] | None = None
 
     def _command(self, *argv: str) -> list[str]:
-        options = ("--isolation=chroot", "--cap-drop=all", *self._options)
+        # Without --no-hosts, buildah mounts a file of its own over /etc/hosts or below ours, as it happens.
+        options = ("--isolation=chroot", "--cap-drop=all", "--no-hosts", *self._options)
         return [*self._enter, "buildah", "run", *options, self.name, "--", *argv]
 
     def start(self) -> None:
@@ -150,7 +151,7 @@ class Container:
         while queue:
             pid = queue.pop(0)
             try:
-                is_tool = os.readlink(f"/proc/{pid}/root") == "/"
+                is_tool = Path(os.readlink(f"/proc/{pid}/exe")).name in ("nsenter", "buildah")
             except OSError:  # it has ended
                 continue
             if not is_tool:
