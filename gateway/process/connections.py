@@ -100,8 +100,8 @@ class ConnectionLimiter:
         """Check the server's connections until cancelled. Run it as a task."""
         while True:
             connections = opened()
-            for left in _left(connections):
-                left.transport.abort()
+            for abandoned in _abandoned(connections):
+                abandoned.transport.abort()
             self.look(connections)
             await asyncio.sleep(LOOK_SECONDS)
 
@@ -134,7 +134,7 @@ class ConnectionLimiter:
         del held[:number]
 
 
-def _left(connections: Iterable[Any]) -> Iterator[Any]:
+def _abandoned(connections: Iterable[Any]) -> Iterator[Any]:
     """Yield the connections that are not read at present and whose client has closed them."""
     poll, unread = select.poll(), {}
     for connection in connections:

@@ -26,7 +26,8 @@ def can_multiply(x: Tensor, weights: LinearWeights) -> bool:
     They have a scale for each output, and x is bfloat16: in other dtypes inputs are not rounded.
     """
     is_by_output = weights.scheme.kind == "fp8" and not weights.scheme.group
-    return is_by_output and x.dtype == torch.bfloat16 and not weights.in_features % SIZE | weights.out_features % SIZE
+    has_fitting_size = weights.in_features % SIZE == 0 and weights.out_features % SIZE == 0
+    return is_by_output and has_fitting_size and x.dtype == torch.bfloat16
 
 
 def linear(x: Tensor, weights: LinearWeights) -> Tensor:

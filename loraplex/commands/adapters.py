@@ -99,7 +99,7 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
 
 
 @adapter.command("list", epilog=examples("loraplex adapter list", "loraplex adapter list --idle 30d"))
-@click.option("--idle", type=Duration(), help="Of all tenants: without a request for this long, in days: 30d.")
+@click.option("--idle", type=Duration(), help="Of all tenants, new ones too: no request for this long: 30d.")
 @json_option
 @tenant_options(or_all=True)
 def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway: Gateway) -> None:

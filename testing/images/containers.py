@@ -151,10 +151,11 @@ class Container:
         while queue:
             pid = queue.pop(0)
             try:
-                is_tool = Path(os.readlink(f"/proc/{pid}/exe")).name in ("nsenter", "buildah")
+                program = Path(os.readlink(f"/proc/{pid}/exe")).name
             except OSError:  # it has ended
                 continue
-            if not is_tool:
+            # In the container's root, a copy of buildah starts the command; it kills it when it gets SIGTERM itself.
+            if program != "nsenter" and "buildah" not in program:
                 found.append(pid)
             queue += children(pid)
         return found

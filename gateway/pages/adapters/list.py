@@ -1,6 +1,5 @@
 """`/admin/adapters`: the adapters of all tenants."""
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
@@ -13,6 +12,7 @@ from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.states import TONES
 from gateway.pages.parts.tables import ROWS, Column, Table, csv_response, read_table
+from gateway.process.page_threads import in_page_thread
 from gateway.records.adapters.list import MAX_PAGE, STATES, AdapterList, AdapterPage, ListedAdapter, ListFilter, Sort
 from wire.digests import digest_name
 
@@ -30,7 +30,7 @@ COLUMNS = (
     Column("resident", "On device", sortable=False, hint="Engines that have it in device memory"),
 )
 STATE_OPTIONS = (("", "any"), *((state, state) for state in STATES))
-IDLE_OPTIONS = (("", "any"), *((days, f"not for {days} days") for days in ("7", "30", "90")))
+IDLE_DAYS = (7, 30, 90)
 # Maximum rows of a CSV file.
 MAX_CSV = 20_000
 
@@ -91,7 +91,7 @@ class AdapterListPage:
             errors=errors,
             bases=await self._bases(which.base),
             states=STATE_OPTIONS,
-            idle=IDLE_OPTIONS,
+            idle=idle_options(which.idle_days),
             idle_days=str(which.idle_days or ""),
             is_filtered=any(request.query.get(name) for name in LIST_QUERY[:7]),
             num_up=len(self._registry.up),
@@ -110,7 +110,7 @@ class AdapterListPage:
             rows += [self._row(each) for each in found.adapters]
             if len(found.adapters) < MAX_PAGE:
                 break
-        return await asyncio.to_thread(csv_response, "adapters", CSV_COLUMNS, rows)
+        return await in_page_thread(csv_response, "adapters", CSV_COLUMNS, rows)
 
     def _row(self, adapter: ListedAdapter) -> Row:
         return Row(adapter, resident_on(self._registry, adapter.digest))
@@ -125,3 +125,9 @@ class AdapterListPage:
             (digest_name(digest), f"{served.get(digest) or 'not served'} · {digest[:8]}") for digest in sorted(known)
         ]
         return [("", "any"), *shown]
+
+
+def idle_options(chosen: int | None) -> list[tuple[str, str]]:
+    """Return the options of the filter for adapters without use. chosen: days of the present filter."""
+    days = sorted({*IDLE_DAYS, *([] if chosen is None else [chosen])})
+    return [("", "any"), *((str(number), f"not for {number} days") for number in days)]

@@ -12,7 +12,7 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.adapters import read_filter
 from gateway.errors import BadRequest
 from gateway.pages.adapters.list import COLUMNS as ALL_COLUMNS
-from gateway.pages.adapters.list import IDLE_OPTIONS, STATE_OPTIONS
+from gateway.pages.adapters.list import STATE_OPTIONS, idle_options
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.states import TONES
 from gateway.pages.parts.tables import ROWS, Column, csv_response, read_table
@@ -87,7 +87,7 @@ class ConsoleAdapters(ConsolePages):
             table=table,
             errors=errors,
             states=STATE_OPTIONS,
-            idle=IDLE_OPTIONS,
+            idle=idle_options(which.idle_days),
             idle_days=str(which.idle_days or ""),
             tones=TONES,
             is_filtered=any(request.query.get(name) for name in QUERY[:5]),

@@ -1,6 +1,5 @@
 """Frame of every page: navigation by role, status strip, security headers, and the templates' filters."""
 
-import asyncio
 import hashlib
 import json
 import logging
@@ -23,6 +22,7 @@ from gateway.pages.frame.assets import Assets
 from gateway.pages.frame.filters import filters
 from gateway.pages.frame.navigation import ROLE_TITLES, TENANTS, groups_for
 from gateway.pages.frame.strip import Strip
+from gateway.process.page_threads import in_page_thread
 
 log = logging.getLogger(__name__)
 
@@ -148,7 +148,7 @@ class Frame:
         context: values that nothing changes meanwhile.
         """
         found, variables = self._prepare(request, template, title, context)
-        html = await asyncio.to_thread(found.render, variables)
+        html = await in_page_thread(found.render, variables)
         return web.Response(text=html, status=status, content_type="text/html", headers=HEADERS)
 
     def html(self, request: web.Request, template: str, *, title: str, **context: Any) -> str:

@@ -4,7 +4,6 @@ Every query reads the sums by minute, hour and day (activity_tables.py) in the l
 depends on the length of the period and the number of series, not on the number of requests.
 """
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -26,6 +25,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest
+from gateway.process.page_threads import in_page_thread
 from gateway.records.activity.figures import (
     COLUMNS,
     SHOWN,
@@ -112,7 +112,7 @@ class Activity:
                 active = await _active(connection, whole)
             refusals = await _refusals(connection, scope, (curve_of, whole, before), period)
         # Hundreds of steps with sixty sums each take 10 ms.
-        return await asyncio.to_thread(_report, period, by_step, earlier, ranked, groups, active, refusals)
+        return await in_page_thread(_report, period, by_step, earlier, ranked, groups, active, refusals)
 
     async def cost_of_day(self, day: datetime) -> int:
         """Return the cost of all requests of the UTC day that begins at `day`, in micro-units."""

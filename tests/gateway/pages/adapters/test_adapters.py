@@ -48,6 +48,8 @@ async def test_the_list_has_all_tenants_adapters(gateway: Gateway, upstream: Ups
             ("rank=77", []),
         ):
             assert names((await browser.get(f"{LIST}?{query}")).body.decode()) == found, query
+        chosen = (await browser.get(f"{LIST}?idle_days=45")).body.decode()
+        assert '<option value="45" selected>not for 45 days</option>' in chosen
         for query, field in (("state=lost", "state"), ("rank=many", "rank")):
             refused = await browser.get(f"{LIST}?{query}")
             assert (refused.status, f'id="e-{field}"' in refused.body.decode()) == (400, True)
