@@ -50,6 +50,8 @@ document.addEventListener("DOMContentLoaded", () => {
   function restore(form) {
     const draft = read(nameOf(form)), shown = shownOf(form), now = shown?.value;
     if (!draft) return;
+    /* The page that answers a conflict has newer values and digests than the draft of the form that was sent. */
+    if (location.pathname.includes("/answers/") && draft.shown !== now) return;
     const changed = fieldsOf(form).filter(([key, field]) => key in draft.fields && draft.fields[key] !== valueOf(field));
     if (!changed.length) return;
     for (const [key, field] of changed) {

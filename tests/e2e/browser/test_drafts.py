@@ -60,6 +60,34 @@ async def test_a_draft_is_there_after_the_log_in_and_ends_when_it_is_saved(gatew
         assert await page.locator(NOTE).count() == 0
 
 
+async def test_a_conflict_is_solved_by_sending_the_form_again(gateway: Gateway, browser: Any):
+    await gateway.tenant("acme", requests_per_minute=60)
+    tenant = "/admin/api/tenants/acme"
+    async with person(browser, gateway.url) as operator:
+        page = operator.page
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open(EDIT)
+        # Typed and removed again: the answer has the value that another person saved.
+        for name in ("Odd", ""):
+            await page.fill("[name=display_name]", name)
+        await page.fill(LIMIT, "70")
+        await gateway.admin.call("PATCH", tenant, json={"requests_per_minute": 65, "display_name": "Acme"})
+        await page.click("main .button.primary")
+        await page.wait_for_selector("#e-requests_per_minute:has-text('the present value is 65')")
+        operator.problems.clear()
+        assert await page.locator(NOTE).count() == 0
+        # A value that is typed on the answer is a draft like any other.
+        await page.fill("[name=note]", "mine")
+        await page.reload()
+        assert (await page.input_value("[name=note]"), await page.input_value(LIMIT)) == ("mine", "70")
+        await page.click("main .button.primary")
+        await page.wait_for_selector("h1:text-is('Changes of acme')")
+        await page.click("main .button.primary")
+        await page.wait_for_url("**/admin/tenants/acme?done=changed")
+        now = (await gateway.admin.get(tenant)).json
+        assert (now["requests_per_minute"], now["display_name"], now["note"]) == (70, "Acme", "mine")
+
+
 async def test_another_person_in_the_same_tab_gets_no_draft(gateway: Gateway, browser: Any):
     await gateway.tenant("acme")
     other = (await gateway.admin.post("/admin/api/keys", {"role": "operator", "label": "Bea"})).json["key"]
