@@ -64,7 +64,7 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self.charge(request, caller)
                 raise
-            # A 3xx is the answer to a form without a session. A 5xx is not the client's fault.
+            # A 3xx answers a form, with a session or without. A 5xx is not the client's fault.
             if 300 <= response.status < 500 or request.method in ("GET", "HEAD", "OPTIONS"):
                 self.charge(request, caller)
             return response

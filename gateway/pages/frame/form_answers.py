@@ -2,9 +2,11 @@
 
 A page that answers a POST (a form with errors, a review, a new key) is kept in Redis, and the browser is redirected to
 `/admin/answers/{id}` or `/console/answers/{id}`. Redis holds it encrypted with a key that only the session's token
-gives, and a secret is deleted when it is shown. Without Redis the POST is answered with the page itself.
+gives, and a secret is deleted when it is shown. A fault (5xx) keeps its status, which metrics and rate limits read: its
+POST is answered with the page itself, as without Redis.
 """
 
+import re
 import secrets
 import zlib
 from collections.abc import Awaitable, Callable
@@ -25,14 +27,19 @@ from gateway.process.loop_lag import deadline
 from gateway.redis.errors import REDIS_ERRORS
 
 KEPT_SECONDS = 3600
+# Life of an answer with a secret, which the browser fetches at once.
+ONCE_SECONDS = 60
 # Places of a tenant, or of an operator; a further answer replaces the oldest one. They bound the memory in Redis, which
-# also holds the limits.
+# also holds the limits. An answer with a secret has a Redis key of its own instead, so no other answer replaces it.
+# After this number of secrets without a pause of ONCE_SECONDS, the next ones are not kept.
 PLACES = 16
 MAX_BYTES = 128 * 2**10
 NONCE_BYTES = 12
+ONCE = "once"
+NAME = re.compile(rf"([0-9]{{1,2}}|{ONCE})-[0-9a-f]{{32}}")
 GONE = (
-    "Answers to forms are kept for an hour, and a new secret is shown once. If you have not stored a new key, "
-    "rotate the key."
+    "Answers to forms are kept for an hour, and a new secret is shown once, within a minute. If you have not stored a "
+    "new key, rotate the key."
 )
 
 
@@ -67,7 +74,7 @@ class FormAnswers:
             visitor = request.get(VISITOR)
             if visitor is None or FORM not in request or not isinstance(response, web.Response):
                 return response
-            if response.content_type != "text/html" or 300 <= response.status < 400:
+            if response.content_type != "text/html" or 300 <= response.status < 400 or response.status >= 500:
                 return response
             try:
                 where = await self._keep(request, visitor, response)
@@ -91,7 +98,7 @@ class FormAnswers:
         raise AnswerGone(GONE)
 
     async def _keep(self, request: web.Request, visitor: Visitor, response: web.Response) -> str | None:
-        """Keep an answer and return its path; None for one that is too large. Raises Unavailable."""
+        """Keep an answer and return its path; None if it is too large or a secret too many. Raises Unavailable."""
         assert response.text is not None
         once = SHOWN_ONCE in response
         kept = _Kept(response.status, response.text, visitor.role, sorted(visitor.scopes), once)
@@ -100,34 +107,36 @@ class FormAnswers:
         if len(content) > MAX_BYTES:
             return None
         owner = self._owner(visitor)
-        place = await self._call(self._redis.incr(f"{owner}:next")) % PLACES
-        await self._call(self._redis.expire(f"{owner}:next", KEPT_SECONDS))
-        name = f"{place}-{secrets.token_hex(16)}"
+        counter, seconds = (f"{owner}:secrets", ONCE_SECONDS) if once else (f"{owner}:next", KEPT_SECONDS)
+        number = await self._call(self._redis.incr(counter))
+        await self._call(self._redis.expire(counter, seconds))
+        if once and number > PLACES:
+            return None
+        name = f"{ONCE if once else number % PLACES}-{secrets.token_hex(16)}"
         nonce = secrets.token_bytes(NONCE_BYTES)
         sealed = nonce + self._cipher(request).encrypt(nonce, content, name.encode())
-        await self._call(self._redis.set(f"{owner}:{place}", sealed, ex=KEPT_SECONDS))
+        await self._call(self._redis.set(_key(owner, name), sealed, ex=seconds))
         form = "" if once else _form_of(request, visitor.home)
         return f"{visitor.home}/answers/{name}" + (f"?form={quote(form, safe='/')}" if form else "")
 
     async def _read(self, request: web.Request, visitor: Visitor, name: str) -> _Kept | None:
         """Return an answer, and delete it if it may be shown once only. Raises Unavailable."""
-        number = name.partition("-")[0]
-        if number not in map(str, range(PLACES)):
+        if not NAME.fullmatch(name):
             return None
-        place = f"{self._owner(visitor)}:{number}"
-        sealed = await self._call(self._redis.get(place))
+        key = _key(self._owner(visitor), name)
+        sealed = await self._call(self._redis.get(key))
         if sealed is None:
             return None
         nonce = sealed[:NONCE_BYTES]
         try:
-            content = self._cipher(request).decrypt(nonce, sealed[NONCE_BYTES:], name.encode("utf-8", "replace"))
+            content = self._cipher(request).decrypt(nonce, sealed[NONCE_BYTES:], name.encode())
         except InvalidTag:  # another session's, or a newer answer in this place
             return None
         kept = msgspec.msgpack.decode(zlib.decompress(content), type=_Kept)
         if (kept.role, kept.scopes) != (visitor.role, sorted(visitor.scopes)):
             return None
         # Only the request that deletes the answer shows it, if there are several at once.
-        if kept.once and not await self._call(self._redis.delete(place)):
+        if kept.once and not await self._call(self._redis.delete(key)):
             return None
         return kept
 
@@ -145,6 +154,11 @@ class FormAnswers:
                 return await call
         except REDIS_ERRORS as error:
             raise Unavailable("Redis, which keeps answers to forms, is unavailable; try again shortly.") from error
+
+
+def _key(owner: str, name: str) -> str:
+    """Return an answer's key in Redis: its place, or its whole name if it has a secret."""
+    return f"{owner}:{name}" if name.startswith(ONCE) else f"{owner}:{name.partition('-')[0]}"
 
 
 def _form_of(request: web.Request, home: str) -> str:

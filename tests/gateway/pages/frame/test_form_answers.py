@@ -2,6 +2,8 @@
 
 import asyncio
 import re
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,34 @@ async def test_redis_holds_a_bounded_number_of_answers(gateway: Gateway, redis_u
         assert max([len(await redis.get(name)) for name in names]) < MAX_BYTES
 
 
+async def test_a_colleagues_forms_leave_a_secret_in_place(gateway: Gateway):
+    await gateway.tenant("acme")
+    key = (await gateway.admin.post("/admin/api/tenants/acme/keys", {"scopes": ["keys", "inference"]})).json["key"]
+    async with gateway.browser(key, "/console") as browser, gateway.browser(key, "/console") as colleague:
+        where = await sent(browser, "/console/keys/new", label="phone", scopes="inference")
+        for _ in range(PLACES + 1):
+            assert (await colleague.submit("/console/keys/new", expires="x")).status == 400
+        assert SECRET.search((await browser.get(where)).body)
+        assert (await browser.get(where)).status == 410
+
+
+async def test_redis_holds_a_bounded_number_of_secrets_for_a_minute(gateway: Gateway, redis_url: str):
+    await gateway.tenant("acme")
+    key = (await gateway.admin.post("/admin/api/tenants/acme/keys", {"scopes": ["keys", "inference"]})).json["key"]
+    async with gateway.browser(key, "/console") as browser, connect(redis_url, 10.0) as redis:
+        await forget(redis)
+        data = {"csrf": await browser.csrf(), "label": "phone", "scopes": "inference", "expires": ""}
+        options: dict[str, Any] = {"data": data, "allow_redirects": False}
+        for number in range(PLACES + 2):
+            async with browser.session.post(f"{browser.url}/console/keys/new", **options) as made:
+                # A secret that is not kept is in the answer itself.
+                is_kept = SECRET.search(await made.read()) is None
+                assert (made.status, is_kept) == ((303, True) if number < PLACES else (200, False))
+        names = [name async for name in redis.scan_iter("loraplex:answers:*")]
+        assert len(names) == PLACES + 1
+        assert all([0 < await redis.ttl(name) <= 60 for name in names])
+
+
 async def test_lost_rights_hide_an_answer(gateway: Gateway):
     key = (await gateway.admin.post("/admin/api/keys", {"role": "operator"})).json
     await gateway.tenant("acme")
@@ -130,3 +160,19 @@ async def test_without_redis_the_form_is_answered_directly(tmp_path: Path, model
             made = await browser.call("POST", KEY, data=data)
             assert made.status == 200
             assert SECRET.search(made.body)
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_a_fault_keeps_its_status_and_retry_after(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str
+):
+    of = settings(tmp_path, model_dir, [upstream.url], redis_url)
+    async with running(of) as gateway, gateway.browser() as browser:
+        with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
+            database.execute("ALTER TABLE plans RENAME TO away")
+        data, headers = {"csrf": await browser.csrf()}, {"Accept": "text/html"}
+        options: dict[str, Any] = {"data": data, "headers": headers, "allow_redirects": False}
+        async with browser.session.post(f"{browser.url}/admin/plans/gold/delete", **options) as answer:
+            assert (answer.status, answer.content_type) == (503, "text/html")
+            assert int(answer.headers["Retry-After"]) > 0
+            assert "Not available now" in await answer.text()
