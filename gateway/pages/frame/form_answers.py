@@ -39,7 +39,7 @@ ONCE = "once"
 NAME = re.compile(rf"([0-9]{{1,2}}|{ONCE})-[0-9a-f]{{32}}")
 GONE = (
     "Answers to forms are kept for an hour, and a new secret is shown once, within a minute. If you have not stored a "
-    "new key, rotate the key."
+    "new secret, make another: rotate the key, or replace the secret."
 )
 
 
