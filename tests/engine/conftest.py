@@ -41,3 +41,12 @@ async def session(starts_servers: None) -> AsyncIterator[aiohttp.ClientSession]:
 @pytest.fixture
 def client(session: aiohttp.ClientSession, server: RunningServer) -> Client:
     return Client(session, server.url)
+
+
+@pytest.fixture
+def guesses() -> Iterator[dict[str, list[int]]]:
+    """Return the true answers by request, to be filled; every step of an engine with speculation drafts from them."""
+    from testing.speculation import guessing  # takes seconds with torch, so it is not imported at collection
+
+    with guessing() as truth:
+        yield truth

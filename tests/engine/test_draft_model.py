@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.manifest import BaseShape
-from adapters.tiers.host_cache import HostCache
-from engine.build import DTYPES, kv_bytes_per_token
-from engine.config import EngineConfig
+from engine.build import kv_bytes_per_token
 from engine.engine import Engine
 from engine.execution.draft_model import DraftModel
 from engine.model.config import read_config
@@ -23,57 +20,41 @@ from engine.scheduling.request import Grammar, NewRequest, SamplingParams
 from engine.sizing import estimate
 from engine.sizing_speed import ExpectedLoad
 from engine.speculative_config import SpeculativeConfig
-from engine.structured.compiler import GrammarCompiler
 from kernels.cpu.plain import TorchOps
 from testing.engine import outputs_until_idle
 from testing.speculation import always_drafting, run, sampling
-from testing.tiny import save_adapter, save_model
+from testing.tiny import save_model
+from testing.tiny_engines import Make, engine_maker, regex_grammar, save_base_and_adapters
 from wire.errors import ConfigError
-from wire.structured import GrammarSpec
-from wire.text.tokenizer import Tokenizer
-
-Make = Callable[..., tuple[Engine, list[str]]]
 
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder with a base model, adapters, and a smaller model of the same vocabulary."""
-    folder = tmp_path_factory.mktemp("tiny")
-    save_model(folder / "base", max_model_len=256)
+    folder = save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 256, ranks=(3, 5))
     save_model(folder / "other", max_model_len=100, hidden=32, head_dim=16, seed=7)
-    for i in range(2):
-        save_adapter(folder / f"adapter-{i}", rank=3 + 2 * i, seed=i)
     return folder
 
 
 @pytest.fixture(scope="module")
 def grammar(tiny: Path) -> Grammar:
-    tokenizer = Tokenizer.from_dir(tiny / "base")
-    compiler = GrammarCompiler(tokenizer.to_json, tokenizer.vocab_size, {2})
-    return compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
+    return regex_grammar(tiny)
 
 
 @pytest.fixture(scope="module")
-def make_engine(tiny: Path) -> Iterator[Make]:
-    """Yield a factory of engines and the digests of their adapters. draft: name of the draft model."""
-    opened: list[Any] = []
+def make_engine(tiny: Path, request: pytest.FixtureRequest) -> Make:
+    """Return a factory of engines and the digests of their adapters. draft: name of the draft model."""
+    plain = engine_maker(
+        tiny, request, dtype="float32", device="cpu", max_lora_rank=8, adapter_memory=4 << 20, max_num_seqs=6,
+        kv_cache_memory=2 << 20, max_num_batched_tokens=64, block_size=16,
+    )  # fmt: skip
 
     def make(draft: str | None = None, drafts: int = 4, **options: Any) -> tuple[Engine, list[str]]:
-        dtype = DTYPES[options.get("dtype", "float32")]
-        host = HostCache(None, BaseShape.from_config_dir(tiny / "base"), 1 << 20, dtype)
         if draft is not None:
             options["speculative_config"] = SpeculativeConfig("draft_model", drafts, model=str(tiny / draft))
-        options = {
-            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
-            "kv_cache_memory": 2 << 20, "max_num_batched_tokens": 64, "block_size": 16, **options,
-        }  # fmt: skip
-        engine = Engine(EngineConfig(model=str(tiny / "base"), **options), host)
-        opened.extend((host, engine))
-        return engine, [host.add_path(tiny / f"adapter-{i}") for i in range(2)]
+        return plain(**options)
 
-    yield make
-    for each in reversed(opened):
-        each.close()
+    return make
 
 
 @pytest.fixture

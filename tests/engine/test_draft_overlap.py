@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_times import StepTimes
 from engine.speculative_config import SpeculativeConfig
 from testing.engine import outputs_until_idle
-from testing.speculation import always_drafting, guessing, run
+from testing.speculation import always_drafting, run
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 from testing.virtual_engine import HOST_S, VirtualEngine
 
@@ -61,12 +60,6 @@ def test_text_that_repeats_nothing_is_as_fast_as_without_speculation(
     without_overlap = tokens_per_second(make_engine, monkeypatch, varied, is_async=False)
     assert without_overlap == pytest.approx(8 / (HOST_S + STEP_S + 8 * ROW_S), rel=0.03)
     assert tokens_per_second(make_engine, monkeypatch, repeated) > 2.5 * without
-
-
-@pytest.fixture
-def guesses() -> Iterator[dict[str, list[int]]]:
-    with guessing() as truth:
-        yield truth
 
 
 def test_an_abort_while_drafts_are_in_flight_touches_nobody_else(

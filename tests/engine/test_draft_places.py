@@ -1,6 +1,6 @@
 """Places after drafts: those of plain requests are sampled together, the others one after the other, in one step."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,10 @@ from engine.execution.simulated import SimulatedTokens
 from engine.execution.transfer import Download
 from engine.scheduling.request import Grammar, NewRequest, Request, SamplingParams
 from engine.speculative_config import SpeculativeConfig
-from engine.structured.compiler import GrammarCompiler
 from kernels.platform import platform_of
 from testing.card import Card
-from testing.speculation import VOCAB, guessing, run, sampling
-from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
-from wire.structured import GrammarSpec
-from wire.text.tokenizer import Tokenizer
+from testing.speculation import VOCAB, run, sampling
+from testing.tiny_engines import Make, engine_maker, regex_grammar, save_base_and_adapters
 
 NGRAM = SpeculativeConfig("ngram", 5, prompt_lookup_min=1, prompt_lookup_max=3)
 SIMULATED = {"device": "simulated:0,0", "dtype": "auto"}
@@ -33,9 +30,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def grammar(tiny: Path) -> Grammar:
-    tokenizer = Tokenizer.from_dir(tiny / "base")
-    compiler = GrammarCompiler(tokenizer.to_json, tokenizer.vocab_size, {2})
-    return compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
+    return regex_grammar(tiny)
 
 
 @pytest.fixture
@@ -44,12 +39,6 @@ def make_engine(tiny: Path, request: pytest.FixtureRequest) -> Make:
         tiny, request, dtype="float32", device="cpu", max_lora_rank=8, adapter_memory=4 << 20, max_num_seqs=6,
         kv_cache_memory=1 << 20, max_num_batched_tokens=64, max_model_len=128, block_size=16,
     )  # fmt: skip
-
-
-@pytest.fixture
-def guesses() -> Iterator[dict[str, list[int]]]:
-    with guessing() as truth:
-        yield truth
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[str]:

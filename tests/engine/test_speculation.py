@@ -4,7 +4,6 @@ without drafts.
 
 import asyncio
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from adapters.manifest import BaseShape
-from adapters.tiers.host_cache import HostCache
-from engine.build import DTYPES
-from engine.config import EngineConfig
-from engine.engine import Engine
 from engine.scheduling.drafter import OTHERS, Drafter
 from engine.scheduling.request import Grammar, NewRequest, Request, SamplingParams
 from engine.speculative_config import SpeculativeConfig
-from engine.structured.compiler import GrammarCompiler
 from testing.engine import Client, RunningServer
-from testing.speculation import VOCAB, always_drafting, guessing, run, sampling
-from testing.tiny_engines import save_base_and_adapters
-from wire.structured import GrammarSpec
-from wire.text.tokenizer import Tokenizer
+from testing.speculation import VOCAB, always_drafting, run, sampling
+from testing.tiny_engines import Make, engine_maker, regex_grammar, save_base_and_adapters
 
 NGRAM = SpeculativeConfig("ngram", 5, prompt_lookup_min=1, prompt_lookup_max=3)
 
@@ -39,39 +30,15 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def grammar(tiny: Path) -> Grammar:
-    tokenizer = Tokenizer.from_dir(tiny / "base")
-    compiler = GrammarCompiler(tokenizer.to_json, tokenizer.vocab_size, {2})
-    return compiler.compile(GrammarSpec("regex", "(ab|cd){3,9}z"))
-
-
-Make = Callable[..., tuple[Engine, list[str]]]
+    return regex_grammar(tiny)
 
 
 @pytest.fixture(scope="module")
-def make_engine(tiny: Path) -> Iterator[Make]:
-    """Yield a factory of engines and the digests of their three adapters."""
-    opened: list[Any] = []
-
-    def make(**options: Any) -> tuple[Engine, list[str]]:
-        dtype = DTYPES[options.get("dtype", "float32")]
-        host = HostCache(None, BaseShape.from_config_dir(tiny / "base"), 1 << 20, dtype)
-        options = {
-            "dtype": "float32", "device": "cpu", "max_lora_rank": 8, "adapter_memory": 4 << 20, "max_num_seqs": 6,
-            "kv_cache_memory": 1 << 20, "max_num_batched_tokens": 64, "block_size": 16, **options,
-        }  # fmt: skip
-        engine = Engine(EngineConfig(model=str(tiny / "base"), **options), host)
-        opened.extend((host, engine))
-        return engine, [host.add_path(tiny / f"adapter-{i}") for i in range(3)]
-
-    yield make
-    for each in reversed(opened):
-        each.close()
-
-
-@pytest.fixture
-def guesses() -> Iterator[dict[str, list[int]]]:
-    with guessing() as truth:
-        yield truth
+def make_engine(tiny: Path, request: pytest.FixtureRequest) -> Make:
+    return engine_maker(
+        tiny, request, dtype="float32", device="cpu", max_lora_rank=8, adapter_memory=4 << 20, max_num_seqs=6,
+        kv_cache_memory=1 << 20, max_num_batched_tokens=64, block_size=16,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

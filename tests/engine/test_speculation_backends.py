@@ -1,7 +1,7 @@
 """Speculative decoding away from the native step: GPU kernels in graphs, the simulated device, a core in a process."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from kernels.gpu.ops import TritonOps
 from kernels.ops import Ops
 from kernels.platform import platform_of
 from testing.engine import Client, RunningServer
-from testing.speculation import guessing, run
+from testing.speculation import run
 from testing.tiny import save_adapter, save_model
 
 NGRAM = SpeculativeConfig("ngram", 4, prompt_lookup_min=1, prompt_lookup_max=3)
@@ -56,12 +56,6 @@ def make_engine(tiny: Path, request: pytest.FixtureRequest) -> Make:
         return engine, host.add_path(tiny / "adapter")
 
     return make
-
-
-@pytest.fixture
-def guesses() -> Iterator[dict[str, list[int]]]:
-    with guessing() as truth:
-        yield truth
 
 
 class DevicePlatform:

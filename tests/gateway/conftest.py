@@ -26,7 +26,10 @@ from testing.gateway.statements import Statements
 from testing.gateway.upstream import Upstream
 
 # Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
-ON_UVLOOP = {"test_abandoned", "test_delivery", "test_idempotency", "test_ledger", "test_outage", "test_redis_restart"}
+ON_UVLOOP = {
+    *("test_abandoned", "test_connections", "test_delivery", "test_idempotency", "test_ledger", "test_outage"),
+    "test_redis_restart",
+}
 
 
 def pytest_asyncio_loop_factories(

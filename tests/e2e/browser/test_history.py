@@ -1,5 +1,9 @@
 """Back and Reload after forms in a real browser: Back shows the page before, Reload repeats nothing."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
 from testing.browser import Person, person
 from testing.gateway.running import ADMIN_KEY, Gateway
 
@@ -23,11 +27,18 @@ async def reload(who: Person) -> str:
     return await who.page.inner_text("main h1")
 
 
-async def test_back_after_a_saved_edit_shows_its_review_then_the_form(gateway: Gateway, browser):
+@asynccontextmanager
+async def operator_at(gateway: Gateway, browser: Any, path: str) -> AsyncIterator[Person]:
+    """Yield an operator's page at a path, after a log-in. There is a tenant acme."""
     await gateway.tenant("acme")
     async with person(browser, gateway.url) as operator:
         await operator.log_in("/admin", ADMIN_KEY)
-        await operator.open(EDIT)
+        await operator.open(path)
+        yield operator
+
+
+async def test_back_after_a_saved_edit_shows_its_review_then_the_form(gateway: Gateway, browser):
+    async with operator_at(gateway, browser, EDIT) as operator:
         await fill_and_send(operator, requests_per_minute="many")
         assert await operator.page.inner_text("#e-requests_per_minute") != ""
         await fill_and_send(operator, requests_per_minute="70")
@@ -42,10 +53,7 @@ async def test_back_after_a_saved_edit_shows_its_review_then_the_form(gateway: G
 
 
 async def test_a_new_key_is_shown_once_and_made_once(gateway: Gateway, browser):
-    await gateway.tenant("acme")
-    async with person(browser, gateway.url) as operator:
-        await operator.log_in("/admin", ADMIN_KEY)
-        await operator.open("/admin/tenants/acme/keys/new")
+    async with operator_at(gateway, browser, "/admin/tenants/acme/keys/new") as operator:
         await fill_and_send(operator, label="phone")
         secret = await operator.page.inner_text("main .copyable code")
         assert secret.startswith("lpx_")
@@ -74,10 +82,7 @@ async def test_back_passes_a_refused_log_in(gateway: Gateway, browser):
 
 async def test_an_act_that_failed_can_be_left_by_back(gateway: Gateway, browser):
     """The page of the problem has its own URL, and Reload does not repeat the act."""
-    await gateway.tenant("acme")
-    async with person(browser, gateway.url) as operator:
-        await operator.log_in("/admin", ADMIN_KEY)
-        await operator.open("/admin/plans/-/new")
+    async with operator_at(gateway, browser, "/admin/plans/-/new") as operator:
         await fill_and_send(operator, name="gold")
         await operator.open("/admin/plans/-/new")
         await fill_and_send(operator, name="gold")
