@@ -62,10 +62,12 @@ class Drafter:
             self._times.forget(number)
         return False
 
-    def extend(self, plan: MutableMapping[Request, int]) -> None:
-        """Add drafts to a plan that has decodes only, as long as they pay. All tokens of its requests are known."""
+    def extend(self, plan: MutableMapping[Request, int], *, may_draft: bool) -> None:
+        """Add drafts to a plan as long as they pay. may_draft: whether the plan has decodes only, and all tokens of its
+        requests are known.
+        """
         num_decodes, self.is_typical = len(plan), True
-        if not self._may_pay(num_decodes):
+        if not may_draft or not self._may_pay(num_decodes):
             return
         chosen = self._choose({r: self._chances(r) for r in plan if r.can_draft}, num_decodes)
         numbers = {r: room for r, number in chosen.items() if (room := self._make_room(r, number))}
@@ -111,7 +113,7 @@ class Drafter:
         return tuple(DraftCount(adapter, *counts) for adapter, counts in self._counts.items())
 
     def _may_pay(self, num_decodes: int) -> bool:
-        """Return whether a step with so many decodes has room for drafts, and such that are all accepted pay."""
+        """Return whether a step with so many decodes has room for drafts, and drafts pay if all are accepted."""
         if num_decodes >= self._most_rows or not self._times.may_draft(num_decodes):
             return False
         if self._times.pays(1.0, num_decodes, 0, num_decodes):

@@ -133,7 +133,7 @@ class Scheduler:
         else:
             self.num_decodes, self.is_short = len(plan), False
         if self.drafter is not None:
-            self.drafter.extend(plan if may_draft and len(plan) == self.num_decodes and not self.is_short else {})
+            self.drafter.extend(plan, may_draft=may_draft and len(plan) == self.num_decodes and not self.is_short)
         return plan
 
     def advance(self, plan: Plan) -> None:
