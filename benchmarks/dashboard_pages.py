@@ -12,7 +12,6 @@ a tenant's next one.
 
 import argparse
 import asyncio
-import gc
 import statistics
 import tempfile
 import time
@@ -26,8 +25,10 @@ from gateway.access.roles import TENANT_SCOPES
 from gateway.pages.console.access import REST
 from gateway.pages.console.usage import BY
 from gateway.process.background import running as beside
+from gateway.serve import steady
 from testing.gateway.running import Browser, running, save_model, settings
 from testing.gateway.upstream import Upstream
+from wire.event_loop import loop_factory
 
 HELD_REPEATS = 2
 PERIODS = ("1h", "24h", "7d", "30d")
@@ -126,9 +127,7 @@ async def serve(url: str, redis: str, part: str) -> None:
                 key = (await gateway.admin.post("/admin/api/tenants/tenant-1/keys", scopes)).json["key"]
                 operator, tenant = gateway.browser(), gateway.browser(key, "/console")
                 async with operator as admin, tenant as console:
-                    # Full collections skip what the start has made, as in the gateway's program.
-                    gc.collect()
-                    gc.freeze()
+                    steady()
                     print(f"{'page':<60} {'first':>8} {'median':>8} {'hold':>8} ms", flush=True)
                     for browser, pages in ((admin, PAGES), (console, CONSOLE_PAGES)):
                         for path in pages:
@@ -154,4 +153,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    with asyncio.Runner(loop_factory=loop_factory()) as runner:
+        runner.run(main())

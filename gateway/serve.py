@@ -64,7 +64,7 @@ def _work(settings: Settings, parent: int | None, ready: Callable[[str], None]) 
         runner.run(_serve(settings, parent, ready))
 
 
-def _steady() -> None:
+def steady() -> None:
     """Reduce the latency of the slowest requests: full garbage collections skip long-lived objects, and database
     threads return the interpreter lock to the event loop sooner.
     """
@@ -112,7 +112,7 @@ async def _serve(settings: Settings, parent: int | None, ready: Callable[[str], 
             log.info("stopped before any request was taken")
             return
         serving = True
-        _steady()
+        steady()
         ready(url)
         await stop.wait()
         if parent is not None:
