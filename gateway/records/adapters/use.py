@@ -1,15 +1,14 @@
 """Users of one adapter in the last day: keys, end users and versions; and the changes of the adapter."""
 
-from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
 from sqlalchemy import (
-    ColumnElement,
     CompoundSelect,
     Row,
     String,
+    Subquery,
     and_,
     cast,
     func,
@@ -21,7 +20,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
-from gateway.records.requests.owned import owned
+from gateway.records.requests.owned import in_order, owned
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant
@@ -87,11 +86,15 @@ class AdapterUses:
             keys = await _keys(connection, tenant.id, name, now - DAY)
             dialect, at = connection.dialect.name, usage.c.created_at
             within = owned(dialect, usage.c.tenant_id, tenant.id, at, now - DAY)
-            oldest = select(at).where(*within).order_by(usage.c.tenant_id.desc(), at.desc())
+            index = (usage.c.tenant_id.desc(), at.desc())
+            oldest = select(at).where(*within).order_by(*index)
             horizon = (await connection.execute(oldest.offset(SCANNED - 1).limit(1))).scalar_one_or_none()
             if horizon is not None:
                 within = owned(dialect, usage.c.tenant_id, tenant.id, at, horizon)
-            found = (await connection.execute(_newest_uses(within, name))).all()
+            columns = (usage.c[each] for each in ("model", "end_user", "version", *SUMS[1:]))
+            # Further rows may have the time of the horizon.
+            read = in_order(dialect, select(*columns).where(*within), index, 2 * SCANNED)
+            found = (await connection.execute(_newest_uses(read, name))).all()
         users, versions = ([row for row in found if row.kind == kind] for kind in (USERS, VERSIONS))
         return AdapterUse(
             keys=keys,
@@ -142,13 +145,12 @@ async def _keys(connection: AsyncConnection, tenant_id: str, name: str, since: d
     return [Use(name=row.label or "", id=row.key_id, **_sums(row)) for row in rows]
 
 
-def _newest_uses(within: Sequence[ColumnElement[bool]], name: str) -> CompoundSelect[Any]:
+def _newest_uses(read: Subquery, name: str) -> CompoundSelect[Any]:
     """Select the requests of an adapter by end user and by version, without NULL, among a tenant's newest rows.
 
     A single statement reads the rows only once.
     """
-    columns = (usage.c[each] for each in ("end_user", "version", *SUMS[1:]))
-    newest = select(*columns).where(*within, usage.c.model == name).cte("newest")
+    newest = select(read).where(read.c.model == name).cte("newest")
     parts = []
     for kind, column in ((USERS, newest.c.end_user), (VERSIONS, newest.c.version)):
         sums = [func.count().label("requests"), *(int_sum(newest.c[each]).label(each) for each in SUMS[1:])]

@@ -11,12 +11,13 @@ from datetime import datetime
 from typing import Annotated, Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Table, or_, select
+from sqlalchemy import ColumnElement, FromClause, Table, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from gateway.errors import BadRequest, Exceeded
 from gateway.records.database import Database
-from gateway.records.requests.owned import owned
+from gateway.records.requests.owned import in_order, owned
 from gateway.records.requests.refusal_tables import refused_requests
 from gateway.records.tables import api_keys, usage
 
@@ -28,6 +29,7 @@ NOT_ADMITTED = "not_admitted"
 STATUSES = ("ok", "cancelled", "revoked", "limited", "refused", "error", "abandoned", NOT_ADMITTED)
 ROUTES = {"chat.completions": "/v1/chat/completions", "completions": "/v1/completions"}
 TIMES: dict[Table, ColumnElement[Any]] = {usage: usage.c.created_at, refused_requests: refused_requests.c.at}
+Columns = ReadOnlyColumnCollection[str, ColumnElement[Any]]
 _ID = re.compile(r"(?:req_|chatcmpl-|cmpl-)([0-9a-zA-Z_-]{1,60})")
 
 Position = tuple[datetime, Annotated[str, msgspec.Meta(max_length=64)]]
@@ -211,22 +213,30 @@ async def _search(
     connection: AsyncConnection, table: Table, which: LogFilter, start: Position | None, limit: int
 ) -> _Found:
     """Return the first entries of a table after a position, at least one more than `limit` if there are."""
-    at, conditions, dialect = TIMES[table], _conditions(table, which), connection.dialect.name
-    owner = [column.desc() for column, _ in _owners(table, which)[:1]]
-    along = select(table).order_by(*owner, at.desc(), table.c.request_id.desc())
+    at, dialect = TIMES[table].name, connection.dialect.name
+    index = [*(column.name for column, _ in _owners(table, which)[:1]), at]
     bounds = _bounds(table, which, start, dialect)
-    if not conditions:
-        rows = (await connection.execute(along.where(*bounds, *_behind(table, start)).limit(limit + 1))).all()
+    if not _conditions(table.c, which):
+        query = select(table).where(*bounds, *_behind(table.c, at, start))
+        rows = (await connection.execute(query.order_by(*_newest(table, *index, "request_id")).limit(limit + 1))).all()
         return _Found([_entry(table, row) for row in rows], None)
-    oldest = select(at).where(*bounds).order_by(*owner, at.desc())
+    oldest = select(table.c[at]).where(*bounds).order_by(*_newest(table, *index))
     horizon = (await connection.execute(oldest.offset(SCANNED - 1).limit(1))).scalar_one_or_none()
     within = bounds if horizon is None else _bounds(table, which, start, dialect, horizon)
-    query = along.where(*within, *_behind(table, start), *conditions).limit(limit + 1)
-    entries = [_entry(table, row) for row in (await connection.execute(query)).all()]
+    # Further rows may have the time of the horizon.
+    read = in_order(dialect, select(table).where(*within), _newest(table, *index), 2 * SCANNED)
+    query = select(read).where(*_behind(read.c, at, start), *_conditions(read.c, which))
+    rows = (await connection.execute(query.order_by(*_newest(read, *index, "request_id")).limit(limit + 1))).all()
+    entries = [_entry(table, row) for row in rows]
     if horizon is None or len(entries) > limit:
         return _Found(entries, None)
     # The empty id is below all ids, because the rows of that moment have been read.
     return _Found(entries, (horizon, ""))
+
+
+def _newest(rows: FromClause, *columns: str) -> list[ColumnElement[Any]]:
+    """Return the descending order of columns."""
+    return [rows.c[name].desc() for name in columns]
 
 
 def _owners(table: Table, which: LogFilter) -> list[tuple[ColumnElement[str], str]]:
@@ -252,28 +262,28 @@ def _bounds(
     return found
 
 
-def _behind(table: Table, start: Position | None) -> list[ColumnElement[bool]]:
-    """Return the condition for rows behind a position of its very time."""
+def _behind(columns: Columns, at: str, start: Position | None) -> list[ColumnElement[bool]]:
+    """Return the condition for rows behind a position of its very time. at: the name of the time's column."""
     if start is None or not start[1]:
         return []
-    return [or_(TIMES[table] < start[0], table.c.request_id < start[1])]
+    return [or_(columns[at] < start[0], columns.request_id < start[1])]
 
 
-def _conditions(rows: Table, which: LogFilter) -> list[ColumnElement[bool]]:
-    """Return the conditions without an index."""
-    of_usage = rows is usage
+def _conditions(columns: Columns, which: LogFilter) -> list[ColumnElement[bool]]:
+    """Return the conditions without an index. columns: of rows of either table."""
+    of_usage = "error_code" in columns
     values = {"key_id": which.key_id, "model": which.model, "end_user": which.end_user}
     values["error_code" if of_usage else "code"] = which.code
     values |= {"engine": which.engine} if of_usage else {"limit_name": which.limit_name}
-    found = [rows.c[name] == value for name, value in values.items() if value is not None]
+    found = [columns[name] == value for name, value in values.items() if value is not None]
     if which.version is not None:
-        found.append(rows.c.version == which.version)
+        found.append(columns.version == which.version)
     if which.models is not None:
-        found.append(rows.c.model.in_(which.models))
+        found.append(columns.model.in_(which.models))
     if which.statuses is not None and of_usage:
-        found.append(rows.c.status.in_(which.statuses))
+        found.append(columns.status.in_(which.statuses))
     if which.min_latency_ms is not None:
-        found.append(rows.c.latency_ms >= which.min_latency_ms)
+        found.append(columns.latency_ms >= which.min_latency_ms)
     return found
 
 
