@@ -68,7 +68,9 @@ PARAMETERS = {
     "force": Parameter(FLAG, "Whether to accept names that do not exist yet, or the removal of one that is in use."),
     "format": Parameter(_choice(list(FORMATS)), "Format of the file."),
     "group_by": Parameter(_several(usage_report.GROUPS), "Groups of the sums, comma separated."),
-    "idle_days": Parameter(_number(1, 9999), "Tenants whose keys were not used for this number of days."),
+    "idle_days": Parameter(
+        _number(1, 9999), "Tenants as old as this number of days, without a use of a key since."
+    ),
     "key": Parameter(TEXT, "Id of a key."),
     "limit": Parameter(_number(1, 1000), "Maximum number of entries in the answer."),
     "limit_name": Parameter(TEXT, "Name of a limit, such as `tokens_per_minute`."),
@@ -106,7 +108,7 @@ OF_ROUTE = {
     ("/admin/api/activity", "order"): Parameter(_choice(activity.ORDERS, "requests"), "Measure of the order."),
     ("/admin/api/adapters", "base"): Parameter(TEXT, "Digest of the base model on which the adapter was probed."),
     ("/admin/api/adapters", "idle_days"): Parameter(
-        _number(1, 9999), "Adapters without a request in this number of UTC days, the present one among them."
+        _number(1, 9999), "Adapters that have existed for this number of days without a request."
     ),
     ("/admin/api/adapters", "limit"): Parameter(
         _number(1, adapter_list.MAX_PAGE, ADAPTER_ROWS), "Maximum number of adapters in the answer."

@@ -99,7 +99,11 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
 
 
 @adapter.command("list", epilog=examples("loraplex adapter list", "loraplex adapter list --idle 30d"))
-@click.option("--idle", type=Duration(), help="Of all tenants, new ones too: no request for this long: 30d.")
+@click.option(
+    "--idle",
+    type=Duration(),
+    help="Of all tenants, only adapters that have existed for this long without a request: 30d.",
+)
 @json_option
 @tenant_options(or_all=True)
 def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway: Gateway) -> None:

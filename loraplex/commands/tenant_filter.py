@@ -27,7 +27,11 @@ class Ratio(click.ParamType):
 def filter_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that select tenants. The command passes them to `read_filter`."""
     for option in (
-        click.option("--idle", type=Duration(), help="No key was used for this long, in days: 30d."),
+        click.option(
+            "--idle",
+            type=Duration(),
+            help="Tenants that have existed for this long, in days, without a use of a key: 30d.",
+        ),
         click.option("--over-budget", type=Ratio(), help="At least this part of the month's budget is spent: 80%."),
         click.option("--suspended/--not-suspended", default=None, help="Suspended tenants only, or all others."),
         click.option("--tag", help="Tenants with this tag."),

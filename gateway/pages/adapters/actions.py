@@ -16,6 +16,7 @@ from gateway.api.uploads.validating import Validation
 from gateway.errors import AdapterInUse, BadRequest, Forbidden, GatewayError, NoEngine
 from gateway.pages.adapters.page import earlier_targets, shown_targets
 from gateway.pages.adapters.page_adapter import PageAdapter, find_adapter
+from gateway.pages.frame.errors import TEMPORARY
 from gateway.pages.frame.frame import Frame
 from gateway.quota.quota import Quota
 from gateway.records.adapters.aliases import Alias, AliasTarget
@@ -140,6 +141,8 @@ class AdapterActs:
             await adapter.caller.count_change(request, self._quota)
             await do(request, adapter, form)
         except GatewayError as error:
+            if error.status in TEMPORARY:
+                raise
             return await self._show_error(request, adapter, form, error)
         if act == "delete":
             return _to(adapter.list)

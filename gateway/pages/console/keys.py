@@ -12,9 +12,8 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.adapters.caller import tenants_caller
 from gateway.api.key_manager import KeyChanges, KeyManager
 from gateway.api.requests.key_filter import read_key_filter
-from gateway.errors import GatewayError
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.parts.answers import error_field, is_confirmed
+from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
@@ -65,15 +64,12 @@ class ConsoleKeys(ConsolePages):
         principal = request[PRINCIPAL]
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
-            try:
+            with form_errors(errors):
                 given, caller = read_new_key(form), tenants_caller(request)
                 await caller.count_change(request, self.console.quota)
                 key, clear = await self._manager.create(
                     principal.tenant, given, caller.actor, principal, key_id=new_key_id(request)
                 )
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
                 return self._shown(request, key, clear)
         chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
         scopes = [(scope, scope in chosen) for scope in sorted(principal.scopes)]
@@ -97,15 +93,12 @@ class ConsoleKeys(ConsolePages):
         key, principal = await self._key(request), request[PRINCIPAL]
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
-            try:
+            with form_errors(errors):
                 seconds, caller = read_grace(form), tenants_caller(request)
                 await caller.count_change(request, self.console.quota)
                 new, clear = await self._manager.rotate(
                     key.id, seconds, caller.actor, principal, new_id=new_key_id(request)
                 )
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
                 return self._shown(request, new, clear)
         return rotate_form(self.console.frame, request, key, errors)
 

@@ -9,11 +9,11 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.bases import AdminBases, BaseChanges, NewBase
-from gateway.errors import GatewayError, RecordNotFound
+from gateway.errors import RecordNotFound
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import error_field, error_text, is_confirmed, read_form, typing_error
+from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error
 from gateway.pages.parts.edits import merge, shown_values
 from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
@@ -114,14 +114,12 @@ class BasePages:
             if price and given is not None:
                 given = read_form({"name": given.name, **fields, "price": price}, NewBase, errors)
             if given is not None and not errors:
-                try:
+                with form_errors(errors):
                     await self._acts.add_base(given, request[ACTOR])
-                except GatewayError as error:
-                    # The form has no field for the config: it is read from the folder of the tokenizer.
-                    name = "tokenizer" if error_field(error) == "config" else error_field(error)
-                    errors[name] = error_text(error)
-                else:
                     raise web.HTTPSeeOther(f"{BASES}?done=added")
+                # The form has no field for the config: it is read from the folder of the tokenizer.
+                if "config" in errors:
+                    errors["tokenizer"] = errors.pop("config")
         return self._form(request, None, form or {}, errors)
 
     async def edit(self, request: web.Request) -> web.Response:
@@ -141,11 +139,8 @@ class BasePages:
         if given is not None and not errors:
             if not changed:
                 raise web.HTTPSeeOther(BASES)
-            try:
+            with form_errors(errors):
                 await self._acts.change_base(base.name, given, request[ACTOR])
-            except GatewayError as error:
-                errors[error_field(error)] = error_text(error)
-            else:
                 raise web.HTTPSeeOther(f"{BASES}?done=changed")
         return self._form(request, base, form, errors, edit.status, shown_values(present))
 
@@ -158,13 +153,11 @@ class BasePages:
         base, form, error = self._base(request), request.get(FORM), typing_error(request, "")
         again = None
         if form is not None and (act == "resume" or is_confirmed(request, base.name)):
-            force = form.get("act") == "force"
-            try:
+            force, errors = form.get("act") == "force", dict[str, str]()
+            with form_errors(errors):
                 await self._acts.change_base(base.name, BaseChanges(state=state), request[ACTOR], force=force)
-            except GatewayError as refused:
-                error, again = error_text(refused), ("Retire it with its adapters", "force")
-            else:
                 raise web.HTTPSeeOther(f"{BASES}?done={act}")
+            [error], again = errors.values(), ("Retire it with its adapters", "force")
         elif form is not None:
             error = typing_error(request, base.name)
         return self._frame.confirm(

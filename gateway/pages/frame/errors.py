@@ -18,6 +18,8 @@ TITLES = {
     429: "Too many requests",
     503: "Not available now",
 }
+# Statuses that no change of a form mends: rate limits, and faults of the gateway and its parts.
+TEMPORARY = (429, *range(500, 600))
 HINTS = {
     503: "The gateway tries again by itself. The status strip at the top shows the fault and when it began.",
     404: "It may have been deleted or renamed.",

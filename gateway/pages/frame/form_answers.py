@@ -2,8 +2,8 @@
 
 A page that answers a POST (a form with errors, a review, a new key) is kept in Redis, and the browser is redirected to
 `/admin/answers/{id}` or `/console/answers/{id}`. Redis holds it encrypted with a key that only the session's token
-gives, and a secret is deleted when it is shown. A fault (5xx) keeps its status, which metrics and rate limits read: its
-POST is answered with the page itself, as without Redis.
+gives, and a secret is deleted when it is shown. A fault (5xx) and a rate limit (429) keep their status, which metrics
+read, and `Retry-After`: their POST is answered with the page itself, as without Redis.
 """
 
 import re
@@ -22,6 +22,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from gateway.access.page_guard import FORM, NO_STORE, safe_next
 from gateway.access.sessions import COOKIE, VISITOR, Visitor
 from gateway.errors import GatewayError, Handler, Unavailable
+from gateway.pages.frame.errors import TEMPORARY
 from gateway.pages.frame.frame import HEADERS, SHOWN_ONCE
 from gateway.process.loop_lag import deadline
 from gateway.redis.errors import REDIS_ERRORS
@@ -74,7 +75,7 @@ class FormAnswers:
             visitor = request.get(VISITOR)
             if visitor is None or FORM not in request or not isinstance(response, web.Response):
                 return response
-            if response.content_type != "text/html" or 300 <= response.status < 400 or response.status >= 500:
+            if response.content_type != "text/html" or 300 <= response.status < 400 or response.status in TEMPORARY:
                 return response
             try:
                 where = await self._keep(request, visitor, response)

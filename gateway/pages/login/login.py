@@ -113,7 +113,7 @@ class LoginPages:
         except (InvalidKey, Forbidden) as error:
             return await self._refuse(request, then, error)
         except TooManyFailures as error:
-            return self._refused(home, then, _wait_text(error), status=error.status)
+            return self.too_many(request, then, error)
         return await self.admit(request, person, then)
 
     async def admit(
@@ -190,7 +190,9 @@ class LoginPages:
 
     def too_many(self, request: web.Request, then: str, error: TooManyFailures) -> web.Response:
         """Return the form with the time after which the next attempt is allowed."""
-        return self._form(request, then, _wait_text(error), status=error.status)
+        response = self._form(request, then, _wait_text(error), status=error.status)
+        response.headers["Retry-After"] = error.headers["Retry-After"]
+        return response
 
     async def refuse_oidc(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
         """Return the form with the reason why the provider's answer opens no session."""

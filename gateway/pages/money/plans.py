@@ -8,9 +8,9 @@ from multidict import MultiDict
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.plans import NewPlan
-from gateway.errors import BadRequest, Conflict, GatewayError
+from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import error_field, is_confirmed, read_form, typing_error
+from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error
 from gateway.pages.parts.edits import Edit, merge, shown_values
 from gateway.pages.parts.forms import NAMES, read_terms, term_groups, term_text, terms_text
 from gateway.pages.parts.price_fields import AMOUNTS, read_price
@@ -77,11 +77,8 @@ class PlanPages:
             prices = self._read_prices(form, errors)
             given = read_form({**values, "prices": prices}, NewPlan, errors)
             if given is not None and not errors:
-                try:
+                with form_errors(errors):
                     await self._save(request, plan, form.get("name", "").strip(), given)
-                except GatewayError as error:
-                    errors[error_field(error)] = error.message
-                else:
                     raise web.HTTPSeeOther(f"{PLANS}?done=saved")
         return self._frame.render(
             request,
@@ -106,13 +103,10 @@ class PlanPages:
             prices = self._read_prices(form, errors)
             given = read_form({"prices": prices}, NewPlan, errors)
             if given is not None and not errors:
-                try:
+                with form_errors(errors):
                     known = {model: price.price() for model, price in given.prices.items()}
                     await self._records.plans.put_prices(plan.name, known, request[ACTOR])
                     await self._records.price_list.refresh()
-                except GatewayError as error:
-                    errors[""] = error.message
-                else:
                     raise web.HTTPSeeOther(f"{PLANS}?done=saved")
         return self._frame.render(
             request,

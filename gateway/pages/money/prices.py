@@ -6,9 +6,9 @@ from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
 from gateway.api.requests.fields import read_fields
-from gateway.errors import BadRequest, GatewayError, RecordNotFound
+from gateway.errors import BadRequest, RecordNotFound
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import is_confirmed, typing_error
+from gateway.pages.parts.answers import form_errors, is_confirmed, typing_error
 from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
@@ -36,15 +36,13 @@ class PricePages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             price, model = read_price(form, "", errors), form.get("model", "").strip()
-            try:
+            with form_errors(errors):
                 if not errors:
                     await self._check(model)
                     known = read_fields(price, NewPrice).price()
                     await self._records.prices.put(model, known, request[ACTOR])
                     await self._refresh()
                     raise web.HTTPSeeOther(f"{PRICES}?done=saved")
-            except GatewayError as error:
-                errors[error.param or ""] = error.message
         prices = await self._records.prices.list()
         if request.query.get("format") == "csv":
             return csv_response("prices", PRICE_COLUMNS, prices)

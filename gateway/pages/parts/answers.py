@@ -1,6 +1,7 @@
 """Checks of forms: the typed name that confirms an act, and the fields that caused errors."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from aiohttp import web
@@ -8,6 +9,7 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, GatewayError
+from gateway.pages.frame.errors import TEMPORARY
 
 T = TypeVar("T")
 
@@ -38,6 +40,20 @@ def read_form(given: Mapping[str, Any], kind: type[T], errors: dict[str, str]) -
             del left[name]
         else:
             return found if len(left) == len(given) else None
+
+
+@contextmanager
+def form_errors(errors: dict[str, str]) -> Iterator[None]:
+    """Put the text of an error about the form into `errors`, under its field.
+
+    A fault or a rate limit is raised instead, so that its page has its own status, text and `Retry-After`.
+    """
+    try:
+        yield
+    except GatewayError as error:
+        if error.status in TEMPORARY:
+            raise
+        errors[error_field(error)] = error_text(error)
 
 
 def error_text(error: GatewayError) -> str:

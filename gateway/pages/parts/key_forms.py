@@ -13,9 +13,9 @@ from gateway.access.page_guard import FORM
 from gateway.access.sessions import VISITOR
 from gateway.api.key_manager import KeyChanges, NewKey
 from gateway.api.requests.fields import read_fields
-from gateway.errors import BadRequest, GatewayError
+from gateway.errors import BadRequest
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import error_field, typing_error
+from gateway.pages.parts.answers import form_errors, typing_error
 from gateway.pages.parts.edits import Edit, merge, shown_values
 from gateway.pages.parts.forms import LIMIT_NAMES, limit_fields, read_terms
 from gateway.records.keys.keys import ApiKey
@@ -49,13 +49,10 @@ async def edit_key(
     edit = merge(sent, present)
     errors = dict(edit.conflicts)
     if not errors:
-        try:
+        with form_errors(errors):
             changes = _read_changes(edit.fields, present)
             if changes.given():
                 await save(changes)
-        except GatewayError as error:
-            errors[error_field(error)] = error.message
-        else:
             raise web.HTTPSeeOther(then)
     return _edit_form(frame, request, key, edit, present, errors)
 

@@ -14,7 +14,7 @@ from gateway.api.requests.fields import parse_text, read_fields
 from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
-from gateway.pages.parts.answers import error_field, error_text, is_confirmed, typing_error
+from gateway.pages.parts.answers import form_errors, is_confirmed, typing_error
 from gateway.pages.parts.edits import SHOWN, merge, shown_values
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
@@ -144,15 +144,12 @@ class AlertPages:
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
             name = form.get("name", "").strip()
-            try:
+            with form_errors(errors):
                 given = {"url": _url(form), "types": form.getall("types", []) or None}
                 known = read_fields(given | {"tenant": form.get("tenant", "").strip() or None}, NewWebhook)
                 if await self._exists(name):
                     raise BadRequest("Another target has this name.", param="name")
                 webhook, _, secret = await self._manager.put(name, known, request[ACTOR])
-            except GatewayError as error:
-                errors[error_field(error)] = error_text(error)
-            else:
                 if secret is None:
                     raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
                 title = f"Secret of {webhook.name}"
@@ -169,14 +166,11 @@ class AlertPages:
             edit = merge(MultiDict({"types": types, SHOWN: form.get(SHOWN, "")}), _present(webhook))
             chosen, errors, status = edit.fields["types"].split(), dict(edit.conflicts), edit.status
         if form is not None and not errors:
-            try:
+            with form_errors(errors):
                 # The form does not show the URL, because its path may hold a secret.
                 given = {"url": _url(form) or webhook.url, "types": chosen or None}
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
                 await self._manager.put(webhook.name, known, request[ACTOR])
-            except GatewayError as error:
-                errors[error_field(error)] = error_text(error)
-            else:
                 raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
         return self._form(request, webhook, form, errors, status)
 

@@ -11,9 +11,8 @@ from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import NewTenant, TenantChanges
 from gateway.api.requests.named_models import check_names
-from gateway.errors import GatewayError
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import error_field, error_text, read_form
+from gateway.pages.parts.answers import form_errors, read_form
 from gateway.pages.parts.edits import merge, shown_values
 from gateway.pages.parts.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
 from gateway.parts import Records
@@ -52,17 +51,12 @@ class TenantForms:
                 check_names(self._records.catalog, None, models, "model_limits", any_adapter=True),
             )
             for check in checks:
-                try:
+                with form_errors(errors):
                     await check
-                except GatewayError as error:
-                    errors[error_field(error)] = error_text(error)
             if given is not None and not errors:
-                try:
+                with form_errors(errors):
                     fields = given.given()
                     await self._records.tenants.create(fields.pop("name"), fields, request[ACTOR])
-                except GatewayError as error:
-                    errors[error_field(error)] = error_text(error)
-                else:
                     raise web.HTTPSeeOther(f"{LIST}/{quote(name)}?done=created")
         return await self._form(request, None, form or {}, errors, NAMES)
 
@@ -88,7 +82,7 @@ class TenantForms:
             if "tags" in errors:
                 errors["tags"] = TAGS
             if changed is not None and not errors:
-                try:
+                with form_errors(errors):
                     given = changed.given()
                     new = given.get("model_limits", {}).keys() - tenant.model_limits.keys()
                     await check_names(self._records.catalog, tenant, sorted(new), "model_limits", any_adapter=True)
@@ -97,8 +91,6 @@ class TenantForms:
                     if not rows or form.get("act") == SAVE:
                         await self._save(request, tenant, changes)
                     return self._preview(request, tenant, form, rows)
-                except GatewayError as error:
-                    errors[error_field(error)] = error_text(error)
         return await self._form(request, tenant, form, errors, names, edit.status)
 
     async def _save(self, request: web.Request, tenant: Tenant, changes: Mapping[str, Any]) -> None:

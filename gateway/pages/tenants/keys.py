@@ -12,9 +12,8 @@ from gateway.access.scopes import ACTOR
 from gateway.api.key_manager import KeyChanges, KeyManager, NewAdminKey
 from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
-from gateway.errors import GatewayError
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.answers import error_field, is_confirmed
+from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
@@ -59,13 +58,10 @@ class KeyPages:
         tenant = await self._records.tenants.get(request.match_info["tenant"])
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
-            try:
+            with form_errors(errors):
                 key, clear = await self._manager.create(
                     tenant, read_new_key(form), request[ACTOR], key_id=new_key_id(request)
                 )
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
                 return self._shown(request, key, clear)
         chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
         return key_form(
@@ -91,14 +87,11 @@ class KeyPages:
         """Return the form of a new admin key; with a form, create it and show its secret."""
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
-            try:
+            with form_errors(errors):
                 fields = {"label": form.get("label", "").strip(), "role": form.get("role", "")}
                 fields |= {"expires_at": read_expiry(form.get("expires", ""))}
                 given = read_fields(fields, NewAdminKey)
                 key, clear = await self._manager.create_admin(given, request[ACTOR], key_id=new_key_id(request))
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
                 return self._shown(request, key, clear)
         roles = [(role, role) for role in ADMIN_ROLES]
         return key_form(self._frame, request, errors, title="New admin key", cancel=LIST, roles=roles)
@@ -108,13 +101,10 @@ class KeyPages:
         key = await self._key(request)
         form, errors = request.get(FORM), dict[str, str]()
         if form is not None:
-            try:
+            with form_errors(errors):
                 new, clear = await self._manager.rotate(
                     key.id, read_grace(form), request[ACTOR], new_id=new_key_id(request)
                 )
-            except GatewayError as error:
-                errors[error_field(error)] = error.message
-            else:
                 return self._shown(request, new, clear)
         return rotate_form(self._frame, request, key, errors)
 

@@ -6,15 +6,15 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, get_args
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, literal, or_, select, union_all
+from sqlalchemy import ColumnElement, Select, Subquery, and_, case, func, literal, or_, select
 from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.records.activity.tables import ACTIVITY, MODEL, activity_series
+from gateway.records.activity.tables import MODEL, activity_series
+from gateway.records.adapters.list_uses import last_use, most_used, recent_requests, unused, used_in, uses_of
 from gateway.records.adapters.rows import READY, State
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
-from gateway.records.sums import int_sum
 from gateway.records.tables import (
     adapter_aliases,
     adapter_probes,
@@ -22,8 +22,6 @@ from gateway.records.tables import (
     adapters,
     saved_mixtures,
     tenants,
-    usage_daily,
-    usage_hourly,
 )
 from wire.digests import bare_digest
 from wire.model_names import version_name
@@ -35,10 +33,6 @@ BY_USE: tuple[Sort, ...] = ("requests", "last_used")
 LIGHT: tuple[Sort, ...] = ("name", "tenant", *BY_USE)
 # States that a listed adapter may have.
 STATES: tuple[State, ...] = ("ready", "validating", "rejected", "retired")
-# Period of `requests`, and period in which the last use is looked for. An adapter without a use in it counts as unused.
-RECENT, KNOWN = timedelta(hours=24), timedelta(days=30)
-# Period whose used adapters are looked for first, in the order of the last use.
-LATELY = timedelta(hours=2)
 MAX_PAGE = 1000
 MAX_NAMES, MAX_TENANTS = 500, 2000
 # Columns of the sorts whose names differ, and the columns of a row.
@@ -53,8 +47,8 @@ class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of adapters; None: any.
 
     tenant: its name. search: part of the adapter's or the tenant's name, or the beginning of a digest. state: of
-    `latest` or of the newest version. base: digest of the base model, without prefix. idle_days: days (UTC) without a
-    request, the present one among them. names: only these adapters.
+    `latest` or of the newest version. base: digest of the base model, without prefix. idle_days: days for which the
+    adapter has existed without a request; the UTC day in which they begin has none either. names: only these adapters.
     """
 
     tenant: str | None = None
@@ -134,12 +128,13 @@ class AdapterList:
         order: ColumnElement[Any] = listed.c[COLUMNS.get(sort, sort)] if sort not in BY_USE else literal(0)
         counted = select(func.count()).select_from(query.subquery())
         if which.idle_days is not None:
-            used = _used_in(now, which.idle_days, which.tenant_id)
+            used = used_in(now, which.idle_days, which.tenant_id)
             same = and_(used.c.tenant_id == listed.c.tenant_id, used.c.model == listed.c.name)
-            query = query.outerjoin(used, same).where(used.c.model.is_(None))
+            old = select(adapters.c.id).where(adapters.c.created_at <= now - timedelta(days=which.idle_days))
+            query = query.outerjoin(used, same).where(used.c.model.is_(None), listed.c.id.in_(old))
             counted = select(func.count()).select_from(query.subquery())
         if sort in BY_USE:
-            uses = _uses(now, which.tenant_id, only_recent=sort == "requests")
+            uses = uses_of(now, which.tenant_id, only_recent=sort == "requests")
             same = and_(uses.c.tenant_id == listed.c.tenant_id, uses.c.model == listed.c.name)
             query = query.outerjoin(uses, same)
             order = uses.c[sort]
@@ -167,10 +162,9 @@ class AdapterList:
         if which.search is not None:
             conditions.append(_found_by(which.search.lower(), which.tenant_id, now))
         if which.idle_days is not None:
-            # The sums of days include the last hours, so they have every use.
-            conditions.append(_last(now, 86400, timedelta(days=which.idle_days)).is_(None))
+            conditions += unused(now, which.idle_days)
         orders: dict[str, ColumnElement[Any]] = {"name": adapters.c.name, "tenant": tenants.c.name}
-        orders |= {"last_used": _last_use(now), "requests": _recent_requests(now)}
+        orders |= {"last_used": last_use(now), "requests": recent_requests(now)}
         by = orders[sort].desc().nullslast() if descending else orders[sort].asc().nullsfirst()
         counted = select(func.count()).select_from(owned if conditions else adapters).where(*conditions)
         # The condition for unused adapters takes longest, so a single pass finds and counts them.
@@ -180,7 +174,7 @@ class AdapterList:
         async with self._database.read() as connection:
             numbered: Sequence[Row[Any]] = []
             if which == ListFilter() and descending and sort in BY_USE:
-                numbered = await _most_used(connection, number, sort, (offset, limit), now)
+                numbered = await most_used(connection, number, sort, (offset, limit), now)
             if not numbered:
                 numbered = (await connection.execute(chosen)).all()
             ids = [row[0] for row in numbered]
@@ -230,49 +224,6 @@ class AdapterList:
 
 def alias_name(name: str, alias: str) -> str:
     return f"{name}:{alias}"
-
-
-async def _most_used(
-    connection: AsyncConnection, number: ColumnElement[int], sort: Sort, window: tuple[int, int], now: datetime
-) -> Sequence[Row[Any]]:
-    """Return the ids in a window of all adapters, each with their number, the most or the last used first.
-
-    window: offset and limit. Returns nothing if it has adapters that were not used in RECENT. The used ones are found
-    by the sums of hours, so that the others are not looked at. Those used LATELY come before all others.
-    """
-    table, series, (offset, limit) = ACTIVITY[3600], activity_series.c, window
-    same = and_(adapters.c.tenant_id == series.tenant_id, adapters.c.name == series.name)
-    use = func.sum(table.c.requests) if sort == "requests" else func.max(table.c.start)
-    for period in (RECENT,) if sort == "requests" else (LATELY, RECENT):
-        which = (table.c.kind == MODEL, table.c.start > int((now - period).timestamp()))
-        used = select(table.c.series_id, use.label("value")).where(*which).group_by(table.c.series_id).subquery()
-        source = used.join(activity_series, series.id == used.c.series_id).join(adapters, same)
-        source = source.join(tenants, tenants.c.id == adapters.c.tenant_id)
-        chosen = select(adapters.c.id, number).select_from(source)
-        chosen = chosen.order_by(used.c.value.desc(), adapters.c.name, tenants.c.name).limit(limit).offset(offset)
-        found = (await connection.execute(chosen)).all()
-        if len(found) == limit:
-            return found
-    return []
-
-
-def _last_use(now: datetime) -> ColumnElement[Any]:
-    """Return the start of the hour within RECENT, or else of the day within KNOWN, of the series' last request."""
-    return func.coalesce(_last(now, 3600, RECENT), _last(now, 86400, KNOWN))
-
-
-def _last(now: datetime, level: int, since: timedelta) -> ColumnElement[Any]:
-    """Return the start of the last hour or day (3600 or 86400) with a request of the series, within `since` of now."""
-    table = ACTIVITY[level]
-    which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - since).timestamp()))
-    return select(func.max(table.c.start)).where(*which).correlate(activity_series).scalar_subquery()
-
-
-def _recent_requests(now: datetime) -> ColumnElement[Any]:
-    """Return the series' requests within RECENT."""
-    table = ACTIVITY[3600]
-    which = (table.c.series_id == activity_series.c.id, table.c.start > int((now - RECENT).timestamp()))
-    return select(func.sum(table.c.requests)).where(*which).correlate(activity_series).scalar_subquery()
 
 
 def _listed(now: datetime, ids: Sequence[str] | Select[str] | None = None) -> Subquery:
@@ -343,41 +294,6 @@ def _found_by(text: str, tenant_id: str | None, now: datetime) -> ColumnElement[
     return or_(named, adapters.c.id.in_(select(listed.c.id).where(listed.c.digest.startswith(digest))))
 
 
-def _uses(
-    now: datetime, tenant_id: str | None, rows: Sequence[Row[Any]] | None = None, *, only_recent: bool = False
-) -> Subquery:
-    """Return the requests within RECENT and the last use within KNOWN, by tenant and model.
-
-    tenant_id, rows: only of this tenant, and only of these names. only_recent: leave out uses before RECENT.
-    """
-    parts = []
-    for table, at, since in (
-        (usage_hourly, usage_hourly.c["hour"], RECENT),
-        (usage_daily, usage_daily.c["day"], KNOWN),
-    ):
-        if only_recent and table is usage_daily:
-            continue
-        requests: ColumnElement[int] = table.c.requests if table is usage_hourly else literal(0)
-        part = select(table.c.tenant_id, table.c.model, requests.label("requests"), at.label("at"))
-        part = part.where(at > now - since)
-        if tenant_id is not None:
-            part = part.where(table.c.tenant_id == tenant_id)
-        if rows is not None:
-            part = part.where(table.c.tenant_id.in_(sorted({row.tenant_id for row in rows})))
-            part = part.where(table.c.model.in_(sorted({row.name for row in rows})))
-        parts.append(part)
-    every = union_all(*parts).subquery()
-    sums = int_sum(every.c.requests).label("requests"), func.max(every.c.at).label("last_used")
-    return select(every.c.tenant_id, every.c.model, *sums).group_by(every.c.tenant_id, every.c.model).subquery()
-
-
-def _used_in(now: datetime, days: int, tenant_id: str | None) -> Subquery:
-    """Return the tenant and name of each model with a request in the last UTC days, the present one among them."""
-    own = usage_daily.c
-    which = [own.day > now - timedelta(days=days)] + ([own.tenant_id == tenant_id] if tenant_id is not None else [])
-    return select(own.tenant_id, own.model).where(*which).distinct().subquery()
-
-
 async def _complete(connection: AsyncConnection, rows: Sequence[Row[Any]], now: datetime) -> list[ListedAdapter]:
     """Return the adapters of a page's rows with their use and the number of their versions."""
     if not rows:
@@ -385,7 +301,7 @@ async def _complete(connection: AsyncConnection, rows: Sequence[Row[Any]], now: 
     own = adapter_versions
     counted = select(own.c.adapter_id, func.count()).where(own.c.adapter_id.in_([row.id for row in rows]))
     numbers = {row[0]: row[1] for row in await connection.execute(counted.group_by(own.c.adapter_id))}
-    found = await connection.execute(select(_uses(now, None, rows)))
+    found = await connection.execute(select(uses_of(now, None, rows)))
     uses = {(use.tenant_id, use.model): use for use in found}
     return [_read(row, numbers.get(row.id, 0), uses.get((row.tenant_id, row.name))) for row in rows]
 

@@ -44,7 +44,7 @@ LONG_AGO = datetime(1970, 1, 1, tzinfo=UTC)
 class TenantFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Conditions that all must hold; None: any. plan: "" means without a plan. over_budget: least part of any budget of
     the tenant that is spent; tenants without a budget never match. q: a part of the name, display name, external id or
-    contact, in any case. idle_days: days in which no key was used.
+    contact, in any case. idle_days: days for which the tenant has existed without a use of a key.
     """
 
     plan: str | None = None
@@ -215,7 +215,7 @@ def _matching(
             order = func.coalesce(used.c.used_at, LONG_AGO, type_=used.c.used_at.type)
     if which.idle_days is not None:
         since = now - timedelta(days=which.idle_days)
-        conditions.append(or_(used.c.used_at.is_(None), used.c.used_at < since))
+        conditions += [tenants.c.created_at <= since, or_(used.c.used_at.is_(None), used.c.used_at <= since)]
     if which.plan is not None:
         conditions.append(tenants.c.plan == which.plan if which.plan else tenants.c.plan.is_(None))
     if which.tag is not None:

@@ -100,9 +100,13 @@ async def test_idle_tenants_are_those_whose_keys_nobody_uses(database: Database)
         async with database.write() as connection:
             used = None if age is None else now - age * DAY
             await connection.execute(insert(api_keys).values(row | {"last_used_at": used}))
+    assert await names(lists, TenantFilter(idle_days=30)) == []
+    async with database.write() as connection:
+        await connection.execute(update(table).values(created_at=now - 31 * DAY))
+    await tenants.create("new", {}, "op")
     assert await names(lists, TenantFilter(idle_days=30)) == ["never", "stale"]
     months = [month for _, month in (await lists.page(TenantFilter())).rows]
-    assert [month.last_used_at is None for month in months] == [False, True, False]
+    assert [month.last_used_at is None for month in months] == [False, True, True, False]
 
 
 async def test_the_forecast_goes_on_as_the_last_days(database: Database):
