@@ -2,12 +2,15 @@
 
    form[data-draft="key"]: its fields are kept in sessionStorage while they are typed, under the key and the person, and
    are set again when the person opens the form the next time. data-draft-only: a selector of the kept fields.
-   A draft ends when the form is saved (the next page has ?done=), cancelled or discarded, at log-out, and when another
-   person logs in. Hidden fields, passwords and files are not kept, and forms of keys have no data-draft. */
+   A draft ends when the form is saved (the next page has ?done=), cancelled or discarded, at log-out, when another
+   person logs in, and an hour after the last change, also on the log-in page. Hidden fields, passwords and files are not kept, and forms of keys have no data-draft. */
 "use strict";
 document.addEventListener("DOMContentLoaded", () => {
-  const PREFIX = "draft ", SENT = "sent", person = document.body.dataset.person;
-  /* Pages without a person, such as the log-in, leave the drafts alone. */
+  const PREFIX = "draft ", SENT = "sent", MAX_AGE = 60 * 60 * 1000, person = document.body.dataset.person;
+  const forgetOld = () => forget((name) => !(Date.now() - read(name)?.at < MAX_AGE));
+  forgetOld();
+  setInterval(forgetOld, 60 * 1000);
+  /* Pages without a person, such as the log-in, leave newer drafts alone. */
   if (!person) return;
   const own = `${PREFIX}${person} `;
   const nameOf = (form) => own + (form.dataset.draft || new URL(form.action).pathname);
@@ -37,7 +40,7 @@ document.addEventListener("DOMContentLoaded", () => {
       if (key in fields || valueOf(field) !== initial(field)) fields[key] = valueOf(field);
     }
     /* The digests of the values that the person saw: a change by somebody else since then is still a conflict. */
-    const draft = { fields, shown: shownOf(form)?.value };
+    const draft = { fields, shown: shownOf(form)?.value, at: Date.now() };
     try { sessionStorage.setItem(nameOf(form), JSON.stringify(draft)); } catch { /* The storage is full or off. */ }
   }
 

@@ -1,5 +1,6 @@
 """Drafts of long forms in a real browser: kept over the end of a session, for the same person, and never secrets."""
 
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from testing.browser import Person, faults, person
@@ -97,6 +98,18 @@ async def test_another_person_in_the_same_tab_gets_no_draft(gateway: Gateway, br
         assert operator.page.url.endswith(EDIT)
         assert await operator.page.input_value(LIMIT) == ""
         assert await stored(operator) == "[]"
+
+
+async def test_the_log_in_page_removes_drafts_of_an_hour_ago(gateway: Gateway, browser: Any):
+    await gateway.tenant("acme")
+    async with person(browser, gateway.url) as operator:
+        page = operator.page
+        await type_and_lose_the_session(gateway, operator)
+        for minutes, is_kept in ((58, True), (62, False)):
+            await page.clock.set_fixed_time(datetime.now(UTC) + timedelta(minutes=minutes))
+            await page.reload()
+            assert await page.locator("input[name=key]").count() == 1
+            assert ("70" in await stored(operator)) is is_kept, minutes
 
 
 async def test_a_draft_ends_by_cancel_discard_and_log_out(gateway: Gateway, browser: Any):
