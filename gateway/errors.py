@@ -134,6 +134,15 @@ class Conflict(GatewayError):
     status, kind, code = 409, "invalid_request_error", "conflict"
 
 
+class Changed(Conflict):
+    """The record has changed since it was read for the change."""
+
+    code = "changed"
+
+    def __init__(self) -> None:
+        super().__init__("Another change was saved at the same moment. Load the page again and repeat yours.")
+
+
 class NoEarlierState(GatewayError):
     """An alias has no earlier state to return to."""
 

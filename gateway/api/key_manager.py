@@ -158,12 +158,23 @@ class KeyManager:
         await self._auth.catch_up()
         return new, clear
 
-    async def change(self, key_id: str, given: KeyChanges, actor: str, by: TenantPrincipal | None = None) -> ApiKey:
-        """Change a key's label and limits. Raises RecordNotFound, also for another tenant's key, and BadRequest."""
+    async def change(
+        self,
+        key_id: str,
+        given: KeyChanges,
+        actor: str,
+        by: TenantPrincipal | None = None,
+        *,
+        seen: ApiKey | None = None,
+    ) -> ApiKey:
+        """Change a key's label and limits. seen: the key on which the changes are based.
+
+        Raises RecordNotFound, also for another tenant's key, BadRequest, Changed.
+        """
         changes = given.given()
         if not changes:
             raise BadRequest("Expected a label or a limit to change.")
-        key = await self._keys.change(key_id, changes, actor, None if by is None else by.tenant.id)
+        key = await self._keys.change(key_id, changes, actor, None if by is None else by.tenant.id, seen=seen)
         await self._auth.catch_up()
         return key
 

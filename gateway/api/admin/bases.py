@@ -192,8 +192,13 @@ class AdminBases:
         await self._auth.catch_up()
         return base
 
-    async def change_base(self, name: str, given: BaseChanges, actor: str, *, force: bool = False) -> Base:
-        """Change a base model and return it. Raises BadRequest, Conflict, NameTaken, RecordNotFound."""
+    async def change_base(
+        self, name: str, given: BaseChanges, actor: str, *, force: bool = False, seen: Base | None = None
+    ) -> Base:
+        """Change a base model and return it. seen: the base model on which the change is based.
+
+        Raises BadRequest, Conflict, NameTaken, RecordNotFound, Changed.
+        """
         changes = {field: value for field, value in msgspec.structs.asdict(given).items() if value is not UNSET}
         if "digest" in changes:
             changes["digest"] = _bare(changes["digest"])
@@ -206,7 +211,7 @@ class AdminBases:
             changes.setdefault("context_length", _context(config))
         if not changes:
             raise BadRequest("Expected a field to change: state, digest, tokenizer, config or context_length.")
-        return await self._bases.change(name, changes, actor, force=force)
+        return await self._bases.change(name, changes, actor, force=force, seen=seen)
 
 
 def describe_base(base: Base, digest: str | None) -> ShownBase:

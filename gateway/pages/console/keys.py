@@ -14,6 +14,7 @@ from gateway.api.key_manager import KeyChanges, KeyManager
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.answers import form_errors, is_confirmed
+from gateway.pages.parts.edits import again_if_changed
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
@@ -76,6 +77,7 @@ class ConsoleKeys(ConsolePages):
         return key_form(self.console.frame, request, errors, title="New key", cancel=LIST, scopes=scopes)
 
     @needs("keys")
+    @again_if_changed
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a key's label and limits; with a form, change them."""
         key, principal = await self._key(request), request[PRINCIPAL]
@@ -83,7 +85,7 @@ class ConsoleKeys(ConsolePages):
         async def save(changes: KeyChanges) -> None:
             caller = tenants_caller(request)
             await caller.count_change(request, self.console.quota)
-            await self._manager.change(key.id, changes, caller.actor, principal)
+            await self._manager.change(key.id, changes, caller.actor, principal, seen=key)
 
         return await edit_key(self.console.frame, request, key, save, f"{LIST}?done=changed")
 

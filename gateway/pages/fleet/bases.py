@@ -14,7 +14,7 @@ from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error
-from gateway.pages.parts.edits import merge, shown_values
+from gateway.pages.parts.edits import again_if_changed, merge, shown_values
 from gateway.pages.parts.price_fields import read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
 from gateway.parts import Records
@@ -122,8 +122,11 @@ class BasePages:
                     errors["tokenizer"] = errors.pop("config")
         return self._form(request, None, form or {}, errors)
 
+    @again_if_changed
     async def edit(self, request: web.Request) -> web.Response:
         """Return the form of a base model; with a form, change it."""
+        if FORM in request:
+            await self._records.bases.refresh()
         sent, base = request.get(FORM), self._base(request)
         present = {
             "digest": base.digest or "",
@@ -140,7 +143,7 @@ class BasePages:
             if not changed:
                 raise web.HTTPSeeOther(BASES)
             with form_errors(errors):
-                await self._acts.change_base(base.name, given, request[ACTOR])
+                await self._acts.change_base(base.name, given, request[ACTOR], seen=base)
                 raise web.HTTPSeeOther(f"{BASES}?done=changed")
         return self._form(request, base, form, errors, edit.status, shown_values(present))
 

@@ -11,7 +11,7 @@ from gateway.api.admin.plans import NewPlan
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error
-from gateway.pages.parts.edits import Edit, merge, shown_values
+from gateway.pages.parts.edits import Edit, again_if_changed, merge, shown_values
 from gateway.pages.parts.forms import NAMES, read_terms, term_groups, term_text, terms_text
 from gateway.pages.parts.price_fields import AMOUNTS, read_price
 from gateway.pages.parts.tables import Column, csv_response, fill, read_table
@@ -64,6 +64,7 @@ class PlanPages:
         done = {"saved": "The plan is saved.", "deleted": "The plan is deleted."}.get(request.query.get("done", ""))
         return self._frame.render(request, "plans.html", title="Plans", table=table, done=done, terms_text=_terms_text)
 
+    @again_if_changed
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a plan, or of a new one; with a form, save it."""
         name = request.match_info.get("plan")
@@ -93,6 +94,7 @@ class PlanPages:
             errors=errors,
         )
 
+    @again_if_changed
     async def prices(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a plan's prices; with a form, save them."""
         plan = await self._records.plans.get(request.match_info["plan"])
@@ -105,7 +107,7 @@ class PlanPages:
             if given is not None and not errors:
                 with form_errors(errors):
                     known = {model: price.price() for model, price in given.prices.items()}
-                    await self._records.plans.put_prices(plan.name, known, request[ACTOR])
+                    await self._records.plans.put_prices(plan.name, known, request[ACTOR], seen=plan)
                     await self._records.price_list.refresh()
                     raise web.HTTPSeeOther(f"{PLANS}?done=saved")
         return self._frame.render(
@@ -146,7 +148,7 @@ class PlanPages:
         if plan is not None:
             name = plan.name
         prices = {model: price.price() for model, price in given.prices.items()}
-        await self._records.plans.put(name, given.terms(), prices, request[ACTOR])
+        await self._records.plans.put(name, given.terms(), prices, request[ACTOR], seen=plan)
         await self._records.price_list.refresh()
         await self._records.auth.catch_up()
 

@@ -8,7 +8,7 @@ from aiohttp import web
 
 from gateway.access.page_guard import FORM
 from gateway.api.requests.fields import read_fields
-from gateway.errors import BadRequest, GatewayError
+from gateway.errors import BadRequest, Changed, GatewayError
 from gateway.pages.frame.errors import TEMPORARY
 
 T = TypeVar("T")
@@ -46,12 +46,13 @@ def read_form(given: Mapping[str, Any], kind: type[T], errors: dict[str, str]) -
 def form_errors(errors: dict[str, str]) -> Iterator[None]:
     """Put the text of an error about the form into `errors`, under its field.
 
-    A fault or a rate limit is raised instead, so that its page has its own status, text and `Retry-After`.
+    A fault or a rate limit is raised instead, so that its page has its own status, text and `Retry-After`; and Changed,
+    for `again_if_changed`.
     """
     try:
         yield
     except GatewayError as error:
-        if error.status in TEMPORARY:
+        if error.status in TEMPORARY or isinstance(error, Changed):
             raise
         errors[error_field(error)] = error_text(error)
 

@@ -4,13 +4,23 @@ A form carries a short digest of each value with which it was rendered, in the h
 person did not touch keeps its present value, and one that another person changed too is a conflict.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
+from functools import wraps
 from hashlib import sha256
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from aiohttp import web
 from multidict import MultiDict, MultiMapping
 
+from gateway.errors import Changed
+
+Pages = TypeVar("Pages")
+Answer = TypeVar("Answer", bound=web.StreamResponse)
+Edits = Callable[[Pages, web.Request], Coroutine[Any, Any, Answer]]
+# Number of times that a form is merged before its answer is the page of a conflict.
+TRIES = 3
 SHOWN = "shown"
 DIGEST_CHARS = 16
 
@@ -25,6 +35,23 @@ class Edit(NamedTuple):
     def status(self) -> int:
         """Return the HTTP status of the form with errors."""
         return 409 if self.conflicts else 400
+
+
+def again_if_changed(handler: Edits[Pages, Answer]) -> Edits[Pages, Answer]:
+    """Run an edit's handler again if its record was changed between its read and its write.
+
+    The handler reads the record, merges the form, and names what it read as `seen` of the change. The next run so finds
+    the other change, and conflicts only if both changed the same field. Raises Changed after TRIES runs.
+    """
+
+    @wraps(handler)
+    async def again(pages: Pages, request: web.Request) -> Answer:
+        for _ in range(TRIES - 1):
+            with suppress(Changed):
+                return await handler(pages, request)
+        return await handler(pages, request)
+
+    return again
 
 
 def merge(form: MultiMapping[str], present: Mapping[str, str]) -> Edit:

@@ -15,7 +15,7 @@ from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_f
 from gateway.errors import BadRequest, GatewayError
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.answers import form_errors, is_confirmed, typing_error
-from gateway.pages.parts.edits import SHOWN, merge, shown_values
+from gateway.pages.parts.edits import SHOWN, again_if_changed, merge, shown_values
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
@@ -156,6 +156,7 @@ class AlertPages:
                 return self._frame.secret(request, "alert_made.html", title=title, webhook=webhook, secret=secret)
         return self._form(request, None, form, errors)
 
+    @again_if_changed
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a target; with a form, change it."""
         webhook = await self._webhook(request)
@@ -170,7 +171,7 @@ class AlertPages:
                 # The form does not show the URL, because its path may hold a secret.
                 given = {"url": _url(form) or webhook.url, "types": chosen or None}
                 known = read_fields(given | {"tenant": webhook.tenant}, NewWebhook)
-                await self._manager.put(webhook.name, known, request[ACTOR])
+                await self._manager.put(webhook.name, known, request[ACTOR], seen=webhook)
                 raise web.HTTPSeeOther(f"{ALERTS}/{webhook.name}?done=saved")
         return self._form(request, webhook, form, errors, status)
 

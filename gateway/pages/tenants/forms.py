@@ -13,7 +13,7 @@ from gateway.api.admin.tenants import NewTenant, TenantChanges
 from gateway.api.requests.named_models import check_names
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, read_form
-from gateway.pages.parts.edits import merge, shown_values
+from gateway.pages.parts.edits import again_if_changed, merge, shown_values
 from gateway.pages.parts.forms import BUDGET_TERMS, NAMES, TITLES, read_terms, term_groups, term_text
 from gateway.parts import Records
 from gateway.records.tenants.tenants import TEXTS, Tenant
@@ -60,10 +60,12 @@ class TenantForms:
                     raise web.HTTPSeeOther(f"{LIST}/{quote(name)}?done=created")
         return await self._form(request, None, form or {}, errors, NAMES)
 
+    @again_if_changed
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a tenant; with a form, show what changes, and then change it."""
         return await self._edit(request, NAMES)
 
+    @again_if_changed
     async def budget(self, request: web.Request) -> web.StreamResponse:
         """Do the same with the form of its budgets."""
         return await self._edit(request, BUDGET_TERMS)
@@ -96,7 +98,7 @@ class TenantForms:
     async def _save(self, request: web.Request, tenant: Tenant, changes: Mapping[str, Any]) -> None:
         """Make the changes. Raises HTTPSeeOther to the tenant's page, GatewayError."""
         if changes:
-            await self._records.tenants.update(tenant.name, changes, request[ACTOR])
+            await self._records.tenants.update(tenant.name, changes, request[ACTOR], seen=tenant)
             await self._records.auth.catch_up()
         raise web.HTTPSeeOther(f"{LIST}/{tenant.name}?done={'changed' if changes else 'same'}")
 

@@ -14,6 +14,7 @@ from gateway.api.requests.fields import read_fields
 from gateway.api.requests.key_filter import read_key_filter
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed
+from gateway.pages.parts.edits import again_if_changed
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
@@ -74,12 +75,13 @@ class KeyPages:
             scopes=[(scope, scope in chosen) for scope in sorted(TENANT_SCOPES)],
         )
 
+    @again_if_changed
     async def edit(self, request: web.Request) -> web.StreamResponse:
         """Return the form of a key's label and limits; with a form, change them."""
         key = await self._key(request)
 
         async def save(changes: KeyChanges) -> None:
-            await self._manager.change(key.id, changes, request[ACTOR])
+            await self._manager.change(key.id, changes, request[ACTOR], seen=key)
 
         return await edit_key(self._frame, request, key, save, f"{LIST}?done=changed")
 

@@ -18,6 +18,7 @@ from gateway.records.bases.table import bases
 from gateway.records.changes import BASES, count_change
 from gateway.records.database import Database
 from gateway.records.tables import adapter_versions, adapters, saved_mixtures, tenants
+from gateway.records.unchanged import check_unchanged
 from wire.model_names import parse_reference, version_name
 
 # Maximum number of versions that an error names.
@@ -85,10 +86,13 @@ class BaseRecords:
             await count_change(connection, BASES)
         return base
 
-    async def change(self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False) -> Base:
+    async def change(
+        self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False, seen: Base | None = None
+    ) -> Base:
         """Change a base's `state`, `tokenizer`, `context_length`, `shape` or `digest`. A replaced digest is added to
         `former`. Raises RecordNotFound, NameTaken for another base's digest, and Conflict if a base is retired, without
-        `force`, that was not drained or has versions.
+        `force`, that was not drained or has versions. seen: the base on which the changes are based; raises Changed if
+        it is no longer so.
         """
         async with self._database.write() as connection:
             query = select(bases).where(bases.c.name == name).with_for_update()
@@ -96,6 +100,7 @@ class BaseRecords:
             if row is None:
                 raise RecordNotFound(f"There is no base model '{name[:256]}'.", param="name")
             before = _read(row)
+            check_unchanged(before.updated_at, seen and seen.updated_at)
             state: BaseState = changes.get("state", before.state)
             if state == "retired" and before.state != "retired" and not force:
                 await _check_unused(connection, before)

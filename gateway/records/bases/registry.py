@@ -131,9 +131,11 @@ class Bases:
         await self._make_known()
         return base
 
-    async def change(self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False) -> Base:
+    async def change(
+        self, name: str, changes: dict[str, Any], actor: str, *, force: bool = False, seen: Base | None = None
+    ) -> Base:
         """Change a base (see `BaseRecords.change`) and wait until every process knows the change."""
-        base = await self._table.change(name, changes, actor, force=force)
+        base = await self._table.change(name, changes, actor, force=force, seen=seen)
         await self._make_known()
         return base
 

@@ -16,6 +16,7 @@ from gateway.records.database import Database
 from gateway.records.events.tables import event_deliveries, events, webhooks
 from gateway.records.tables import tenants
 from gateway.records.tenants.tenants import Tenant
+from gateway.records.unchanged import check_unchanged
 
 NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_WEBHOOK = "There is no webhook of this name."
@@ -78,11 +79,19 @@ class Webhooks:
             return await _get(connection, name)
 
     async def put(
-        self, name: str, url: str, types: Sequence[str] | None, tenant: Tenant | None, actor: str
+        self,
+        name: str,
+        url: str,
+        types: Sequence[str] | None,
+        tenant: Tenant | None,
+        actor: str,
+        *,
+        seen: Webhook | None = None,
     ) -> tuple[Webhook, bool]:
         """Add or change a webhook. Return it and whether it is new. Deliveries to a changed webhook are tried at once.
 
         A webhook never changes its tenant: a secret that one tenant knows must not sign the events of another.
+        seen: the webhook on which the change is based. Raises BadRequest, Changed.
         """
         if not NAME.fullmatch(name):
             raise BadRequest(
@@ -90,11 +99,13 @@ class Webhooks:
                 param="name",
             )
         tenant_id = None if tenant is None else tenant.id
-        values: dict[str, Any] = {"url": url, "types": ALL_TYPES if types is None else f",{','.join(types)},"}
+        values: dict[str, Any] = {"url": url, "types": _as_text(types)}
         values |= {"failures": 0, "retry_at": None, "error": None}
         async with self._database.write() as connection:
             this = webhooks.c.name == name
             before = (await connection.execute(select(webhooks).where(this).with_for_update())).one_or_none()
+            if seen is not None:
+                check_unchanged(before and (before.url, before.types), (seen.url, _as_text(seen.types)))
             if before is not None and before.tenant_id != tenant_id:
                 raise BadRequest("tenant: a webhook cannot change its tenant; delete it first.", param="tenant")
             if before is None:
@@ -174,6 +185,11 @@ async def _check_room(connection: AsyncConnection, tenant_id: str | None) -> Non
     if (await connection.execute(number)).scalar_one() >= limit:
         whose = "operators have" if tenant_id is None else "a tenant has"
         raise BadRequest(f"name: {whose} at most {limit} webhooks.", param="name")
+
+
+def _as_text(types: Sequence[str] | None) -> str:
+    """Return the column of the types of events; None: all."""
+    return ALL_TYPES if types is None else f",{','.join(types)},"
 
 
 async def _get(connection: AsyncConnection, name: str) -> Webhook:

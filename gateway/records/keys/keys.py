@@ -17,6 +17,7 @@ from gateway.records.database import Database
 from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
 from gateway.records.tenants.limits import Limits, read_limits, write_limits
 from gateway.records.tenants.tenants import Tenant, read_tenant
+from gateway.records.unchanged import check_unchanged
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")
 # Prefix of a tenant's id in place of a key's id, for requests that need the tenant but have none of its keys.
@@ -129,14 +130,24 @@ class Keys:
                 await record_change(connection, actor, "key.revoke", key_id, tenant=_owner(key))
                 await count_change(connection, key.scope)
 
-    async def change(self, key_id: str, changes: Mapping[str, Any], actor: str, tenant_id: str | None = None) -> ApiKey:
+    async def change(
+        self,
+        key_id: str,
+        changes: Mapping[str, Any],
+        actor: str,
+        tenant_id: str | None = None,
+        *,
+        seen: ApiKey | None = None,
+    ) -> ApiKey:
         """Change `label` and limits of a valid key; return it. tenant_id: as in `revoke`.
 
-        Raises BadRequest if the key is not valid, or for limits of an admin's key.
+        seen: the key on which the changes are based. Raises BadRequest if the key is not valid, or for limits of an
+        admin's key; Changed if label or limits are no longer as in `seen`.
         """
         limits = {name: value for name, value in changes.items() if name != "label"}
         async with self._database.write() as connection:
             key = await _locked(connection, key_id, tenant_id)
+            check_unchanged((key.label, key.limits), seen and (seen.label, seen.limits))
             if not key.valid(datetime.now(UTC)):
                 raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
             if limits and key.tenant is None:

@@ -17,6 +17,7 @@ from gateway.records.money.prices import Price
 from gateway.records.tables import plans, tenants
 from gateway.records.tenants.tenants import read_tenant, term_columns
 from gateway.records.tenants.terms import NO_TERMS, Terms, given_terms, own_terms, read_terms, resolve, write_terms
+from gateway.records.unchanged import check_unchanged
 
 PLAN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 NO_PLAN = "There is no plan of this name."
@@ -57,10 +58,13 @@ class Plans:
         async with self._database.read() as connection:
             return await _find(connection, name)
 
-    async def put(self, name: str, terms: Terms, prices: Mapping[str, Price], actor: str) -> Plan:
+    async def put(
+        self, name: str, terms: Terms, prices: Mapping[str, Price], actor: str, *, seen: Plan | None = None
+    ) -> Plan:
         """Create a plan or replace its terms and prices. The plan's tenants get the new terms in the same transaction.
 
-        Raises BadRequest for a bad name.
+        seen: the plan on which the change is based. Raises BadRequest for a bad name, Changed if the plan is no longer
+        as `seen`.
         """
         if not PLAN_NAME.fullmatch(name):
             raise BadRequest(
@@ -70,6 +74,7 @@ class Plans:
             )
         async with self._database.write() as connection:
             before = await _locked(connection, name)
+            _check_unchanged(before, seen)
             values = {"terms": write_terms(terms), "prices": _encode(prices), "updated_at": datetime.now(UTC)}
             if before is None:
                 await connection.execute(insert(plans).values(name=name, **values))
@@ -82,13 +87,14 @@ class Plans:
             await _count(connection, name)
             return await _find(connection, name)
 
-    async def put_prices(self, name: str, prices: Mapping[str, Price], actor: str) -> Plan:
-        """Replace the prices of a plan."""
+    async def put_prices(self, name: str, prices: Mapping[str, Price], actor: str, *, seen: Plan | None = None) -> Plan:
+        """Replace the prices of a plan. seen: as in `put`. Raises Changed."""
         check_plan(name)
         async with self._database.write() as connection:
             before = await _locked(connection, name)
             if before is None:
                 raise RecordNotFound(NO_PLAN, param="plan")
+            _check_unchanged(before, seen)
             values = {"prices": _encode(prices), "updated_at": datetime.now(UTC)}
             await connection.execute(update(plans).where(plans.c.name == name).values(**values))
             old = {"prices": before.prices}
@@ -130,6 +136,12 @@ async def _locked(connection: AsyncConnection, name: str) -> Plan | None:
     query = _PLANS.where(plans.c.name == name).with_for_update(of=plans)
     row = (await connection.execute(query)).one_or_none()
     return None if row is None else _read(row)
+
+
+def _check_unchanged(now: Plan | None, seen: Plan | None) -> None:
+    """Raise Changed if the plan's terms or prices differ from those in `seen`; None: any."""
+    if seen is not None:
+        check_unchanged(now and (now.terms, now.prices), (seen.terms, seen.prices))
 
 
 async def _apply(connection: AsyncConnection, name: str, old: Terms, new: Terms) -> None:

@@ -39,6 +39,7 @@ from gateway.records.tenants.terms import (
     resolve,
     write_terms,
 )
+from gateway.records.unchanged import check_unchanged
 
 TENANT_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
@@ -140,12 +141,12 @@ class Tenants:
             rows = (await connection.execute(select(tenants).order_by(tenants.c.name))).all()
         return [read_tenant(row) for row in rows]
 
-    async def update(self, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
+    async def update(self, name: str, changes: Mapping[str, Any], actor: str, *, seen: Tenant | None = None) -> Tenant:
         """Change a tenant; see `change_tenant`."""
         check_possible(name)
         try:
             async with self._database.write() as connection:
-                return await change_tenant(connection, name, changes, actor)
+                return await change_tenant(connection, name, changes, actor, seen)
         except IntegrityError as error:
             raise _taken(error, name) from error
 
@@ -171,11 +172,14 @@ class Tenants:
             await count_change(connection, tenant_id, PRICES)
 
 
-async def change_tenant(connection: AsyncConnection, name: str, changes: Mapping[str, Any], actor: str) -> Tenant:
+async def change_tenant(
+    connection: AsyncConnection, name: str, changes: Mapping[str, Any], actor: str, seen: Tenant | None = None
+) -> Tenant:
     """Change a tenant in an open transaction.
 
     changes: the fields of Terms and Tenant to set, maybe none; `inherit`, names of terms that the tenant no longer sets
-    itself. Raises RecordNotFound, BadRequest for an unknown plan, IntegrityError for a used external id.
+    itself. seen: the tenant on which the changes are based. Raises RecordNotFound, BadRequest for an unknown plan,
+    IntegrityError for a used external id, Changed if the tenant is no longer as `seen`.
     """
     # A change of the plan locks the plan before its tenants. The same order here avoids a deadlock.
     new_plan = await plan_terms(connection, changes.get("plan"), lock=True)
@@ -184,6 +188,7 @@ async def change_tenant(connection: AsyncConnection, name: str, changes: Mapping
     if row is None:
         raise unknown_tenant(name)
     before = read_tenant(row)
+    check_unchanged(before, seen)
     old_plan = await plan_terms(connection, row.plan)
     if "plan" not in changes:
         new_plan = old_plan
