@@ -8,8 +8,9 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
+from gateway.api.requests.fields import REVERSING
 from wire.money import MICRO_UNITS, format_money
 
 NOTHING = Markup('<span class="none">–</span>')
@@ -20,8 +21,23 @@ WRITTEN_OUT = 9_999
 # Below this value, two decimals would show one significant digit or none.
 SMALL = 0.1
 BINARY = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+# Characters that reverse the text around them, as visible escapes. Names that older releases stored may have them.
+REVERSING_SHOWN = {ord(character): f"\\u{ord(character):04x}" for character in REVERSING}
 # Seconds of each unit, the largest first, and its name.
 UNITS = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
+
+
+def inert(value: Any) -> Any:
+    """Return a plain text with visible escapes in place of characters that reverse text, and other values unchanged.
+
+    The templates apply it to every value that they show, except to markup.
+    """
+    return value.translate(REVERSING_SHOWN) if type(value) is str and not value.isascii() else value
+
+
+def typed(value: object) -> Markup:
+    """Return the value of a form's field, which `inert` must not change: the form sends it back."""
+    return escape(value)
 
 
 def number(value: float | None) -> str | Markup:
@@ -177,6 +193,7 @@ def filters(currency: str) -> Mapping[str, Callable[..., Any]]:
         "exact": exact,
         "clock": clock,
         "stamp": stamp,
+        "typed": typed,
     }
 
 

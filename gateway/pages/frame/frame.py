@@ -19,7 +19,7 @@ from markupsafe import Markup, escape
 
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
 from gateway.pages.frame.assets import Assets
-from gateway.pages.frame.filters import filters
+from gateway.pages.frame.filters import REVERSING_SHOWN, filters, inert
 from gateway.pages.frame.navigation import ROLE_TITLES, TENANTS, groups_for
 from gateway.pages.frame.strip import Strip
 from gateway.process.page_threads import in_page_thread
@@ -71,7 +71,7 @@ class Compiled(jinja2.FileSystemBytecodeCache):
     codes: ClassVar[dict[str, CodeType]] = {}
 
     def __init__(self) -> None:
-        version = hashlib.sha256(f"{jinja2.__version__} {OPTIONS}".encode()).hexdigest()[:12]
+        version = hashlib.sha256(f"{jinja2.__version__} {OPTIONS} finalize".encode()).hexdigest()[:12]
         super().__init__(str(COMPILED), f"%s.{sys.implementation.cache_tag}-{version}.pyc")
 
     def load_bytecode(self, bucket: Bucket) -> None:
@@ -115,6 +115,7 @@ class Frame:
             bytecode_cache=Compiled(),
             auto_reload=False,
             undefined=jinja2.StrictUndefined,
+            finalize=inert,
             **OPTIONS,
         )
         self._environment.filters.update(filters(currency))
@@ -217,8 +218,9 @@ def link(request: web.Request, **changes: Any) -> str:
 
 
 def as_attribute(value: Mapping[str, Any] | Sequence[Any]) -> Markup:
-    """Return a value as JSON for an attribute in double quotes; every quote and bracket is escaped."""
-    return escape(json.dumps(value, separators=(",", ":")))
+    """Return a value as JSON for an attribute in double quotes; every quote and bracket is escaped. Texts are inert."""
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+    return escape(text.translate({code: shown.replace("\\", "\\\\") for code, shown in REVERSING_SHOWN.items()}))
 
 
 def _theme(request: web.Request) -> str:

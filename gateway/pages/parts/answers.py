@@ -10,14 +10,15 @@ from gateway.access.page_guard import FORM
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Changed, GatewayError
 from gateway.pages.frame.errors import TEMPORARY
+from gateway.pages.frame.filters import inert
 
 T = TypeVar("T")
 
 
 def is_confirmed(request: web.Request, name: str) -> bool:
-    """Return whether the request's form has the name of the thing to act on."""
+    """Return whether the request's form has the name of the thing to act on, as it is stored or as pages show it."""
     form = request.get(FORM)
-    return form is not None and form.get("typed", "").strip() == name
+    return form is not None and form.get("typed", "").strip() in (name, inert(name))
 
 
 def typing_error(request: web.Request, name: str) -> str | None:

@@ -1,9 +1,12 @@
 """Frame of the pages: headers, navigation by role, the status strip, themes, escaping and files."""
 
+import html
+import json
 import re
 from datetime import UTC, datetime
 
 from gateway.api.health import State
+from gateway.api.requests.fields import REVERSING
 from gateway.fleet.health import Health
 from gateway.pages.frame.frame import as_attribute
 
@@ -46,6 +49,17 @@ async def test_hostile_names_are_inert(reader, site):
     assert "alert(1)</script>" not in text
     assert as_attribute({"name": HOSTILE}).count("<") == 0
     assert '"' not in as_attribute({"name": HOSTILE})
+
+
+async def test_characters_that_reverse_text_are_shown_as_escapes(reader, site):
+    stored, shown = "pho\u202ene \u05d0\u2067", "pho\\u202ene \u05d0\\u2067"
+    site.context["message"] = stored
+    _, text = await reader.get("/admin/")
+    assert shown in text
+    assert not REVERSING & set(text)
+    attribute = str(as_attribute({"name": stored}))
+    assert not REVERSING & set(attribute)
+    assert json.loads(html.unescape(attribute)) == {"name": shown}
 
 
 async def test_the_strip_names_each_fault_with_its_beginning(reader, site):

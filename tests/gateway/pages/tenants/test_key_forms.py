@@ -2,6 +2,9 @@
 
 import asyncio
 import re
+import sqlite3
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 
@@ -56,3 +59,25 @@ async def test_a_second_click_on_a_rotation_at_once_names_the_new_key(gateway: G
         assert (await send(browser, path, form)).status == 200
         again = await send(browser, path, form)
         assert (again.status, "has made the key" in again.body.decode()) == (409, True)
+
+
+async def test_a_label_that_reverses_text_is_shown_inert_and_kept_by_forms(gateway: Gateway, tmp_path: Path):
+    """Older releases stored such labels."""
+    await gateway.tenant("acme")
+    stored, shown = "pho\u202ene", "pho\\u202ene"
+    key = (await gateway.admin.post("/admin/api/tenants/acme/keys")).json["id"]
+    with closing(sqlite3.connect(tmp_path / "gateway.db")) as database, database:
+        database.execute("UPDATE api_keys SET label = ? WHERE id = ?", (stored, key))
+    path = f"/admin/keys/{key}"
+    async with gateway.browser() as browser:
+        for page in ("/admin/keys", f"{path}/revoke", "/admin/tenants/acme?tab=keys"):
+            text = (await browser.get(page)).body.decode()
+            assert (shown in text, stored in text) == (True, False), page
+        edit = fields(await browser.get(f"{path}/edit"))
+        assert edit["label"] == stored
+        assert (await send(browser, f"{path}/edit", edit | {"max_concurrent": "3"})).status == 303
+        [own] = [
+            each for each in (await gateway.admin.get("/admin/api/tenants/acme/keys")).json["data"] if each["id"] == key
+        ]
+        assert (own["label"], own["limits"]["max_concurrent"]) == (stored, 3)
+        assert (await browser.submit(f"{path}/revoke", typed=shown)).status == 303
