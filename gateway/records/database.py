@@ -7,11 +7,10 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, closing, contextmanager
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import aiosqlite
 from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
@@ -25,6 +24,7 @@ import migrations as versions
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.schema_support import find_problem
+from gateway.records.sqlite_driver import connect_sqlite
 from gateway.records.urls import DRIVERS, EXPECTED
 from gateway.setting_errors import NotUsableNow, SettingsError
 
@@ -77,7 +77,7 @@ class Database:
         # Parameters hold hashes and names; errors are logged without them.
         options: dict[str, Any] = {"pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
         if self.dialect == "sqlite":
-            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "async_creator_fn": _connect_sqlite}
+            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "async_creator_fn": connect_sqlite}
             options["pool_size"] = 5
         else:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": statement_seconds}
@@ -101,7 +101,8 @@ class Database:
     async def read(self, *, reserved: bool = False) -> AsyncIterator[AsyncConnection]:
         """Open a read-only transaction. reserved: on the connection that is kept for reading changes."""
         with _translated(self._outage):
-            async with (self._reserved if reserved else self._engine).connect() as connection, connection.begin():
+            # The transaction begins with the first statement, and ends by a rollback when the connection is returned.
+            async with (self._reserved if reserved else self._engine).connect() as connection:
                 yield connection
 
     @asynccontextmanager
@@ -266,45 +267,6 @@ async def upgrade(url: str) -> None:
 def migrate(url: str) -> None:
     """Run `upgrade` for callers without an event loop (`loraplex migrate`)."""
     asyncio.run(upgrade(url))
-
-
-class _SqliteConnection(aiosqlite.Connection):
-    """A connection whose thread is stopped once.
-
-    SQLAlchemy stops the thread when a task is cancelled again while its connection is closed. The close then stopped it
-    a second time and waited for ever, which kept the process from ending.
-    """
-
-    _stopped: asyncio.Future[Any] | None = None
-
-    def stop(self) -> asyncio.Future[Any] | None:
-        if self._running:
-            self._stopped = super().stop()
-        return self._stopped
-
-
-class _RollingBack(sqlite3.Connection):
-    """A connection that ends its transaction when it is closed.
-
-    SQLite keeps a closed connection alive while a statement of it exists, and with it the transaction and the write
-    lock. A cancelled task's error refers to its statement, so nobody could write until the next garbage collection.
-    """
-
-    _is_closed = False
-
-    def close(self) -> None:
-        if not self._is_closed and self.in_transaction:
-            self.rollback()
-        self._is_closed = True
-        super().close()
-
-
-def _connect_sqlite(database: str, **options: Any) -> _SqliteConnection:
-    connect = partial(sqlite3.connect, database, factory=_RollingBack, **options)
-    connection = _SqliteConnection(connect, iter_chunk_size=64)
-    # An open connection does not keep a process from ending.
-    connection._thread.daemon = True
-    return connection
 
 
 def async_url(url: str) -> URL:
