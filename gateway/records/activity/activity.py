@@ -4,6 +4,7 @@ Every query reads the sums by minute, hour and day (activity_tables.py) in the l
 depends on the length of the period and the number of series, not on the number of requests.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
@@ -98,19 +99,27 @@ class Activity:
         levels = [level for level in (DAY, HOUR, MINUTE) if period.step % level == 0]
         curve_of = cover(period.since, period.end, levels)
         whole, before = cover(period.since, period.end), cover(period.before, period.since)
-        async with self._database.read() as connection:
-            kept = await _kept(connection, scope)
-            by_step = await _by_step(connection, kept, curve_of, period.step)
-            earlier = await _by_step(connection, kept, before, DAY)
-            ranked = _Ranked([], 0, None)
-            if group_by is not None:
-                members = await _grouped(connection, scope, group_by)
-                ranked = await _first(connection, members, whole, order, top)
-            groups = await _groups(connection, ranked.ids, (curve_of, whole, before), period) if ranked.ids else []
-            active = 1 if scope.of_tenant else ranked.tenants
-            if active is None:
-                active = await _active(connection, whole)
-            refusals = await _refusals(connection, scope, (curve_of, whole, before), period)
+        segments = (curve_of, whole, before)
+
+        async def totals() -> tuple[dict[int, Values], dict[int, Values], list[Refusals]]:
+            async with self._database.read() as connection:
+                kept = await _kept(connection, scope)
+                by_step = await _by_step(connection, kept, curve_of, period.step)
+                earlier = await _by_step(connection, kept, before, DAY)
+                return by_step, earlier, await _refusals(connection, scope, segments, period)
+
+        async def grouped() -> tuple[_Ranked, list[Group], int]:
+            async with self._database.read() as connection:
+                ranked = _Ranked([], 0, None)
+                if group_by is not None:
+                    members = await _grouped(connection, scope, group_by)
+                    ranked = await _first(connection, members, whole, order, top)
+                groups = await _groups(connection, ranked.ids, segments, period) if ranked.ids else []
+                active = 1 if scope.of_tenant else ranked.tenants
+                return ranked, groups, await _active(connection, whole) if active is None else active
+
+        # Each takes about half of the time, in a connection of its own.
+        (by_step, earlier, refusals), (ranked, groups, active) = await asyncio.gather(totals(), grouped())
         # Hundreds of steps with sixty sums each take 10 ms.
         return await in_page_thread(_report, period, by_step, earlier, ranked, groups, active, refusals)
 

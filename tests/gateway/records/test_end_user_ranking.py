@@ -277,3 +277,17 @@ async def test_the_choice_of_many_small_tenants_is_quick():
 class Found(msgspec.Struct, frozen=True):
     tenant_id: str
     value: int
+
+
+async def test_the_tenants_of_exact_bounds_are_read_once_around_the_page():
+    """The bounds of a single day are exact, so as many tenants as the page has places are enough."""
+    candidates = [Candidate(f"t{i:05}", 2000 - i, 3) for i in range(1000)]
+    asked: list[str] = []
+
+    async def read(ids: list[str]) -> list[Any]:
+        asked.extend(ids)
+        return [Found(name, 2000 - int(name[1:]) - less) for name in ids for less in (0, 900, 1500)]
+
+    found, is_partial = await read_largest(candidates, 51, read, lambda each: each.value)
+    assert [each.value for each in found] == list(range(2000, 1949, -1))
+    assert (len(asked), is_partial) == (51, False)
