@@ -4,6 +4,7 @@ import asyncio
 import random
 import shutil
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -265,3 +266,21 @@ async def test_models_of_all_tenants_are_found_among_the_first_tenants(
     second = await activity.report(since=since, group_by="model", top=2)
     assert [each.sums.requests for each in second.groups] == [9, 1]
     assert (second.num_groups, second.active_tenants) == (11, 5)
+
+
+async def test_totals_and_groups_are_read_at_the_same_time(database: Database, monkeypatch: pytest.MonkeyPatch):
+    await UsageWriter(database).write(ROWS[:50])
+    read, most, now = database.read, 0, 0
+
+    @asynccontextmanager
+    async def counted() -> AsyncIterator[Any]:
+        nonlocal most, now
+        now += 1
+        most = max(most, now)
+        async with read() as connection:
+            yield connection
+        now -= 1
+
+    monkeypatch.setattr(database, "read", counted)
+    await Activity(database).report(since=NOW - timedelta(days=2), group_by="model")
+    assert (most, now) == (2, 0)
