@@ -111,8 +111,11 @@ class ConsoleHome(ConsolePages):
             return {"today": used}
         months = await records.tenant_lists.months([tenant])
         scope = Scope(tenant_id=tenant.id)
-        today = await self._activity.report(since=since, scope=scope)
-        day = await self._activity.report(since=now - timedelta(days=1), scope=scope, group_by="model", top=TOP_MODELS)
+        today = await self._activity.report(since=since, scope=scope, has_times=False)
+        yesterday = now - timedelta(days=1)
+        day = await self._activity.report(
+            since=yesterday, scope=scope, group_by="model", top=TOP_MODELS, has_times=False
+        )
         return {"month": months[tenant.id], "today": _today(today), "charts": _charts(day)}
 
 

@@ -40,6 +40,7 @@ class Glance:
                 group_by="model",
                 order="cost",
                 top=TOP_MODELS,
+                has_times=False,
             ),
             self._newest(tenant),
             self._busiest(tenant),

@@ -11,18 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal
 
 import msgspec
-from sqlalchemy import (
-    BigInteger,
-    ColumnElement,
-    Subquery,
-    and_,
-    func,
-    literal_column,
-    or_,
-    select,
-    union,
-    union_all,
-)
+from sqlalchemy import BigInteger, ColumnElement, Subquery, and_, func, literal_column, or_, select, union, union_all
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import BadRequest
@@ -89,9 +78,10 @@ class Activity:
         order: Order = "requests",
         top: int = 8,
         step: int | None = None,
+        has_times: bool = True,
     ) -> ActivityReport:
         """Return the activity of a period. until: None for now. top: number of groups. step: one of STEPS; None chooses
-        it.
+        it. has_times: whether to read percentiles, whose histograms are four fifths of the columns.
 
         Raises BadRequest for a step that has too many points or no sums, and for a grouping without sums.
         """
@@ -99,13 +89,13 @@ class Activity:
         levels = [level for level in (DAY, HOUR, MINUTE) if period.step % level == 0]
         curve_of = cover(period.since, period.end, levels)
         whole, before = cover(period.since, period.end), cover(period.before, period.since)
-        segments = (curve_of, whole, before)
+        segments, names = (curve_of, whole, before), COLUMNS if has_times else SHOWN
 
         async def totals() -> tuple[dict[int, Values], dict[int, Values], list[Refusals]]:
             async with self._database.read() as connection:
                 kept = await _kept(connection, scope)
-                by_step = await _by_step(connection, kept, curve_of, period.step)
-                earlier = await _by_step(connection, kept, before, DAY)
+                by_step = await _by_step(connection, kept, curve_of, period.step, names)
+                earlier = await _by_step(connection, kept, before, DAY, names)
                 return by_step, earlier, await _refusals(connection, scope, segments, period)
 
         async def grouped() -> tuple[_Ranked, list[Group], int]:
@@ -259,13 +249,15 @@ def _totals(names: Sequence[str]) -> list[ColumnElement[Any]]:
     return [_SUMS[name] for name in names]
 
 
-async def _by_step(connection: AsyncConnection, kept: _Kept, segments: Segments, step: int) -> dict[int, Values]:
-    """Return the sums of each step that has any."""
+async def _by_step(
+    connection: AsyncConnection, kept: _Kept, segments: Segments, step: int, names: Sequence[str]
+) -> dict[int, Values]:
+    """Return the sums of each step that has any. names: the columns."""
     # The rows of a start are next to each other, so that only their sums are sorted by step.
-    rows = kept.select(segments, COLUMNS, by_start=True)
+    rows = kept.select(segments, names, by_start=True)
     at = (rows.c.start - rows.c.start % step).label("at")
-    found = await connection.execute(select(at, *_totals(COLUMNS)).group_by(at))
-    return {row[0]: dict(zip(COLUMNS, row[1:], strict=True)) for row in found}
+    found = await connection.execute(select(at, *_totals(names)).group_by(at))
+    return {row[0]: dict(zip(names, row[1:], strict=True)) for row in found}
 
 
 async def _by_series(connection: AsyncConnection, kept: _Kept, segments: Segments) -> dict[int, Values]:

@@ -55,7 +55,7 @@ class Curve(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Times(msgspec.Struct, frozen=True, kw_only=True):
-    """Percentiles by step in ms; None in a step without requests."""
+    """Percentiles by step in ms; None in a step without requests, and in a report that does not read them."""
 
     ttft: list[Percentiles | None]
     latency: list[Percentiles | None]
@@ -139,7 +139,7 @@ def added(every: Iterable[Values]) -> Values:
     total = dict.fromkeys(COLUMNS, 0)
     for values in every:
         for name in COLUMNS:
-            total[name] += values[name]
+            total[name] += values.get(name, 0)
     return total
 
 
@@ -153,8 +153,8 @@ def as_curve(starts: Sequence[int], by_step: Mapping[int, Values]) -> Curve:
 def as_times(starts: Sequence[int], by_step: Mapping[int, Values]) -> Times:
     found = [by_step.get(start) for start in starts]
     return Times(
-        ttft=[None if each is None else percentiles([each[name] for name in TTFT]) for each in found],
-        latency=[None if each is None else percentiles([each[name] for name in LATENCY]) for each in found],
+        ttft=[None if each is None else percentiles([each.get(name, 0) for name in TTFT]) for each in found],
+        latency=[None if each is None else percentiles([each.get(name, 0) for name in LATENCY]) for each in found],
     )
 
 

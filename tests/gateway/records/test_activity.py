@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
@@ -284,3 +285,18 @@ async def test_totals_and_groups_are_read_at_the_same_time(database: Database, m
     monkeypatch.setattr(database, "read", counted)
     await Activity(database).report(since=NOW - timedelta(days=2), group_by="model")
     assert (most, now) == (2, 0)
+
+
+async def test_a_report_without_times_has_the_same_sums(database: Database):
+    await UsageWriter(database).write(ROWS)
+    activity = Activity(database)
+    for since in (NOW - timedelta(days=1), NOW - timedelta(days=40)):
+        period: dict[str, Any] = {"since": since, "until": NOW, "group_by": "model"}
+        whole, less = await activity.report(**period), await activity.report(**period, has_times=False)
+        assert set(less.times.latency) == {None} != set(whole.times.latency)
+        assert less.total.latency is None
+        alike = {"times": whole.times}
+        for name in ("total", "before"):
+            sums = getattr(whole, name)
+            alike[name] = replace(getattr(less, name), latency=sums.latency, ttft=sums.ttft)
+        assert replace(less, **alike) == whole
