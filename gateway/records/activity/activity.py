@@ -86,6 +86,7 @@ class Activity:
         Raises BadRequest for a step that has too many points or no sums, and for a grouping without sums.
         """
         period = whole_period(since, until, step, self._minutes_kept, datetime.now(UTC))
+        _check_groups(scope, group_by)
         levels = [level for level in (DAY, HOUR, MINUTE) if period.step % level == 0]
         curve_of = cover(period.since, period.end, levels)
         whole, before = cover(period.since, period.end), cover(period.before, period.since)
@@ -220,11 +221,17 @@ async def _kept(connection: AsyncConnection, scope: Scope) -> _Kept:
     return _Kept((ENGINE,))
 
 
-async def _grouped(connection: AsyncConnection, scope: Scope, group_by: GroupBy) -> _Kept:
-    """Return the series that are the groups of the scope. Raises BadRequest if there are no such sums."""
-    columns = activity_series.c
+def _check_groups(scope: Scope, group_by: GroupBy | None) -> None:
+    """Raise BadRequest if there are no sums of such groups."""
+    if group_by is None:
+        return
     if scope.engine is not None or (group_by == "engine" and (scope.of_tenant or scope.model is not None)):
         raise BadRequest("group_by: there are no sums by engine and by tenant or model together.", param="group_by")
+
+
+async def _grouped(connection: AsyncConnection, scope: Scope, group_by: GroupBy) -> _Kept:
+    """Return the series that are the groups of the scope."""
+    columns = activity_series.c
     if group_by == "engine":
         return _Kept((ENGINE,))
     if scope.model is not None:
