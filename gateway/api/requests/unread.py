@@ -13,7 +13,7 @@ from aiohttp import hdrs, web
 
 from gateway.access.caller import CALLER
 from gateway.access.throttle import client_network
-from gateway.process.reads import Forwarding
+from gateway.process.reads import Ends, Forwarding
 from gateway.sharing.byte_rate import ByteRate
 
 # A body of 8 MiB is dropped within half a second. An owner's bodies take some 1 % of a core.
@@ -45,8 +45,10 @@ class UnreadBodies:
         if transport is not None:
             # Paused: a loop chooses how it reads when it starts.
             transport.pause_reading()
+            reads = transport.get_protocol()
+            ends = reads.ends if isinstance(reads, Forwarding) else Ends()
             delay = partial(self._rate.delay, _owner())
-            transport.set_protocol(_Dropping(request.protocol, transport, delay, request.content.feed_eof))
+            transport.set_protocol(_Dropping(request.protocol, ends, transport, delay, request.content.feed_eof))
             transport.resume_reading()
 
 
@@ -66,11 +68,12 @@ class _Dropping(Forwarding):
     def __init__(
         self,
         handler: asyncio.Protocol,
+        ends: Ends,
         transport: asyncio.Transport,
         delay: Callable[[int], float],
         end: Callable[[], None],
     ) -> None:
-        super().__init__(handler, _DROPPED)
+        super().__init__(handler, _DROPPED, ends)
         self._transport = transport
         self._delay = delay
         self._end = end

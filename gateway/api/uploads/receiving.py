@@ -22,7 +22,7 @@ from adapters.spool import Spool
 from gateway.api.requests.pieces import Pieces
 from gateway.api.uploads.form import Form, FormError, FormPart
 from gateway.errors import BadRequest, TooLarge, TooSlow
-from gateway.process.reads import large_reads
+from gateway.process.reads import LARGE_READ_BYTES, large_reads
 from gateway.quota.uploading import ReceivedBytes
 from gateway.sharing.byte_rate import ByteRate
 
@@ -32,7 +32,7 @@ FILES = (CONFIG_NAME, WEIGHTS_NAME)
 FIELDS = ("name", "base", "file", *FILES)
 TEXTS = ("name", "base")
 WRITE_BYTES = 256 << 10
-READ_BYTES = 256 << 10
+READ_BYTES = LARGE_READ_BYTES
 # Minimum average size of an upload's chunks, because each chunk costs a read.
 MIN_CHUNK_BYTES = 1024
 MAX_NAME_BYTES = 1024

@@ -10,7 +10,7 @@ import uvloop
 from aiohttp import web
 
 from gateway.api.requests.pieces import READ_BUFFER_BYTES
-from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, BoundedReads, bound_reads, large_reads
+from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, BoundedReads, Ends, bound_reads, large_reads
 
 SIZE = 8 * 2**20
 
@@ -120,7 +120,7 @@ class Pieces(asyncio.Protocol):
 def test_a_piece_stays_as_it_is_while_other_connections_read():
     small, large = memoryview(bytearray(4)), memoryview(bytearray(8))
     handlers = Pieces(), Pieces()
-    one, other = (BoundedReads(handler, small, large) for handler in handlers)
+    one, other = (BoundedReads(handler, small, large, Ends()) for handler in handlers)
     one.get_buffer(-1)[:] = b"mine"
     # A read ends in the buffer in which it began.
     one.is_large = True
@@ -133,3 +133,26 @@ def test_a_piece_stays_as_it_is_while_other_connections_read():
         other.is_large = not other.is_large
         other.get_buffer(-1)[:4] = b"your"
     assert (handlers[0].received, handlers[1].received) == ([b"mine", b"our mine"], [b"you", b"you"])
+
+
+async def test_clients_that_leave_together_end_a_few_at_a_time():
+    ends, ended, seen = Ends(each=3), list[int](), []
+
+    class Handler(asyncio.Protocol):
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            ended.append(self.number)
+
+    for number in range(20):
+        ends.add(Handler(number), None)
+    while len(ended) < 20:
+        seen.append(len(ended))
+        await asyncio.sleep(0)
+    assert ended == list(range(20))
+    assert max(after - before for before, after in pairwise([0, *seen, 20])) == 3
+    # A later one ends at once.
+    await asyncio.sleep(0)
+    ends.add(Handler(20), None)
+    assert ended[-1] == 20
