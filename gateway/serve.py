@@ -2,7 +2,6 @@
 
 import asyncio
 import ctypes
-import gc
 import json
 import logging
 import signal
@@ -20,6 +19,8 @@ from gateway.log_format import set_up_logging
 from gateway.metrics import Metrics
 from gateway.process.background import running
 from gateway.process.connections import allow_descriptors
+from gateway.process.garbage import collect_when_calm, reduce_pauses
+from gateway.process.listening import FairSite
 from gateway.process.reads import bound_reads
 from gateway.process.workers import Supervisor
 from gateway.settings import NotUsableNow, Settings
@@ -30,10 +31,7 @@ from wire.telemetry.http_log import http_logger
 log = logging.getLogger(__name__)
 
 # Interval after which a Python thread releases the interpreter lock to a waiting one; Python's default is 5 ms.
-SWITCH_SECONDS = 0.0005
-# Thresholds of garbage collections. With Python's third one, 10, the garbage of refused requests grew to 40,000
-# objects, whose collection held the event loop for 130 ms.
-GC_THRESHOLDS = 700, 10, 1
+SWITCH_SECONDS = 0.0001
 # glibc's option for the size from which a buffer gets its own pages, and our value of it.
 M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES = -3, 2**18
 # Maximum number of fields in a request's head, and the size of one. A connection may hold them all before its key is
@@ -68,11 +66,7 @@ def steady() -> None:
     """Reduce the latency of the slowest requests: full garbage collections skip long-lived objects, and database
     threads return the interpreter lock to the event loop sooner.
     """
-    gc.collect()
-    gc.freeze()
-    # The second collection is of an empty heap: Python waits until a quarter of the objects of the last one are new.
-    gc.collect()
-    gc.set_threshold(*GC_THRESHOLDS)
+    reduce_pauses()
     sys.setswitchinterval(SWITCH_SECONDS)
     _return_memory()
 
@@ -159,7 +153,11 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
             guard_requests(metrics_runner)
             await _bind(metrics_runner, "LORAPLEX_METRICS_PORT", settings.host, settings.metrics_port)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
-        async with running(app[CONNECTIONS].watch(lambda: server.connections)):
+        limiter = app[CONNECTIONS]
+        async with (
+            running(limiter.watch(lambda: server.connections)),
+            running(collect_when_calm(lambda: limiter.num_busy)),
+        ):
             yield f"http://{host}:{runner.addresses[0][1]}"
         await app[DRAIN].run(runner, settings.drain_delay)
         app[DRAIN].end_requests(settings.shutdown_seconds)
@@ -171,7 +169,7 @@ async def listening(settings: Settings) -> AsyncIterator[str]:
 
 async def _bind(runner: web.AppRunner, field: str, host: str, port: int, *, shared: bool = False) -> None:
     try:
-        await web.TCPSite(runner, host, port, reuse_port=shared or None).start()
+        await FairSite(runner, host, port, is_shared=shared).start()
     except OSError as error:
         raise NotUsableNow(field, f"cannot listen on {host}:{port}: {error.strerror}") from error
 

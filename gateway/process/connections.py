@@ -21,10 +21,9 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.access.caller import CALLER, Caller
-from gateway.api.access_log import PROBES
 from gateway.errors import Handler
 from gateway.metrics import Metrics
-from gateway.sharing.rounds import Rounds
+from gateway.process.listening import MAX_WAITING
 
 log = logging.getLogger(__name__)
 
@@ -35,8 +34,8 @@ CLIENT_LEFT = getattr(select, "POLLRDHUP", 0)
 KEYLESS, OPERATOR = "", "\0operator"
 
 
-# Descriptors for everything else: engines, Redis, databases, uploads.
-OTHER_DESCRIPTORS = 1024
+# Descriptors for everything else: connections that have not started, engines, Redis, databases, uploads.
+OTHER_DESCRIPTORS = 1024 + MAX_WAITING
 
 
 def allow_descriptors(connections: int) -> None:
@@ -74,12 +73,16 @@ class ConnectionLimiter:
     def __init__(self, limit: int, metrics: Metrics) -> None:
         self._limit = limit
         self._metrics = metrics
-        self._rounds = Rounds()
         self._uses: dict[Any, _Use] = {}
         metrics.watch_connections(lambda: len(self._uses))
 
+    @property
+    def num_busy(self) -> int:
+        """Return the number of connections with a running request."""
+        return sum(use.is_busy for use in self._uses.values())
+
     def middleware(self) -> Middleware:
-        """Return the middleware that records each connection's tenant and starts requests in turn.
+        """Return the middleware that records each connection's tenant.
 
         It goes inside the middleware of gateway/api/access_log.py.
         """
@@ -88,8 +91,6 @@ class ConnectionLimiter:
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
             use = self._uses[request.protocol] = _Use(caller=CALLER.get(), is_busy=True)
             try:
-                if request.path not in PROBES:
-                    await self._rounds.begin(request.headers.get("Authorization") or request.remote or "")
                 return await handler(request)
             finally:
                 use.is_busy, use.since = False, time.monotonic()

@@ -6,18 +6,20 @@ end, the inference requests that still run end with an error of their own.
 """
 
 import asyncio
-import select
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from aiohttp import hdrs, web
 
 from gateway.errors import Unavailable
+from gateway.process.listening import FairListener
 
 # A client may be sending on a kept-alive connection; one that sends nothing for this long is idle.
 IDLE_SECONDS = 1.0
 LOOK_SECONDS = 0.02
+# Time for the connections that have arrived to start.
+ARRIVED_SECONDS = 5.0
 # Time for the last errors of running requests: a share of the time that these get, and at most so many seconds.
 MARGIN_SHARE, MARGIN_SECONDS = 0.1, 2.0
 
@@ -78,11 +80,11 @@ class Drain:
         self.begun = True
         await asyncio.sleep(delay_seconds)
         # Closing a listening socket resets the connections in its queue, so they are accepted first.
-        listening = [fd for site in runner.sites for fd in _descriptors(site)]
-        while True:
-            if not _readable(listening):
-                break
-            await asyncio.sleep(0)
+        servers: list[Any] = [site._server for site in runner.sites]
+        listeners = [server for server in servers if isinstance(server, FairListener)]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ARRIVED_SECONDS):
+                await asyncio.gather(*(listener.all_started() for listener in listeners))
         for site in runner.sites:
             await site.stop()
         loop = asyncio.get_running_loop()
@@ -91,17 +93,3 @@ class Drain:
             if runner.server is None or not runner.server.connections or loop.time() >= deadline:
                 break
             await asyncio.sleep(LOOK_SECONDS)
-
-
-def _descriptors(site: web.BaseSite) -> list[int]:
-    # uvloop's server is not an asyncio class, but has `sockets` too.
-    server: Any = site._server
-    return [listener.fileno() for listener in server.sockets] if server is not None else []
-
-
-def _readable(descriptors: Iterable[int]) -> bool:
-    """Return whether a connection waits to be accepted. Uses `poll`, as `select` takes no descriptor above 1023."""
-    poll = select.poll()
-    for descriptor in descriptors:
-        poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(0))

@@ -2,45 +2,83 @@
 
 Without it, 500 requests that arrive at once take their first steps in one round, and nothing else runs for 100 ms. The
 same holds wherever many requests wait for one event: the look-up of their key, or the end of their tenant's delay.
+
+A request of another client needs about a dozen rounds between its arrival and its answer, so each millisecond that one
+owner takes of every round delays it by a dozen.
 """
 
 import asyncio
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 # The first steps of a request (middlewares, key, body) take 0.2 ms, those up to a refusal 1 ms.
-REQUESTS_EACH = 16
+REQUESTS_EACH = 8
+OWNER_EACH = 2
 
 
 class Rounds:
-    """Counter of the requests that begin in each round of the running event loop."""
+    """Counter of the requests that begin in each round of the running event loop.
 
-    def __init__(self, each: int = REQUESTS_EACH) -> None:
+    each: their maximum number. of_owner: the maximum number of one owner.
+    """
+
+    def __init__(self, each: int = REQUESTS_EACH, of_owner: int = OWNER_EACH) -> None:
         self._each = each
-        self._begun = 0
+        self._of_owner = of_owner
+        self._begun: Counter[str] = Counter()
+        self._is_counting = False
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        # Owner -> time (of the event loop) at which its next request may begin.
+        self._rests: dict[str, float] = {}
 
     async def begin(self, owner: str) -> None:
         """Wait for a round in which a request of the owner may begin."""
-        loop = asyncio.get_running_loop()
-        if not self._begun:
-            loop.call_soon(self._next)
-        if self._begun < self._each:
-            self._begun += 1
+        if owner not in self._waiting and self._may_begin(owner):
+            self._count(owner)
             return
-        turn = loop.create_future()
+        turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, deque()).append(turn)
         await turn
 
-    def _next(self) -> None:
-        """Start a round: release waiting requests, one of each owner in turn."""
-        self._begun = 0
-        while self._waiting and self._begun < self._each:
-            owner, queue = self._waiting.popitem(last=False)
-            turn = queue.popleft()
-            if queue:
-                self._waiting[owner] = queue
-            if not turn.done():
-                self._begun += 1
-                turn.set_result(None)
-        if self._begun:
+    def rest(self, owner: str, seconds: float) -> None:
+        """Let no request of the owner begin for so long, after earlier rests."""
+        loop = asyncio.get_running_loop()
+        if owner not in self._rests:
+            self._rests[owner] = loop.time()
+            loop.call_soon(self._end_rest, owner)
+        self._rests[owner] += seconds
+
+    def _end_rest(self, owner: str) -> None:
+        loop = asyncio.get_running_loop()
+        if (left := self._rests[owner] - loop.time()) > 0:
+            loop.call_later(left, self._end_rest, owner)
+            return
+        del self._rests[owner]
+        if owner in self._waiting and not self._is_counting:
+            self._next()
+
+    def _may_begin(self, owner: str) -> bool:
+        is_full = self._begun.total() >= self._each or self._begun[owner] >= self._of_owner
+        return not is_full and owner not in self._rests
+
+    def _count(self, owner: str) -> None:
+        self._begun[owner] += 1
+        if not self._is_counting:
+            self._is_counting = True
             asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        """Start a round: release waiting requests of the owners in turn."""
+        self._begun.clear()
+        self._is_counting = False
+        for owner in [owner for owner in self._waiting if owner not in self._rests]:
+            if self._begun.total() >= self._each:
+                return
+            queue = self._waiting.pop(owner)
+            while queue and self._may_begin(owner):
+                turn = queue.popleft()
+                if not turn.done():
+                    self._count(owner)
+                    turn.set_result(None)
+            if queue:
+                # Last in the next round.
+                self._waiting[owner] = queue

@@ -4,6 +4,9 @@ Each issued key, and each address without one, has a token bucket. While it is e
 are handled. They are not refused, because an attacker would repeat a refused request at once, and a refusal costs
 almost as much time of the event loop as a small answer. Requests that an engine serves do not count, so an honest
 client never waits.
+
+A bucket of 100 requests is 120 ms of the event loop. So after the first ones, an owner's next request begins only some
+milliseconds after each of them: other requests then find most rounds of the event loop free.
 """
 
 import asyncio
@@ -23,8 +26,10 @@ from gateway.sharing.rounds import Rounds
 from wire.bounded_dict import BoundedDict
 from wire.http_requests import has_bad_head
 
-# Size of a bucket in seconds of the rate.
-BURST_SECONDS = 5.0
+# Size of a bucket in seconds of the rate, and the part of it that an owner may use without rests.
+BURST_SECONDS, FREE_SECONDS = 5.0, 1.0
+# Rest of an owner after each further request: four times the event loop's time for a refusal.
+REST_SECONDS = 0.005
 # Maximum wait of a request with an issued key, and of one without. Many clients may share an address.
 KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
 # Each piece of this size that was read or decompressed of a refused body counts as one more request.
@@ -41,12 +46,9 @@ class UnservedRate:
         self._seconds_each = 1 / rate
         self._is_proved = is_proved
         self._metrics = metrics
-        # The waits of one owner end at the same time.
         self._rounds = Rounds()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full = BoundedDict[str, float](MAX_OWNERS)
-        # Time (monotonic) after which no owner waits.
-        self._calm = 0.0
 
     def middleware(self) -> Middleware:
         """Return the middleware, which goes outside the error boundary and the work of a request."""
@@ -57,38 +59,38 @@ class UnservedRate:
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             if _is_probe(request):
                 return await handler(request)
+            owner, longest = self._owner(request, caller)
             try:
-                if time.monotonic() < self._calm:
-                    await self._wait(request, caller)
+                await self._wait(owner)
                 response = await handler(request)
             except asyncio.CancelledError:
-                self.charge(request, caller)
+                self._charge(request, caller, owner, longest)
                 raise
             # A 3xx answers a form, with a session or without. A 5xx is not the client's fault.
             if 300 <= response.status < 500 or request.method in ("GET", "HEAD", "OPTIONS"):
-                self.charge(request, caller)
+                self._charge(request, caller, owner, longest)
             return response
 
         return middleware
 
-    def charge(self, request: web.Request, caller: Caller) -> None:
+    def _charge(self, request: web.Request, caller: Caller, owner: str, longest: float) -> None:
         """Count a request that no engine served. Operators' requests do not count."""
         if caller.key_id is not None and caller.tenant_name is None:
             return
-        owner, longest = self._owner(request, caller)
         cost = self._seconds_each * (1 + request.get(COST, 0) // PIECE_BYTES)
         now = time.monotonic()
         full = min(max(now, self._full.get(owner, 0.0)) + cost, now + BURST_SECONDS + longest)
         self._full.put(owner, full)
-        self._calm = max(self._calm, full - BURST_SECONDS)
+        if full - now > FREE_SECONDS:
+            self._rounds.rest(owner, REST_SECONDS)
 
-    async def _wait(self, request: web.Request, caller: Caller) -> None:
-        owner, _ = self._owner(request, caller)
+    async def _wait(self, owner: str) -> None:
+        """Wait while the owner's bucket is empty, then for a round. The waits of one owner end at the same time."""
         wait = self._full.get(owner, 0.0) - BURST_SECONDS - time.monotonic()
         if wait > 0:
             self._metrics.delayed()
             await asyncio.sleep(wait)
-            await self._rounds.begin(owner)
+        await self._rounds.begin(owner)
 
     def _owner(self, request: web.Request, caller: Caller) -> tuple[str, float]:
         """Return the request's issued key or else its address, and the maximum wait of such an owner."""

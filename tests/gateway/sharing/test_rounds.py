@@ -31,6 +31,37 @@ async def test_a_burst_leaves_rounds_to_others():
     assert begun.index("quiet") < 10
 
 
+async def test_an_owner_with_a_burst_gets_its_part_of_a_round_only():
+    rounds, begun = Rounds(each=4, of_owner=1), []
+
+    async def one(owner: str) -> None:
+        await rounds.begin(owner)
+        begun.append(owner)
+
+    tasks = [asyncio.ensure_future(one("noisy")) for _ in range(30)]
+    tasks += [asyncio.ensure_future(one(f"quiet-{i}")) for i in range(3)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    # Each round has room for the quiet ones, however many requests arrived before theirs.
+    assert Counter(begun).items() >= {"quiet-0": 1, "quiet-1": 1, "quiet-2": 1}.items()
+    await asyncio.gather(*tasks)
+    assert len(begun) == 33
+
+
+async def test_requests_of_a_resting_owner_begin_after_its_rests_and_others_do_not_wait():
+    rounds, loop = Rounds(), asyncio.get_running_loop()
+    started = loop.time()
+    rounds.rest("noisy", 0.05)
+    rounds.rest("noisy", 0.05)
+    noisy = asyncio.ensure_future(rounds.begin("noisy"))
+    await rounds.begin("quiet")
+    assert not noisy.done()
+    await noisy
+    assert loop.time() - started >= 0.1
+    # The rests are over, and nothing is left of them.
+    await asyncio.wait_for(rounds.begin("noisy"), 10)
+
+
 async def test_those_who_leave_hold_nobody_up():
     rounds = Rounds(each=2)
     tasks = [asyncio.ensure_future(rounds.begin(f"owner-{i % 3}")) for i in range(50)]

@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from gateway.sharing import unserved
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 
@@ -64,6 +65,23 @@ async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, up
         assert await metric(gateway, DELAYED) == 0
         assert (await mallory.complete()).status == 200
         assert await metric(gateway, DELAYED) == 1
+
+
+async def test_refusals_beyond_the_first_ones_begin_at_a_distance(
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    rest, free = 0.1, int(unserved.FREE_SECONDS * RATE)
+    monkeypatch.setattr(unserved, "REST_SECONDS", rest)
+    async with serve(unserved_per_second=RATE) as gateway:
+        mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
+        began = time.monotonic()
+        for _ in range(3):
+            await flood(mallory, "/v1/adapters/none", 6)
+        assert (await acme.complete()).status == 200
+        # All of one flood may begin before the first of them is refused.
+        assert time.monotonic() - began > (18 - free - 6) * rest
+        # The bucket still had room for all of them.
+        assert await metric(gateway, DELAYED) == 0
 
 
 async def test_guesses_wait_by_address_and_issued_keys_behind_it_do_not(serve: Any, upstream: Upstream):

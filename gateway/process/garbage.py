@@ -1,0 +1,48 @@
+"""Garbage collections at times when few requests run.
+
+A full collection visits every object that was made since the start, 1 µs each: 40 ms while 500 requests wait. Requests
+leave almost no cycles (200 objects a second in a flood), so full collections can wait for a calm moment.
+"""
+
+import asyncio
+import gc
+import time
+from collections.abc import Callable
+
+# Thresholds of Python's own collections: a full one comes after 41 of the middle generation, which are due after 3,500
+# new objects each and take 3 ms. So garbage is bounded while no moment is calm.
+THRESHOLDS = 700, 4, 40
+LOOK_SECONDS = 0.5
+# Most running requests at a calm moment, each with 65 objects, and the collections of the middle generation after which
+# a full one is due.
+CALM_REQUESTS, DUE_AFTER = 100, 4
+# Age of the process at which its objects, caches and modules that were loaded late, are excluded from collections for
+# the first time. Each further time is at twice the age of the last one: what is excluded is never collected.
+WARM_SECONDS = 20.0
+
+
+def reduce_pauses() -> None:
+    """Exclude all present objects from future collections, and set the thresholds."""
+    _freeze()
+    gc.set_threshold(*THRESHOLDS)
+
+
+def _freeze() -> None:
+    gc.collect()
+    gc.freeze()
+    # The second collection is of an empty heap: Python waits until a quarter of the objects of the last one are new.
+    gc.collect()
+
+
+async def collect_when_calm(num_running: Callable[[], int]) -> None:
+    """Collect garbage until cancelled. num_running: returns the number of running requests. Run it as a task."""
+    started, warm = time.monotonic(), WARM_SECONDS
+    while True:
+        await asyncio.sleep(LOOK_SECONDS)
+        if num_running() > CALM_REQUESTS:
+            continue
+        if time.monotonic() - started > warm:
+            _freeze()
+            warm = 2 * (time.monotonic() - started)
+        elif gc.get_count()[2] >= DUE_AFTER:
+            gc.collect()

@@ -1,0 +1,74 @@
+"""Full collections of garbage wait for a calm moment."""
+
+import asyncio
+import gc
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+
+from gateway.process import garbage
+from gateway.process.background import running
+from testing.gateway.running import until
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture(autouse=True)
+def _thresholds() -> Iterator[None]:
+    """Restore the collector, which belongs to the whole process."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.unfreeze()
+    gc.set_threshold(*thresholds)
+
+
+def dead_cycle() -> "weakref.ref[Cycle]":
+    """Return a reference to a cycle that only a full collection frees."""
+    cycle = Cycle()
+    gc.collect(1)
+    return weakref.ref(cycle)
+
+
+async def test_garbage_stays_while_many_requests_run_and_goes_at_a_calm_moment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
+    garbage.reduce_pauses()
+    dead, num_running = dead_cycle(), garbage.CALM_REQUESTS + 1
+    async with running(garbage.collect_when_calm(lambda: num_running)):
+        for _ in range(garbage.DUE_AFTER):
+            gc.collect(1)
+        await asyncio.sleep(0.2)
+        assert dead() is not None
+        num_running = garbage.CALM_REQUESTS
+
+        async def freed() -> bool:
+            return dead() is None
+
+        await until(freed)
+
+
+async def test_objects_that_stay_are_excluded_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(garbage, "WARM_SECONDS", 0.05)
+    garbage.reduce_pauses()
+    freeze, frozen_at = garbage._freeze, list[float]()
+
+    def counted() -> None:
+        freeze()
+        frozen_at.append(time.monotonic())
+
+    monkeypatch.setattr(garbage, "_freeze", counted)
+    frozen, kept = gc.get_freeze_count(), [Cycle() for _ in range(1000)]
+    async with running(garbage.collect_when_calm(lambda: 0)):
+
+        async def twice() -> bool:
+            return len(frozen_at) == 2
+
+        await until(twice)
+    assert gc.get_freeze_count() >= frozen + len(kept)
+    # The second time is at twice the age of the first one.
+    assert frozen_at[1] - frozen_at[0] >= garbage.WARM_SECONDS
