@@ -9,16 +9,15 @@
 
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
-default limits, in a process of niceness 19, so that its own work takes little CPU time from the service. For each
-attack the neighbour is measured in pairs of rounds, attacked and quiet, one right after the other, so that a drift of
-the machine cancels. In the quiet round, a process of the attacker's niceness takes as much CPU time as the attacker's
-own client took, and sends nothing, because a real attacker has its own machine. If the attack is a use
-of the engine that any tenant may make, an honest tenant with the same use runs in the quiet round instead. Between the
-attacks, the controls `nothing` and `busy-loop` send nothing: their ratios show how far quiet rounds differ from each
-other. Each ratio has an interval of 90 %, from resampling. A limit of latency counts as missed only if the interval
-begins above it and the ratio is above it as a multiple of the largest control too. Otherwise a ratio above it is
-undecided: more or longer rounds decide it. An attack that breaks the stack is reported, and the others follow on a new
-one. Exit code 1 if a limit is missed.
+default limits, in a process that gives way to all others (SCHED_IDLE), because a real attacker has its own machine. For
+each attack the neighbour is measured in pairs of rounds, attacked and quiet, one right after the other, so that a drift
+of the machine cancels. In the quiet round, a process of the attacker's priority takes as much CPU time as the
+attacker's own client took, and sends nothing. If the attack is a use of the engine that any tenant may make, an honest
+tenant with the same use runs in the quiet round instead. Between the attacks, the controls `nothing` and `busy-loop`
+send nothing: their ratios show how far quiet rounds differ from each other. Each ratio has an interval of 90 %, from
+resampling. A limit of latency counts as missed only if the interval begins above it and the ratio is above it as a
+multiple of the largest control too. Otherwise a ratio above it is undecided: more or longer rounds decide it. An attack
+that breaks the stack is reported, and the others follow on a new one. Exit code 1 if a limit is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.

@@ -14,7 +14,7 @@ import aiohttp
 import msgspec
 
 from benchmarks.hostile.attack import Attack
-from benchmarks.hostile.attacker import GRACE_SECONDS, LOWEST_PRIORITY, Order, Round, Target
+from benchmarks.hostile.attacker import GRACE_SECONDS, Order, Round, Target
 from benchmarks.hostile.catalogue import ATTACKS
 from benchmarks.hostile.neighbour import Measurements, Neighbour
 from benchmarks.hostile.place import Place
@@ -138,7 +138,7 @@ async def run_attack(
 ) -> Result:
     """Attack `pairs` times for `seconds` each, every time right before a quiet round of the same length.
 
-    In the quiet round a process of the attacker's niceness takes as much CPU time as the attacker took. A real
+    In the quiet round a process of the attacker's priority takes as much CPU time as the attacker took. A real
     attacker has its own machine; here its client takes CPU time from the service, which is no effect of its requests.
     """
     number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
@@ -154,7 +154,7 @@ async def run_attack(
                 control=place.control,
                 mutations=mutations,
                 # A busy machine must leave the attacker some time; only judged latencies need it at low priority.
-                nice=0 if limits.latency is None else LOWEST_PRIORITY,
+                gives_way=limits.latency is not None,
             )
             return await exits.enter_async_context(child(of, target))
 
