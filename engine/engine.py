@@ -19,16 +19,18 @@ import torch
 from adapters.tiers.host_cache import HostCache
 from engine.build import build, kv_bytes_per_token, resolve_dtypes
 from engine.config import EngineConfig
-from engine.execution.runner import StepTokens
+from engine.execution.runner import StepTokens, tokens_by_request
 from engine.memory import most_prompt_logits
 from engine.progress import Progress
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.launch_timer import LaunchTimer
+from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.pacing import Pacer
+from engine.scheduling.plan import StepLimits, Streams
 from engine.scheduling.proposer import PromptLookups
-from engine.scheduling.request import NewRequest, Request, RequestOutput, Status
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.request import NewRequest, Request, Status
+from engine.scheduling.scheduler import Scheduler
 from engine.state import EngineFacts, EngineState
 from engine.step_log import StepLog, StepWork
 from kernels.platform import platform_of
@@ -45,7 +47,8 @@ REPORTED_TENANTS = 20
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
     perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests.
+    rows. context: tokens of its requests. streams: its requests, if they are streams whose plan was moved on, and all
+    of them were sampled.
     """
 
     sampling: StepTokens
@@ -55,6 +58,7 @@ class StepInFlight:
     num_prompt_tokens: int
     is_typical: bool
     context: int
+    streams: Streams | None
 
 
 class Engine:
@@ -159,19 +163,19 @@ class Engine:
         delay = expected if step.launched is not None else self._launch_timer.delay(expected)
         return begun + delay - time.perf_counter()
 
-    def step(self) -> list[RequestOutput]:
+    def step(self) -> StepOutputs:
         """Run a step. Return an output for each request that received a token or ended; with async scheduling, the
         tokens are those of the step before.
         """
         started = time.perf_counter()
-        outputs = self._commit() if self._must_read_first() else []
+        outputs = self._commit() if self._must_read_first() else StepOutputs()
         plan = self.scheduler.schedule(may_draft=self._in_flight is None)
-        outputs += [request.output([]) for request in self.scheduler.take_failed()]
+        outputs.whole += [request.output([]) for request in self.scheduler.take_failed()]
         launched = self.runner.forward(plan) if plan else None
         if launched is not None and self._in_flight is not None:
             is_late = self._in_flight.sampling.is_ready
             self._launch_timer.observe(time.perf_counter() - started, is_late=is_late)
-        outputs += self._commit()
+        outputs.add(self._commit())
         if launched is not None:
             num_decodes, drafter = self.scheduler.num_decodes, self.scheduler.drafter
             num_drafts = 0 if drafter is None else sum(request.num_drafted for request in plan)
@@ -180,6 +184,8 @@ class Engine:
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
+            streams = plan.streams
+            is_moved = streams is not None and streams.launched(sampling.requests)
             self._in_flight = StepInFlight(
                 sampling,
                 launched if num_drafts else None,
@@ -188,11 +194,12 @@ class Engine:
                 num_prompt_tokens,
                 not self.scheduler.is_short and (drafter is None or drafter.is_typical),
                 launched.layout.context,
+                streams if is_moved else None,
             )
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
             if not self._async:
-                outputs += self._commit()
+                outputs.add(self._commit())
         return outputs
 
     def _must_read_first(self) -> bool:
@@ -208,12 +215,12 @@ class Engine:
         # Other running requests have prompts in progress, and steps with prompts have no drafts.
         return len(running) == len(self.scheduler.running) and drafter.expects(running)
 
-    def _commit(self) -> list[RequestOutput]:
+    def _commit(self) -> StepOutputs:
         """Read the tokens of the in-flight step, if there is one, and append them to its requests."""
         step, self._in_flight = self._in_flight, None
         if step is None:
-            return []
-        outputs = [request.output(token_ids) for request, token_ids in self._accept(step).items()]
+            return StepOutputs()
+        outputs = self._accept(step) if step.launched is None else self._accept_drafts(step)
         drafter = self.scheduler.drafter
         num_drafts = 0 if drafter is None else drafter.end_step()
         now = time.perf_counter()
@@ -228,22 +235,35 @@ class Engine:
         self._last_commit = now
         return outputs
 
-    def _accept(self, step: StepInFlight) -> dict[Request, list[int]]:
-        """Return each request's new tokens of a step: one, and one more for each accepted draft; none for a request
-        without a finite one.
+    def _accept(self, step: StepInFlight) -> StepOutputs:
+        """Commit the tokens of a step without drafts, one of each request, and return the outputs."""
+        token_ids, streams = step.sampling.wait(), step.streams
+        if streams is None or not streams.go_on:
+            sampled = dict(zip(step.sampling.requests, token_ids, strict=True))
+            moved = self.scheduler.commit(sampled)
+            self._num_generated_tokens += len(moved)
+            return StepOutputs([r.output([sampled[r]] if sampled[r] >= 0 else []) for r in moved])
+        rows = self.scheduler.commit_streams(streams, token_ids)
+        self._num_generated_tokens += len(token_ids)
+        return StepOutputs.of(streams.requests, token_ids, rows)
+
+    def _accept_drafts(self, step: StepInFlight) -> StepOutputs:
+        """Commit the tokens of a step with drafts: one of each request, and one more for each accepted draft. Return
+        the outputs.
 
         Tokens are committed one place after the other. A plain request's tokens are all sampled already; each token of
         another request is sampled after the previous one is committed, from the same state as without drafts.
         """
         drafter, number = self.scheduler.drafter, 0
-        sampled = step.sampling.wait()
+        sampled = tokens_by_request(step.sampling)
         accepted: dict[Request, list[int]] = {}
         left = list(sampled)
         while left:
             unknown = [request for request in left if len(sampled[request]) == number]
             if unknown:
-                for request, tokens in self.runner.sample_after_drafts(step.launched, unknown, number).wait().items():
-                    sampled[request] += tokens
+                after = self.runner.sample_after_drafts(step.launched, unknown, number)
+                for request, token in zip(after.requests, after.wait(), strict=True):
+                    sampled[request].append(token)
             moved = self.scheduler.commit({request: sampled[request][number] for request in left})
             self._num_generated_tokens += len(moved)
             for request in moved:
@@ -252,7 +272,7 @@ class Engine:
                     new.append(token)
             left = [] if drafter is None else drafter.confirm(moved)
             number += 1
-        return accepted
+        return StepOutputs([request.output(token_ids) for request, token_ids in accepted.items()])
 
     def measure_roofline(self) -> None:
         """Measure the device, so that the steps' times can be compared with its limits. Call it before the first

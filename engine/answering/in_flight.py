@@ -7,13 +7,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 
 from engine.answering.ticket import Ticket
 from engine.core.client import Core
 from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import NO_RULES, TokenRules
+from engine.scheduling.outputs import next_output
 from engine.scheduling.request import NewRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,8 @@ class InFlight:
         self._accepting = True
         # Sequence id -> ticket of its HTTP request, and its index in the ticket.
         self._tickets: dict[str, tuple[Ticket, int]] = {}
+        # Last output of each sequence that has had one.
+        self._last: dict[str, RequestOutput] = {}
         # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
         # answer.
         self._placed: Counter[str] = Counter()  # by tenant
@@ -131,13 +134,16 @@ class InFlight:
 
     # The methods below are the core's events.
 
-    def stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
-        for output in outputs:
+    def stepped(self, seconds: float, outputs: Sequence[RequestOutput], streams: Mapping[str, int]) -> None:
+        known = [(last, token) for id_, token in streams.items() if (last := self._last.get(id_)) is not None]
+        every = [*outputs, *(next_output(last, token) for last, token in known)]
+        for output in every:
             found = self._tickets.get(output.request_id)
             if found is not None:
+                self._last[output.request_id] = output
                 ticket, index = found
                 ticket.deliver(index, output)
-        self._on_step(seconds, outputs)
+        self._on_step(seconds, every)
 
     def refused(self, request_id: str, error: Exception) -> None:
         found = self._tickets.get(request_id)
@@ -147,6 +153,7 @@ class InFlight:
 
     def released(self, request_id: str) -> None:
         found = self._tickets.pop(request_id, None)
+        self._last.pop(request_id, None)
         if not self._tickets:
             self._drained.set()
         if found is not None:

@@ -29,8 +29,10 @@ T = TypeVar("T")
 class CoreEvents(Protocol):
     """Receiver of a core's events. Every method is called on the event loop, in the order of the events."""
 
-    def stepped(self, seconds: float, outputs: Sequence[RequestOutput]) -> None:
-        """Handle the outputs of a step that took `seconds`."""
+    def stepped(self, seconds: float, outputs: Sequence[RequestOutput], streams: Mapping[str, int]) -> None:
+        """Handle the outputs of a step that took `seconds`. streams: new tokens of sequences that have no output,
+        because nothing else of it would differ from their last one.
+        """
         ...
 
     def refused(self, request_id: str, error: Exception) -> None:
@@ -215,9 +217,9 @@ class Core:
         event = messages.decode_event(frame)
         events = self._events
         match event:
-            case messages.Stepped(seconds, outputs):
+            case messages.Stepped(seconds, outputs, stream_ids, token_ids):
                 if events is not None:
-                    events.stepped(seconds, outputs)
+                    events.stepped(seconds, outputs, dict(zip(stream_ids, token_ids, strict=True)))
             case messages.Reply(call, value, fault):
                 future = self._calls.get(call)
                 if future is not None and not future.done():

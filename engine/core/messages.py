@@ -13,6 +13,7 @@ import msgspec
 from adapters.tiers.tier_state import LoadResult
 from engine.config import EngineConfig
 from engine.core.errors import Fault
+from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest, RequestOutput
 from engine.state import EngineState
 from wire.structured import GrammarSpec
@@ -246,10 +247,20 @@ class StateReading(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Stepped(Message):
-    """The outputs of a step that took `seconds`."""
+    """The outputs of a step that took `seconds`; see `engine.scheduling.outputs.StepOutputs`.
+
+    stream_ids, token_ids: sequences with one new token each, and nothing else to report.
+    """
 
     seconds: float
     outputs: list[RequestOutput]
+    stream_ids: list[str]
+    token_ids: list[int]
+
+    @classmethod
+    def of(cls, seconds: float, outputs: StepOutputs) -> "Stepped":
+        stream_ids = [request.request_id for request in outputs.streams]
+        return cls(seconds, outputs.whole, stream_ids, list(outputs.token_ids))
 
 
 class Refused(Message):

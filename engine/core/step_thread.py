@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from engine.core.errors import CLOSED, FAILED, EngineUnavailable, Fault
 from engine.core.messages import Event, Failed, Refused, Released, Stepped
-from engine.scheduling.request import NewRequest, RequestOutput
+from engine.scheduling.outputs import StepOutputs
+from engine.scheduling.request import NewRequest
 from engine.state import EngineFacts, EngineState
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class StepEngine(Protocol):
     def is_waiting_for_adapters(self) -> bool: ...
     @property
     def spare_seconds(self) -> float: ...
-    def step(self) -> list[RequestOutput]: ...
+    def step(self) -> StepOutputs: ...
     def state(self) -> EngineState: ...
     def adapter_ready(self, digest: str) -> bool: ...
     def unload_adapter(self, digest: str) -> bool: ...
@@ -174,7 +175,7 @@ class StepThread:
     def _step(self) -> None:
         start = time.perf_counter()
         outputs = self._engine.step()
-        self._send(Stepped(time.perf_counter() - start, outputs))
+        self._send(Stepped.of(time.perf_counter() - start, outputs))
         if self._engine.is_waiting_for_adapters:
             with self._work:
                 if not self._commands and not self._stopping:

@@ -11,8 +11,9 @@ several steps, while other requests draft.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from engine.execution.runner import StepRunner
+from engine.execution.runner import StepRunner, tokens_by_request
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.plan import Plan
 from engine.scheduling.proposer import Proposal, SharedRates
 from engine.scheduling.rates import ADAPTER_WEIGHT, Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, Status
@@ -147,8 +148,8 @@ class DraftModel:
 
     def _run(self, plan: Mapping[Request, int]) -> Mapping[Request, list[int]]:
         """Run a pass. Return the twins' next tokens, of those whose tokens are all computed."""
-        twins = {self._followers[request].twin: num_tokens for request, num_tokens in plan.items()}
-        sampled = self._runner.sample(self._runner.forward(twins)).wait()
+        twins = Plan({self._followers[request].twin: num_tokens for request, num_tokens in plan.items()})
+        sampled = tokens_by_request(self._runner.sample(self._runner.forward(twins)))
         for request, num_tokens in plan.items():
             follower = self._followers[request]
             computed = follower.twin.num_computed + num_tokens

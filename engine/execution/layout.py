@@ -1,7 +1,6 @@
 """Layout of a step: its plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
-import operator
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from engine.execution.transfer import upload
+from engine.scheduling.plan import Plan, Streams
 from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request, Status
 from kernels.batch import Batch
 from kernels.ops import LoraTables
@@ -28,11 +28,20 @@ class PromptRows:
 class Places(NamedTuple):
     """Places of the text whose tokens are sampled together. requests: each place's request. rows: each place's row of
     the logits. ahead: number of drafts before each place that are not among its request's tokens, `[n]` or for all.
+    streams: the requests, if they are streams that all have their seats.
     """
 
     requests: list[Request]
     rows: list[int]
     ahead: np.ndarray | int = 0
+    streams: Streams | None = None
+
+    @property
+    def seats(self) -> np.ndarray:
+        """Return each place's seat, int64 `[n]`."""
+        if self.streams is not None:
+            return self.streams.seats
+        return np.array([request.seat for request in self.requests], np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +55,7 @@ class Layout:
     blocks of any request in the step. new_blocks: entries of the tables that changed since the previous step, `[3, n]`:
     seat, index, block.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits, each followed by those of the
-    request's drafts.
+    request's drafts. streams: see `Plan`.
     """
 
     token_ids: np.ndarray
@@ -63,6 +72,7 @@ class Layout:
     sampled: list[Request]
     sampled_rows: list[int]
     prompt_rows: list[PromptRows]
+    streams: Streams | None
 
     @property
     def num_tokens(self) -> int:
@@ -83,6 +93,8 @@ class Layout:
         since are skipped.
         """
         requests, rows = self.sampled, self.sampled_rows
+        if self.streams is not None and self.streams.are_seated:
+            return Places(self.streams.requests, rows, streams=self.streams)
         if any(request.status is not Status.RUNNING for request in requests):
             found = [
                 (request, row) for request, row in zip(requests, rows, strict=True) if request.status is Status.RUNNING
@@ -113,6 +125,8 @@ class Layout:
 
     def token_adapters(self, positions: np.ndarray) -> np.ndarray:
         """Return the adapter's slot of each token, `[T]`."""
+        if self.query_start[-1] == len(self.counts):
+            return self.adapters
         return np.where(positions < self.by_token(self.adapter_starts), -1, self.by_token(self.adapters))
 
 
@@ -126,24 +140,18 @@ def rows_by_slot(adapters: np.ndarray, slots: Container[int]) -> dict[int, np.nd
 
 
 @dataclass(slots=True)
-class _Streams:
-    """A laid out step in which each request received one token, and what must be unchanged to use its arrays again.
+class _Kept:
+    """The last layout of streams, and the receipt of each of its adapter slots."""
 
-    blocks: each request's list of blocks, a new one whenever the request has taken a seat. lengths: their lengths.
-    slots: each request's adapter slot. receipts: the receipt of each of these slots.
-    """
-
-    requests: list[Request]
-    blocks: list[list[int]]
-    lengths: list[int]
-    slots: list[int]
-    receipts: dict[int, str]
+    streams: Streams
+    step: int
     layout: Layout
+    receipts: dict[int, str]
 
 
 class Planner:
-    """Builder of layouts. Each seat's block table is kept between steps, so that only new blocks are written. While the
-    same requests are decoded, step after step, only what changes is read from them.
+    """Builder of layouts. Each seat's block table is kept between steps, so that only new blocks are written. The other
+    arrays are kept for the next step of the same streams.
 
     slot_digests: the digest of the adapter in each slot of the device pool, "" for an empty slot.
     """
@@ -155,49 +163,47 @@ class Planner:
         self._written = [0] * max_num_seqs
         self._new: list[tuple[int, int, int]] = []
         self._receipts: dict[int, str] = {}  # of the slots of the last step that was laid out anew
-        self._streams: _Streams | None = None
+        self._kept: _Kept | None = None
 
-    def lay_out(self, plan: Mapping[Request, int]) -> Layout:
+    def lay_out(self, plan: Plan) -> Layout:
         """Lay out the plan's requests in its order. The rows of logits are every position of a prompt with
         prompt_logprobs, and otherwise the last token of each request whose tokens this step completes, and its drafts.
         """
-        requests = list(plan)
-        is_even = sum(plan.values()) == len(requests)  # one token of each request
-        if is_even and self._streams is not None and (layout := self._next(self._streams, requests)) is not None:
-            return layout
-        layout, self._streams = self._lay_out(plan), None
-        if is_even and not layout.prompt_rows and len(layout.sampled) == len(requests):
-            blocks, slots = [request.blocks for request in requests], [request.adapter_slot for request in requests]
-            lengths = [len(each) for each in blocks]
-            self._streams = _Streams(requests, blocks, lengths, slots, self._receipts, layout)
-        return layout
+        streams, kept = plan.streams, self._kept
+        if streams is None:
+            self._kept = None
+            return self._lay_out(plan)
+        if kept is not None and kept.streams is streams and streams.step == kept.step + 1 and self._are_valid(kept):
+            kept.step, kept.layout = streams.step, self._next(kept.layout, streams)
+        else:
+            self._kept = kept = _Kept(streams, streams.step, self._lay_out(plan), self._receipts)
+        return kept.layout
 
-    def _next(self, last: _Streams, requests: list[Request]) -> Layout | None:
-        """Lay out the next token of the requests of the last step; None if anything else has changed."""
-        if requests != last.requests or [request.adapter_slot for request in requests] != last.slots:
-            return None
-        if not all(map(operator.is_, [request.blocks for request in requests], last.blocks)):
-            return None
-        if any(self._served(slot) != receipt for slot, receipt in last.receipts.items()):
-            return None
-        lengths = [len(blocks) for blocks in last.blocks]
-        for i in [i for i, (now, before) in enumerate(zip(lengths, last.lengths, strict=True)) if now != before]:
-            self._write(requests[i].seat, last.blocks[i])
-        last.lengths = lengths
-        token_ids = [-1 if request.num_pending else request.token_ids[-1] for request in requests]
+    def _are_valid(self, kept: _Kept) -> bool:
+        """Return whether the adapters of the layout are still in their slots."""
+        return all(self._served(slot) == receipt for slot, receipt in kept.receipts.items())
+
+    def _next(self, last: Layout, streams: Streams) -> Layout:
+        """Lay out the next token of each stream."""
+        requests, num_blocks = streams.requests, last.num_blocks
+        for request in streams.grown:
+            self._write(request.seat, request.blocks)
+            num_blocks = max(num_blocks, len(request.blocks))
+        token_ids = last.token_ids
+        # Either all tokens of streams are in flight, or none.
+        if not requests[0].num_pending:
+            token_ids = np.array([request.token_ids[-1] for request in requests], np.int64)
+        elif token_ids[0] >= 0:
+            token_ids = np.full(len(requests), -1, np.int64)
         return replace(
-            last.layout,
-            token_ids=np.array(token_ids, np.int64),
-            firsts=np.array([request.num_computed for request in requests], np.int64),
-            num_blocks=max(lengths),
-            new_blocks=self._take_new(),
+            last, token_ids=token_ids, firsts=last.firsts + 1, num_blocks=num_blocks, new_blocks=self._take_new()
         )
 
     def _take_new(self) -> np.ndarray:
         new, self._new = np.array(self._new, np.int64).reshape(-1, 3).T, []
         return new
 
-    def _lay_out(self, plan: Mapping[Request, int]) -> Layout:
+    def _lay_out(self, plan: Plan) -> Layout:
         token_ids: list[int] = []
         seats: list[int] = []
         firsts: list[int] = []
@@ -247,6 +253,7 @@ class Planner:
             sampled=sampled,
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
+            streams=plan.streams,
         )
 
     def _update_seats(self, plan: Iterable[Request]) -> int:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from engine.execution.runner import RunnerLimits, StepRunner
 from engine.execution.token_rules import AllowedTokens
+from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from kernels.platform import Platform
 
@@ -52,7 +53,7 @@ class Shape:
 
 def run_step(runner: StepRunner, shape: Shape, block_size: int) -> None:
     """Run a step to its end. All requests write the same blocks, as many as the longest needs."""
-    plan = {}
+    plan = Plan()
     for seat, count in enumerate((*shape.prompts, *[0] * shape.decodes)):
         prompt = [0] * max(1, count)
         params = shape.params[seat % len(shape.params)]

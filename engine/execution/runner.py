@@ -5,7 +5,7 @@ computes. Each seat's newest token stays in a table on the device, from which th
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +19,7 @@ from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample
 from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
+from engine.scheduling.plan import Plan
 from engine.scheduling.request import Request
 from kernels.ops import KvCache, LoraTables
 from kernels.platform import Fence, platform_of
@@ -49,9 +50,8 @@ class Sampling:
     def is_ready(self) -> bool:
         return (self.tokens is None or self.tokens.is_ready) and (self.done is None or self.done.query())
 
-    def wait(self) -> dict[Request, list[int]]:
-        """Return the tokens of each request whose tokens are all computed, and append log-probabilities to the
-        requests.
+    def wait(self) -> list[int]:
+        """Return the tokens of `requests`, and append log-probabilities to the requests.
 
         The token is `NOT_FINITE` where a request's logits are NaN or infinite.
         """
@@ -68,17 +68,7 @@ class Sampling:
             # The step has no tokens to wait for. Without a wait the host would launch all chunks of a long prompt at
             # once, and a new request could not join the batch between them.
             self.done.synchronize()
-        if self.tokens is None:
-            return {}
-        return tokens_of(self.requests, self.tokens.wait()[0].tolist())
-
-
-def tokens_of(requests: Sequence[Request], tokens: Sequence[int]) -> dict[Request, list[int]]:
-    """Return each request's tokens. requests: the request of each token."""
-    found: dict[Request, list[int]] = {}
-    for request, token in zip(requests, tokens, strict=True):
-        found.setdefault(request, []).append(token)
-    return found
+        return [] if self.tokens is None else list(self.tokens.wait()[0].tolist())
 
 
 class StepTokens(Protocol):
@@ -92,15 +82,23 @@ class StepTokens(Protocol):
         """Return whether the device has computed the step, so that `wait` returns at once."""
         ...
 
-    def wait(self) -> dict[Request, list[int]]:
-        """Wait for the step's end. Return the requests' tokens, `NOT_FINITE` for one without a finite score."""
+    def wait(self) -> list[int]:
+        """Wait for the step's end. Return each request's token, `NOT_FINITE` where no score is finite."""
         ...
+
+
+def tokens_by_request(tokens: StepTokens) -> dict[Request, list[int]]:
+    """Wait for a step's end, and return each request's tokens."""
+    found: dict[Request, list[int]] = {}
+    for request, token in zip(tokens.requests, tokens.wait(), strict=True):
+        found.setdefault(request, []).append(token)
+    return found
 
 
 class StepRunner(Protocol):
     """Executor of plans on a device. Only `StepTokens.wait` waits until the device has done their work."""
 
-    def forward(self, plan: Mapping[Request, int]) -> Any:
+    def forward(self, plan: Plan) -> Any:
         """Launch the computation of the plan's tokens. Return the argument of `sample`."""
         ...
 
@@ -195,7 +193,7 @@ class Runner:
         self.graphs = None
 
     @torch.inference_mode()
-    def forward(self, plan: Mapping[Request, int]) -> Launched:
+    def forward(self, plan: Plan) -> Launched:
         """Launch the computation of the plan's tokens."""
         layout = self._planner.lay_out(plan)
         logits = self.graphs.run(layout) if self.graphs is not None else None
@@ -228,22 +226,23 @@ class Runner:
         logprobs: list[tuple[list[Request | PromptRows], list[int], Download]],
     ) -> Sampling:
         """Sample a token for each place from its row of logits, which are overwritten if no other row is left."""
-        requests, rows, ahead = places
+        requests, rows, ahead, streams = places
         if len(rows) != len(logits):
             [index] = upload(self.device, [np.array(rows)])
             logits = logits[index]
-        kept = self._kept_logits(requests, logits)
-        wanted = [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        is_plain = streams is not None and streams.is_plain
+        kept = None if is_plain else self._kept_logits(requests, logits)
+        wanted = [] if is_plain else [i for i, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
             raw = logits[index]  # the model's logits, before penalties
-        tokens = sample(logits, requests, self.decoder.ops, self._seats, ahead)
+        tokens = sample(logits, requests, self.decoder.ops, self._seats, ahead, streams)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
             found = token_logprobs(raw, tokens[index], max(top))
             logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
         # A step with drafts has several tokens of a seat. The next step knows its tokens, so any of them may stay.
-        [seats] = upload(self.device, [np.array([request.seat for request in requests])])
+        [seats] = upload(self.device, [places.seats])
         self._last_tokens.index_copy_(0, seats, tokens)
         chosen = mark_not_finite(tokens, logits)
         return Sampling(requests, Download([chosen]), logprobs, kept)

@@ -16,6 +16,7 @@ from engine.execution.masks import constrain
 from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
+from engine.scheduling.plan import Streams
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 from kernels.ops import Ops
 from kernels.platform import platform_of
@@ -38,19 +39,26 @@ class Seats:
     edits: KeptEdits = field(default_factory=KeptEdits)
 
 
-def sample(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats, ahead: np.ndarray | int = 0) -> Tensor:
+def sample(
+    logits: Tensor,
+    requests: Sequence[Request],
+    ops: Ops,
+    seats: Seats,
+    ahead: np.ndarray | int = 0,
+    streams: Streams | None = None,
+) -> Tensor:
     """Return `[n]` int64, the token of each row. logits: `[n, vocab]` fp32, edited in place; row i is `requests[i]`'s.
 
     ahead: number of tokens before each row's that its request lacks; above 0 only for plain requests, which may have
-    several rows.
+    several rows. streams: the requests, if they are streams.
     """
-    is_plain = all(request.is_plain for request in requests)
+    is_plain = all(request.is_plain for request in requests) if streams is None else streams.is_plain
     if not is_plain:
         _change(logits, requests, ops, seats)
-    if all(request.params.temperature == 0 for request in requests):
+    if all(request.params.temperature == 0 for request in requests) if streams is None else streams.is_greedy:
         tokens = likeliest(logits)
     else:
-        tokens = ops.sample(logits, *upload(logits.device, seats.draws.columns(requests, ahead)))
+        tokens = ops.sample(logits, *seats.draws.upload(logits.device, seats.draws.columns(requests, ahead, streams)))
     if seats.tokens is not None and not is_plain:
         seats.tokens.add(requests, tokens)
     return tokens

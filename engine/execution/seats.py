@@ -9,6 +9,7 @@ from torch import Tensor
 
 from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
+from engine.scheduling.plan import Streams
 from engine.scheduling.request import Request
 from kernels.ops import Ops
 from kernels.reference import IN_PROMPT
@@ -44,11 +45,36 @@ class DrawTable:
         self._floats = np.zeros((3, max_num_seqs), np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
+        self._kept: tuple[Streams, int, DrawColumns] | None = None
+        self._uploaded: tuple[np.ndarray, list[Tensor]] | None = None
 
-    def columns(self, requests: Sequence[Request], ahead: np.ndarray | int = 0) -> DrawColumns:
+    def columns(
+        self, requests: Sequence[Request], ahead: np.ndarray | int = 0, streams: Streams | None = None
+    ) -> DrawColumns:
         """Return the parameters of the requests' draws, in the order of a backend's `sample`. The position of a draw is
         that of its token in the output, from 1. ahead: number of tokens before each draw that its request lacks.
+        streams: the requests, if they are streams; then the arrays are kept for their next step.
         """
+        if streams is None:
+            return self._columns(requests, ahead)
+        if self._kept is not None and self._kept[0] is streams:
+            _, step, columns = self._kept
+            columns = columns._replace(positions=columns.positions + (streams.step - step))
+        else:
+            columns = self._columns(requests, 0)
+        self._kept = streams, streams.step, columns
+        return columns
+
+    def upload(self, device: torch.device, columns: DrawColumns) -> list[Tensor]:
+        """Return the columns on the device. Those that are the last call's arrays are not copied again."""
+        if self._uploaded is None or self._uploaded[0] is not columns.seeds:
+            *tensors, last = upload(device, columns)
+            self._uploaded = columns.seeds, tensors
+        else:
+            [last] = upload(device, [columns.positions])
+        return [*self._uploaded[1], last]
+
+    def _columns(self, requests: Sequence[Request], ahead: np.ndarray | int) -> DrawColumns:
         seats = [request.seat for request in requests]
         for seat, request in zip(seats, requests, strict=True):
             if self._owners[seat] is not request:

@@ -9,7 +9,7 @@ log-probabilities are made up.
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,10 +20,11 @@ from adapters.tiers.device_pool import AdapterPool
 from engine.config import StepTime
 from engine.execution.graphs import Shape, pack_fields
 from engine.execution.layout import Layout, Places, Planner
-from engine.execution.runner import RunnerLimits, tokens_of
+from engine.execution.runner import RunnerLimits
 from engine.execution.sampler import bans
 from engine.execution.seats import DrawTable
 from engine.execution.transfer import upload
+from engine.scheduling.plan import Plan
 from engine.scheduling.request import Request, TokenLogprobs
 
 DEVICE = torch.device("meta")
@@ -50,10 +51,10 @@ class SimulatedTokens:
     def is_ready(self) -> bool:
         return time.perf_counter() >= self.ends
 
-    def wait(self) -> dict[Request, list[int]]:
+    def wait(self) -> list[int]:
         if (left := self.ends - time.perf_counter()) > 0:
             time.sleep(left)
-        return tokens_of(self.requests, self.tokens)
+        return self.tokens
 
 
 class SimulatedRunner:
@@ -69,11 +70,12 @@ class SimulatedRunner:
         self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
         self._busy_until = 0.0
 
-    def forward(self, plan: Mapping[Request, int]) -> Pass:
+    def forward(self, plan: Plan) -> Pass:
         """Launch a step."""
         layout = self._planner.lay_out(plan)
         num_tokens, step_time = len(layout.token_ids), self._step_time
-        upload(DEVICE, [*layout.new_blocks])
+        if layout.new_blocks.size:
+            upload(DEVICE, [*layout.new_blocks])
         rows = max(self._max_num_seqs, len(layout.logits_rows))
         upload(DEVICE, [pack_fields(layout, Shape(num_tokens, rows, num_tokens))])
         seconds = step_time.fixed + step_time.per_token * num_tokens
@@ -99,10 +101,11 @@ class SimulatedRunner:
             return SimulatedTokens([], [], launched.ends)
         draws = self._draws(launched.layout, places)
         tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
-        for i, request in enumerate(requests):
-            if not request.is_plain:
-                tokens[i] = self._finish_token(request, int(draws[i]), tokens[i])
-        self._last_tokens[[request.seat for request in requests]] = tokens
+        if places.streams is None or not places.streams.is_plain:
+            for i, request in enumerate(requests):
+                if not request.is_plain:
+                    tokens[i] = self._finish_token(request, int(draws[i]), tokens[i])
+        self._last_tokens[places.seats] = tokens
         return SimulatedTokens(requests, tokens, launched.ends)
 
     @property
@@ -114,16 +117,16 @@ class SimulatedRunner:
 
     def _draws(self, layout: Layout, places: Places) -> np.ndarray:
         """Return each place's hash, uint64 `[n]`."""
-        requests = places.requests
-        columns = self._draw_table.columns(requests, places.ahead)
-        upload(DEVICE, columns)
+        columns = self._draw_table.columns(places.requests, places.ahead, places.streams)
+        self._draw_table.upload(DEVICE, columns)
         rows = layout.logits_rows[places.rows]
-        newest = self._last_tokens[[request.seat for request in requests]]
-        before = np.where(layout.token_ids[rows] < 0, newest, layout.token_ids[rows])
-        adapters = [self._adapter_hash(slot) for slot in layout.token_adapters(layout.positions())[rows].tolist()]
+        token_ids = layout.token_ids[rows]
+        before = np.where(token_ids < 0, self._last_tokens[places.seats], token_ids)
+        slots = layout.token_adapters(layout.positions())[rows].tolist()
+        hashes = {slot: self._adapter_hash(slot) for slot in set(slots)}
         # A greedy answer does not depend on the seed.
         seeds = np.where(columns.temperature == 0, 0, columns.seeds)
-        found = np.array(adapters, np.uint64)
+        found = np.array([hashes[slot] for slot in slots], np.uint64)
         for part in (seeds, columns.positions, before):
             found = _mix(found + _BASE + part.view(np.uint64))
         return found

@@ -62,19 +62,20 @@ class Drafter:
             self._times.forget(number)
         return False
 
-    def extend(self, plan: MutableMapping[Request, int], *, may_draft: bool) -> None:
-        """Add drafts to a plan as long as they pay. may_draft: whether the plan has decodes only, and all tokens of its
-        requests are known.
+    def extend(self, plan: MutableMapping[Request, int], *, may_draft: bool) -> bool:
+        """Add drafts to a plan as long as they pay. Return whether a request has drafts, or blocks for them until
+        `end_step`. may_draft: whether the plan has decodes only, and all tokens of its requests are known.
         """
         num_decodes, self.is_typical = len(plan), True
         if not may_draft or not self._may_pay(num_decodes):
-            return
+            return False
         chosen = self._choose({r: self._chances(r) for r in plan if r.can_draft}, num_decodes)
         numbers = {r: room for r, number in chosen.items() if (room := self._make_room(r, number))}
         if numbers:
             for request, proposal in self._proposer.propose(numbers).items():
                 self._plan(request, proposal, plan)
             self.is_typical = not self._proposer.is_catching_up
+        return bool(numbers)
 
     def confirm(self, moved: Iterable[Request]) -> list[Request]:
         """Return the requests whose newest token is their next draft. The step has computed it, so the token after it

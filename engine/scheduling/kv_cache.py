@@ -16,6 +16,7 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from engine.scheduling.request import Request
@@ -132,8 +133,6 @@ class KVCache:
         that are full now. The tokens must be final: a draft is recorded once it is accepted.
         """
         request.num_computed = num_computed
-        if num_computed > request.num_paid:
-            request.num_paid = num_computed
         if num_computed >= (request.num_registered_blocks + 1) * self.block_size:
             self.register(request)
 
@@ -250,6 +249,7 @@ def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salts:
         keys.append(hashlib.blake2b(salts.parent(keys) + tokens.tobytes(), digest_size=16).digest())
 
 
+@lru_cache(maxsize=1024)
 def _salts(adapter_digest: str | None, tenant_id: str, cache_salt: str, adapter_start: int, block_size: int) -> _Salts:
     base = _salt("", tenant_id, cache_salt)
     if adapter_digest is None:

@@ -189,8 +189,8 @@ class Request:
     turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
         and last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
-        tokens that its tenant has paid for. num_kept: number of tokens computed at its last preemption, whose blocks
-        may still be cached; 0 if it has started again.
+        tokens that had been computed, and so paid for, at a preemption. num_kept: number of tokens computed at its last
+        preemption, whose blocks may still be cached; 0 if it has started again.
     drafts: proposed tokens after the newest one that the in-flight step computes, and that no sampled token has
         confirmed yet. num_drafted: number of drafts of the step at its launch. can_draft: whether a step may have
         drafts. lookup: source of the drafts.
@@ -324,6 +324,7 @@ class Request:
     def preempt(self) -> None:
         """Change from RUNNING to WAITING. The generated tokens stay, and are computed again as part of the prompt."""
         self.status = Status.WAITING
+        self.num_paid = max(self.num_paid, self.num_computed)
         self.num_computed = 0
         self.num_preemptions += 1
 

@@ -10,8 +10,7 @@ If a request turns out to have ended, its results of the planned step are droppe
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 
 from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import AdapterPool, Residency
@@ -21,6 +20,7 @@ from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.nearness import Nearness
 from engine.scheduling.pacing import Pacer, PromptBudget, patience
+from engine.scheduling.plan import Plan, StepLimits, Streams
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import TenantState
@@ -28,9 +28,6 @@ from engine.scheduling.preemption_counts import PreemptionCounts
 from engine.scheduling.reclaim import find_page_victims, find_victims
 from engine.scheduling.request import FinishReason, Request, Status
 from engine.scheduling.seats import Seats
-
-Plan = dict[Request, int]
-"""Each scheduled request and how many of its tokens the step computes."""
 
 # Share of max_num_batched_tokens at which a step takes no further prompt. More prompt tokens would cost the same in the
 # next step, and here they would delay the first tokens of the prompts that end in this step.
@@ -46,16 +43,6 @@ WITHOUT_ROOM = 16
 SAVED_S = 0.02
 # Maximum number of requests that one step admits by preempting streams of tenants that are ahead.
 RECLAIMED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class StepLimits:
-    """Sizes of a step. max_prompt_logits: limit of its rows of logits for prompt_logprobs; None: no limit."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    enable_chunked_prefill: bool = True
-    max_prompt_logits: int | None = None
 
 
 class Scheduler:
@@ -86,6 +73,7 @@ class Scheduler:
         self.num_over_target = 0
         self.num_decodes = 0  # streams in the last plan
         self.is_short = False  # whether the last plan left streams out; the pacer must not observe such a step
+        self._streams: Streams | None = None  # those of the last plan
         self._limits = limits
         self._chunked = limits.enable_chunked_prefill
         self._pacer = pacer if self._chunked else None
@@ -116,7 +104,7 @@ class Scheduler:
         """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run
         now. may_draft: whether no step is in flight, so that drafts may follow the newest tokens.
         """
-        plan: Plan = {}
+        plan = Plan()
         self._gave_way, self._num_reclaimed = set(), 0
         self._growth.begin_step()
         self.adapters.poll()
@@ -125,46 +113,58 @@ class Scheduler:
             self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
         for request, claimant in find_page_victims(self.running, self.adapters, self.policy):
             self._preempt(request, plan, claimant)
-        prompts = self._decode(plan)
+        streams, prompts = self._streams, list[Request]()
+        if streams is not None and streams.move_on(self.cache, self.policy):
+            plan.update(dict.fromkeys(streams.requests, 1))
+        else:
+            streams, prompts = None, self._decode(plan)
         if prompts or self.num_waiting:
             most = self._limits.max_num_batched_tokens - len(plan)
             self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most), prompts))
             self.num_decodes = sum(r.is_decoding for r in plan)
         else:
             self.num_decodes, self.is_short = len(plan), False
-        if self.drafter is not None:
-            self.drafter.extend(plan, may_draft=may_draft and len(plan) == self.num_decodes and not self.is_short)
+        may_draft = may_draft and len(plan) == self.num_decodes and not self.is_short
+        has_drafts = self.drafter is not None and self.drafter.extend(plan, may_draft=may_draft)
+        is_whole = 0 < len(plan) == self.num_decodes == len(self.running)
+        plan.streams = self._streams = Streams.of(plan, self._seats, streams) if is_whole and not has_drafts else None
         return plan
 
     def advance(self, plan: Plan) -> None:
-        """Record a launched step: computed tokens and full blocks. The step before it must be committed. The tokens of
-        requests with drafts are recorded when they are committed.
-        """
-        for request, num_tokens in plan.items():
-            if request.status is Status.RUNNING:  # else it ended while this step was being launched
-                request.charged = 0.0
-                if not request.num_drafted:
-                    self.cache.advance(request, request.num_computed + num_tokens)
+        """Record a launched step. The step before it must be committed."""
+        plan.advance(self.cache)
 
-    def commit(self, sampled: dict[Request, int]) -> list[Request]:
+    def commit(self, sampled: Mapping[Request, int]) -> list[Request]:
         """Append a step's tokens to its requests, one to each. Return the requests that received one: those that had
         not ended before, and whose token does not depend on a draft.
         """
         moved = [r for r in sampled if r.status is not Status.FINISHED and not is_doubtful(r, sampled[r])]
         for request in moved:
-            before = request.status  # waiting if it was preempted while its token was in flight
-            request.append(sampled[request])
-            if request.num_drafted:
-                self.cache.advance(request, len(request.token_ids) - 1)
-            if request.ttft_target is not None and request.num_output_tokens == 1:
-                self._count_target(request)
-            if request.status is Status.FINISHED:
-                if before is Status.WAITING:
-                    self.policy.remove(request)
-                if request.error is None:
-                    self._growth.observe(request)
-                self._release(request)
+            self._append(request, sampled[request])
         return moved
+
+    def commit_streams(self, streams: Streams, token_ids: Sequence[int]) -> list[int]:
+        """Append a token to each of the streams, as `commit` does. Return the rows of those that may have ended, or are
+        not plain. Needs `Streams.go_on`.
+        """
+        rows = streams.append(token_ids)
+        for row in rows:
+            self._append(streams.requests[row], token_ids[row])
+        return rows
+
+    def _append(self, request: Request, token_id: int) -> None:
+        before = request.status  # waiting if it was preempted while its token was in flight
+        request.append(token_id)
+        if request.num_drafted:
+            self.cache.advance(request, len(request.token_ids) - 1)
+        if request.ttft_target is not None and request.num_output_tokens == 1:
+            self._count_target(request)
+        if request.status is Status.FINISHED:
+            if before is Status.WAITING:
+                self.policy.remove(request)
+            if request.error is None:
+                self._growth.observe(request)
+            self._release(request)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state. Return None if it is unknown or has ended."""

@@ -9,10 +9,13 @@ from engine.scheduling.request import Request
 
 
 class Seats:
-    """Rows of a step. running: the requests that have one, in the order in which they started."""
+    """Rows of a step. running: the requests that have one, in the order in which they started. num_moves: number of
+    times that a request has taken or left a seat.
+    """
 
     def __init__(self, number: int, cache: KVCache, adapters: AdapterPool) -> None:
         self.running: list[Request] = []
+        self.num_moves = 0
         self._cache = cache
         self._adapters = adapters
         self._free = list(range(number - 1, -1, -1))
@@ -33,10 +36,12 @@ class Seats:
             request.num_adapter_pages = self._adapters.num_pages_of(request.adapter_digest)
         request.seat = self._free.pop()
         self.running.append(request)
+        self.num_moves += 1
 
     def release(self, request: Request) -> None:
         """Return all resources of a running request."""
         self.running.remove(request)
+        self.num_moves += 1
         self._free.append(request.seat)
         request.seat = -1
         self._cache.free(request)

@@ -6,6 +6,7 @@ import time
 
 from engine.core.messages import Event
 from engine.core.step_thread import StepThread
+from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import Client, RunningServer
 
@@ -54,9 +55,9 @@ class SlowToAdd:
     def has_work(self) -> bool:
         return len(self.added) < 100
 
-    def step(self) -> list[object]:
+    def step(self) -> StepOutputs:
         self.between_steps.append(len(self.added))
-        return []
+        return StepOutputs()
 
     def state(self) -> None: ...
 
@@ -98,9 +99,9 @@ class Patient:
     def has_work(self) -> bool:
         return not self.steps
 
-    def step(self) -> list[object]:
+    def step(self) -> StepOutputs:
         self.steps.append(len(self.added))
-        return []
+        return StepOutputs()
 
 
 async def test_commands_run_while_the_device_is_busy():

@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from engine.execution.layout import Layout, Planner, rows_by_slot
-from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.plan import Plan
+from engine.scheduling.request import NewRequest, SamplingParams
 from engine.speculative_config import SpeculativeConfig
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 
@@ -28,12 +29,12 @@ class CheckedPlanner:
         self._lay_out, self._last = Planner.lay_out, np.empty(0)
         self._device = np.full((8, 8), -1)  # the tables as a device has them: only changed entries arrive
 
-        def checked(planner: Planner, plan: Mapping[Request, int]) -> Layout:
+        def checked(planner: Planner, plan: Plan) -> Layout:
             return self._checked(planner, plan)
 
         monkeypatch.setattr(Planner, "lay_out", checked)
 
-    def _checked(self, planner: Planner, plan: Mapping[Request, int]) -> Layout:
+    def _checked(self, planner: Planner, plan: Plan) -> Layout:
         self.planner = planner
         twin = self._lay_out(Planner(*self._device.shape, planner._slot_digests), plan)
         layout = self._lay_out(planner, plan)
@@ -111,30 +112,33 @@ def test_kept_arrays_are_those_of_a_new_layout(
     assert engine.state().num_preemptions
 
 
-@pytest.mark.parametrize("change", ["blocks", "adapter", "order"])
+@pytest.mark.parametrize("change", ["streams", "step", "adapter"])
 def test_a_change_makes_a_new_layout(make_engine: Make, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """Other blocks in the place of a request's former ones, another adapter's slot, another order of requests."""
+    """Other streams, a plan between the last layout and this one, another adapter in a slot."""
     checked = CheckedPlanner(monkeypatch)
-    engine, digests = make_engine()
+    engine, digests = make_engine(async_scheduling=False)
     for i in range(4):
         prompt = [3 + i] * (20 + i)
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[i % 2]))
-    requests = engine.scheduler.running
-    while len(requests) < 4 or not all(request.num_output_tokens > 4 for request in requests):
+    while checked.counts["kept"] < 5:
         engine.step()
-        requests = engine.scheduler.running
     made = checked.counts["made"]
-    checked.planner.lay_out(dict.fromkeys(requests, 1))
+    engine.step()
     assert checked.counts["made"] == made
-    if change == "blocks":
-        requests[1].blocks = requests[1].blocks[::-1]
-    elif change == "adapter":
-        requests[1].adapter_slot = -1
+    if change == "streams":
+        engine.scheduler._streams = None
+    elif change == "step":
+        assert engine.scheduler._streams is not None
+        engine.scheduler._streams.step += 1
     else:
-        requests = requests[::-1]
-    checked.planner.lay_out(dict.fromkeys(requests, 1))
+        digests_by_slot = [*engine.adapters.slot_digests]
+        digests_by_slot[engine.scheduler.running[0].adapter_slot] = "0" * 64
+        checked.planner._slot_digests = digests_by_slot
+    engine.step()
     assert checked.counts["made"] == made + 1
+    if change == "adapter":
+        assert engine.scheduler.running[0].served_digest == "mixed"
 
 
 class Loading(dict[int, str]):

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from adapters.tiers.device_pool import Residency
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
 from engine.scheduling.request import QUANTUM, NewRequest, Request, SamplingParams, Status
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.scheduler import Scheduler
 
 STEP_S = 0.02
 PREEMPT_AFTER_S = 0.25

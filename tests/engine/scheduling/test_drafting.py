@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from engine.scheduling.cost import DRAFT, step_cost
 from engine.scheduling.drafter import Drafter
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.proposer import PromptLookups
 from engine.scheduling.rates import Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, SamplingParams
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_times import STEPS_UNTIL_PLAIN, StepTimes
 from engine.speculative_config import SpeculativeConfig
 from testing.device_pools import EveryAdapter, Worker, pool_of

@@ -13,10 +13,11 @@ import pytest
 from engine.config import PolicyName
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.policies.fair_share import HEAVIER
 from engine.scheduling.policies.registry import make_policy
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.scheduler import Scheduler
 from tests.engine.scheduling.test_bounded_wait import Pool
 
 FIXED_S, ROW_S = 0.018, 0.0022

@@ -6,9 +6,10 @@ from types import FrameType
 from typing import Any
 
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.request import NewRequest, Request, SamplingParams
-from engine.scheduling.scheduler import PASSED_OVER, Scheduler, StepLimits
+from engine.scheduling.scheduler import PASSED_OVER, Scheduler
 from testing.device_pools import EveryAdapter, Worker, pool_of
 
 WAITING, ADAPTERS, TENANTS, SEATS, ON_DEVICE = 10_000, 1000, 100, 64, 8

@@ -12,9 +12,10 @@ from adapters.tiers import device_pool
 from adapters.tiers.adapter_reader import HostAdapter
 from adapters.tiers.device_pool import AdapterPool
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.request import NewRequest, Request, SamplingParams
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.scheduler import Scheduler
 from testing.adapter_files import BASE
 from testing.device_pools import EveryAdapter, Worker
 

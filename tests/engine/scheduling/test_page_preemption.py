@@ -3,11 +3,12 @@
 from adapters.tiers import device_pool
 from adapters.tiers.reservations import PAGE_WAIT_S
 from engine.scheduling.kv_cache import KVCache
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.request import NewRequest, Request, SamplingParams
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.scheduler import Scheduler
 from testing.device_pools import EveryAdapter, Worker, pool_of
 
 

@@ -9,8 +9,9 @@ from adapters.tiers.device_pool import Residency
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
+from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
-from engine.scheduling.scheduler import Scheduler, StepLimits
+from engine.scheduling.scheduler import Scheduler
 
 
 @dataclass
@@ -173,7 +174,7 @@ def test_a_step_planned_ahead_counts_the_token_in_flight_and_stops_at_max_tokens
     assert scheduler.schedule() == {request: 1}
     assert len(request.blocks) == 2
     scheduler.commit({request: 7})
-    scheduler.advance({request: 1})
+    scheduler.advance(Plan({request: 1}))
     request.num_pending = 1
     assert scheduler.schedule() == {}, "the last token is in flight"
     scheduler.commit({request: 7})

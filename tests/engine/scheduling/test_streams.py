@@ -1,0 +1,232 @@
+"""Streams: a plan that is the last one moved on by a token equals the plan of the scheduler's loop in every respect."""
+
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.answering.in_flight import InFlight
+from engine.core.messages import Stepped, decode_event, encode
+from engine.engine import Engine
+from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.outputs import StepOutputs
+from engine.scheduling.plan import Plan, Streams
+from engine.scheduling.request import Grammar, NewRequest, RequestOutput, SamplingParams
+from engine.speculative_config import SpeculativeConfig
+from testing.tiny_engines import Make, engine_maker, regex_grammar, save_base_and_adapters
+from testing.virtual_engine import HOST_S, VirtualClock
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
+# Powers of two, so that sums of charges are exact in any order.
+WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
+
+Trace = list[tuple[Any, ...]]
+real_sleep = time.sleep
+
+
+class Front:
+    """The front's side of an engine: its sequences, and their outputs as they arrive there."""
+
+    failure = None
+
+    def __init__(self) -> None:
+        self.arrived: list[RequestOutput] = []
+        self.num_streams = 0
+        self._in_flight = InFlight(self, max_requests=10**6, on_step=lambda _, outputs: self.arrived.extend(outputs))
+
+    def start(self, events: InFlight) -> None: ...
+
+    def add(self, new_requests: list[NewRequest], rules: object) -> None: ...
+
+    def abort(self, request_id: str) -> None: ...
+
+    def submit(self, new: NewRequest) -> None:
+        self._in_flight.submit([new])
+
+    def abandon(self, request_id: str) -> None:
+        self._in_flight.released(request_id)
+
+    def take(self, outputs: StepOutputs) -> list[RequestOutput]:
+        """Return the outputs after their way to the front."""
+        stepped = decode_event(encode(Stepped.of(0.0, outputs)))
+        assert isinstance(stepped, Stepped)
+        self.num_streams += len(stepped.stream_ids)
+        self.arrived.clear()
+        self._in_flight.stepped(0.0, stepped.outputs, dict(zip(stepped.stream_ids, stepped.token_ids, strict=True)))
+        return list(self.arrived)
+
+
+def new_request(number: int, chance: random.Random, digests: list[str], grammar: Grammar) -> NewRequest:
+    """Return a request with any mix of the features that a step treats differently."""
+    params: dict[str, Any] = {"max_tokens": chance.randrange(1, 60), "ignore_eos": True, "seed": number}
+    params |= chance.choice(
+        [
+            {},
+            {},
+            {},
+            {"temperature": 0.0},
+            {"stop_token_ids": tuple(range(3, 380, 20))},
+            {"stop_token_ids": tuple(range(3, 380, 20)), "min_tokens": 20},
+            {"presence_penalty": 0.5},
+            {"grammar": grammar},
+            {"allowed": AllowedTokens([5, 6]), "bad_words": BannedWords([[5, 5, 5]])},
+            {"logprobs": 2},
+            {"prompt_logprobs": 1},
+        ]
+    )
+    prompt = [3 + chance.randrange(300)] * chance.randrange(1, 60)
+    tenant = chance.choice([*WEIGHTS])
+    adapter = chance.choice([None, *digests])
+    return NewRequest(
+        str(number),
+        prompt,
+        SamplingParams(**params),
+        adapter_digest=adapter,
+        tenant_id=tenant,
+        weight=WEIGHTS[tenant],
+        ttft_target=chance.choice([None, 0.1]),
+    )
+
+
+def load(engine: Engine, digests: list[str]) -> None:
+    """Load the adapters onto the device, which takes a time that no clock of the test has."""
+    for digest in digests:
+        engine.add_request(NewRequest(digest, [1], SamplingParams(max_tokens=1), adapter_digest=digest))
+        while engine.has_work():
+            engine.step()
+            real_sleep(0.001)
+
+
+def describe(engine: Engine) -> tuple[Any, ...]:
+    """Return everything that a step leaves behind."""
+    scheduler, cache = engine.scheduler, engine.scheduler.cache
+    accounts = scheduler.policy._tenants.accounts  # type: ignore[attr-defined]
+    return (
+        {tenant: (account.counter, account.recent) for tenant, account in accounts.items()},
+        [
+            (r.request_id, r.seat, r.blocks, r.token_ids[:], r.num_pending, r.num_computed, r.num_paid, r.charged)
+            for r in scheduler.running
+        ],
+        [*cache._free],
+        dict(cache._by_key),
+        scheduler.num_decodes,
+        scheduler.num_preemptions,
+        (scheduler.num_in_target, scheduler.num_over_target),
+        engine.state().num_generated_tokens,
+    )
+
+
+def serve(engine: Engine, digests: list[str], seed: int, grammar: Grammar, counts: Counter[str]) -> Trace:
+    """Serve random arrivals and aborts. Return each step's plan, outputs and what it leaves behind."""
+    chance, trace, plans, front = random.Random(seed), Trace(), list[Plan](), Front()
+    schedule = engine.scheduler.schedule
+
+    def recorded(**options: Any) -> Plan:
+        plans.append(schedule(**options))
+        return plans[-1]
+
+    engine.scheduler.schedule = recorded  # type: ignore[method-assign]
+
+    def step() -> None:
+        time.sleep(HOST_S)
+        outputs = engine.step()
+        expected = [output._replace(started_at=None) for output in outputs]
+        arrived = [output._replace(started_at=None) for output in front.take(outputs)]
+        assert arrived == expected
+        plan = {request.request_id: number for request, number in plans[-1].items()}
+        trace.append((plan, sorted(expected), describe(engine)))
+
+    for number in range(60):
+        new = new_request(number, chance, digests, grammar)
+        engine.add_request(new)
+        front.submit(new)
+        for _ in range(chance.choice([0, 1, 1, 25])):
+            step()
+        if chance.random() < 0.2:
+            gone = str(chance.randrange(number + 1))
+            engine.abort(gone)
+            front.abandon(gone)
+    while engine.has_work():
+        step()
+    counts["plain tokens"] += front.num_streams
+    return trace
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 128)
+
+
+@pytest.fixture
+def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
+    """Return a factory of engines with few blocks."""
+    return engine_maker(
+        folder,
+        request,
+        device="simulated:5,0.1",
+        kv_cache_memory=20 * BLOCK_BYTES,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+        preempt_after=0.2,
+    )
+
+
+DRAFTS = {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "asynchronous": {"async_scheduling": True},
+    "synchronous": {"async_scheduling": False},
+    "first come": {"async_scheduling": True, "scheduler": "fcfs"},
+    "without prefix cache": {"async_scheduling": True, "enable_prefix_caching": False},
+    "drafts": {"async_scheduling": False} | DRAFTS,
+    "drafts, asynchronous": {"async_scheduling": True} | DRAFTS,
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_streams_are_planned_as_by_the_loop(folder: Path, make_engine: Make, options: dict[str, Any]) -> None:
+    """Over arrivals, ends, aborts, preemptions, drafts, grammars and penalties, whatever changes in a step."""
+    grammar, counts, traces = regex_grammar(folder), Counter[str](), []
+    move_on = Streams.move_on
+
+    def counted(streams: Streams, *args: Any) -> bool:
+        counts[str(moved := move_on(streams, *args))] += 1
+        return moved
+
+    for function in (counted, lambda *_: False):
+        with pytest.MonkeyPatch.context() as patch:
+            clock = VirtualClock(1e7)  # later than the loads
+            engine, digests = make_engine(**options)
+            load(engine, digests)
+            for name, method in (("perf_counter", clock.now), ("monotonic", clock.now), ("sleep", clock.sleep)):
+                patch.setattr(time, name, method)
+            patch.setattr(engine.scheduler, "_clock", clock.now)
+            # Admission expects no growth, so that blocks run out.
+            patch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
+            patch.setattr(Streams, "move_on", function)
+            traces.append(serve(engine, digests, 1, grammar, counts))
+    for number, (found, expected) in enumerate(zip(*traces, strict=True)):
+        assert found == expected, f"step {number}"
+    assert counts["True"] > 100
+    assert counts["False"] > 20
+    assert counts["plain tokens"] > 100
+    assert traces[0][-1][2][5] > 0, "requests were preempted"
+
+
+def test_a_token_without_its_launch_is_planned_by_the_loop(make_engine: Make) -> None:
+    """A plan that no step has launched, or whose tokens were not sampled, is not moved on."""
+    engine, _ = make_engine(async_scheduling=False)
+    for number in range(3):
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.add_request(NewRequest(str(number), [1, 2, 3], params))
+    for _ in range(8):
+        engine.step()
+    first = engine.scheduler.schedule()
+    assert first.streams is not None
+    assert first.streams.step > 0
+    again = engine.scheduler.schedule()
+    assert again == first
+    assert again.streams is not None
+    assert again.streams.step == 0
