@@ -18,6 +18,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import random
 import signal
 import statistics
 import subprocess
@@ -27,6 +28,7 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -58,18 +60,30 @@ EAGER_MS = 10
 Figures = dict[str, float]
 
 
-def core_steps(model: Path, adapters: list[Path], streams: int, steps: int, profile: bool) -> Figures:
-    """Measure decode steps of `streams` requests in an engine without a server."""
+def core_steps(
+    model: Path, adapters: list[Path], streams: int, steps: int, profile: bool, lengths: range = range(4000, 4001)
+) -> Figures:
+    """Measure steps of `streams` requests in an engine without a server. Another request follows each one's end.
+
+    lengths: their output tokens, drawn at random.
+    """
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, DTYPES["bfloat16"])
     config = EngineConfig(
         model=str(model), device="simulated:0,0", max_num_seqs=streams, max_num_batched_tokens=8192, **MEMORY
     )
     engine = Engine(config, host)
     digests = [host.add_path(path) for path in adapters]
-    params = SamplingParams(max_tokens=4000, ignore_eos=True, seed=1)
-    for i in range(streams):
-        prompt = [(31 * i + 7 * j) % 40000 + 10 for j in range(PROMPT)]
-        engine.add_request(NewRequest(str(i), prompt, params, digests[i % len(digests)], tenant_id=f"tenant-{i % 4}"))
+    draw, numbers = random.Random(1), count()
+
+    def fill() -> None:
+        while len(engine.scheduler.requests) < streams:
+            i = next(numbers)
+            prompt = [(31 * i + 7 * j) % 40000 + 10 for j in range(PROMPT)]
+            params = SamplingParams(max_tokens=draw.choice(lengths), ignore_eos=True, seed=1)
+            digest = digests[i % len(digests)]
+            engine.add_request(NewRequest(str(i), prompt, params, digest, tenant_id=f"tenant-{i % 4}"))
+
+    fill()
     while not all(request.is_decoding for request in engine.scheduler.requests.values()):
         engine.step()
         if engine.is_waiting_for_adapters:
@@ -78,6 +92,7 @@ def core_steps(model: Path, adapters: list[Path], streams: int, steps: int, prof
     times = []
     with profiled(profile):
         for _ in range(steps):
+            fill()
             began = time.thread_time()
             engine.step()
             times.append(1e3 * (time.thread_time() - began))
@@ -354,6 +369,9 @@ def main() -> None:
                 continue
             steps = 300 if flags.profile else 1500
             show(f"core, {number} streams", core_steps(model, adapters, number, steps, flags.profile))
+            if not flags.profile:
+                changing = core_steps(model, adapters, number, steps, profile=False, lengths=range(100, 500))
+                show(f"core, {number} streams that end after 100 to 500 tokens", changing)
         if not flags.profile:
             forms = flags.core.split(",")
             measured = served(model, adapters, flags.flags, forms, flags.seconds, flags.only, flags.fronts)

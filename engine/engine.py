@@ -242,7 +242,8 @@ class Engine:
             sampled = dict(zip(step.sampling.requests, token_ids, strict=True))
             moved = self.scheduler.commit(sampled)
             self._num_generated_tokens += len(moved)
-            return StepOutputs([r.output([sampled[r]] if sampled[r] >= 0 else []) for r in moved])
+            rows = [row for row, request in enumerate(moved) if request.has_news]
+            return StepOutputs.of(moved, [sampled[request] for request in moved], rows)
         rows = self.scheduler.commit_streams(streams, token_ids)
         self._num_generated_tokens += len(token_ids)
         return StepOutputs.of(streams.requests, token_ids, rows)

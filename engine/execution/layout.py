@@ -55,7 +55,8 @@ class Layout:
     blocks of any request in the step. new_blocks: entries of the tables that changed since the previous step, `[3, n]`:
     seat, index, block.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits, each followed by those of the
-    request's drafts. streams: see `Plan`.
+    request's drafts. streams: see `Plan`;
+    None after the first plan of streams if their arrays were made anew.
     """
 
     token_ids: np.ndarray
@@ -141,11 +142,12 @@ def rows_by_slot(adapters: np.ndarray, slots: Container[int]) -> dict[int, np.nd
 
 @dataclass(slots=True)
 class _Kept:
-    """The last layout of streams, and the receipt of each of its adapter slots."""
+    """The last layout of streams. slots: each request's adapter slot. receipts: the receipt of each slot."""
 
     streams: Streams
     step: int
     layout: Layout
+    slots: list[int]
     receipts: dict[int, str]
 
 
@@ -173,15 +175,20 @@ class Planner:
         if streams is None:
             self._kept = None
             return self._lay_out(plan)
-        if kept is not None and kept.streams is streams and streams.step == kept.step + 1 and self._are_valid(kept):
+        if kept is not None and kept.streams is streams and streams.step == kept.step + 1 and self._is_valid(kept):
             kept.step, kept.layout = streams.step, self._next(kept.layout, streams)
-        else:
-            self._kept = kept = _Kept(streams, streams.step, self._lay_out(plan), self._receipts)
-        return kept.layout
+            return kept.layout
+        layout, slots = self._lay_out(plan), [request.adapter_slot for request in streams.requests]
+        self._kept = _Kept(streams, streams.step, layout, slots, self._receipts)
+        return layout
 
-    def _are_valid(self, kept: _Kept) -> bool:
-        """Return whether the adapters of the layout are still in their slots."""
-        return all(self._served(slot) == receipt for slot, receipt in kept.receipts.items())
+    def _is_valid(self, kept: _Kept) -> bool:
+        """Return whether each request has its slot, and each slot its adapter. Anything else is a defect, but then a
+        receipt has to name the pages that are read.
+        """
+        return [request.adapter_slot for request in kept.streams.requests] == kept.slots and all(
+            self._served(slot) == receipt for slot, receipt in kept.receipts.items()
+        )
 
     def _next(self, last: Layout, streams: Streams) -> Layout:
         """Lay out the next token of each stream."""
@@ -253,7 +260,8 @@ class Planner:
             sampled=sampled,
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
-            streams=plan.streams,
+            # The outputs of streams contain no receipt, and these may have changed.
+            streams=None if plan.streams is None or plan.streams.step else plan.streams,
         )
 
     def _update_seats(self, plan: Iterable[Request]) -> int:

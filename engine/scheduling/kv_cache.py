@@ -16,7 +16,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 from engine.scheduling.request import Request
@@ -192,7 +191,10 @@ class KVCache:
         keys = request.block_hashes
         if len(keys) <= i:
             digest, start = request.adapter_digest, request.adapter_start
-            salts = _salts(digest, request.tenant_id, request.cache_salt, start, self.block_size)
+            if keys and (digest is None or len(keys) > start // self.block_size):
+                salts = _NO_SALTS
+            else:
+                salts = _salts(digest, request.tenant_id, request.cache_salt, start, self.block_size)
             _extend(keys, request.token_ids, self.block_size, salts, i + 1)
         return keys[i]
 
@@ -242,6 +244,10 @@ class _Salts(NamedTuple):
         return before or self.base
 
 
+# Of a chain that goes on behind the salted blocks.
+_NO_SALTS = _Salts(b"", b"", -1)
+
+
 def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salts: _Salts, num_blocks: int) -> None:
     """Extend the chain to `num_blocks` keys."""
     for start in range(len(keys) * block_size, num_blocks * block_size, block_size):
@@ -249,7 +255,6 @@ def _extend(keys: list[bytes], token_ids: Sequence[int], block_size: int, salts:
         keys.append(hashlib.blake2b(salts.parent(keys) + tokens.tobytes(), digest_size=16).digest())
 
 
-@lru_cache(maxsize=1024)
 def _salts(adapter_digest: str | None, tenant_id: str, cache_salt: str, adapter_start: int, block_size: int) -> _Salts:
     base = _salt("", tenant_id, cache_salt)
     if adapter_digest is None:

@@ -13,8 +13,8 @@ from engine.scheduling.request import Request, RequestOutput
 class StepOutputs:
     """Outputs of a step. Iterated over before the next step, they are a `RequestOutput` for each request.
 
-    whole: of requests that have ended, or have more to report than a token. streams, token_ids: other requests, and the
-    new token of each. Their outputs equal their last ones but for the token and its number.
+    whole: of requests that have news. streams, token_ids: other requests, and the new token of each. The outputs of
+    these equal their last ones but for the token and its number.
     """
 
     whole: list[RequestOutput] = field(default_factory=list)
@@ -23,7 +23,7 @@ class StepOutputs:
 
     @classmethod
     def of(cls, requests: Sequence[Request], token_ids: Sequence[int], rows: Sequence[int]) -> "StepOutputs":
-        """Return the outputs of streams. rows: those of the streams that have more to report than a token."""
+        """Return the outputs of requests with a new token each. rows: those that have ended or have news."""
         if not rows:
             return cls([], requests, token_ids)
         whole = [requests[row].output([token_ids[row]] if token_ids[row] >= 0 else []) for row in rows]

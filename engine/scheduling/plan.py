@@ -85,7 +85,7 @@ class Streams:
         index = {key: i for i, key in enumerate(payers)}
         self._accounts = np.array([index[request.tenant_id, request.weight] for request in requests])
         self._stop_ids = frozenset([NOT_FINITE]).union(*{request.stop_ids for request in requests})
-        self._watched = [i for i, request in enumerate(requests) if not request.is_plain]
+        self._watched = [i for i, request in enumerate(requests) if request.has_news]
 
     def move_on(self, cache: KVCache, policy: Policy) -> bool:
         """Plan the next token of each request: allocate the blocks and charge the tenants. Return False, without
@@ -125,8 +125,8 @@ class Streams:
             cache.register(self.requests[i])
 
     def append(self, token_ids: Sequence[int]) -> list[int]:
-        """Append a token to each request that goes on after it. Return the rows of the others, and of requests that
-        are not plain: theirs are to be appended by `Request.append`. Needs `go_on`.
+        """Append a token to each request that goes on after it. Return the rows of the others, and of requests
+        that have news: theirs are to be appended by `Request.append`. Needs `go_on`.
         """
         rows = self._watched
         if not self._stop_ids.isdisjoint(token_ids):

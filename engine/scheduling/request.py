@@ -186,6 +186,7 @@ class Request:
         the first step. The planner records it from the device pool's slots, never from `adapter_digest`, so it is
         a receipt.
     is_plain: whether a step needs only its token: no mask, penalties or edits of logits, no log-probabilities.
+    has_news: whether its next output may have more than a token. Always, unless it is plain.
     turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
         and last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
@@ -199,11 +200,12 @@ class Request:
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
         "cache_salt", "can_draft", "charged", "drafts", "edits", "edits_logits", "error", "error_param",
-        "finish_reason", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher", "num_adapter_pages",
-        "num_cached_tokens", "num_computed", "num_drafted", "num_kept", "num_paid", "num_pending",
-        "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params", "prefix_hit", "priority",
-        "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed", "served_digest",
-        "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn", "weight",
+        "finish_reason", "has_news", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher",
+        "max_num_tokens", "num_adapter_pages", "num_cached_tokens", "num_computed", "num_drafted", "num_kept",
+        "num_paid", "num_pending", "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params",
+        "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed",
+        "served_digest", "started_at", "status", "stop_ids", "tenant_id", "token_ids", "ttft_target", "turn",
+        "weight",
     )  # fmt: skip
 
     def __init__(
@@ -263,6 +265,8 @@ class Request:
         self.edits_logits = new.params.edits_logits
         keeps = new.params.logprobs is not None or new.params.keep_logits
         self.is_plain = self.mask is None and not (self.edits_logits or new.params.penalises or keeps)
+        self.has_news = True
+        self.max_num_tokens = self.num_prompt_tokens + new.params.max_tokens
         self.logits: Tensor | None = None
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs | None] = []
@@ -316,10 +320,9 @@ class Request:
 
     def record_served(self, served: str) -> None:
         """Record the adapter whose pages a step reads for this request. A second adapter makes the receipt `mixed`."""
-        if self.served_digest is None:
-            self.served_digest = served
-        elif self.served_digest != served:
-            self.served_digest = MIXED_SERVED
+        if self.served_digest != served:
+            self.served_digest = served if self.served_digest is None else MIXED_SERVED
+            self.has_news = True
 
     def preempt(self) -> None:
         """Change from RUNNING to WAITING. The generated tokens stay, and are computed again as part of the prompt."""
@@ -346,7 +349,7 @@ class Request:
             self.finish("error", f"{self.matcher.param} is too complex: {self.matcher.error}")
         elif (token_id in self.stop_ids or self.matcher is not None) and self._is_stop(token_id):
             self.finish("stop")
-        elif len(self.token_ids) - self.num_prompt_tokens >= self.params.max_tokens:
+        elif len(self.token_ids) >= self.max_num_tokens:
             self.finish("length")
 
     def _fail_not_finite(self) -> None:
@@ -368,6 +371,7 @@ class Request:
     def finish(self, reason: FinishReason, error: str | None = None) -> None:
         self.status = Status.FINISHED
         self.finish_reason = reason
+        self.has_news = True
         self.error = error
 
     def output(self, token_ids: list[int]) -> RequestOutput:
@@ -389,4 +393,5 @@ class Request:
         )
         if self.logprobs or self.prompt_logprobs:
             self.logprobs, self.prompt_logprobs = [], []
+        self.has_news = not self.is_plain
         return out
