@@ -244,7 +244,7 @@ class _Salts(NamedTuple):
         return before or self.base
 
 
-# Of a chain that goes on behind the salted blocks.
+# Salts of a chain's blocks behind the salted ones.
 _NO_SALTS = _Salts(b"", b"", -1)
 
 

@@ -244,9 +244,7 @@ class Request:
         self.turn: tuple[int, float, int] = (1, 0.0, arrival)
         self.arrived = self.queued_at = 0.0
         self.charged = 0.0
-        self.num_paid = 0
-        self.num_kept = 0
-        self.quantum_end = 0
+        self.num_paid = self.num_kept = self.quantum_end = 0
         # An output has the newest token's logits only, so a request that keeps them has one token a step.
         self.can_draft = not new.params.keep_logits
         self.drafts: list[int] = []

@@ -144,7 +144,7 @@ class Scheduler:
         return moved
 
     def commit_streams(self, streams: Streams, token_ids: Sequence[int]) -> list[int]:
-        """Append a token to each of the streams, as `commit` does. Return the rows of those that may have ended, or have
+        """Append a token to each of the streams, as `commit` does. Return the rows of those that may have ended or have
         news. Needs `Streams.go_on`.
         """
         rows = streams.append(token_ids)
