@@ -7,14 +7,14 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from engine.answering.ticket import Ticket
 from engine.core.client import Core
 from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import NO_RULES, TokenRules
-from engine.scheduling.outputs import next_output
+from engine.scheduling.outputs import next_output, without_arrays
 from engine.scheduling.request import NewRequest, RequestOutput
 
 logger = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class InFlight:
         self._accepting = True
         # Sequence id -> ticket of its HTTP request, and its index in the ticket.
         self._tickets: dict[str, tuple[Ticket, int]] = {}
-        # Last output of each sequence that has had one.
+        # Last output of each sequence that has had one, without its arrays: `next_output` needs none of them.
         self._last: dict[str, RequestOutput] = {}
         # Reserved places: sequences whose request handler runs, from waiting for an adapter or a grammar to sending the
         # answer.
@@ -134,13 +134,13 @@ class InFlight:
 
     # The methods below are the core's events.
 
-    def stepped(self, seconds: float, outputs: Sequence[RequestOutput], streams: Mapping[str, int]) -> None:
-        known = [(last, token) for id_, token in streams.items() if (last := self._last.get(id_)) is not None]
-        every = [*outputs, *(next_output(last, token) for last, token in known)]
+    def stepped(self, seconds: float, outputs: Sequence[RequestOutput], plain: Iterable[tuple[str, int]]) -> None:
+        # A released sequence has no ticket. Any other one has had an output.
+        every = [*outputs, *(next_output(self._last[id_], token) for id_, token in plain if id_ in self._tickets)]
         for output in every:
             found = self._tickets.get(output.request_id)
             if found is not None:
-                self._last[output.request_id] = output
+                self._last[output.request_id] = without_arrays(output)
                 ticket, index = found
                 ticket.deliver(index, output)
         self._on_step(seconds, every)

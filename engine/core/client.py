@@ -6,7 +6,7 @@ of this process or in a process of its own; everything else is the same.
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, TypeVar
 
@@ -29,9 +29,9 @@ T = TypeVar("T")
 class CoreEvents(Protocol):
     """Receiver of a core's events. Every method is called on the event loop, in the order of the events."""
 
-    def stepped(self, seconds: float, outputs: Sequence[RequestOutput], streams: Mapping[str, int]) -> None:
-        """Handle the outputs of a step that took `seconds`. streams: new tokens of sequences that have no output,
-        because nothing else of it would differ from their last one.
+    def stepped(self, seconds: float, outputs: Sequence[RequestOutput], plain: Iterable[tuple[str, int]]) -> None:
+        """Handle the outputs of a step that took `seconds`. plain: id and new token of each sequence that has nothing
+        else to report; its output equals its last one except for the token and the number of tokens.
         """
         ...
 
@@ -217,9 +217,9 @@ class Core:
         event = messages.decode_event(frame)
         events = self._events
         match event:
-            case messages.Stepped(seconds, outputs, stream_ids, token_ids):
+            case messages.Stepped(seconds, outputs, plain_ids, token_ids):
                 if events is not None:
-                    events.stepped(seconds, outputs, dict(zip(stream_ids, token_ids, strict=True)))
+                    events.stepped(seconds, outputs, zip(plain_ids, token_ids, strict=True))
             case messages.Reply(call, value, fault):
                 future = self._calls.get(call)
                 if future is not None and not future.done():

@@ -249,18 +249,18 @@ class StateReading(msgspec.Struct, array_like=True, frozen=True):
 class Stepped(Message):
     """The outputs of a step that took `seconds`; see `engine.scheduling.outputs.StepOutputs`.
 
-    stream_ids, token_ids: sequences with one new token each, and nothing else to report.
+    plain_ids, token_ids: sequences with one new token each and nothing else to report, and these tokens.
     """
 
     seconds: float
     outputs: list[RequestOutput]
-    stream_ids: list[str]
+    plain_ids: list[str]
     token_ids: list[int]
 
     @classmethod
     def of(cls, seconds: float, outputs: StepOutputs) -> "Stepped":
-        stream_ids = [request.request_id for request in outputs.streams]
-        return cls(seconds, outputs.whole, stream_ids, list(outputs.token_ids))
+        plain_ids = [request.request_id for request in outputs.plain]
+        return cls(seconds, outputs.whole, plain_ids, list(outputs.token_ids))
 
 
 class Refused(Message):

@@ -197,10 +197,11 @@ class Planner:
             self._write(request.seat, request.blocks)
             num_blocks = max(num_blocks, len(request.blocks))
         token_ids = last.token_ids
-        # Either all tokens of streams are in flight, or none.
+        # Either all tokens are in flight now, or none. In the layout before, which may be the first one, a request that
+        # resumed from cached blocks has a known token beside those in flight.
         if not requests[0].num_pending:
             token_ids = np.array([request.token_ids[-1] for request in requests], np.int64)
-        elif token_ids[0] >= 0:
+        elif token_ids.max() >= 0:
             token_ids = np.full(len(requests), -1, np.int64)
         return replace(
             last, token_ids=token_ids, firsts=last.firsts + 1, num_blocks=num_blocks, new_blocks=self._take_new()

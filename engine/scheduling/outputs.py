@@ -13,12 +13,12 @@ from engine.scheduling.request import Request, RequestOutput
 class StepOutputs:
     """Outputs of a step. Iterated over before the next step, they are a `RequestOutput` for each request.
 
-    whole: of requests that have news. streams, token_ids: other requests, and the new token of each. The outputs of
-    these equal their last ones but for the token and its number.
+    whole: outputs of requests that have news. plain, token_ids: the other requests, and the new token of each. Their
+    outputs equal their last ones except for the token and the number of tokens.
     """
 
     whole: list[RequestOutput] = field(default_factory=list)
-    streams: Sequence[Request] = ()
+    plain: Sequence[Request] = ()
     token_ids: Sequence[int] = ()
 
     @classmethod
@@ -27,22 +27,24 @@ class StepOutputs:
         if not rows:
             return cls([], requests, token_ids)
         whole = [requests[row].output([token_ids[row]] if token_ids[row] >= 0 else []) for row in rows]
-        is_stream = np.ones(len(requests), np.bool_)
-        is_stream[rows] = False
-        return cls(whole, list(compress(requests, is_stream)), list(compress(token_ids, is_stream)))
+        is_plain = np.ones(len(requests), np.bool_)
+        is_plain[rows] = False
+        return cls(whole, list(compress(requests, is_plain)), list(compress(token_ids, is_plain)))
 
     def add(self, later: "StepOutputs") -> None:
         """Append a later step's outputs."""
         self.whole += later.whole
-        self.streams = [*self.streams, *later.streams]
-        self.token_ids = [*self.token_ids, *later.token_ids]
+        if not self.plain:
+            self.plain, self.token_ids = later.plain, later.token_ids
+        elif later.plain:
+            self.plain, self.token_ids = [*self.plain, *later.plain], [*self.token_ids, *later.token_ids]
 
     def __len__(self) -> int:
-        return len(self.whole) + len(self.streams)
+        return len(self.whole) + len(self.plain)
 
     def __iter__(self) -> Iterator[RequestOutput]:
         yield from self.whole
-        for request, token_id in zip(self.streams, self.token_ids, strict=True):
+        for request, token_id in zip(self.plain, self.token_ids, strict=True):
             # The next token may be in flight already.
             number = len(request.token_ids) - request.num_prompt_tokens
             yield request.output([token_id])._replace(num_output_tokens=number)
@@ -60,3 +62,10 @@ def next_output(last: RequestOutput, token_id: int) -> RequestOutput:
         started_at=last.started_at,
         served_digest=last.served_digest,
     )
+
+
+def without_arrays(output: RequestOutput) -> RequestOutput:
+    """Return the output without log-probabilities and logits, so that keeping it takes little memory."""
+    if output.logprobs is None and output.prompt_logprobs is None and output.logits is None:
+        return output
+    return output._replace(logprobs=None, prompt_logprobs=None, logits=None)

@@ -12,7 +12,7 @@ import pytest
 
 from engine.execution.layout import Layout, Planner, rows_by_slot
 from engine.scheduling.plan import Plan
-from engine.scheduling.request import NewRequest, SamplingParams
+from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.speculative_config import SpeculativeConfig
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 
@@ -21,6 +21,10 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_di
 TABLES = ("tables", "new_blocks")
 # Only a layout from kept arrays goes on with streams.
 STREAMS = "streams"
+
+
+def receipts(plan: Plan) -> dict[Request, tuple[str | None, bool]]:
+    return {request: (request.served_digest, request.has_news) for request in plan}
 
 
 class CheckedPlanner:
@@ -38,8 +42,14 @@ class CheckedPlanner:
 
     def _checked(self, planner: Planner, plan: Plan) -> Layout:
         self.planner = planner
+        # The twin records the same receipts, so they are taken back before the engine's own planner runs.
+        before = receipts(plan)
         twin = self._lay_out(Planner(*self._device.shape, planner._slot_digests), plan)
+        expected_receipts = receipts(plan)
+        for request in plan:
+            request.served_digest, request.has_news = before[request]
         layout = self._lay_out(planner, plan)
+        assert receipts(plan) == expected_receipts
         for name in {field.name for field in fields(Layout)} - {*TABLES, STREAMS}:
             found, expected = getattr(layout, name), getattr(twin, name)
             if isinstance(expected, np.ndarray):
@@ -141,6 +151,27 @@ def test_a_change_makes_a_new_layout(make_engine: Make, monkeypatch: pytest.Monk
     assert checked.counts["made"] == made + 1
     if change == "adapter":
         assert engine.scheduler.running[0].served_digest == "mixed"
+
+
+def test_a_stream_resumed_beside_streams_with_tokens_in_flight(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All blocks of a preempted request are cached, so the first plan of its streams has one known token."""
+    checked = CheckedPlanner(monkeypatch)
+    engine, _ = make_engine(async_scheduling=True)
+    for i in range(3):
+        params = SamplingParams(max_tokens=60, ignore_eos=True)
+        engine.add_request(NewRequest(str(i), [3 + i] * 20, params))
+    while checked.counts["kept"] < 5:
+        engine.step()
+    engine.scheduler._preempt(engine.scheduler.running[-1], Plan(), "")
+    while len(engine.scheduler.running) < 3:
+        engine.step()
+    assert engine._in_flight is not None
+    kept = checked.counts["kept"]
+    while engine.has_work():
+        engine.step()
+    assert checked.counts["kept"] > kept + 5
 
 
 class Loading(dict[int, str]):
