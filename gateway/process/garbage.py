@@ -1,7 +1,8 @@
 """Garbage collections at times when few requests run.
 
 A full collection visits every object that was made since the start, 1 µs each: 40 ms while 500 requests wait. Requests
-leave almost no cycles (200 objects a second in a flood), so full collections can wait for a calm moment.
+leave almost no cycles (200 objects a second in a flood), so full collections can wait for a calm moment. Python's own
+rule, by which a full collection waits until a quarter of the objects are new, does not hold for `gc.collect`.
 """
 
 import asyncio
@@ -16,8 +17,13 @@ LOOK_SECONDS = 0.5
 # Most running requests at a calm moment, each with 65 objects, and the collections of the middle generation after which
 # a full one is due.
 CALM_REQUESTS, DUE_AFTER = 100, 4
-# Age of the process at which its objects, caches and modules that were loaded late, are excluded from collections for
-# the first time. Each further time is at twice the age of the last one: what is excluded is never collected.
+# Time without a calm moment after which a due collection runs anyway: long streams count as running requests, and so do
+# requests that wait for their turn.
+BUSY_SECONDS = 60.0
+# Pause after each collection, in durations of the collection. So collections take at most 2 % of the event loop.
+PAUSE_DURATIONS = 50
+# Age of the process at which all present objects (caches, late imports) are excluded from collections for the first
+# time. Each further time is at twice the age of the last one, because excluded objects are never collected.
 WARM_SECONDS = 20.0
 
 
@@ -36,13 +42,20 @@ def _freeze() -> None:
 
 async def collect_when_calm(num_running: Callable[[], int]) -> None:
     """Collect garbage until cancelled. num_running: returns the number of running requests. Run it as a task."""
-    started, warm = time.monotonic(), WARM_SECONDS
+    started = last = time.monotonic()
+    warm, pause = WARM_SECONDS, 0.0
     while True:
-        await asyncio.sleep(LOOK_SECONDS)
-        if num_running() > CALM_REQUESTS:
+        # last: time of the last calm moment or collection.
+        await asyncio.sleep(max(LOOK_SECONDS, pause))
+        now, pause = time.monotonic(), 0.0
+        if num_running() > CALM_REQUESTS and now - last < BUSY_SECONDS:
             continue
-        if time.monotonic() - started > warm:
+        last = now
+        if now - started > warm:
             _freeze()
             warm = 2 * (time.monotonic() - started)
         elif gc.get_count()[2] >= DUE_AFTER:
             gc.collect()
+        else:
+            continue
+        pause = PAUSE_DURATIONS * (time.monotonic() - now)

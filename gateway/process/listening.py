@@ -24,11 +24,16 @@ log = logging.getLogger(__name__)
 # The system's queue of connections that are not accepted.
 BACKLOG = 1024
 # Sockets accepted at once, and their maximum number that waits; further ones stay in the system's queue.
-ACCEPTED_AT_ONCE, MAX_WAITING = 64, 1024
+ACCEPTED_AT_ONCE, MAX_WAITING = 64, 2048
+# Maximum number of waiting sockets of one address; further ones are closed. The clients behind a load balancer or a
+# company's gateway share an address, and 1,000 of them may well connect at one moment.
+WAITING_PER_ADDRESS = MAX_WAITING // 2
 # Connections that start in one turn of the event loop: of all addresses, and of one. A start takes 0.3 ms.
-STARTED_AT_ONCE, STARTED_EACH = 8, 1
+STARTS_PER_TURN, STARTS_PER_ADDRESS = 8, 1
 # Pause after a failed `accept`, such as one without a free descriptor.
 PAUSE_SECONDS = 0.1
+# Interval of warnings of closed sockets.
+WARNING_SECONDS = 60.0
 
 
 class FairListener:
@@ -46,6 +51,7 @@ class FairListener:
         self._num_waiting = 0
         self._is_starting = False
         self._starts: set[asyncio.Task[None]] = set()
+        self._warns_at = self._loop.time()
 
     @property
     def is_busy(self) -> bool:
@@ -85,13 +91,23 @@ class FairListener:
                 log.error("a connection cannot be accepted: %s", error.strerror)
                 self._pause(listener, PAUSE_SECONDS)
                 break
-            accepted.setblocking(False)
-            self._waiting.setdefault(client_network(address[0]), deque()).append(accepted)
-            self._num_waiting += 1
+            self._keep(accepted, client_network(address[0]))
         if self._num_waiting >= MAX_WAITING:
             self._pause(listener, 0.0)
         if self._num_waiting and not self._is_starting:
             self._start_some()
+
+    def _keep(self, accepted: socket.socket, network: str) -> None:
+        queue = self._waiting.setdefault(network, deque())
+        if len(queue) < WAITING_PER_ADDRESS:
+            accepted.setblocking(False)
+            queue.append(accepted)
+            self._num_waiting += 1
+            return
+        accepted.close()
+        if self._loop.time() >= self._warns_at:
+            self._warns_at = self._loop.time() + WARNING_SECONDS
+            log.warning("new connections are closed: %d of their address have not started", len(queue))
 
     def _pause(self, listener: socket.socket, seconds: float) -> None:
         self._loop.remove_reader(listener)
@@ -107,9 +123,9 @@ class FairListener:
 
     def _start_some(self) -> None:
         """Start connections of the addresses in turn, and the next ones in the next turn of the event loop."""
-        for network in list(self._waiting)[:STARTED_AT_ONCE]:
+        for network in list(self._waiting)[:STARTS_PER_TURN]:
             queue = self._waiting.pop(network)
-            for _ in range(min(STARTED_EACH, len(queue))):
+            for _ in range(min(STARTS_PER_ADDRESS, len(queue))):
                 task = self._loop.create_task(self._start(queue.popleft()))
                 self._starts.add(task)
                 task.add_done_callback(self._starts.discard)
@@ -151,13 +167,22 @@ class FairSite(web.BaseSite):
 
 
 async def _bind(host: str, port: int, *, is_shared: bool) -> list[socket.socket]:
-    """Return sockets that are bound to each of a host's addresses. Raises OSError."""
+    """Return sockets that are bound to each of a host's addresses, without the families that the system lacks.
+
+    Raises OSError.
+    """
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     with contextlib.ExitStack() as undone:
-        listeners = []
+        listeners: list[socket.socket] = []
+        lacking: OSError | None = None
         for family, kind, protocol, _, address in dict.fromkeys(found):
-            listener = undone.enter_context(socket.socket(family, kind, protocol))
+            try:
+                listener = socket.socket(family, kind, protocol)
+            except OSError as error:
+                lacking = error
+                continue
+            undone.enter_context(listener)
             listener.setblocking(False)
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if is_shared:
@@ -166,5 +191,7 @@ async def _bind(host: str, port: int, *, is_shared: bool) -> list[socket.socket]
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
             listener.bind(address)
             listeners.append(listener)
+        if lacking is not None and not listeners:
+            raise lacking
         undone.pop_all()
     return listeners

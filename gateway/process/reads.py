@@ -22,13 +22,13 @@ READ_BYTES = 2**14
 # The copies of a larger piece have pages of their own (gateway/serve.py), whose first use takes 1 ms for each MiB.
 LARGE_READ_BYTES = 2**17
 # Ends of connections that one turn of the event loop passes on.
-ENDS_EACH = 4
+ENDS_PER_TURN = 4
 
 
-class Ends:
+class EndQueue:
     """Ends of connections that are passed on to their handlers in the order of arrival, a few in each turn."""
 
-    def __init__(self, each: int = ENDS_EACH) -> None:
+    def __init__(self, each: int = ENDS_PER_TURN) -> None:
         self._each = each
         self._waiting: deque[tuple[asyncio.BaseProtocol, Exception | None]] = deque()
         self._num_passed = 0
@@ -59,7 +59,7 @@ class Forwarding(asyncio.BufferedProtocol):
     ends: passes on the end of the connection.
     """
 
-    def __init__(self, handler: asyncio.Protocol, buffer: memoryview, ends: Ends) -> None:
+    def __init__(self, handler: asyncio.Protocol, buffer: memoryview, ends: EndQueue) -> None:
         self._handler = handler
         self._buffer = buffer
         self.ends = ends
@@ -83,7 +83,7 @@ class Forwarding(asyncio.BufferedProtocol):
 class BoundedReads(Forwarding):
     """The protocol of a connection that forwards its data in pieces of at most the buffer's size."""
 
-    def __init__(self, handler: asyncio.Protocol, buffer: memoryview, large_buffer: memoryview, ends: Ends) -> None:
+    def __init__(self, handler: asyncio.Protocol, buffer: memoryview, large_buffer: memoryview, ends: EndQueue) -> None:
         super().__init__(handler, buffer, ends)
         self._large_buffer = large_buffer
         self._used = buffer
@@ -102,7 +102,7 @@ def bound_reads(runner: web.BaseRunner) -> None:
     server = runner.server
     assert server is not None
     made, buffer, large_buffer = server.connection_made, _buffer(READ_BYTES), _buffer(LARGE_READ_BYTES)
-    ends = Ends()
+    ends = EndQueue()
 
     def connection_made(handler: Any, transport: asyncio.Transport) -> None:
         made(handler, transport)

@@ -8,11 +8,13 @@ owner takes of every round delays it by a dozen.
 """
 
 import asyncio
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 
 # The first steps of a request (middlewares, key, body) take 0.2 ms, those up to a refusal 1 ms.
-REQUESTS_EACH = 8
-OWNER_EACH = 2
+REQUESTS_PER_ROUND = 8
+OWNER_PER_ROUND = 2
+# Maximum time until the end of an owner's rests, however many requests were charged at one moment.
+LONGEST_REST_SECONDS = 0.5
 
 
 class Rounds:
@@ -21,12 +23,13 @@ class Rounds:
     each: their maximum number. of_owner: the maximum number of one owner.
     """
 
-    def __init__(self, each: int = REQUESTS_EACH, of_owner: int = OWNER_EACH) -> None:
+    def __init__(self, each: int = REQUESTS_PER_ROUND, of_owner: int = OWNER_PER_ROUND) -> None:
         self._each = each
         self._of_owner = of_owner
         self._begun: Counter[str] = Counter()
         self._is_counting = False
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        # Each owner's queue is a dict, from which a client that leaves is removed at once.
+        self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
         # Owner -> time (of the event loop) at which its next request may begin.
         self._rests: dict[str, float] = {}
 
@@ -36,16 +39,27 @@ class Rounds:
             self._count(owner)
             return
         turn = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(owner, deque()).append(turn)
-        await turn
+        self._waiting.setdefault(owner, OrderedDict())[turn] = None
+        try:
+            await turn
+        except asyncio.CancelledError:
+            self._leave(owner, turn)
+            raise
+
+    def _leave(self, owner: str, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(owner)
+        if queue is not None:
+            queue.pop(turn, None)
+            if not queue:
+                del self._waiting[owner]
 
     def rest(self, owner: str, seconds: float) -> None:
-        """Let no request of the owner begin for so long, after earlier rests."""
+        """Let no request of the owner begin for so long, after earlier rests, but at most LONGEST_REST_SECONDS."""
         loop = asyncio.get_running_loop()
+        now = loop.time()
         if owner not in self._rests:
-            self._rests[owner] = loop.time()
             loop.call_soon(self._end_rest, owner)
-        self._rests[owner] += seconds
+        self._rests[owner] = min(max(now, self._rests.get(owner, now)) + seconds, now + LONGEST_REST_SECONDS)
 
     def _end_rest(self, owner: str) -> None:
         loop = asyncio.get_running_loop()
@@ -75,7 +89,7 @@ class Rounds:
                 return
             queue = self._waiting.pop(owner)
             while queue and self._may_begin(owner):
-                turn = queue.popleft()
+                turn, _ = queue.popitem(last=False)
                 if not turn.done():
                     self._count(owner)
                     turn.set_result(None)

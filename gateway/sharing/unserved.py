@@ -28,7 +28,8 @@ from wire.http_requests import has_bad_head
 
 # Size of a bucket in seconds of the rate, and the part of it that an owner may use without rests.
 BURST_SECONDS, FREE_SECONDS = 5.0, 1.0
-# Rest of an owner after each further request: four times the event loop's time for a refusal.
+# Rest of an owner after each further request: four times the event loop's time for a refusal. At a rate of more than
+# 200 requests a second, it is the time of one request at that rate.
 REST_SECONDS = 0.005
 # Maximum wait of a request with an issued key, and of one without. Many clients may share an address.
 KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
@@ -60,11 +61,13 @@ class UnservedRate:
             if _is_probe(request):
                 return await handler(request)
             owner, longest = self._owner(request, caller)
+            has_begun = False
             try:
                 await self._wait(owner)
+                has_begun = True
                 response = await handler(request)
             except asyncio.CancelledError:
-                self._charge(request, caller, owner, longest)
+                self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
             # A 3xx answers a form, with a session or without. A 5xx is not the client's fault.
             if 300 <= response.status < 500 or request.method in ("GET", "HEAD", "OPTIONS"):
@@ -73,16 +76,19 @@ class UnservedRate:
 
         return middleware
 
-    def _charge(self, request: web.Request, caller: Caller, owner: str, longest: float) -> None:
-        """Count a request that no engine served. Operators' requests do not count."""
+    def _charge(self, request: web.Request, caller: Caller, owner: str, longest: float, *, rests: bool = True) -> None:
+        """Count a request that no engine served. Operators' requests do not count.
+
+        rests: whether the owner rests after it. No rest follows a request that ends before it begins.
+        """
         if caller.key_id is not None and caller.tenant_name is None:
             return
         cost = self._seconds_each * (1 + request.get(COST, 0) // PIECE_BYTES)
         now = time.monotonic()
         full = min(max(now, self._full.get(owner, 0.0)) + cost, now + BURST_SECONDS + longest)
         self._full.put(owner, full)
-        if full - now > FREE_SECONDS:
-            self._rounds.rest(owner, REST_SECONDS)
+        if rests and full - now > FREE_SECONDS:
+            self._rounds.rest(owner, min(REST_SECONDS, self._seconds_each))
 
     async def _wait(self, owner: str) -> None:
         """Wait while the owner's bucket is empty, then for a round. The waits of one owner end at the same time."""

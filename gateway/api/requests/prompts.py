@@ -24,8 +24,8 @@ COMPLETION_MAX_TOKENS = 16
 INLINE_BYTES = 8192
 # The values of larger bodies are counted on a thread: a pass over 8 MiB takes 1 to 14 ms, and there are eight of them.
 COUNTED_INLINE_BYTES = 2**18
-# Part of a body that is counted at once, in 0.1 to 0.5 ms with the interpreter lock, and the rest after it.
-COUNTED_BYTES, COUNT_REST_SECONDS = 2**16, 0.0005
+# Part of a body that is counted at once, in 0.1 to 0.5 ms with the interpreter lock, and the pause after it.
+COUNTED_BYTES, COUNT_PAUSE_SECONDS = 2**16, 0.0005
 
 # Limits of a body's values, each of which takes some hundred bytes of memory: 8 MiB of `[],` took 193 MiB and seconds
 # of the event loop. Brackets, commas and colons within texts count as well; a prompt that fits the context stays below.
@@ -216,7 +216,7 @@ def _decoded_bytes(raw: bytes) -> int:
             )
         if len(raw) > COUNTED_INLINE_BYTES:
             # Other threads, first of all the event loop's, get the interpreter lock between two parts.
-            time.sleep(COUNT_REST_SECONDS)
+            time.sleep(COUNT_PAUSE_SECONDS)
     return weigh(len(raw), containers, values, is_narrow=is_narrow)
 
 

@@ -13,7 +13,7 @@ from aiohttp import hdrs, web
 
 from gateway.access.caller import CALLER
 from gateway.access.throttle import client_network
-from gateway.process.reads import Ends, Forwarding
+from gateway.process.reads import EndQueue, Forwarding
 from gateway.sharing.byte_rate import ByteRate
 
 # A body of 8 MiB is dropped within half a second. An owner's bodies take some 1 % of a core.
@@ -46,7 +46,7 @@ class UnreadBodies:
             # Paused: a loop chooses how it reads when it starts.
             transport.pause_reading()
             reads = transport.get_protocol()
-            ends = reads.ends if isinstance(reads, Forwarding) else Ends()
+            ends = reads.ends if isinstance(reads, Forwarding) else EndQueue()
             delay = partial(self._rate.delay, _owner())
             transport.set_protocol(_Dropping(request.protocol, ends, transport, delay, request.content.feed_eof))
             transport.resume_reading()
@@ -68,7 +68,7 @@ class _Dropping(Forwarding):
     def __init__(
         self,
         handler: asyncio.Protocol,
-        ends: Ends,
+        ends: EndQueue,
         transport: asyncio.Transport,
         delay: Callable[[int], float],
         end: Callable[[], None],

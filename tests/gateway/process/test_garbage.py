@@ -51,6 +51,50 @@ async def test_garbage_stays_while_many_requests_run_and_goes_at_a_calm_moment(m
         await until(freed)
 
 
+async def test_garbage_goes_after_a_while_without_a_calm_moment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(garbage, "BUSY_SECONDS", 0.3)
+    garbage.reduce_pauses()
+    dead = dead_cycle()
+    for _ in range(garbage.DUE_AFTER):
+        gc.collect(1)
+    async with running(garbage.collect_when_calm(lambda: 10 * garbage.CALM_REQUESTS)):
+        await asyncio.sleep(0.1)
+        assert dead() is not None
+
+        async def freed() -> bool:
+            return dead() is None
+
+        await until(freed)
+
+
+async def test_collections_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.001)
+    monkeypatch.setattr(garbage, "DUE_AFTER", 0)
+    garbage.reduce_pauses()
+    kept, events = [Cycle() for _ in range(20_000)], list[tuple[str, float]]()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2:
+            events.append((phase, time.monotonic()))
+
+    gc.callbacks.append(note)
+    try:
+        async with running(garbage.collect_when_calm(lambda: 0)):
+
+            async def three_times() -> bool:
+                return len(events) >= 6
+
+            await until(three_times)
+    finally:
+        gc.callbacks.remove(note)
+    assert len(kept) == 20_000
+    assert [phase for phase, _ in events[:6]] == ["start", "stop"] * 3
+    times = [at for _, at in events[:6]]
+    for start, stop, following in zip(times[::2], times[1::2], times[2::2], strict=False):
+        assert following - stop >= garbage.PAUSE_DURATIONS * (stop - start)
+
+
 async def test_objects_that_stay_are_excluded_more_and_more_rarely(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr(garbage, "WARM_SECONDS", 0.05)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 import socket
 from collections import Counter
@@ -12,7 +13,8 @@ import pytest
 import uvloop
 from aiohttp import web
 
-from gateway.process.listening import BACKLOG, STARTED_EACH, FairListener, FairSite
+from gateway.process import listening as listening_module
+from gateway.process.listening import BACKLOG, STARTS_PER_ADDRESS, FairListener, FairSite
 
 NOISY, QUIET = "127.0.0.2", "127.0.0.1"
 BURST = 300
@@ -91,7 +93,7 @@ def test_a_turn_starts_few_connections_of_an_address(
                     while len(started) < 40:
                         await asyncio.sleep(0)
                         most, before = max(most, len(started) - before), len(started)
-        assert most <= STARTED_EACH
+        assert most <= STARTS_PER_ADDRESS
 
     run(make_loop, test())
 
@@ -129,6 +131,42 @@ async def test_connections_wait_while_no_descriptor_is_free(starts_servers: None
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
             await all_started(started, 8)
+
+
+async def test_connections_of_an_address_beyond_its_limit_are_closed_and_another_client_starts_soon(
+    monkeypatch: pytest.MonkeyPatch, starts_servers: None
+):
+    limit = 32
+    monkeypatch.setattr(listening_module, "MAX_WAITING", 2 * limit)
+    monkeypatch.setattr(listening_module, "WAITING_PER_ADDRESS", limit)
+    started: list[str] = []
+    async with listening(started) as (_, port):
+        with contextlib.ExitStack() as held:
+            noisy = [held.enter_context(connect(NOISY, port)) for _ in range(BURST)]
+            held.enter_context(connect(QUIET, port))
+            await all_started(started, limit)
+            assert QUIET in started[:limit]
+            # The last ones were closed, and the first one is served.
+            assert await asyncio.to_thread(noisy[-1].recv, 1) == b""
+            noisy[0].sendall(b"GET / HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert b"404" in await asyncio.to_thread(noisy[0].recv, 1000)
+
+
+async def test_families_that_the_system_lacks_are_left_out(monkeypatch: pytest.MonkeyPatch, starts_servers: None):
+    class WithoutIPv6(socket.socket):
+        def __init__(self, family: int = -1, *others: Any, **named: Any) -> None:
+            if family == socket.AF_INET6:
+                raise OSError(errno.EAFNOSUPPORT, "Address family not supported by protocol")
+            super().__init__(family, *others, **named)
+
+    monkeypatch.setattr(socket, "socket", WithoutIPv6)
+    async with listening([]) as (runner, _):
+        # The unspecified host has an address of each family.
+        await FairSite(runner, "", 0, is_shared=False).start()
+        [_, unspecified] = runner.addresses
+        assert unspecified[0] == "0.0.0.0"
+        with pytest.raises(OSError, match="not supported"):
+            await FairSite(runner, "::1", 0, is_shared=False).start()
 
 
 async def test_a_taken_port_is_an_error(starts_servers: None):

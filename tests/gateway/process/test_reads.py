@@ -10,7 +10,7 @@ import uvloop
 from aiohttp import web
 
 from gateway.api.requests.pieces import READ_BUFFER_BYTES
-from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, BoundedReads, Ends, bound_reads, large_reads
+from gateway.process.reads import LARGE_READ_BYTES, READ_BYTES, BoundedReads, EndQueue, bound_reads, large_reads
 
 SIZE = 8 * 2**20
 
@@ -120,7 +120,7 @@ class Pieces(asyncio.Protocol):
 def test_a_piece_stays_as_it_is_while_other_connections_read():
     small, large = memoryview(bytearray(4)), memoryview(bytearray(8))
     handlers = Pieces(), Pieces()
-    one, other = (BoundedReads(handler, small, large, Ends()) for handler in handlers)
+    one, other = (BoundedReads(handler, small, large, EndQueue()) for handler in handlers)
     one.get_buffer(-1)[:] = b"mine"
     # A read ends in the buffer in which it began.
     one.is_large = True
@@ -136,7 +136,7 @@ def test_a_piece_stays_as_it_is_while_other_connections_read():
 
 
 async def test_clients_that_leave_together_end_a_few_at_a_time():
-    ends, ended, seen = Ends(each=3), list[int](), []
+    ends, ended, seen = EndQueue(each=3), list[int](), []
 
     class Handler(asyncio.Protocol):
         def __init__(self, number: int) -> None:

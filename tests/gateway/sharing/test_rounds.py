@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.api.inference.admission import Admission
-from gateway.sharing.rounds import REQUESTS_EACH, Rounds
+from gateway.sharing.rounds import LONGEST_REST_SECONDS, REQUESTS_PER_ROUND, Rounds
 from testing.gateway.upstream import Upstream
 
 
@@ -62,6 +62,27 @@ async def test_requests_of_a_resting_owner_begin_after_its_rests_and_others_do_n
     await asyncio.wait_for(rounds.begin("noisy"), 10)
 
 
+async def test_rests_have_a_limit_however_many_they_are():
+    rounds = Rounds()
+    for _ in range(3000):
+        rounds.rest("noisy", 0.005)
+    await asyncio.wait_for(rounds.begin("noisy"), LONGEST_REST_SECONDS + 2)
+
+
+async def test_requests_that_leave_during_a_rest_are_removed_at_once():
+    rounds = Rounds()
+    rounds.rest("noisy", LONGEST_REST_SECONDS)
+    tasks = [asyncio.ensure_future(rounds.begin("noisy")) for _ in range(100)]
+    await asyncio.sleep(0)
+    for task in tasks[:99]:
+        task.cancel()
+    await asyncio.gather(*tasks[:99], return_exceptions=True)
+    assert [len(queue) for queue in rounds._waiting.values()] == [1]
+    tasks[99].cancel()
+    await asyncio.gather(tasks[99], return_exceptions=True)
+    assert not rounds._waiting
+
+
 async def test_those_who_leave_hold_nobody_up():
     rounds = Rounds(each=2)
     tasks = [asyncio.ensure_future(rounds.begin(f"owner-{i % 3}")) for i in range(50)]
@@ -100,4 +121,4 @@ async def test_requests_that_wait_for_one_event_continue_over_several_rounds(
         assert handle is not None
         handle.cancel()
     assert begun.total() == 100
-    assert max(begun.values()) <= REQUESTS_EACH
+    assert max(begun.values()) <= REQUESTS_PER_ROUND

@@ -2,13 +2,18 @@
 
 import asyncio
 import gzip
+import itertools
 import time
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
-from gateway.sharing import unserved
+from gateway.access.caller import CALLER, Caller
+from gateway.metrics import Metrics
+from gateway.sharing import rounds, unserved
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
 
@@ -70,7 +75,7 @@ async def test_refusals_count_and_so_do_the_bytes_of_their_bodies(serve: Any, up
 async def test_refusals_beyond_the_first_ones_begin_at_a_distance(
     serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    rest, free = 0.1, int(unserved.FREE_SECONDS * RATE)
+    rest, free = 0.05, int(unserved.FREE_SECONDS * RATE)
     monkeypatch.setattr(unserved, "REST_SECONDS", rest)
     async with serve(unserved_per_second=RATE) as gateway:
         mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
@@ -82,6 +87,47 @@ async def test_refusals_beyond_the_first_ones_begin_at_a_distance(
         assert time.monotonic() - began > (18 - free - 6) * rest
         # The bucket still had room for all of them.
         assert await metric(gateway, DELAYED) == 0
+
+
+def refused_calls(rate: float) -> Any:
+    """Return a function that sends a request of one address through the rate limit to a handler that refuses it."""
+    limit, numbers = unserved.UnservedRate(rate, lambda secret: False, Metrics()).middleware(), itertools.count()
+
+    async def refuse(request: web.Request) -> web.StreamResponse:
+        return web.Response(status=404)
+
+    async def call() -> int:
+        CALLER.set(Caller("192.0.2.1", f"request-{next(numbers)}"))
+        return (await limit(make_mocked_request("GET", "/v1/none"), refuse)).status
+
+    return call
+
+
+async def test_requests_that_leave_while_they_wait_do_not_delay_later_ones_beyond_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(unserved, "ADDRESS_SECONDS", 1.0)
+    # Rests of requests that had not begun would show.
+    monkeypatch.setattr(rounds, "LONGEST_REST_SECONDS", 60.0)
+    call = refused_calls(20.0)
+    tasks = [asyncio.create_task(call()) for _ in range(3000)]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert sum(isinstance(result, asyncio.CancelledError) for result in done) > 2900
+    # The second more is for a busy machine.
+    assert await asyncio.wait_for(call(), unserved.ADDRESS_SECONDS + 1.0) == 404
+
+
+async def test_a_rest_is_not_longer_than_the_rate_requires(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unserved, "REST_SECONDS", 0.25)
+    monkeypatch.setattr(unserved, "FREE_SECONDS", 0.0)
+    call = refused_calls(100.0)
+    began = time.monotonic()
+    for _ in range(20):
+        assert await call() == 404
+    assert 0.15 < time.monotonic() - began < 2.5
 
 
 async def test_guesses_wait_by_address_and_issued_keys_behind_it_do_not(serve: Any, upstream: Upstream):
