@@ -17,6 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,6 +27,9 @@ ADDRESS = "127.0.0.2"
 LOWEST_PRIORITY = 19
 # Time limit for an attack to close its connections after its round.
 GRACE_SECONDS = 90.0
+# Linux's times of this process's main thread in nanoseconds: on a CPU, waiting for one; and its number of turns.
+SCHEDSTAT = Path("/proc/self/schedstat")
+KNOWS_WAIT = SCHEDSTAT.exists()
 BOUNDARY = b"hostile-boundary"
 REQUEST_ID = re.compile(rb"req_[0-9a-f]+")
 
@@ -67,7 +71,8 @@ class Round:
     """Outcome of one round.
 
     breaches: violated guarantees, as text. accepted: digests of adapters that were stored. cpu: CPU seconds of the
-    attacker's process. served: answers of status 200 to the attacker's own key.
+    attacker's process. waited: seconds that the process could run and waited for a CPU. served: answers of status 200
+    to the attacker's own key.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -78,6 +83,7 @@ class Round:
     largest_error: int = 0
     seconds: float = 0.0
     cpu: float = 0.0
+    waited: float = 0.0
     served: int = 0
 
 
@@ -245,6 +251,11 @@ def form(parts: dict[str, bytes]) -> bytes:
     return b"".join(body) + b"--%s--\r\n" % BOUNDARY
 
 
+def seconds_waited() -> float:
+    """Return the time that this process's main thread, which runs the attack, has waited for a CPU; 0 if unknown."""
+    return int(SCHEDSTAT.read_text().split()[1]) / 1e9 if KNOWS_WAIT else 0.0
+
+
 async def run_round(name: str, target: Target, order: Order) -> Round:
     """Run the attack once, for about the ordered time."""
     from benchmarks.hostile.catalogue import ATTACKS
@@ -253,13 +264,17 @@ async def run_round(name: str, target: Target, order: Order) -> Round:
     connector = aiohttp.TCPConnector(limit=0, local_addr=(ADDRESS, 0))
     async with aiohttp.ClientSession(connector=connector, auto_decompress=True) as session:
         attacker = Attacker(target, session, order)
+        waited = seconds_waited()
         try:
             async with asyncio.timeout(order.seconds + GRACE_SECONDS):
                 await ATTACKS[name].run(attacker)
         except TimeoutError:
             attacker.check(False, f"the gateway kept the attacker waiting for {GRACE_SECONDS:g} s beyond its time")
+        attacker.round.waited = seconds_waited() - waited
         attacker.round.seconds = time.monotonic() - attacker.began
         attacker.round.cpu = time.process_time() - cpu
+        if not KNOWS_WAIT:
+            attacker.note("the attacker's wait for a CPU is unknown")
         return attacker.round
 
 

@@ -8,14 +8,18 @@ from benchmarks.hostile.run import Limits, Result, as_json
 
 # Runs that send nothing.
 CONTROLS = ("nothing", "busy-loop")
+# An attacker that waited for a CPU for a larger part of its rounds was starved.
+MAX_WAITED = 0.5
+STARVED = "the attacker was starved"
 
 
 class Report:
     """Results in the order of the runs. path: JSON file, rewritten after each result.
 
     The ratio of a control shows by how much two quiet rounds differ on this machine. So a latency counts as missed only
-    if it is above the limit as a multiple of the largest control too; otherwise it is undecided. Results are judged
-    again when a control has been added.
+    if it is above the limit as a multiple of the largest control too; otherwise it is undecided. An attacker that was
+    starved attacked less than it could: then a latency that is not missed is undecided. Results are judged again when a
+    control has been added.
     """
 
     def __init__(self, limits: Limits, path: Path | None) -> None:
@@ -50,6 +54,8 @@ class Report:
             if found.value > limit:
                 is_certain = found.low > limit and (of_control is None or of_control > limit)
                 (result.slow if is_certain else result.undecided).append(f"{name} {found.value:.2f} times quiet")
+        if result.waited > MAX_WAITED:
+            result.undecided.append(STARVED)
 
     def _of_control(self, value: float, part: Callable[[Result], Ratio]) -> float | None:
         """Return a ratio as a multiple of the largest control; None without controls. A control below 1 counts as 1."""
@@ -72,15 +78,17 @@ class Report:
 
     def table(self) -> str:
         """Return the results as a table in Markdown."""
-        head = ("attack", "p50", "of control", "p99", "of control", "upload", "gateway", "stall (quiet)", "statuses")
-        rows = [(*head, "verdict"), ("---",) * (len(head) + 1)]
+        head = ["attack", "p50", "of control", "p99", "of control", "upload", "gateway", "stall (quiet)"]
+        head += ["requests/s (quiet)", "waited", "statuses", "verdict"]
+        rows = [tuple(head), ("---",) * len(head)]
         for each in self.results:
             verdict = "; ".join([*each.all_missed, *each.undecided])
             prefix = "**missed**: " if each.all_missed else "undecided: " if each.undecided else "holds"
             stall = f"{each.stall * 1000:.0f} ({each.quiet_stall * 1000:.0f}) ms"
             ratios = (str(each.p50), _plain(each.of_control[0]), str(each.p99), _plain(each.of_control[1]))
             sizes = (f"{each.upload:.2f} s", f"{each.memory / 2**20:+.0f} MiB", stall)
-            rows.append((each.name, *ratios, *sizes, _statuses(each), prefix + verdict))
+            attacker = (_rates(each), f"{each.waited:.0%}", _statuses(each))
+            rows.append((each.name, *ratios, *sizes, *attacker, prefix + verdict))
         return "\n".join(
             "| " + " | ".join(cell.replace("|", "/").replace("\n", " ") for cell in row) + " |" for row in rows
         )
@@ -88,6 +96,10 @@ class Report:
 
 def _plain(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
+
+
+def _rates(result: Result) -> str:
+    return f"{result.rate:.1f} ({result.quiet_rate:.1f})"
 
 
 def _statuses(result: Result) -> str:
@@ -105,7 +117,7 @@ def show(result: Result) -> str:
         f"{result.name:20} p50 {result.p50}  p99 {result.p99}  {result.upload:6.2f} s "
         f"{result.memory / 2**20:+6.0f} MiB {result.children / 2**20:5.0f} MiB "
         f"{result.stall * 1000:6.0f} ({result.quiet_stall * 1000:.0f}) ms {result.cpu:5.1f} s "
-        f"{result.busy:.2f}  {_statuses(result)}\n"
+        f"{result.busy:.2f} {result.waited:.0%} {_rates(result)}/s  {_statuses(result)}\n"
         f"{'':20} of control p50 {_plain(result.of_control[0])} p99 {_plain(result.of_control[1])}; {result.samples} "
         f"chats; quiet {result.quiet_ms[0]:.0f} {result.quiet_ms[1]:.0f} ms, its rounds differ by "
         f"{result.quiet_spread[0]:.2f} {result.quiet_spread[1]:.2f}; took {result.seconds:.0f} s\n"

@@ -48,9 +48,10 @@ class Result:
 
     p50, p99: time of the neighbour's whole chats as a factor of the quiet ones; 0 if no chat ended. first: the same for
     first tokens. quiet_spread: the largest p50 and p99 of the quiet rounds as factors of the smallest. busy: CPU
-    seconds per second of the attacker's process. missed: limits that the attack exceeds, except those of latency.
-    slow, undecided: the latter, judged by `Report`. of_control: p50 and p99 as multiples of the largest control's;
-    None without one.
+    seconds per second of the attacker's process. waited: seconds per second that it waited for a CPU. rate, quiet_rate:
+    events that it counts in `statuses`, mostly requests, per second; those of the process in the quiet rounds. missed:
+    limits that the attack exceeds, except those of latency. slow, undecided: the latter, judged by `Report`.
+    of_control: p50 and p99 as multiples of the largest control's; None without one.
     """
 
     name: str
@@ -70,6 +71,9 @@ class Result:
     quiet_stall: float = 0.0
     cpu: float = 0.0
     busy: float = 0.0
+    waited: float = 0.0
+    rate: float = 0.0
+    quiet_rate: float = 0.0
     largest_error: int = 0
     slowest: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
@@ -168,7 +172,7 @@ async def run_attack(
         await neighbour.calibrate()
         calm_rounds: list[Measurements] = []
         measured, seen, attacked = Measurements(), Seen(), Round()
-        quiet_stall, left = 0.0, []
+        quiet_seen, quiet, left = Seen(), Round(), []
         for _ in range(pairs):
             remains = await watch.settled()
             after, one, outcome = await measure(neighbour, watch, hostile, Order(seconds))
@@ -180,10 +184,11 @@ async def run_attack(
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
             order = Order(seconds, outcome.cpu / outcome.seconds, outcome.served / outcome.seconds)
-            before, one, _ = await measure(neighbour, watch, calm, order)
+            before, one, outcome = await measure(neighbour, watch, calm, order)
             calm_rounds.append(before)
-            quiet_stall = max(quiet_stall, one.stall)
-        result = judge(attack, limits, calm_rounds, measured, seen, attacked, quiet_stall, left)
+            merge(quiet_seen, quiet, one, outcome)
+        result = judge(attack, limits, calm_rounds, measured, seen, attacked, quiet_seen.stall, left)
+        result.quiet_rate = rate(quiet)
         result.chat_interval = neighbour.chat_interval
         result.seconds = time.monotonic() - started
         return result
@@ -209,6 +214,7 @@ def merge(seen: Seen, attacked: Round, one: Seen, outcome: Round) -> None:
     seen.cpu += one.cpu
     seen.failures += one.failures
     attacked.cpu += outcome.cpu
+    attacked.waited += outcome.waited
     attacked.seconds += outcome.seconds
     attacked.statuses += outcome.statuses
     attacked.accepted += outcome.accepted
@@ -216,6 +222,11 @@ def merge(seen: Seen, attacked: Round, one: Seen, outcome: Round) -> None:
     attacked.largest_error = max(attacked.largest_error, outcome.largest_error)
     attacked.breaches += [words for words in outcome.breaches if words not in attacked.breaches]
     attacked.notes += [words for words in outcome.notes if words not in attacked.notes]
+
+
+def rate(rounds: Round) -> float:
+    """Return the number of requests and other events a second of merged rounds."""
+    return rounds.statuses.total() / rounds.seconds
 
 
 def judge(
@@ -251,6 +262,8 @@ def judge(
         quiet_stall=quiet_stall,
         cpu=seen.cpu,
         busy=attacked.cpu / attacked.seconds,
+        waited=attacked.waited / attacked.seconds,
+        rate=rate(attacked),
         largest_error=attacked.largest_error,
         slowest=attacked.slowest,
         statuses=attacked.statuses,

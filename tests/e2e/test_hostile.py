@@ -45,6 +45,7 @@ async def attacked(name: str, place: Place, statuses: set[str]) -> set[str]:
         assert result.samples
         [written] = json.loads(as_json([result]))
         assert written["statuses"] == result.statuses
+        assert (written["rate"] > 0) == bool(result.statuses)
         seen |= set(result.statuses)
     return seen
 

@@ -1,13 +1,31 @@
 """Verdicts of `benchmarks.hostile`: latencies against the limit and the controls, totals, and the JSON file."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.hostile.attacker import KNOWS_WAIT
 from benchmarks.hostile.ratios import Ratio
-from benchmarks.hostile.report import Report, show
+from benchmarks.hostile.report import MAX_WAITED, Report, show
 from benchmarks.hostile.run import Limits, Result
+from testing.stack import ROOT
+
+COMPETE = """
+import asyncio, os, signal
+import benchmarks.hostile.catalogue
+from benchmarks.hostile.attacker import Order, Target, run_round
+os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
+other = os.fork()
+while other == 0:
+    pass
+os.nice(19)
+found = asyncio.run(run_round("busy-loop", Target("http://127.0.0.1:9", "", "", ""), Order(0.5)))
+os.kill(other, signal.SIGKILL)
+print(found.waited, found.seconds)
+"""
 
 
 def result(name: str, p50: float, low: float | None = None, **more: object) -> Result:
@@ -51,6 +69,47 @@ def test_other_limits_and_attacks_that_fail_count_whatever_the_controls():
     report.add(Result("broken", missed=["not measured: OSError: gone"]))
     report.add(result("unjudged", 9.0, judges_latency=False))
     assert verdicts(report) == {"leaky": (True, False), "broken": (True, False), "unjudged": (False, False)}
+
+
+def test_a_starved_attacker_proves_no_latency():
+    report = Report(Limits(latency=1.2), None)
+    for each in (
+        result("fed", 1.0, waited=0.5),
+        result("starved", 1.0, waited=0.51),
+        result("slow", 2.0, waited=0.9),
+        result("unjudged", 1.0, waited=0.9, judges_latency=False),
+        result("busy-loop", 1.0, waited=0.9),
+    ):
+        report.add(each)
+    assert verdicts(report) == {
+        "fed": (False, False),
+        "starved": (False, True),
+        "slow": (True, True),
+        "unjudged": (False, False),
+    }
+    assert report.table().splitlines()[3].endswith("| undecided: the attacker was starved |")
+    assert "UNDECIDED the attacker was starved" in show(report.controls[0])
+    unjudged = Report(Limits(latency=None), None)
+    unjudged.add(result("starved", 1.0, waited=0.9))
+    assert verdicts(unjudged) == {"starved": (False, False)}
+
+
+def test_the_table_has_the_requests_a_second_of_attacks_and_controls():
+    report = Report(Limits(latency=1.2), None)
+    report.add(result("busy-loop", 1.0, waited=0.25))
+    report.add(result("flood", 1.0, rate=1234.56, quiet_rate=12.0))
+    control, attack = report.table().splitlines()[2:]
+    assert "| 0.0 (0.0) | 25% |" in control
+    assert "| 1234.6 (12.0) | 0% |" in attack
+    assert "25% 0.0 (0.0)/s" in show(report.controls[0])
+
+
+@pytest.mark.skipif(not KNOWS_WAIT, reason="needs Linux's schedstat")
+def test_an_attacker_measures_its_wait_for_a_cpu():
+    # Two processes on one CPU, of which the one that measures has the lowest priority.
+    ran = subprocess.run([sys.executable, "-c", COMPETE], capture_output=True, check=True, cwd=ROOT, timeout=30)
+    waited, seconds = map(float, ran.stdout.split())
+    assert MAX_WAITED * seconds < waited <= seconds + 0.01
 
 
 def test_the_file_has_the_results_after_each_attack(tmp_path: Path):
