@@ -64,7 +64,7 @@ def migrations() -> list[Migration]:
 
 
 class Database:
-    """A pool of connections. `read()` and `write()` each give a transaction, committed on a clean exit.
+    """A pool of connections. `write()` gives a transaction that is committed on a clean exit, `read()` one that is not.
 
     They raise Unavailable when the database is unreachable or too slow, and SQLAlchemy's errors for input it refuses.
     """

@@ -34,7 +34,7 @@ from gateway.records.tables import usage, usage_daily, usage_hourly
 MAX_ROWS = 500_000
 # Maximum number that a ranking of all tenants' end users reads, in how many at a time, and of how many tenants.
 MAX_RANKED, RANKED_AT_ONCE, MAX_TENANTS = 300_000, 40_000, 2000
-# Number of reads at the same time into which such a part is divided, each in a connection of its own.
+# Number of reads at the same time for the tenants that are read at once, each in a connection of its own.
 READS_AT_ONCE = 2
 
 

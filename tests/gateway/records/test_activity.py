@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
-from gateway.errors import BadRequest
+from gateway.errors import BadRequest, Unavailable
 from gateway.records.activity import activity as activity_module
 from gateway.records.activity.activity import Activity, GroupBy, Order, Scope
 from gateway.records.activity.figures import ActivityReport, Curve, percentiles
@@ -285,6 +285,31 @@ async def test_totals_and_groups_are_read_at_the_same_time(database: Database, m
     monkeypatch.setattr(database, "read", counted)
     await Activity(database).report(since=NOW - timedelta(days=2), group_by="model")
     assert (most, now) == (2, 0)
+
+
+async def test_a_failed_half_of_a_report_ends_the_other(database: Database, monkeypatch: pytest.MonkeyPatch):
+    read, opened, forever, calls, held = database.read, asyncio.Event(), asyncio.Event(), 0, 0
+
+    @asynccontextmanager
+    async def first_fails() -> AsyncIterator[Any]:
+        nonlocal calls, held
+        calls += 1
+        if calls == 1:
+            await opened.wait()
+            raise Unavailable("The database is away.")
+        async with read() as connection:
+            held += 1
+            opened.set()
+            try:
+                await forever.wait()
+                yield connection
+            finally:
+                held -= 1
+
+    monkeypatch.setattr(database, "read", first_fails)
+    with pytest.raises(Unavailable, match="away"):
+        await Activity(database).report(since=NOW - timedelta(days=2), group_by="model")
+    assert (calls, held) == (2, 0)
 
 
 async def test_a_report_without_times_has_the_same_sums(database: Database):
