@@ -68,7 +68,7 @@ PARAMETERS = {
     "force": Parameter(FLAG, "Whether to accept names that do not exist yet, or the removal of one that is in use."),
     "format": Parameter(_choice(list(FORMATS)), "Format of the file."),
     "group_by": Parameter(_several(usage_report.GROUPS), "Groups of the sums, comma separated."),
-    "idle_days": Parameter(_number(1, 9999), "Tenants as old as this number of days, without a use of a key since."),
+    "idle_days": Parameter(_number(1, 9999), "Tenants created at least this number of days ago, no key used since."),
     "key": Parameter(TEXT, "Id of a key."),
     "limit": Parameter(_number(1, 1000), "Maximum number of entries in the answer."),
     "limit_name": Parameter(TEXT, "Name of a limit, such as `tokens_per_minute`."),

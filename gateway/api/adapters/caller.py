@@ -20,6 +20,8 @@ from wire.model_names import parse_reference
 
 T = TypeVar("T", bound=Struct)
 MAX_BODY_BYTES = 16_384
+# Whether the request was counted as a change of its tenant.
+COUNTED = web.RequestKey("counted_change", bool)
 
 
 class AdapterCaller(Struct, frozen=True):
@@ -40,10 +42,11 @@ class AdapterCaller(Struct, frozen=True):
             self.principal.check_model(name)
 
     async def count_change(self, request: web.Request, quota: Quota) -> None:
-        """Count a tenant's change of its adapters against its limit. Raises RateLimited, Unavailable."""
-        if self.principal is not None:
+        """Count a tenant's change against its limit, at most once a request. Raises RateLimited, Unavailable."""
+        if self.principal is not None and COUNTED not in request:
             per_minute = self.tenant.adapter_limits.adapter_changes_per_minute
             await quota.change(self.tenant.id, request[REQUEST_ID], per_minute)
+            request[COUNTED] = True
 
     @asynccontextmanager
     async def uploading(

@@ -40,8 +40,8 @@ class Edit(NamedTuple):
 def again_if_changed(handler: Edits[Pages, Answer]) -> Edits[Pages, Answer]:
     """Run an edit's handler again if its record was changed between its read and its write.
 
-    The handler reads the record, merges the form, and names what it read as `seen` of the change. The next run so finds
-    the other change, and conflicts only if both changed the same field. Raises Changed after TRIES runs.
+    The handler reads the record, merges the form, and names what it read as `seen` of the change. The next run then
+    reads the other change, and conflicts only if both changed the same field. Raises Changed after TRIES runs.
     """
 
     @wraps(handler)

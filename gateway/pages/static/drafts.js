@@ -3,7 +3,8 @@
    form[data-draft="key"]: its fields are kept in sessionStorage while they are typed, under the key and the person, and
    are set again when the person opens the form the next time. data-draft-only: a selector of the kept fields.
    A draft ends when the form is saved (the next page has ?done=), cancelled or discarded, at log-out, when another
-   person logs in, and an hour after the last change, also on the log-in page. Hidden fields, passwords and files are not kept, and forms of keys have no data-draft. */
+   person logs in, and an hour after the last change, also on the log-in page. Hidden fields, passwords and files are not
+   kept, and forms of keys have no data-draft. */
 "use strict";
 document.addEventListener("DOMContentLoaded", () => {
   const PREFIX = "draft ", SENT = "sent", MAX_AGE = 60 * 60 * 1000, person = document.body.dataset.person;

@@ -46,13 +46,10 @@ class TenantForms:
             if "tags" in errors:
                 errors["tags"] = TAGS
             models = () if "model_limits" in errors else terms.get("model_limits", ())
-            checks = (
-                self._records.tenants.check_free(name),
-                check_names(self._records.catalog, None, models, "model_limits", any_adapter=True),
-            )
-            for check in checks:
-                with form_errors(errors):
-                    await check
+            with form_errors(errors):
+                await self._records.tenants.check_free(name)
+            with form_errors(errors):
+                await check_names(self._records.catalog, None, models, "model_limits", any_adapter=True)
             if given is not None and not errors:
                 with form_errors(errors):
                     fields = given.given()

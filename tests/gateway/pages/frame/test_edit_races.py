@@ -4,8 +4,12 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from gateway.api.key_manager import KeyManager
+from gateway.records.keys.keys import ApiKey
 from testing.gateway.running import Answer, Browser, Gateway, save_model
-from tests.gateway.pages.records import fields
+from tests.gateway.pages.records import fields, send
 
 TENANT, KEYS, PLAN = "/admin/api/tenants/acme", "/admin/api/tenants/acme/keys", "/admin/api/plans/gold"
 TARGET, BASE = "/admin/api/webhooks/pager", "/admin/api/bases"
@@ -60,3 +64,28 @@ async def test_two_saves_of_different_fields_are_both_kept(gateway: Gateway):
             assert [answer.status for answer in answers] == [303, 303], number
             plan = (await gateway.admin.get(PLAN)).json
             assert {name: plan[name] for name in given} == given
+
+
+async def test_a_repeated_save_counts_once_against_the_limit_of_changes(
+    gateway: Gateway, monkeypatch: pytest.MonkeyPatch
+):
+    await gateway.tenant("acme", adapter_changes_per_minute=1)
+    own = (await gateway.admin.post(KEYS, {"scopes": ["keys", "inference"]})).json
+    change, labels = KeyManager.change, iter(("by another",))
+
+    async def after_another(self: KeyManager, key_id: str, *args: Any, **options: Any) -> ApiKey:
+        """Change the key as another person would, once, right before the change."""
+        for label in labels:
+            assert (await gateway.admin.call("PATCH", f"/admin/api/keys/{key_id}", json={"label": label})).status == 200
+        return await change(self, key_id, *args, **options)
+
+    async with gateway.browser(own["key"], "/console") as browser:
+        path = f"/console/keys/{own['id']}/edit"
+        form = fields(await browser.get(path)) | {"max_concurrent": "3"}
+        monkeypatch.setattr(KeyManager, "change", after_another)
+        assert (await send(browser, path, form)).status == 303
+        assert next(labels, None) is None
+        form = fields(await browser.get(path)) | {"max_concurrent": "4"}
+        assert (await send(browser, path, form)).status == 429
+    [key] = [each for each in (await gateway.admin.get(KEYS)).json["data"] if each["id"] == own["id"]]
+    assert (key["label"], key["max_concurrent"]) == ("by another", 3)

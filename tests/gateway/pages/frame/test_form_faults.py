@@ -1,11 +1,13 @@
 """Faults and rate limits in answer to forms: each keeps its own status, its text and `Retry-After`."""
 
+import gc
 import sqlite3
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import Answer, Browser, Gateway, running, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
@@ -61,6 +63,23 @@ async def test_a_fault_in_answer_to_a_form_is_no_error_of_the_form(
             assert (path, answer.status) == (path, 503), answer.body.decode()
             assert int(answer.headers["Retry-After"]) > 0, path
             assert b"Not available now" in answer.body, path
+
+
+async def test_a_fault_of_the_first_check_of_a_new_tenant_leaves_no_check_behind(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    check_free = Tenants.check_free
+
+    async def without_table(self: Tenants, name: str) -> None:
+        with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
+            database.execute("ALTER TABLE tenants RENAME TO away")
+        await check_free(self, name)
+
+    monkeypatch.setattr(Tenants, "check_free", without_table)
+    async with gateway.browser() as browser:
+        assert (await sent(browser, "/admin/tenants/-/new", name="initech")).status == 503
+    # A coroutine that is never awaited warns when it is collected, and warnings are errors.
+    gc.collect()
 
 
 async def test_changes_of_keys_beyond_the_limit_are_answered_with_retry_after(gateway: Gateway):
