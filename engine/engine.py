@@ -47,8 +47,8 @@ REPORTED_TENANTS = 20
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
     perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests. streams: its requests, if they are streams whose plan was moved on, and all
-    of them were sampled.
+    rows. context: tokens of its requests. streams: its requests, if `Streams.move_on` planned
+    the step and it samples all of them, so that `Streams.append` can take its tokens.
     """
 
     sampling: StepTokens
@@ -184,8 +184,11 @@ class Engine:
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
-            streams = plan.streams
-            is_moved = streams is not None and streams.launched(sampling.requests)
+            streams, can_append = plan.streams, False
+            if streams is not None:
+                are_all_sampled = sampling.requests is streams.requests
+                streams.record_launch(are_all_sampled=are_all_sampled)
+                can_append = streams.was_moved_on and are_all_sampled
             self._in_flight = StepInFlight(
                 sampling,
                 launched if num_drafts else None,
@@ -194,7 +197,7 @@ class Engine:
                 num_prompt_tokens,
                 not self.scheduler.is_short and (drafter is None or drafter.is_typical),
                 launched.layout.context,
-                streams if is_moved else None,
+                streams if can_append else None,
             )
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
@@ -238,7 +241,7 @@ class Engine:
     def _accept(self, step: StepInFlight) -> StepOutputs:
         """Commit the tokens of a step without drafts, one of each request, and return the outputs."""
         token_ids, streams = step.sampling.wait(), step.streams
-        if streams is None or not streams.go_on:
+        if streams is None or not streams.none_ends_by_length:
             sampled = dict(zip(step.sampling.requests, token_ids, strict=True))
             moved = self.scheduler.commit(sampled)
             self._num_generated_tokens += len(moved)

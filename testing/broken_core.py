@@ -1,11 +1,10 @@
 """A core's process whose steps fail for a request with the cache salt `die`: `python -m testing.broken_core FD`."""
 
-from collections.abc import Mapping
 from typing import Any
 
 from engine.core.child import main
 from engine.execution.runner import Runner
-from engine.scheduling.request import Request
+from engine.scheduling.plan import Plan
 
 plain_forward = Runner.forward
 
@@ -14,7 +13,7 @@ class Panic(BaseException):
     """A BaseException, like pyo3's PanicException."""
 
 
-def forward(self: Runner, plan: Mapping[Request, int]) -> Any:
+def forward(self: Runner, plan: Plan) -> Any:
     if any(request.cache_salt == "die" for request in plan):
         raise Panic("private words")
     return plain_forward(self, plan)

@@ -55,8 +55,9 @@ class Layout:
     blocks of any request in the step. new_blocks: entries of the tables that changed since the previous step, `[3, n]`:
     seat, index, block.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits, each followed by those of the
-    request's drafts. streams: see `Plan`;
-    None after the first plan of streams if their arrays were made anew.
+    request's drafts.
+    streams: the plan's streams. None where the outputs may have news: if the layout was made from the plan again
+    although the streams have moved on.
     """
 
     token_ids: np.ndarray
@@ -183,8 +184,8 @@ class Planner:
         return layout
 
     def _is_valid(self, kept: _Kept) -> bool:
-        """Return whether each request has its slot, and each slot its adapter. Anything else is a defect, but then a
-        receipt has to name the pages that are read.
+        """Return whether each request still has the same slot, and each slot the same adapter. A change would be a
+        defect elsewhere; then the layout is made anew, so that the receipts name the adapters that the step reads.
         """
         return [request.adapter_slot for request in kept.streams.requests] == kept.slots and all(
             self._served(slot) == receipt for slot, receipt in kept.receipts.items()
@@ -262,7 +263,7 @@ class Planner:
             sampled_rows=sampled_rows,
             prompt_rows=prompt_rows,
             # The outputs of streams contain no receipt, and these may have changed.
-            streams=None if plan.streams is None or plan.streams.step else plan.streams,
+            streams=None if plan.streams is None or plan.streams.was_moved_on else plan.streams,
         )
 
     def _update_seats(self, plan: Iterable[Request]) -> int:

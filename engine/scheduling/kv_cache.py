@@ -244,7 +244,7 @@ class _Salts(NamedTuple):
         return before or self.base
 
 
-# Salts of a chain's blocks behind the salted ones.
+# Salts for extending a chain that already contains every salted block: later keys depend on the key before them only.
 _NO_SALTS = _Salts(b"", b"", -1)
 
 

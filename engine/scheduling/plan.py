@@ -1,6 +1,8 @@
 """A step's plan, and streams: requests whose next plan is the last one moved on by a token.
 
-The scheduler's loop over the running requests is the twin of `Streams`: both plan the same tokens, blocks and charges.
+The scheduler's loop over the running requests is the twin of `Streams`: both plan the same tokens and blocks. Their
+charges to a tenant are equal up to rounding, because `Streams` adds the costs of its requests before it divides by the
+weight. Where the weights are powers of two, the charges are exactly equal.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -47,7 +49,7 @@ class Streams:
     def of(cls, plan: Mapping[Request, int], owner: Seats, moved: "Streams | None") -> "Streams":
         """Return the requests of a plan as streams: all running ones, one token of each.
 
-        moved: the streams that have moved on in this plan.
+        moved: the streams whose `move_on` made this plan, None if the loop made it.
         """
         return moved if moved is not None and moved.are_seated else cls(list(plan), owner)
 
@@ -57,18 +59,22 @@ class Streams:
         return self._owner.num_moves == self._moves
 
     @property
-    def go_on(self) -> bool:
-        """Return whether all requests have their seats and none reaches its `max_tokens` with the token in flight."""
+    def none_ends_by_length(self) -> bool:
+        """Return whether all requests have their seats and none reaches its `max_tokens` with the tokens planned so
+        far, those of the present plan included. False before the first `move_on`.
+        """
         return self.are_seated and self._num_left > 0
 
-    def launched(self, sampled: Sequence[Request]) -> bool:
-        """Record that the plan's step was launched. Needed before `move_on`. Return whether `append` can take its
-        tokens: it was planned by `move_on`, and all requests are sampled.
+    @property
+    def was_moved_on(self) -> bool:
+        """Return whether `move_on` made the present plan, rather than the scheduler's loop."""
+        return self.step > 0
 
-        sampled: those that are; `requests` itself if all are.
+    def record_launch(self, *, are_all_sampled: bool) -> None:
+        """Record that the plan's step was launched. `move_on` plans nothing after a step that was not, or that does
+        not sample a token for every request.
         """
-        self._is_launched = sampled is self.requests
-        return self._is_launched and self.step > 0
+        self._is_launched = are_all_sampled
 
     def _read(self, block_size: int) -> None:
         """Read the counts of the requests at their first plan, all of whose tokens have been launched."""
@@ -89,7 +95,9 @@ class Streams:
 
     def move_on(self, cache: KVCache, policy: Policy) -> bool:
         """Plan the next token of each request: allocate the blocks and charge the tenants. Return False, without
-        effect, if a request has left, has its last token in flight, or finds no free block.
+        effect, if the last plan's step was not launched or did not sample every request, if a request of the engine
+        has taken or left a seat, if a request reaches its `max_tokens` with a token that is already planned, or if
+        too few blocks are free.
         """
         if not (self._is_launched and self.are_seated):
             return False
@@ -126,7 +134,7 @@ class Streams:
 
     def append(self, token_ids: Sequence[int]) -> list[int]:
         """Append a token to each request that goes on after it. Return the rows of the others, and of requests
-        that have news: theirs are to be appended by `Request.append`. Needs `go_on`.
+        that have news: theirs are to be appended by `Request.append`. Needs `none_ends_by_length`.
         """
         rows = self._watched
         if not self._stop_ids.isdisjoint(token_ids):
@@ -164,7 +172,7 @@ class Plan(dict[Request, int]):
         """Record the computed tokens and full blocks of a launched step. The tokens of requests with drafts are
         recorded when they are committed.
         """
-        if self.streams is not None and self.streams.step and self.streams.are_seated:
+        if self.streams is not None and self.streams.was_moved_on and self.streams.are_seated:
             self.streams.advance(cache)
             return
         for request, num_tokens in self.items():

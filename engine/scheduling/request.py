@@ -186,9 +186,10 @@ class Request:
         the first step. The planner records it from the device pool's slots, never from `adapter_digest`, so it is
         a receipt.
     is_plain: whether a step needs only its token: no mask, penalties or edits of logits, no log-probabilities.
-    has_news: whether its next output may have more than a token. Always, unless it is plain.
-    turn: key of its place among its tenant's waiting requests. arrived, queued_at: times at which it entered the engine
-        and last began to wait.
+    has_news: whether its next output may differ from its last one in more than the token. True unless it is plain and
+        nothing else has changed since its last output.
+    turn: key that orders its tenant's waiting requests. arrived, queued_at: times at which it entered the engine and
+        last began to wait.
     charged: cost of its part of the planned step, returned if the step is not executed. num_paid: number of its first
         tokens that had been computed, and so paid for, at a preemption. num_kept: number of tokens computed at its last
         preemption, whose blocks may still be cached; 0 if it has started again.

@@ -145,7 +145,7 @@ class Scheduler:
 
     def commit_streams(self, streams: Streams, token_ids: Sequence[int]) -> list[int]:
         """Append a token to each of the streams, as `commit` does. Return the rows of those that may have ended or have
-        news. Needs `Streams.go_on`.
+        news. Needs `Streams.none_ends_by_length`.
         """
         rows = streams.append(token_ids)
         for row in rows:

@@ -129,12 +129,18 @@ def test_a_change_makes_a_new_layout(make_engine: Make, monkeypatch: pytest.Monk
     """Other streams, a plan between the last layout and this one, another adapter in a slot."""
     checked = CheckedPlanner(monkeypatch)
     engine, digests = make_engine(async_scheduling=False)
+    for i in (0, 1):  # load the adapters, so that the four requests start together
+        params = SamplingParams(max_tokens=1)
+        engine.add_request(NewRequest(f"load {i}", [1], params, adapter_digest=digests[i]))
+    while engine.has_work():
+        engine.step()
     for i in range(4):
         prompt = [3 + i] * (20 + i)
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=digests[i % 2]))
     while checked.counts["kept"] < 5:
         engine.step()
+    assert len(engine.scheduler.running) == 4
     made = checked.counts["made"]
     engine.step()
     assert checked.counts["made"] == made

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.scheduling.kv_cache import HASHED_AT_ONCE, KVCache, prefix_keys
-from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.request import NEVER, NewRequest, Request, SamplingParams
 
 
 def request(tokens: list[int], **kwargs: Any) -> Request:
@@ -259,3 +259,22 @@ def preempt(cache: KVCache, request: Request, num_computed: int) -> list[int]:
     cache.free(request)
     request.preempt()
     return held
+
+
+@pytest.mark.parametrize("adapter_digest", [None, "x"])
+@pytest.mark.parametrize("adapter_start", [0, 2, 4, 9, NEVER])
+def test_keys_of_a_request_that_grows_are_those_of_its_whole_text(
+    adapter_digest: str | None, adapter_start: int
+) -> None:
+    """The adapter starts at a block's beginning, inside a block, in the third block, or never."""
+    owner: dict[str, Any] = {"adapter_digest": adapter_digest, "tenant_id": "a", "cache_salt": "s"}
+    owner["adapter_start"] = adapter_start
+    text, cache = list(range(24)), KVCache(8, 4)
+    growing = request(text[:1], **owner)
+    cache.start(growing, [])
+    for num_tokens in range(1, len(text) + 1):
+        growing.token_ids = text[:num_tokens]
+        assert cache.grow(growing, num_tokens)
+        cache.advance(growing, num_tokens)
+        assert growing.block_hashes == prefix_keys(text[:num_tokens], 4, **owner)
+    assert len(growing.block_hashes) == 6
