@@ -25,6 +25,7 @@ from gateway.access.roles import TENANT_SCOPES
 from gateway.pages.console.access import REST
 from gateway.pages.console.usage import BY
 from gateway.process.background import running as beside
+from gateway.process.garbage import collect_when_calm
 from gateway.serve import steady
 from testing.gateway.running import Browser, running, save_model, settings
 from testing.gateway.upstream import Upstream
@@ -126,7 +127,7 @@ async def serve(url: str, redis: str, part: str) -> None:
                 scopes = {"scopes": sorted(TENANT_SCOPES)}
                 key = (await gateway.admin.post("/admin/api/tenants/tenant-1/keys", scopes)).json["key"]
                 operator, tenant = gateway.browser(), gateway.browser(key, "/console")
-                async with operator as admin, tenant as console:
+                async with operator as admin, tenant as console, beside(collect_when_calm(lambda: 0)):
                     steady()
                     print(f"{'page':<60} {'first':>8} {'median':>8} {'hold':>8} ms", flush=True)
                     for browser, pages in ((admin, PAGES), (console, CONSOLE_PAGES)):

@@ -88,7 +88,7 @@ def core_steps(
         engine.step()
         if engine.is_waiting_for_adapters:
             time.sleep(0.001)
-    assert engine.state().num_running == streams
+    # Short ones may have ended while an adapter was copied.
     times = []
     with profiled(profile):
         for _ in range(steps):

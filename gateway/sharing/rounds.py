@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 REQUESTS_PER_ROUND = 8
 OWNER_PER_ROUND = 2
 # Maximum time until the end of an owner's rests, however many requests were charged at one moment.
-LONGEST_REST_SECONDS = 0.5
+MAX_REST_SECONDS = 0.5
 
 
 class Rounds:
@@ -54,12 +54,12 @@ class Rounds:
                 del self._waiting[owner]
 
     def rest(self, owner: str, seconds: float) -> None:
-        """Let no request of the owner begin for so long, after earlier rests, but at most LONGEST_REST_SECONDS."""
+        """Let no request of the owner begin for so long, after earlier rests, but at most MAX_REST_SECONDS."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         if owner not in self._rests:
             loop.call_soon(self._end_rest, owner)
-        self._rests[owner] = min(max(now, self._rests.get(owner, now)) + seconds, now + LONGEST_REST_SECONDS)
+        self._rests[owner] = min(max(now, self._rests.get(owner, now)) + seconds, now + MAX_REST_SECONDS)
 
     def _end_rest(self, owner: str) -> None:
         loop = asyncio.get_running_loop()

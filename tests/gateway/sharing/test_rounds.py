@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gateway.api.inference.admission import Admission
-from gateway.sharing.rounds import LONGEST_REST_SECONDS, REQUESTS_PER_ROUND, Rounds
+from gateway.sharing.rounds import MAX_REST_SECONDS, REQUESTS_PER_ROUND, Rounds
 from testing.gateway.upstream import Upstream
 
 
@@ -66,12 +66,12 @@ async def test_rests_have_a_limit_however_many_they_are():
     rounds = Rounds()
     for _ in range(3000):
         rounds.rest("noisy", 0.005)
-    await asyncio.wait_for(rounds.begin("noisy"), LONGEST_REST_SECONDS + 2)
+    await asyncio.wait_for(rounds.begin("noisy"), MAX_REST_SECONDS + 2)
 
 
 async def test_requests_that_leave_during_a_rest_are_removed_at_once():
     rounds = Rounds()
-    rounds.rest("noisy", LONGEST_REST_SECONDS)
+    rounds.rest("noisy", MAX_REST_SECONDS)
     tasks = [asyncio.ensure_future(rounds.begin("noisy")) for _ in range(100)]
     await asyncio.sleep(0)
     for task in tasks[:99]:

@@ -108,7 +108,7 @@ async def test_requests_that_leave_while_they_wait_do_not_delay_later_ones_beyon
 ):
     monkeypatch.setattr(unserved, "ADDRESS_SECONDS", 1.0)
     # Rests of requests that had not begun would show.
-    monkeypatch.setattr(rounds, "LONGEST_REST_SECONDS", 60.0)
+    monkeypatch.setattr(rounds, "MAX_REST_SECONDS", 60.0)
     call = refused_calls(20.0)
     tasks = [asyncio.create_task(call()) for _ in range(3000)]
     await asyncio.sleep(0)
