@@ -47,8 +47,8 @@ REPORTED_TENANTS = 20
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
     perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests. streams: its requests, if `Streams.move_on` planned
-    the step and it samples all of them, so that `Streams.append` can take its tokens.
+    rows. context: tokens of its requests. streams: its requests, if `Streams.move_on` planned the step and it samples
+    all of them, so that `Streams.append` can take its tokens.
     """
 
     sampling: StepTokens

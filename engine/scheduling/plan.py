@@ -1,4 +1,4 @@
-"""A step's plan, and streams: requests whose next plan is the last one moved on by a token.
+"""A step's plan and its limits, and streams: requests whose next plan is the last one moved on by a token.
 
 The scheduler's loop over the running requests is the twin of `Streams`: both plan the same tokens and blocks. Their
 charges to a tenant are equal up to rounding, because `Streams` adds the costs of its requests before it divides by the
@@ -31,7 +31,7 @@ class Streams:
 
     __slots__ = (
         "_accounts", "_costs", "_ends", "_is_launched", "_moves", "_num_left", "_owner", "_payers", "_room",
-        "_stop_ids", "_watched", "grown", "is_greedy", "is_plain", "requests", "seats", "step",
+        "_stop_ids", "_with_news", "grown", "is_greedy", "is_plain", "requests", "seats", "step",
     )  # fmt: skip
 
     def __init__(self, requests: list[Request], owner: Seats) -> None:
@@ -91,7 +91,7 @@ class Streams:
         index = {key: i for i, key in enumerate(payers)}
         self._accounts = np.array([index[request.tenant_id, request.weight] for request in requests])
         self._stop_ids = frozenset([NOT_FINITE]).union(*{request.stop_ids for request in requests})
-        self._watched = [i for i, request in enumerate(requests) if request.has_news]
+        self._with_news = [i for i, request in enumerate(requests) if request.has_news]
 
     def move_on(self, cache: KVCache, policy: Policy) -> bool:
         """Plan the next token of each request: allocate the blocks and charge the tenants. Return False, without
@@ -136,7 +136,7 @@ class Streams:
         """Append a token to each request that goes on after it. Return the rows of the others, and of requests
         that have news: theirs are to be appended by `Request.append`. Needs `none_ends_by_length`.
         """
-        rows = self._watched
+        rows = self._with_news
         if not self._stop_ids.isdisjoint(token_ids):
             rows = sorted({*rows, *(i for i, token in enumerate(token_ids) if token in self._stop_ids)})
         requests: Iterable[Request] = self.requests

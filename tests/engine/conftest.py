@@ -2,12 +2,18 @@
 
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import aiohttp
 import pytest
 
 from testing.engine import Client, RunningServer
 from testing.tiny import save_adapter, save_model
+
+if TYPE_CHECKING:
+    from testing.tiny_engines import Make
+
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 
 
 @pytest.fixture(scope="session")
@@ -23,6 +29,30 @@ def adapter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adapters") / "one"
     save_adapter(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def short_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a tiny model with a context of 128 tokens, and of its adapters."""
+    # torch takes seconds, so it is not imported at collection.
+    from testing.tiny_engines import save_base_and_adapters
+
+    return save_base_and_adapters(tmp_path_factory.mktemp("short"), 128)
+
+
+@pytest.fixture
+def make_simulated(short_model: Path, request: pytest.FixtureRequest) -> "Make":
+    """Return a factory of engines on a simulated device, with so few blocks that requests are preempted."""
+    from testing.tiny_engines import engine_maker
+
+    return engine_maker(
+        short_model,
+        request,
+        device="simulated:0,0",
+        kv_cache_memory=20 * BLOCK_BYTES,
+        max_num_batched_tokens=64,
+        max_num_seqs=8,
+    )
 
 
 @pytest.fixture(scope="module")

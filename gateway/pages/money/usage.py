@@ -1,6 +1,5 @@
 """Page `/admin/usage`: usage and cost of a period by group, with curves and a comparison with the period before."""
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
@@ -37,6 +36,7 @@ from gateway.records.money.usage_ranking import (
 )
 from gateway.records.money.usage_rows import can_sum_end_users
 from gateway.records.money.usage_steps import by_day, total_of
+from gateway.records.together import together
 from wire.money import MICRO_UNITS
 
 QUERY = (*periods.QUERY, "group_by", "measure", "tenant", "model", "key", "sort", "page", "format")
@@ -121,9 +121,7 @@ class UsagePages:
             part, group_by, table.sort, descending=table.descending, offset=table.offset, limit=ROWS
         )
         step: Step = group_by if by_time else _step(span)  # type: ignore[assignment]
-        ranking, steps, before = await asyncio.gather(
-            page, self._ranking.steps(part, step), self._ranking.total(earlier)
-        )
+        ranking, steps, before = await together(page, self._ranking.steps(part, step), self._ranking.total(earlier))
         total = total_of(steps)
         leaders = ranking.first
         if not by_time and (table.sort != measure or not table.descending or leaders is None):
@@ -131,7 +129,7 @@ class UsagePages:
         if group_by == "end_user" and step == "hour" and total["requests"] > MAX_HOURLY:
             # End users have sums by day only.
             step, steps = "day", by_day(steps)
-        curves, table.rows = await asyncio.gather(
+        curves, table.rows = await together(
             self._ranking.curves(part, group_by, leaders or (), measure, step, steps),
             self._ranking.earlier(earlier, group_by, ranking.groups, measure),
         )

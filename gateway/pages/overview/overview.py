@@ -1,6 +1,5 @@
 """`/admin/`: what happens now, compared with the period before, and what needs attention."""
 
-import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from gateway.pages.parts.charts import means
 from gateway.pages.parts.periods import read_period, segments_of
 from gateway.records.activity.activity import Activity
 from gateway.records.activity.figures import ActivityReport, Curve, Percentiles, Refusals
+from gateway.records.together import together
 from wire.money import MICRO_UNITS
 
 PERIODS = ("1h", "24h", "7d", "30d")
@@ -76,7 +76,7 @@ class Overview:
         midnight = now.replace(hour=0, minute=0, second=0, microsecond=0)
         missing, report, today = None, None, None
         try:
-            report, today = await asyncio.gather(
+            report, today = await together(
                 self._activity.report(since=period.since, until=period.until, group_by=group),  # type: ignore[arg-type]
                 self._activity.cost_of_day(midnight),
             )

@@ -30,11 +30,11 @@ from gateway.records.activity.figures import (
 )
 from gateway.records.activity.periods import DAY, HOUR, MINUTE, Period, Segments, cover, moment, whole_period
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT, activity_series
-from gateway.records.both import both
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import ALL_TENANTS
 from gateway.records.tables import tenants
+from gateway.records.together import together
 
 MAX_GROUPS = 50
 # Name of the subqueries with the rows of a period.
@@ -111,7 +111,7 @@ class Activity:
                 active = 1 if scope.of_tenant else ranked.tenants
                 return ranked, groups, await _active(connection, whole) if active is None else active
 
-        (by_step, earlier, refusals), (ranked, groups, active) = await both(totals(), grouped())
+        (by_step, earlier, refusals), (ranked, groups, active) = await together(totals(), grouped())
         # Hundreds of steps with sixty sums each take 10 ms.
         return await in_page_thread(_report, period, by_step, earlier, ranked, groups, active, refusals)
 

@@ -2,7 +2,6 @@
 whose end users may be the largest.
 """
 
-import asyncio
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from datetime import datetime
@@ -28,6 +27,7 @@ from gateway.records.money.usage_rows import (
 )
 from gateway.records.sums import int_sum
 from gateway.records.tables import usage, usage_daily, usage_hourly
+from gateway.records.together import together
 
 # Maximum number of requests and sums by end user that a report of a tenant reads. The database takes a few
 # microseconds for each.
@@ -234,7 +234,7 @@ async def read_largest(
             left -= candidate.size
         # Each part has large and small tenants.
         parts = [some[i::READS_AT_ONCE] for i in range(min(READS_AT_ONCE, len(some)))]
-        for rows in await asyncio.gather(*map(read, parts)):
+        for rows in await together(*map(read, parts)):
             found += rows
         found = sorted(found, key=lambda row: (-value(row), row.tenant_id))[:number]
         most_tenants *= 2

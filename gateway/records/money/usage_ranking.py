@@ -1,6 +1,5 @@
 """Usage of a period as a ranking of groups, with their curves: a page of the groups in any order, in bounded memory."""
 
-import asyncio
 import itertools
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -17,6 +16,7 @@ from gateway.records.money.usage_rows import UsageFilter, days_of, rows_of, whol
 from gateway.records.money.usage_steps import Steps, measured
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
+from gateway.records.together import together
 
 GroupBy = Literal["tenant", "model", "key", "end_user", "hour", "day", "month"]
 Measure = Literal["cost", "tokens", "requests"]
@@ -215,7 +215,7 @@ class UsageRanking:
             # Both halves have large and small tenants, and are read at the same time.
             halves = [part.of_tenants(half) for half in (ids[::2], ids[1::2]) if half]
             reads = (self._found(half, window._replace(offset=0, limit=end - 1)) for half in halves)
-            found += itertools.chain(*await asyncio.gather(*reads))
+            found += itertools.chain(*await together(*reads))
             found = sorted(found, key=lambda row: (-_value(row, window.order), row.tenant_id))[:end]
             read, needed = needed, min(len(tenants), max(end, 2 * needed))
             if len(found) == end:

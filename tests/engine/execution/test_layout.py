@@ -4,7 +4,6 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ from engine.execution.layout import Layout, Planner, rows_by_slot
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.speculative_config import SpeculativeConfig
-from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
+from testing.tiny_engines import Make
 
-BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 # The next step changes them.
 TABLES = ("tables", "new_blocks")
 # Only a layout from kept arrays goes on with streams.
@@ -66,24 +64,6 @@ class CheckedPlanner:
         return layout
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 128)
-
-
-@pytest.fixture
-def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
-    """Return a factory of engines with few blocks."""
-    return engine_maker(
-        folder,
-        request,
-        device="simulated:0,0",
-        kv_cache_memory=20 * BLOCK_BYTES,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-    )
-
-
 @pytest.mark.parametrize(
     "options",
     [
@@ -97,11 +77,11 @@ def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
     ids=["asynchronous", "synchronous", "drafts"],
 )
 def test_kept_arrays_are_those_of_a_new_layout(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+    make_simulated: Make, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
 ) -> None:
     """Over arrivals, ends, aborts and preemptions of streams with and without adapters, logprobs and drafts."""
     checked, chance = CheckedPlanner(monkeypatch), random.Random(1)
-    engine, digests = make_engine(**options)
+    engine, digests = make_simulated(**options)
     # Admission expects no growth, so that blocks run out.
     monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
     for number in range(50):
@@ -125,10 +105,10 @@ def test_kept_arrays_are_those_of_a_new_layout(
 
 
 @pytest.mark.parametrize("change", ["streams", "step", "adapter"])
-def test_a_change_makes_a_new_layout(make_engine: Make, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     """Other streams, a plan between the last layout and this one, another adapter in a slot."""
     checked = CheckedPlanner(monkeypatch)
-    engine, digests = make_engine(async_scheduling=False)
+    engine, digests = make_simulated(async_scheduling=False)
     for i in (0, 1):  # load the adapters, so that the four requests start together
         params = SamplingParams(max_tokens=1)
         engine.add_request(NewRequest(f"load {i}", [1], params, adapter_digest=digests[i]))
@@ -160,11 +140,11 @@ def test_a_change_makes_a_new_layout(make_engine: Make, monkeypatch: pytest.Monk
 
 
 def test_a_stream_resumed_beside_streams_with_tokens_in_flight(
-    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+    make_simulated: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All blocks of a preempted request are cached, so the first plan of its streams has one known token."""
     checked = CheckedPlanner(monkeypatch)
-    engine, _ = make_engine(async_scheduling=True)
+    engine, _ = make_simulated(async_scheduling=True)
     for i in range(3):
         params = SamplingParams(max_tokens=60, ignore_eos=True)
         engine.add_request(NewRequest(str(i), [3 + i] * 20, params))

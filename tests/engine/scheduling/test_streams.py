@@ -16,10 +16,9 @@ from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.plan import Plan, Streams
 from engine.scheduling.request import NEVER, Grammar, NewRequest, RequestOutput, SamplingParams
 from engine.speculative_config import SpeculativeConfig
-from testing.tiny_engines import Make, engine_maker, regex_grammar, save_base_and_adapters
+from testing.tiny_engines import Make, regex_grammar
 from testing.virtual_engine import HOST_S, VirtualClock
 
-BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 16  # keys and values, layers, heads, head_dim, fp32, tokens
 # By tenant. Powers of two, so that sums of charges are exact in any order.
 WEIGHTS = {"a": [1.0], "b": [2.0, 4.0], "c": [0.5]}
 
@@ -159,25 +158,6 @@ def serve(engine: Engine, digests: list[str], seed: int, grammar: Grammar, count
     return trace
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_base_and_adapters(tmp_path_factory.mktemp("tiny"), 128)
-
-
-@pytest.fixture
-def make_engine(folder: Path, request: pytest.FixtureRequest) -> Make:
-    """Return a factory of engines with few blocks."""
-    return engine_maker(
-        folder,
-        request,
-        device="simulated:5,0.1",
-        kv_cache_memory=20 * BLOCK_BYTES,
-        max_num_batched_tokens=64,
-        max_num_seqs=8,
-        preempt_after=0.2,
-    )
-
-
 DRAFTS = {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True},
@@ -192,10 +172,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("seed", [1, 2])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
 def test_streams_are_planned_as_by_the_loop(
-    folder: Path, make_engine: Make, options: dict[str, Any], seed: int
+    short_model: Path, make_simulated: Make, options: dict[str, Any], seed: int
 ) -> None:
     """Over arrivals, ends, aborts, preemptions, drafts, grammars and penalties, whatever changes in a step."""
-    grammar, counts, traces = regex_grammar(folder), Counter[str](), []
+    grammar, counts, traces = regex_grammar(short_model), Counter[str](), []
     move_on = Streams.move_on
 
     def counted(streams: Streams, *args: Any) -> bool:
@@ -205,7 +185,7 @@ def test_streams_are_planned_as_by_the_loop(
     for function in (counted, lambda *_: False):
         with pytest.MonkeyPatch.context() as patch:
             clock = VirtualClock(1e7)  # later than the loads
-            engine, digests = make_engine(**options)
+            engine, digests = make_simulated(device="simulated:5,0.1", preempt_after=0.2, **options)
             load(engine, digests)
             for name, method in (("perf_counter", clock.now), ("monotonic", clock.now), ("sleep", clock.sleep)):
                 patch.setattr(time, name, method)
@@ -222,9 +202,9 @@ def test_streams_are_planned_as_by_the_loop(
     assert traces[0][-1][2][6] > 0, "requests were preempted"
 
 
-def test_a_token_without_its_launch_is_planned_by_the_loop(make_engine: Make) -> None:
+def test_a_token_without_its_launch_is_planned_by_the_loop(make_simulated: Make) -> None:
     """A plan that no step has launched, or whose tokens were not sampled, is not moved on."""
-    engine, _ = make_engine(async_scheduling=False)
+    engine, _ = make_simulated(async_scheduling=False)
     for number in range(3):
         params = SamplingParams(max_tokens=30, ignore_eos=True)
         engine.add_request(NewRequest(str(number), [1, 2, 3], params))

@@ -34,6 +34,13 @@ def dead_cycle() -> "weakref.ref[Cycle]":
     return weakref.ref(cycle)
 
 
+async def until_freed(dead: "weakref.ref[Cycle]") -> None:
+    async def is_freed() -> bool:
+        return dead() is None
+
+    await until(is_freed)
+
+
 async def test_garbage_stays_while_many_requests_run_and_goes_at_a_calm_moment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
     garbage.reduce_pauses()
@@ -44,11 +51,7 @@ async def test_garbage_stays_while_many_requests_run_and_goes_at_a_calm_moment(m
         await asyncio.sleep(0.2)
         assert dead() is not None
         num_running = garbage.CALM_REQUESTS
-
-        async def freed() -> bool:
-            return dead() is None
-
-        await until(freed)
+        await until_freed(dead)
 
 
 async def test_garbage_goes_after_a_while_without_a_calm_moment(monkeypatch: pytest.MonkeyPatch):
@@ -61,11 +64,7 @@ async def test_garbage_goes_after_a_while_without_a_calm_moment(monkeypatch: pyt
     async with running(garbage.collect_when_calm(lambda: 10 * garbage.CALM_REQUESTS)):
         await asyncio.sleep(0.1)
         assert dead() is not None
-
-        async def freed() -> bool:
-            return dead() is None
-
-        await until(freed)
+        await until_freed(dead)
 
 
 async def test_collections_take_a_small_part_of_the_time(monkeypatch: pytest.MonkeyPatch):
