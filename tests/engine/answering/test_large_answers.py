@@ -52,6 +52,7 @@ async def work_of_turns(ended: threading.Event) -> list[float]:
     return turns
 
 
+@pytest.mark.usefixtures("no_garbage_collection")
 async def test_a_large_answer_stalls_nobody(client: Client, server: RunningServer):
     asked = {"prompt": [list(range(3, 303)) * 8] * 6, "max_tokens": 1, "prompt_logprobs": 20}
     ended = threading.Event()

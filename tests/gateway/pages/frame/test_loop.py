@@ -1,10 +1,8 @@
 """Pages and the event loop: none holds it for longer than 20 ms, not even at its first visit."""
 
 import asyncio
-import gc
 import time
 import uuid
-from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -22,17 +20,9 @@ PAGES = (
     *("/admin/", "/admin/usage", "/admin/refusals", "/admin/requests", "/admin/tenants", "/admin/adapters"),
     *("/admin/engines", "/admin/fairness", "/admin/alerts", "/admin/audit", "/admin/settings", "/admin/playground"),
 )
+pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 # In s. 4,000 rows at once take 0.1 s and more.
 MOST = 0.02
-
-
-@pytest.fixture(autouse=True)
-def _no_garbage_collection() -> Iterator[None]:
-    """Keep the collections of this process's large heap, 0.1 s each, out of the measurement."""
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 class Holds:
