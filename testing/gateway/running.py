@@ -5,11 +5,12 @@ import functools
 import hmac
 import json
 import re
+import sqlite3
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,16 @@ async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) 
     while not await condition():
         assert time.monotonic() < deadline, "it never came to be"
         await asyncio.sleep(0.02)
+
+
+async def change_database(folder: Path, statement: str, *values: Any) -> None:
+    """Change the SQLite database of a gateway that runs in this process.
+
+    It happens on a thread, because a transaction of the gateway may hold the lock and must be able to end.
+    """
+
+    def change() -> None:
+        with closing(sqlite3.connect(folder / "gateway.db")) as database, database:
+            database.execute(statement, values)
+
+    await asyncio.to_thread(change)

@@ -1,6 +1,7 @@
 """Places after drafts: those of plain requests are sampled together, the others one after the other, in one step."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,11 @@ def test_plain_and_other_requests_in_one_step_answer_as_without(
     drafting, _ = make_engine(**options, speculative_config=NGRAM)
     assert kind == "simulated" or (drafting.runner._seats.tokens is not None) == (kind == "tables")  # type: ignore[attr-defined]
 
+    def compare(requests: list[NewRequest]) -> None:
+        expected = run(plain, requests)
+        guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
+        assert run(drafting, requests) == expected
+
     @settings(
         max_examples=examples,
         deadline=None,
@@ -138,21 +144,24 @@ def test_plain_and_other_requests_in_one_step_answer_as_without(
     )
     @given(st.data())
     def check(data: st.DataObject) -> None:
-        requests = [
-            NewRequest(
-                str(i),
-                data.draw(st.lists(st.integers(3, 99), min_size=1, max_size=40)),
-                plain_sampling(data.draw) if data.draw(st.booleans()) else sampling(data.draw, grammar),
-                adapter_digest=data.draw(st.sampled_from([None, *digests])),
-                tenant_id=data.draw(st.sampled_from("ab")),
-            )
-            for i in range(data.draw(st.integers(2, 8)))
-        ]
-        expected = run(plain, requests)
-        guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
-        assert run(drafting, requests) == expected
+        compare(
+            [
+                NewRequest(
+                    str(i),
+                    data.draw(st.lists(st.integers(3, 99), min_size=1, max_size=40)),
+                    plain_sampling(data.draw) if data.draw(st.booleans()) else sampling(data.draw, grammar),
+                    adapter_digest=data.draw(st.sampled_from([None, *digests])),
+                    tenant_id=data.draw(st.sampled_from("ab")),
+                )
+                for i in range(data.draw(st.integers(2, 8)))
+            ]
+        )
 
     mixes = watch_mixes(monkeypatch, type(drafting.runner))
+    penalised = SamplingParams(max_tokens=24, temperature=0, repetition_penalty=1.2, ignore_eos=True)
+    others = [NewRequest(str(i), [5, 9, 30 + i], penalised) for i in range(2)]
+    compare(others)
+    compare([NewRequest("2", [5, 9, 40], replace(penalised, repetition_penalty=1.0)), *others])
     check()
     assert mixes == {True, False}, "steps in which some requests are sampled again, and others not"
     assert all(0 < count.accepted < count.drafted for count in drafting.state().drafts)

@@ -100,8 +100,9 @@ async def test_the_database_goes_away_and_comes_back(gateway: Gateway, tmp_path:
     acme = await gateway.tenant("acme")
     assert (await acme.complete()).status == 200
     path = tmp_path / "gateway.db"
-    lock = sqlite3.connect(path, isolation_level=None)
-    lock.execute("BEGIN EXCLUSIVE")
+    lock = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    # On a thread, because a transaction of the gateway may hold the lock and must be able to end.
+    await asyncio.to_thread(lock.execute, "BEGIN EXCLUSIVE")
     # Reads continue beside a writer; the usage of requests served in that time waits for it.
     assert (await acme.complete()).status == 200
     lock.execute("ROLLBACK")

@@ -43,6 +43,8 @@ async def test_an_idle_gateway_asks_seldom(
     tmp_path: Path, model_dir: Path, upstream: Upstream, redis_url: str, statements: Counter[str]
 ):
     redis = Redis.from_url(redis_url)
+    # Usage events of earlier tests are work.
+    await redis.flushall()
     async with running(settings(tmp_path, model_dir, [upstream.url], redis_url)) as gateway:
         await gateway.tenant("acme")
         # The exchange of service ends its first interval.

@@ -1,8 +1,6 @@
 """Commands that show what the dashboard shows, against a real gateway: refusals, shares, sessions, settings, use."""
 
 import json
-import sqlite3
-from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from gateway.fleet import fairness
 from loraplex.commands.refusals import At
 from testing.adapter_files import tensors, write
 from testing.gateway.commands import Run, runner
-from testing.gateway.running import Gateway, until
+from testing.gateway.running import Gateway, change_database, until
 from testing.gateway.upstream import Upstream
 
 
@@ -92,8 +90,7 @@ async def test_adapters_of_all_tenants_their_use_and_a_prefetch(
     listed = sorted((row["TENANT"], row["NAME"], row["NEWEST_STATE"]) for row in rows)
     assert listed == [("acme", "pirate", "ready"), ("globex", "brief", "ready")]
     assert len(json.loads((await run("adapter", "list", "--json", "--api-key", acme.key or "")).stdout)) == 1
-    with closing(sqlite3.connect(tmp_path / "gateway.db")) as database, database:
-        database.execute("UPDATE adapters SET created_at = datetime('now', '-8 days') WHERE name = 'brief'")
+    await change_database(tmp_path, "UPDATE adapters SET created_at = datetime('now', '-8 days') WHERE name = 'brief'")
     idle = cells((await run("adapter", "list", "--idle", "7d")).stdout)
     assert [row["NAME"] for row in idle] == ["brief"]
     assert (await acme.chat(model="pirate", user="ann")).status == 200

