@@ -5,7 +5,9 @@ uses.
 """
 
 import asyncio
+import contextlib
 import logging
+import threading
 import time
 from collections import OrderedDict
 from concurrent.futures import Future
@@ -26,6 +28,8 @@ MAX_CACHED, MAX_CACHED_PER_TENANT = 64, 16
 COMPILE_THREADS = 2
 COMPILE_SECONDS = 5.0
 QUEUE_SECONDS = 5.0
+# CPU time within COMPILE_SECONDS from which the grammar is too expensive. With less, the machine is too busy.
+EXPENSIVE_CPU_SECONDS = COMPILE_SECONDS / 2
 # Limit of the CPU time that a tenant's new grammars and expensive masks have used recently, with a half-life of 30 s.
 # It allows 200 ordinary grammars of 5 ms at once and 5 a second after that, or two of the most expensive and one every
 # 30 s. In the long run it is at most 2.3 % of a core.
@@ -42,14 +46,23 @@ class _Pending:
     """A grammar that is queued or being compiled.
 
     waiting: number of requests that wait for it. started: time at which a thread began, None while it is queued.
-    is_slow: the thread runs at low priority, because its tenant has compiled much recently.
+    clock: that thread's CPU clock.
     """
 
     waiting: int = 0
     started: float | None = None
-    is_slow: bool = False
+    clock: int = 0
     job: "Future[Grammar]" = field(init=False)
     compiled: "asyncio.Future[Grammar]" = field(init=False)
+
+    @property
+    def is_expensive(self) -> bool:
+        """Return whether the compilation, which still runs, has used much CPU time."""
+        if self.started is None:
+            return False
+        with contextlib.suppress(OSError):  # the thread has just ended
+            return time.clock_gettime(self.clock) > EXPENSIVE_CPU_SECONDS
+        return False
 
 
 class Grammars:
@@ -74,9 +87,10 @@ class Grammars:
     async def get(self, spec: GrammarSpec, tenant_id: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
 
-        Raises BadRequest for a grammar that does not compile, or not within `COMPILE_SECONDS`. Raises TenantQueueFull
-        if too many of the tenant's grammars wait, if its compilations have used up their CPU time, or if they delay
-        this one beyond `QUEUE_SECONDS`. Raises QueueFull if other tenants' grammars delay it, or if too many wait.
+        Raises BadRequest for a grammar that does not compile, or that is too expensive to compile within
+        `COMPILE_SECONDS`. Raises TenantQueueFull if too many of the tenant's grammars wait, if its compilations have
+        used up their CPU time, or if they delay this one beyond `QUEUE_SECONDS`. Raises QueueFull if other tenants'
+        grammars or a busy machine delay it, or if too many wait.
         """
         self._charge_masks(tenant_id)
         grammar = self._cached(tenant_id, spec)
@@ -113,7 +127,7 @@ class Grammars:
     def _start(self, tenant_id: str, spec: GrammarSpec) -> _Pending:
         pending = _Pending()
         try:
-            pending.job = self._threads.submit(tenant_id, partial(self._compile, pending, tenant_id, spec))
+            pending.job = self._threads.submit(tenant_id, partial(self._compile, pending, spec))
         except TooManyPending as exc:
             raise _full(exc, spec) from None
         pending.compiled = asyncio.wrap_future(pending.job)
@@ -121,8 +135,8 @@ class Grammars:
         self._pending[tenant_id, spec] = pending
         return pending
 
-    def _compile(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> Grammar:
-        pending.is_slow = self._threads.is_heavy(tenant_id)
+    def _compile(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
+        pending.clock = time.pthread_getcpuclockid(threading.get_ident())
         pending.started = time.monotonic()
         return self._compiler.compile(spec)
 
@@ -133,9 +147,9 @@ class Grammars:
             left = until - time.monotonic()
             if left > 0:
                 await asyncio.wait([pending.compiled], timeout=left)
-            elif pending.started is not None and not pending.is_slow:
+            elif pending.is_expensive:
                 raise BadRequest.of(spec.param, f"it did not compile within {COMPILE_SECONDS:g} s")
-            elif tenant_id and (pending.is_slow or self._threads.is_heavy(tenant_id)):
+            elif tenant_id and self._threads.is_heavy(tenant_id):
                 raise TenantQueueFull("this tenant's other grammars are still being compiled", 1, spec.param)
             else:
                 raise QueueFull("other grammars are still being compiled", retry_after=1)
