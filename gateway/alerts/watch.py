@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from gateway.alerts.budgets import Budgets, ThresholdCrossing
@@ -95,11 +96,19 @@ class Watch:
             self._keys_at = -math.inf
             newest = await self._events.newest(("engine.down", "engine.up"))
             self._reported = {url: (event.type, event.id) for url, event in newest.items()}
-        await self._look_at_engines()
-        await self._look_at_budgets(now)
-        if time.monotonic() - self._keys_at >= KEYS_SECONDS:
-            await self._look_at_keys(now)
-            self._keys_at = time.monotonic()
+        # The sums of all tenants' budgets may take too long for the database. Other events must not wait for them.
+        errors: list[Unavailable] = []
+        for look in (
+            self._look_at_engines,
+            partial(self._look_at_keys, now),
+            partial(self._look_at_budgets, now),
+        ):
+            try:
+                await look()
+            except Unavailable as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     async def _look_at_budgets(self, now: datetime) -> None:
         async for reached in self._budgets.reached(now):
@@ -125,6 +134,8 @@ class Watch:
                 )
 
     async def _look_at_keys(self, now: datetime) -> None:
+        if time.monotonic() - self._keys_at < KEYS_SECONDS:
+            return
         found = await expiring_keys(self._events.database, now, now + EXPIRES_WITHIN)
         keys = {f"key.expiring:{key.id}:{key.expires_at.isoformat()}": key for key in found}
         new = await self._events.missing(list(keys))
@@ -132,6 +143,7 @@ class Watch:
             if once in new:
                 data = {"key": key.id, "label": key.label, "expires_at": key.expires_at}
                 await self._events.record("key.expiring", data, once=once, tenant_id=key.tenant_id, tenant=key.tenant)
+        self._keys_at = time.monotonic()
 
     async def _look_at_engines(self) -> None:
         for engine in self._engines():

@@ -2,6 +2,8 @@
 saved mixture (gateway/records/adapters/saved_mixtures.py).
 """
 
+from collections.abc import Sequence
+
 import msgspec
 
 from gateway.errors import BadRequest, ModelNotFound
@@ -46,6 +48,17 @@ async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str 
     return msgspec.structs.replace(await _mix(catalog, tenant, saved.model, user), requested=model)
 
 
+def _canonical_name(parts: Sequence[Model], mixture: Mixture) -> str:
+    """Return the name of a mixture in usage rows: plain names and weights, the same for every text of the mixture.
+
+    Otherwise each spelling of a weight would add rows to the usage sums, which are kept forever.
+    """
+    names: dict[str | None, str] = {}
+    for part in parts:
+        names[part.digest] = min(part.name, names.get(part.digest, part.name))
+    return "+".join(sorted(f"{names[digest]}*{weight:.12g}" for digest, weight in mixture.parts))
+
+
 async def _resolve_term(catalog: Catalog, tenant: Tenant, name: str, user: str | None) -> Model:
     """Return the adapter or base model that a term names. Raises ModelNotFound; BadRequest for a saved mixture."""
     try:
@@ -69,10 +82,8 @@ async def _mix(catalog: Catalog, tenant: Tenant, model: str, user: str | None) -
             own = [f"'{each.shown}' is of '{catalog.bases.name_of(each.base)}'" for each in (parts[0], part)]
             raise BadRequest(f"Expected adapters of one base model: {' and '.join(own)}.", param="model")
     mixture = Mixture.of(terms, [part.digest for part in parts if part.digest is not None])
-    # Usage rows have plain names.
-    name = "+".join(part.name + text[text.index("*") :] for part, text in zip(parts, model.split("+"), strict=True))
     return Model(
-        name=name,
+        name=_canonical_name(parts, mixture),
         digest=mixture.digest,
         names=tuple(dict.fromkeys(name for part in parts for name in part.names)),
         base=parts[0].base,

@@ -10,6 +10,7 @@ from sqlalchemy import delete, event, insert
 
 from gateway.alerts.budgets import Budgets
 from gateway.alerts.watch import DOWN_SECONDS, WRONG_KEYS, Watch
+from gateway.errors import Unavailable
 from gateway.fleet.health import Condition, Health
 from gateway.metrics import Metrics
 from gateway.records.changes import Changes
@@ -251,6 +252,24 @@ async def test_a_key_that_expires_within_a_week(database: Database):
     found = [(event.type, event.tenant, event.data["key"]) for event in await all_events(database)]
     assert sorted(found, key=str) == [("key.expiring", "acme", "soon"), ("key.expiring", None, "operator")]
     assert "x" not in [value for event in await all_events(database) for value in event.data.values()]
+
+
+async def test_sums_that_take_too_long_delay_no_other_event(database: Database, monkeypatch: pytest.MonkeyPatch):
+    async def too_slow(*_: object) -> None:
+        raise Unavailable("The database is too slow.", code="database_unavailable")
+
+    monkeypatch.setattr(Spending, "present", too_slow)
+    acme = await Tenants(database).create("acme", {"budget_per_month": 1000, "budget_warn_at": (0.5,)}, "a")
+    now = datetime.now(UTC)
+    key = {"id": "soon", "tenant_id": acme.id, "label": "ci", "scopes": "inference", "secret_hash": "x"}
+    async with database.write() as connection:
+        await connection.execute(insert(api_keys).values(**key, created_at=now, expires_at=now + timedelta(days=6)))
+    gateway = Gateway(database)
+    gateway.engines = [engine(Health.DOWN, DOWN_SECONDS)]
+    gateway.watch._was_up = {"http://e"}
+    with pytest.raises(Unavailable):
+        await gateway.watch.look()
+    assert sorted(await types(database)) == ["engine.down", "key.expiring"]
 
 
 def engine(health: Health, seconds: float = 0.0) -> Any:

@@ -23,17 +23,23 @@ async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstr
             assert shown == ("pirate" if text == "pirate:latest" else text)
         described = await acme.get(f"/v1/models/{text}")
         assert (described.status, described.json["id"], described.json["parent"]) == (200, text, "base")
-    mixed = await acme.chat(model="pirate@1*0.5+pirate@2*0.5")
-    assert mixed.json["model"] == "pirate@1*0.5+pirate@2*0.5"
+    # A mixture has one name in the usage rows, however its terms and weights are written.
+    for text in (
+        "pirate@1*0.5+pirate@2*0.25",
+        "pirate@2*.250+pirate@1*00.50",
+        "pirate@1*0.2+pirate@2*25e-2+pirate@1*0.3",
+    ):
+        mixed = await acme.chat(model=text)
+        assert mixed.json["model"] == text
 
     async def recorded() -> bool:
         rows = {row["model"]: row["requests"] for row in await acme.usage()}
-        return rows == {"pirate": 6, "pirate*0.5+pirate*0.5": 1}
+        return rows == {"pirate": 6, "pirate*0.25+pirate*0.5": 3}
 
     await until(recorded)
     with closing(sqlite3.connect(tmp_path / "gateway.db")) as database:
         rows = database.execute("SELECT version, count(*) FROM usage GROUP BY 1 ORDER BY 1").fetchall()
-    assert rows == [(None, 1), (1, 2), (2, 4)]
+    assert rows == [(None, 3), (1, 2), (2, 4)]
     # Another tenant's version and an absent one get the same answer.
     for text in ("pirate@1", "pirate@9", "pirate:latest", "pirate:prod", "none@1"):
         refused = await globex.chat(model=text)
