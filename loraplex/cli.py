@@ -60,7 +60,7 @@ class OneLineErrors(click.Group):
 @click.group(cls=OneLineErrors, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
 @click.version_option(package_name="loraplex", message="loraplex %(version)s")
 def main() -> None:
-    """Multi-tenant serving of many LoRA adapters on one base model."""
+    """Multi-tenant serving of base models with many LoRA adapters each."""
 
 
 programs.engine.subcommands = engines.engines
