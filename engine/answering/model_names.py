@@ -3,6 +3,7 @@ or a mixture of such adapters (wire/mixtures.py).
 """
 
 import asyncio
+import errno
 import logging
 import time
 from collections import Counter
@@ -104,8 +105,8 @@ class ModelRegistry:
         """Load the adapter that `model` names and yield it; the adapter stays registered until the exit.
 
         weight: the tenant's share of the loading threads; None if unknown.
-        Raises ModelNotFound, ApiError if the adapter cannot be served, and QueueFull if it cannot be read now or too
-        many loads of the tenant wait.
+        Raises ModelNotFound, ApiError if the adapter cannot be served or read now, and QueueFull if host memory is full
+        or too many loads of the tenant wait.
         """
         found = self.resolve(model)
         if found is None:
@@ -276,9 +277,18 @@ def _named(model: str) -> Iterator[None]:
         _log_failure(model, exc)
         raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
     except OSError as exc:
-        # The store failed, not the adapter: another engine may be able to read it.
         _log_failure(model, exc)
-        raise QueueFull(f"the adapter cannot be read: {exc.strerror}", retry_after=1) from exc
+        if exc.errno == errno.ENOMEM:
+            raise QueueFull(f"the adapter cannot be loaded: {exc.strerror}", retry_after=1) from exc
+        # The store failed, not the adapter: another engine may be able to read it.
+        raise ApiError(
+            503,
+            f"the adapter's files cannot be read: {exc.strerror or 'the store failed'}",
+            kind="server_error",
+            param="model",
+            code="adapter_files_unreadable",
+            headers={"Retry-After": "1"},
+        ) from exc
 
 
 def _log_load(name: str, adapter: AdapterFacts, started: float) -> None:

@@ -151,8 +151,8 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     before an answer and another engine serves it, only the other engine's count applies. If none serves it (REFUSED,
     OVERLOADED, UNABLE, UNSERVED) and the dead engine has counts of it, request and rates count as for BROKEN. So each
     request that an engine has recorded has a usage row, possibly without tokens. A REFUSED request costs the token
-    rates at least its prompt. For NOT_BEGUN the last engine is asked first. Requests that the gateway itself refuses
-    are refused before admission and cost nothing.
+    rates at least its prompt. For NOT_BEGUN the last engine is asked first. A request whose adapter's files no engine
+    can read is OVERLOADED. Requests that the gateway itself refuses are refused before admission and cost nothing.
     """
     was_lost = ending in UNANSWERED and final is not None
     if ending is Ending.FINISHED or ending in CUT:

@@ -57,6 +57,7 @@ _line = msgspec.json.Decoder(ReportLine)
 # its host's paths.
 FAILURES = {
     "engine_overloaded": "The engine is overloaded; try again shortly.",
+    "adapter_files_unreadable": "The adapter's files cannot be read at present; try again shortly.",
     "engine_unavailable": "The engine accepts no requests; send the request again.",
     "generation_failed": "The engine could not generate an answer to this request.",
 }

@@ -117,6 +117,8 @@ class Loraplex(EngineKind):
         return (EngineWithdrew if withdrew else EngineRefused)(error, answer.status)
 
     def error(self, answer: Incoming, detail: ErrorDetail, model: "Model") -> GatewayError:
+        if answer.status in (429, 503) and detail.code in FAILURES:
+            return Unavailable(FAILURES[detail.code], code=detail.code, retry_after=retry_after(answer))
         # An adapter's error is not the engine's failure, except for 404: the files may be missing on this engine only.
         if detail.code is not None and detail.code.startswith(ADAPTER_FAULT) and answer.status != 404:
             if answer.status >= 500:
@@ -132,8 +134,6 @@ class Loraplex(EngineKind):
                 param=detail.param,
                 retry_after=retry_after(answer),
             )
-        if answer.status in (429, 503) and detail.code in FAILURES:
-            return Unavailable(FAILURES[detail.code], code=detail.code, retry_after=retry_after(answer))
         return super().error(answer, detail, model)
 
     async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:

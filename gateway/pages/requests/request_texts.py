@@ -110,6 +110,7 @@ EXPLANATIONS = {
     "engine_died": "The engine died with the request, or the connection to it broke.",
     "engine_error": "The engine failed, or its answer was not valid.",
     "adapter_files_missing": "The adapter store lacks the adapter's files. Check it, or upload the adapter again.",
+    "adapter_files_unreadable": "No engine could read the adapter's files. Check the adapter store.",
     "invalid_body": "The body of the request is not what the route expects.",
 }
 

@@ -1,8 +1,11 @@
 """Adapters by name and by digest: loading, replacement, unloading, and every refusal."""
 
 import asyncio
+import errno
 import json
+import os
 import random
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -284,4 +287,28 @@ async def test_requests_that_wait_for_a_load_count_among_those_that_wait(session
         assert running.server._in_flight._placed.total() == 0
     finally:
         gate.set()
+        running.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(errno.EIO, "adapter_files_unreadable"), (None, "adapter_files_unreadable"), (errno.ENOMEM, "engine_overloaded")],
+)
+async def test_files_that_cannot_be_read_are_an_error_of_the_store(session, model, tmp_path, monkeypatch, number, code):
+    def fail(*_):
+        raise OSError("no JSON") if number is None else OSError(number, os.strerror(number), "/a/hidden/path")
+
+    store = DirectoryStore(tmp_path / "store")
+    save_adapter(tmp_path / "a", seed=7)
+    digest = store.put(tmp_path / "a", BaseShape.from_config_dir(model)).digest
+    running = RunningServer(model, tmp_path / "store")
+    monkeypatch.setattr(AdapterReader, "read", fail)
+    try:
+        body = FIELDS | {"model": f"sha256:{digest}"}
+        async with session.post(running.url + "/v1/completions", json=body) as response:
+            error = (await response.json())["error"]
+            assert (response.status, error["code"], response.headers["Retry-After"]) == (503, code, "1")
+        assert not re.search("None|path", error["message"])
+        assert (await Client(session, running.url).post("/v1/completions", FIELDS | {"model": "tiny"}))[0] == 200
+    finally:
         running.close()

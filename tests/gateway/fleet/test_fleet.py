@@ -14,6 +14,9 @@ from testing.gateway.running import ADMIN_KEY, BASE_MODEL, Browser, Client, Gate
 from testing.gateway.upstream import TOKEN, Upstream
 from testing.ports import free_port
 
+# Codes of engines that cannot serve a request now.
+BUSY = ("engine_overloaded", "adapter_files_unreadable")
+
 
 async def test_residency_is_read_and_followed(tmp_path: Path, model_dir: Path, redis_url: str):
     async with Upstream().serving() as one, Upstream().serving() as two:
@@ -205,7 +208,7 @@ async def ask_of_both(acme: Client, one: Upstream, two: Upstream, asked: int) ->
     await until(enough, 60.0)
 
 
-@pytest.mark.parametrize("refuses", [None, (503, "engine_unavailable"), (503, "engine_overloaded")])
+@pytest.mark.parametrize("refuses", [None, *((503, code) for code in ("engine_unavailable", *BUSY))])
 async def test_what_an_engine_does_not_begin_another_does(
     pair: tuple[Gateway, Upstream, Upstream], refuses: tuple[int, str] | None
 ):
@@ -227,7 +230,7 @@ async def test_a_conversation_stays_with_its_engine(pair: tuple[Gateway, Upstrea
     assert sorted([len(one.requests), len(two.requests)]) == [0, 10]
 
 
-@pytest.mark.parametrize("refuses", [(503, "engine_overloaded"), (429, "engine_share_used")])
+@pytest.mark.parametrize("refuses", [*((503, code) for code in BUSY), (429, "engine_share_used")])
 async def test_if_no_engine_begins_the_last_ones_reason_is_returned(
     pair: tuple[Gateway, Upstream, Upstream], refuses: tuple[int, str]
 ):
@@ -280,6 +283,19 @@ async def test_an_engine_that_breaks_one_answer_after_the_other_gets_no_more(
         assert ("engine_died" if "drop_after" in how else "engine_error") in failed
     got = await acme.complete()
     assert (got.status, got.error["code"], len(upstream.requests)) == (503, "no_engine", FAILURES_UNTIL_OPEN)
+
+
+@pytest.mark.parametrize("code", BUSY)
+async def test_requests_that_an_engine_cannot_serve_now_are_no_failures_of_it(
+    gateway: Gateway, upstream: Upstream, code: str, long_pauses: None
+):
+    tenants = [await gateway.tenant(name) for name in ("acme", "globex")]
+    upstream.refuses = (503, code)
+    for tenant in tenants * FAILURES_UNTIL_OPEN:
+        got = await tenant.complete()
+        assert (got.status, got.error["code"]) == (503, code)
+    upstream.refuses = False
+    assert [(await tenant.complete()).status for tenant in tenants] == [200, 200]
 
 
 async def test_while_a_long_answer_proves_an_engine_others_are_served(
