@@ -21,11 +21,11 @@ from engine.execution.runner import Runner, RunnerLimits, StepRunner
 from engine.execution.simulated import DEVICE as SIMULATED_DEVICE
 from engine.execution.simulated import SimulatedRunner
 from engine.memory import (
-    FIXED_KV_CACHE,
     Needs,
     adapter_bytes,
     check_memory,
     count_blocks,
+    fixed_kv_cache,
     host_adapter_bytes,
     mib,
     most_prompt_logits,
@@ -90,7 +90,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     draft = None if found_draft is None else _load_draft(*found_draft, device, limits, sizes, progress)
     platform.release_memory()  # temporary tensors of the load are not counted as weights
     weights = 0 if share is None else platform.used_memory() - share.before
-    shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, weights)
+    shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, weights, platform)
     host_cache.limit_to(host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu"))))
     adapters = _adapter_pool(config, shape, host_cache, on_device, lora_dtype, device, loaded.pack)
     # A block of the draft model's cache belongs to each block of the base model's.
@@ -102,7 +102,7 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     )
     warming = partial(progress, WARMING)
     if share is None:
-        num_blocks = (config.kv_cache_memory or FIXED_KV_CACHE) // block_bytes
+        num_blocks = fixed_kv_cache(config, platform) // block_bytes
     else:
         with _fitting(platform, "max_num_batched_tokens", "a step of so many tokens does not fit; lower it"):
             measured = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)

@@ -29,12 +29,12 @@ from engine.execution.graphs import default_sizes, default_token_sizes
 from engine.execution.seats import seat_bytes
 from engine.gpus import GPUS
 from engine.memory import (
-    FIXED_KV_CACHE,
     Needs,
     Share,
     adapter_bytes,
     check_memory,
     count_blocks,
+    fixed_kv_cache,
     host_adapter_bytes,
     most_prompt_logits,
     open_share,
@@ -157,7 +157,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     loaded = weights.num_bytes + draft.weights + process
     sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
-    on_device = adapter_bytes(config, share, loaded)
+    on_device = adapter_bytes(config, share, loaded, platform)
     pages = _pages(config, BaseShape.from_config(raw), on_device, lora_dtype)
     # LoRA on embed_tokens and lm_head may take a quarter of the pages' memory, as in `engine.build`.
     needs = Needs(
@@ -169,7 +169,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     )
     kv_bytes = kv_bytes_per_token(model, kv_dtype)
     block_bytes = (kv_bytes + draft.kv_bytes) * config.block_size
-    num_blocks = _num_blocks(config, share, needs, block_bytes, sizes)
+    num_blocks = _num_blocks(config, share, needs, block_bytes, sizes, platform)
     kv_cache = num_blocks * block_bytes
     host = host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")))
     total = platform.total_memory()
@@ -292,9 +292,11 @@ def _seat_bytes(sizes: BatchSizes, model: ModelConfig, platform: Platform) -> in
     return 0 if platform.is_host else seat_bytes(sizes.max_num_seqs, model.vocab_size)
 
 
-def _num_blocks(config: EngineConfig, share: Share | None, needs: Needs, block_bytes: int, sizes: BatchSizes) -> int:
+def _num_blocks(
+    config: EngineConfig, share: Share | None, needs: Needs, block_bytes: int, sizes: BatchSizes, platform: Platform
+) -> int:
     if share is None:
-        return (config.kv_cache_memory or FIXED_KV_CACHE) // block_bytes
+        return fixed_kv_cache(config, platform) // block_bytes
     return count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
 
 

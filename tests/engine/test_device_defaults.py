@@ -33,7 +33,7 @@ def test_a_device_has_its_own_defaults(
     assert BatchSizes.of(given, is_gpu=not platform.is_host) == BatchSizes(3, 5)
     assert host_adapter_bytes(given, 8 * GIB, platform, host) == 7
     monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: 20 * GIB)
-    assert host_adapter_bytes(config, 8 * GIB, platform, host) == min(host_adapters, 10 * GIB)
+    assert host_adapter_bytes(config, 8 * GIB, platform, host) == {"cpu": 20 * GIB // 6, "cuda": 10 * GIB}[device]
 
 
 def test_an_engine_takes_the_defaults_of_a_gpu(tmp_path: Path) -> None:

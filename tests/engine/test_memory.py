@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.seats import seat_bytes
 from engine.execution.token_rules import AllowedTokens, BannedWords
-from engine.memory import Needs, Share, adapter_bytes, count_blocks
+from engine.memory import Needs, Share, adapter_bytes, count_blocks, fixed_kv_cache, host_adapter_bytes
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cgroups import memory_limit
 from kernels.cpu.platform import CpuPlatform
@@ -35,7 +35,6 @@ def share(utilization: float = 0.9, total: int = 80 * GIB, before: int = 0) -> S
 @pytest.mark.parametrize(
     ("options", "place", "expected"),
     [
-        ({}, None, GIB),
         ({"adapter_memory": 0}, None, 0),
         ({}, share(), 8 * GIB),
         ({}, share(total=24 * GIB), (int(24 * GIB * 0.9) - 16 * GIB) // 4),
@@ -45,7 +44,23 @@ def share(utilization: float = 0.9, total: int = 80 * GIB, before: int = 0) -> S
 def test_adapters_get_a_quarter_of_what_the_weights_leave(
     options: dict[str, Any], place: Share | None, expected: int
 ) -> None:
-    assert adapter_bytes(EngineConfig(model="x", **options), place, 16 * GIB) == expected
+    assert adapter_bytes(EngineConfig(model="x", **options), place, 16 * GIB, CpuPlatform()) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "expected"), [(24, (2 * GIB, GIB, 4 * GIB)), (4, (4 * GIB // 6, 4 * GIB // 12, 4 * GIB // 6))]
+)
+def test_the_cpus_defaults_fit_a_small_container(
+    total: int, expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: total * GIB)
+    config, cpu = EngineConfig(model="x"), CpuPlatform()
+    adapters = adapter_bytes(config, None, 0, cpu)
+    sizes = fixed_kv_cache(config, cpu), adapters, host_adapter_bytes(config, adapters, cpu, cpu)
+    assert sizes == pytest.approx(expected, abs=1)
+    given = EngineConfig(model="x", kv_cache_memory=7, adapter_memory=8, host_adapter_memory=9)
+    assert (fixed_kv_cache(given, cpu), adapter_bytes(given, None, 0, cpu)) == (7, 8)
+    assert host_adapter_bytes(given, adapters, cpu, cpu) == 9
 
 
 NEEDS = Needs(weights=16 * GIB, adapters=8 * GIB, activations=3 * GIB, graphs=GIB)
@@ -94,7 +109,7 @@ def test_too_little_is_an_error_with_all_sizes(options: dict[str, Any], place: S
 
 def test_weights_beyond_the_share_are_an_error() -> None:
     with pytest.raises(ConfigError, match=r"0\.1 of this GPU's 81920 MiB is 8192 MiB, of which weights 16384 MiB"):
-        adapter_bytes(EngineConfig(model="x"), share(utilization=0.1), 16 * GIB)
+        adapter_bytes(EngineConfig(model="x"), share(utilization=0.1), 16 * GIB, CpuPlatform())
 
 
 @pytest.fixture(scope="module")
