@@ -241,7 +241,9 @@ class AdapterPool:
         return loaded
 
     def error(self, digest: str) -> Exception:
-        """Return and clear the error of FAILED: the next request tries again. AdapterError: the adapter's fault."""
+        """Return and clear the error of FAILED: the next request tries again. AdapterError: the adapter's fault.
+        OSError: the store's.
+        """
         return self._errors.pop(digest)
 
     def no_longer_wanted(self, digest: str) -> None:

@@ -268,27 +268,36 @@ class ModelRegistry:
 
 @contextmanager
 def _named(model: str) -> Iterator[None]:
-    """Translate the errors of a load; they name the adapter as the client did."""
+    """Translate the errors of a load."""
     try:
         yield
-    except AdapterNotFound:
-        raise ModelNotFound(model) from None
-    except AdapterError as exc:
-        _log_failure(model, exc)
-        raise ApiError(400, f"the adapter cannot be served: {exc}", param="model", code="adapter_refused") from None
-    except OSError as exc:
-        _log_failure(model, exc)
-        if exc.errno == errno.ENOMEM:
-            raise QueueFull(f"the adapter cannot be loaded: {exc.strerror}", retry_after=1) from exc
-        # The store failed, not the adapter: another engine may be able to read it.
-        raise ApiError(
-            503,
-            f"the adapter's files cannot be read: {exc.strerror or 'the store failed'}",
-            kind="server_error",
-            param="model",
-            code="adapter_files_unreadable",
-            headers={"Retry-After": "1"},
-        ) from exc
+    except (AdapterError, OSError) as exc:
+        raise load_error(model, exc) from exc
+
+
+def load_error(model: str, error: Exception) -> ApiError | QueueFull:
+    """Return the answer's error for a load that failed, before its request was queued or while it waits for the device.
+
+    It names the adapter as the client did.
+    """
+    if isinstance(error, AdapterNotFound):
+        return ModelNotFound(model)
+    _log_failure(model, error)
+    if isinstance(error, AdapterError):
+        return ApiError(400, f"the adapter cannot be served: {error}", param="model", code="adapter_refused")
+    if not isinstance(error, OSError):
+        return ApiError(500, "the adapter could not be loaded", kind="server_error", code="generation_failed")
+    if error.errno == errno.ENOMEM:
+        return QueueFull(f"the adapter cannot be loaded: {error.strerror}", retry_after=1)
+    # The store failed, not the adapter: another engine may be able to read it.
+    return ApiError(
+        503,
+        f"the adapter's files cannot be read: {error.strerror or 'the store failed'}",
+        kind="server_error",
+        param="model",
+        code="adapter_files_unreadable",
+        headers={"Retry-After": "1"},
+    )
 
 
 def _log_load(name: str, adapter: AdapterFacts, started: float) -> None:

@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.answers import Answer
+from engine.answering.model_names import load_error
 from engine.answering.report import PIECE_BYTES, Report, write
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
 from engine.answering.text import OutputText
@@ -240,6 +241,8 @@ class Run:
                 self._reason = delta.finish_reason or self._reason
                 if delta.finish_reason is not None:
                     self._metrics.finished.labels(delta.finish_reason).inc()
+                if delta.fault is not None:
+                    raise load_error(self._body.model, delta.fault.error())
                 if delta.error_param is not None:
                     code = "adapter_refused" if delta.error_param == "model" else None
                     raise BadRequest(delta.error_param, delta.error or "", code)

@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from engine.answering.text import OutputText
+from engine.core.errors import Fault
 from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 
@@ -12,7 +13,8 @@ class Delta:
     """The gain of a choice since its previous delta. `logprobs` has one entry per token; it is empty if none are
     requested.
 
-    stop_reason: the stop string or stop token id that ended the choice; None for any other end.
+    stop_reason: the stop string or stop token id that ended the choice; None for any other end. fault: see
+    `RequestOutput`.
     """
 
     index: int
@@ -24,6 +26,7 @@ class Delta:
     stop_reason: str | int | None = None
     error: str | None = None
     error_param: str | None = None
+    fault: Fault | None = None
 
     def add(self, other: "Delta") -> None:
         """Append a later delta of the same choice."""
@@ -130,4 +133,5 @@ class Sequence:
         if output.logprobs is not None:
             delta.logprobs += output.logprobs[:taken]
         delta.finish_reason, delta.error, delta.error_param = finish_reason, output.error, output.error_param
+        delta.fault = output.fault
         self.finished = finish_reason is not None

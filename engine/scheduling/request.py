@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
+from engine.core.errors import Fault
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.prompt_lookup import PromptLookup
 from wire.deadlines import deadline
@@ -94,8 +95,8 @@ class TokenLogprobs(NamedTuple):
 class RequestOutput(NamedTuple):
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
-    error_param: the request's parameter that caused `error`, None if none did. started_at: time at which work on the
-    prompt began (time.time()). served_digest: see `Request`. logits: `[vocab]` in fp32, if kept.
+    error_param: the request's parameter that caused `error`, None if none did. fault: the error of the adapter's load.
+    started_at: start of the work on the prompt (time.time()). served_digest: see `Request`. logits: `[vocab]` in fp32.
     """
 
     request_id: str
@@ -111,6 +112,7 @@ class RequestOutput(NamedTuple):
     started_at: float | None = None
     served_digest: str | None = None
     logits: bytes | None = None
+    fault: Fault | None = None
 
 
 class Status(Enum):
@@ -201,7 +203,7 @@ class Request:
     __slots__ = (
         "adapter_digest", "adapter_slot", "adapter_start", "arrival", "arrived", "block_hashes", "blocks",
         "cache_salt", "can_draft", "charged", "drafts", "edits", "edits_logits", "error", "error_param",
-        "finish_reason", "has_news", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher",
+        "fault", "finish_reason", "has_news", "is_plain", "logits", "logprobs", "lookup", "mask", "matcher",
         "max_num_tokens", "num_adapter_pages", "num_cached_tokens", "num_computed", "num_drafted", "num_kept",
         "num_paid", "num_pending", "num_preemptions", "num_prompt_tokens", "num_registered_blocks", "params",
         "prefix_hit", "priority", "prompt_logprobs", "quantum_end", "queued_at", "request_id", "seat", "seed",
@@ -243,8 +245,7 @@ class Request:
         self.num_adapter_pages = 0
         self.seat = -1
         self.turn: tuple[int, float, int] = (1, 0.0, arrival)
-        self.arrived = self.queued_at = 0.0
-        self.charged = 0.0
+        self.arrived = self.queued_at = self.charged = 0.0
         self.num_paid = self.num_kept = self.quantum_end = 0
         # An output has the newest token's logits only, so a request that keeps them has one token a step.
         self.can_draft = not new.params.keep_logits
@@ -256,6 +257,7 @@ class Request:
         self.finish_reason: FinishReason | None = None
         self.error: str | None = None
         self.error_param: str | None = None
+        self.fault: Fault | None = None
         self.started_at: float | None = None
         # The matcher's state depends on the output tokens only, so a preemption does not change it.
         self.matcher: Matcher | None = None if new.params.grammar is None else new.params.grammar.matcher()
@@ -389,6 +391,7 @@ class Request:
             self.started_at,
             self.served_digest,
             None if self.logits is None else self.logits.float().numpy().tobytes(),
+            self.fault,
         )
         if self.logprobs or self.prompt_logprobs:
             self.logprobs, self.prompt_logprobs = [], []

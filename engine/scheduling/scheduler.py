@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import AdapterPool, Residency
+from engine.core.errors import Fault
 from engine.scheduling.cost import load_cost, step_cost
 from engine.scheduling.drafter import Drafter, is_doubtful
 from engine.scheduling.growth import Growth
@@ -324,15 +324,15 @@ class Scheduler:
         if residency is Residency.READY:
             return True
         if residency is Residency.FAILED:
-            self._fail_waiting(request.adapter_digest, self.adapters.error(request.adapter_digest))
+            self._fail_waiting(request.adapter_digest, Fault.of(self.adapters.error(request.adapter_digest)))
         return False
 
-    def _fail_waiting(self, adapter: str, error: Exception) -> None:
+    def _fail_waiting(self, adapter: str, fault: Fault) -> None:
         """End all requests that wait for an adapter; otherwise each of them would request the same load again."""
         for request in list(self._by_adapter[adapter].values()):
             if request.status is Status.WAITING:
-                self.fail(request, str(error))
-                request.error_param = "model" if isinstance(error, AdapterError) else None
+                self.fail(request, str(fault.error()))
+                request.fault = fault
                 self._failed.append(request)
 
     def _patience(self, streams: Plan) -> float:

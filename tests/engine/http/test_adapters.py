@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from adapters.checkpoint import Checkpoint
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
 from adapters.tiers.adapter_reader import AdapterReader
@@ -235,32 +236,61 @@ async def test_an_adapter_that_no_page_holds_is_refused_each_time(client, server
         assert "rank is 32, the limit is 16" in answer["error"]["message"]
 
 
-async def test_an_adapter_lost_while_its_request_waits_is_a_400(session, model, tmp_path):
-    """An adapter in host memory at the request's arrival, then evicted and damaged before its load, gives a 400."""
+def damage(checkpoint: Checkpoint, _: pytest.MonkeyPatch) -> None:
+    weights = checkpoint.folder / "adapter_model.safetensors"
+    weights.chmod(0o644)
+    weights.write_bytes(weights.read_bytes()[:-5])
+
+
+def remove(checkpoint: Checkpoint, _: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(checkpoint.folder)
+
+
+def break_store(_: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(DirectoryStore, "use", fail)
+
+
+@pytest.mark.parametrize(
+    ("harm", "expected"),
+    [
+        (damage, (400, "adapter_refused")),
+        (remove, (404, "model_not_found")),
+        (break_store, (503, "adapter_files_unreadable")),
+    ],
+)
+async def test_an_adapter_lost_while_its_request_waits_is_the_error_of_its_first_load(
+    session, model, tmp_path, monkeypatch, harm, expected
+):
+    """An adapter in host memory at the request's arrival, then evicted, cannot be read again for the device."""
     store = DirectoryStore(tmp_path / "store")
     save_adapter(tmp_path / "a", seed=6)
     checkpoint = store.put(tmp_path / "a", BaseShape.from_config_dir(model))
     running = RunningServer(model, tmp_path / "store", config={"max_num_seqs": 1})
     try:
         client = Client(session, running.url)
+        body = FIELDS | {"model": f"sha256:{checkpoint.digest}"}
         long = {"model": "tiny", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "stream": True}
         async with session.post(running.url + "/v1/completions", json=long) as stream:
             await stream.content.readany()
             # The device is asked for the adapter before a request is placed, also when `max_num_seqs` is reached.
             running.core.engine.adapters.ensure = lambda *_: Residency.LOADING
-            waiting = asyncio.create_task(
-                client.post("/v1/completions", FIELDS | {"model": f"sha256:{checkpoint.digest}"})
-            )
-            await client.wait_for(lambda state: state["waiting"] == 1)
+            waiting = [
+                asyncio.create_task(client.post("/v1/completions", body | {"stream": is_stream}))
+                for is_stream in (False, True)
+            ]
+            await client.wait_for(lambda state: state["waiting"] == 2)
             running.core.host_cache.drop(checkpoint.digest)
-            weights = checkpoint.folder / "adapter_model.safetensors"
-            weights.chmod(0o644)
-            weights.write_bytes(weights.read_bytes()[:-5])
+            harm(checkpoint, monkeypatch)
             del running.core.engine.adapters.ensure
-            status, answer = await waiting
-            assert (status, answer["error"]["code"]) == (400, "adapter_refused"), answer
-            assert answer["error"]["param"] == "model"
+            answers = [await each for each in waiting]
             stream.close()
+        # The error is that of a request whose adapter is not even loaded once.
+        answers.append(await client.post("/v1/completions", body))
+        assert [(status, answer["error"]["code"]) for status, answer in answers] == [expected] * 3, answers
+        assert answers[0] == answers[1] == answers[2]
     finally:
         running.close()
 

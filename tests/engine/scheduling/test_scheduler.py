@@ -6,6 +6,7 @@ from typing import Any
 
 from adapters.manifest import AdapterError
 from adapters.tiers.device_pool import Residency
+from engine.core.errors import Fault
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
@@ -304,7 +305,8 @@ def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     assert pool.tries == 1
     failed = scheduler.take_failed()
     assert len(failed) == 100
-    assert all((r.finish_reason, r.error_param) == ("error", "model") for r in failed)
+    fault = Fault("AdapterError", ["adapter", "damaged"])
+    assert all((r.finish_reason, r.error, r.fault) == ("error", "adapter: damaged", fault) for r in failed)
 
 
 def test_long_cached_prompts_start_one_after_the_other(monkeypatch: Any) -> None:

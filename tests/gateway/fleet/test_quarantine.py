@@ -197,6 +197,23 @@ async def test_an_adapters_fault_is_no_failure_of_the_engine(gateway: Gateway, u
     assert (await acme.complete(model="mine")).status == 200
 
 
+@pytest.mark.parametrize("refusal", [(503, "adapter_files_unreadable"), (404, "model_not_found")])
+async def test_an_adapter_store_that_fails_closes_no_engine(
+    refusal: tuple[int, str], gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 600.0)
+    tenants = [await gateway.tenant(name, requests_per_minute=100) for name in ("acme", "globex")]
+    for tenant in tenants:
+        await push(tenant, "mine", files())
+    upstream.refuses = refusal
+    for _ in range(FAILURES_UNTIL_OPEN):
+        for tenant in tenants:
+            assert (await tenant.complete(model="mine")).status in (502, 503)
+    upstream.refuses = False
+    for tenant in tenants:
+        assert (await tenant.complete()).status == 200
+
+
 async def test_deaths_on_one_base_model_refuse_no_probe_on_another(clock: Clock, database: Database):
     acme = await Tenants(database).create("acme", {}, "op")
     quarantine = Quarantine(100.0, SECRET, clock=clock)
