@@ -75,7 +75,9 @@ class Bucket:
             import obstore
             from obstore.store import S3Store as Client
         except ImportError:
-            raise ValueError("adapter store: s3:// needs `pip install loraplex[s3]`") from None
+            raise ValueError(
+                "adapter store: s3:// needs Loraplex's extra `s3`; in its checkout: pip install -e '.[s3]'"
+            ) from None
         parts = urlsplit(url)
         given = {key: values[-1] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
         unknown = sorted(given.keys() - set(OPTIONS))

