@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from kernels.memory import lazy_zeros
+from kernels.memory import HugePages
 from kernels.ops import Ops
 from kernels.roofline import MAX_READ_BYTES
 from kernels.weights import LinearWeights
@@ -48,12 +48,13 @@ def measure_linear(ops: Ops, matrices: Sequence[LinearWeights], dtype: torch.dty
     cache unless the whole model does.
     """
     made: list[LinearWeights] = []
+    memory = HugePages()  # as an engine's weights have; a small matrix has none of its own
     for matrix in matrices:
         if made and sum(each.num_bytes for each in made) + matrix.num_bytes > MAX_READ_BYTES:
             break
-        # Huge pages, as an engine's weights have. Zeros would share one page.
+        # Zeros would share one page.
         tensors = {
-            name: lazy_zeros(tuple(tensor.shape), tensor.dtype, huge_pages=True).fill_(1)
+            name: memory.empty(tensor.numel(), tensor.dtype).view(tensor.shape).fill_(1)
             for name, tensor in matrix.tensors.items()
         }
         made.append(LinearWeights(matrix.scheme, tensors, matrix.in_features, matrix.out_features))

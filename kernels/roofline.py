@@ -39,7 +39,9 @@ def measure_roofline(device: torch.device, dtype: torch.dtype, weight_bytes: int
     """
     platform = platform_of(device)
     num_read = min(max(weight_bytes, 1 << 20), MAX_READ_BYTES) // 4 * 4
-    buffer = torch.ones(num_read // 4, dtype=torch.float32, device=device)
+    # Huge pages, as weights and keys have: on pages of 4 KiB a read is bound by address translation. Zeros would share
+    # one page.
+    buffer = platform.zeros((num_read // 4,), torch.float32, huge_pages=True).fill_(1)
     bandwidth = num_read / _least_time(buffer.sum, platform.fence)
     del buffer
     # A CPU without products of 16 bits computes them in fp32.
