@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 
 # Time limit for a client to receive a piece. A slower client is disconnected, because it holds a place and memory.
 WRITE_SECONDS = 30.0
+# The same for a gateway, which waits for its own client and cuts it off by a rule of its own. It ends every request
+# after 3600 s (LORAPLEX_REQUEST_TIMEOUT), so this limit is for a gateway that hangs.
+GATEWAY_WRITE_SECONDS = 3600.0
 PIECE_BYTES = 64 << 10
 # Unread bytes up to which a write returns at once: less than the event loop's limit of 64 KiB, HTTP's framing included.
 UNREAD_BYTES = 48 << 10
@@ -67,26 +70,30 @@ class Report:
             if response is None:
                 response = self._response = web.StreamResponse(headers={"Content-Type": REPORT_TYPE})
                 await response.prepare(self._request)
-            await write(self._request, response, data)
+            await write(self._request, response, data, internal=True)
         except ConnectionError:
             # The client left, so this handler is about to be cancelled.
             assert response is not None
         return response
 
 
-async def write(request: web.Request, response: web.StreamResponse, payload: bytes) -> None:
-    """Write in pieces, each within `WRITE_SECONDS`. Raises ConnectionError for a client that is too slow."""
+async def write(request: web.Request, response: web.StreamResponse, payload: bytes, *, internal: bool) -> None:
+    """Write in pieces, each within the time limit of the caller. Raises ConnectionError for one that is too slow.
+
+    internal: the caller is a gateway.
+    """
     transport = request.transport
     if transport is not None and transport.get_write_buffer_size() + len(payload) <= UNREAD_BYTES:
         # The usual event of a stream: the buffer has room for it, so the write does not wait and needs no timer.
         await response.write(payload)
         return
+    seconds = GATEWAY_WRITE_SECONDS if internal else WRITE_SECONDS
     for start in range(0, len(payload), PIECE_BYTES):
         try:
-            async with asyncio.timeout(WRITE_SECONDS):
+            async with asyncio.timeout(seconds):
                 await response.write(payload[start : start + PIECE_BYTES])
         except TimeoutError:
-            logger.info("cut off a client that read too little of its answer within %g s", WRITE_SECONDS)
+            logger.info("cut off a client that read too little of its answer within %g s", seconds)
             if request.transport is not None:
                 request.transport.abort()
             raise ConnectionAbortedError("the client reads too slowly") from None

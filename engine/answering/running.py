@@ -146,7 +146,7 @@ class Run:
         response.content_length = len(body)
         try:
             await response.prepare(request)
-            await write(request, response, body)
+            await write(request, response, body, internal=self._internal)
             await response.write_eof()
         except ConnectionError:
             return response
@@ -180,18 +180,18 @@ class Run:
             opened: set[int] = set()
             while deltas:
                 if payload := self._chunks(answer, deltas, opened):
-                    await write(request, response, payload)
+                    await write(request, response, payload, internal=self._internal)
                 try:
                     deltas = await anext(news, [])
                 except Exception as exc:  # noqa: BLE001 - the status is sent, so the error goes into the stream
                     error = _event(error_body(as_api_error(exc, request)))
-                    await write(request, response, error + b"data: [DONE]\n\n")
+                    await write(request, response, error + b"data: [DONE]\n\n", internal=self._internal)
                     return response
             end = b"data: [DONE]\n\n"
             if self._body.include_usage:
                 usage = answer.envelope([], stream=True, usage=self._usage(), progress=self._progress_if_internal())
                 end = _event(msgspec.json.encode(usage)) + end
-            await write(request, response, end)
+            await write(request, response, end, internal=self._internal)
             await response.write_eof()
         except ConnectionError:
             # The client left before the handler was cancelled; returning aborts the sequences.

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +22,7 @@ from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
+from gateway.fleet.health import Health
 from gateway.fleet.own_requests import InFlight, counted
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
@@ -72,12 +73,13 @@ class Answering(msgspec.Struct, frozen=True):
     """A response of status 200, its body unread.
 
     release: frees the engine's places before the answer's end, because the engine has finished its part. Only the first
-    call has an effect.
+    call has an effect. was_cut_off: tells of an answer that broke whether its client's slow reading is the reason.
     """
 
     engine: EngineRecord
     response: Incoming
     release: Callable[[], None]
+    was_cut_off: Callable[[], Awaitable[bool]]
 
 
 @dataclass(slots=True)
@@ -168,7 +170,7 @@ class Fleet:
                 in_flight.free()
                 gate.free(place)
 
-            yield Answering(engine, response, release)
+            yield Answering(engine, response, release, partial(self._was_cut_off, engine, in_flight))
 
     async def _begin(self, call: Call, bill: Bill, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
@@ -320,6 +322,7 @@ class Fleet:
                 engine.requests.count(digest, tenant_id, loads=loads) as in_flight,
                 counted(self._in_progress, digest),
             ):
+                in_flight.instance = engine.state.instance
                 trace = span.headers()
                 sent = replace(call, trace=trace) if trace else call
                 async with self._client.open(engine, sent) as response:
@@ -331,8 +334,11 @@ class Fleet:
                         ended = response.content.exception()
                         if ended is not None and type(ended) is not ClientConnectionError:
                             # Exactly that type means that the gateway closed it, for example for a revoked key.
-                            record = breaker.failed
-                            if not isinstance(ended, TimeoutError):
+                            if isinstance(ended, TimeoutError):
+                                # The time for a read stops while the client holds the engine back.
+                                record = breaker.failed
+                            elif not await self._was_cut_off(engine, in_flight):
+                                record = breaker.failed
                                 self._quarantine.died(engine, tenant_id, call.model.suspects, call.body)
             if ended is None:
                 record = breaker.succeeded
@@ -350,6 +356,17 @@ class Fleet:
             raise
         finally:
             record(tenant_id)
+
+    async def _was_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
+        """Return whether a broken answer was cut off because its client read too slowly, so that no engine failed.
+
+        Engines and proxies limit the time of a write. The client must have held the engine back, and the engine must
+        still run: otherwise a request that kills engines could hide behind a slow client.
+        """
+        if in_flight.is_counted:
+            return False
+        await self._registry.check(engine)
+        return engine.condition.health in (Health.UP, Health.DRAINING) and engine.state.instance == in_flight.instance
 
 
 @asynccontextmanager

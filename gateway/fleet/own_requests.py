@@ -80,11 +80,12 @@ class Prefetched:
 
 
 class InFlight:
-    """A request that counts in `in_flight`."""
+    """A request that counts in `in_flight`. instance: the engine's instance that has it, None if unknown."""
 
     def __init__(self, requests: OwnRequests) -> None:
         self._requests = requests
         self.is_counted = True
+        self.instance: str | None = None
 
     def free(self) -> None:
         """Remove the request from `in_flight`, because the engine has finished its part. It stays in `by_digest`."""

@@ -114,6 +114,10 @@ class Registry:
         seconds = [each for each in found if each is not None]
         return BaseAsleep(min(seconds)) if seconds else otherwise
 
+    async def check(self, engine: EngineRecord) -> None:
+        """Check an engine now, beside its own task. Raises no network errors."""
+        await self._watch(engine)
+
     async def poll(self) -> None:
         """Discover engines and check each of them once."""
         await self._discover_engines()

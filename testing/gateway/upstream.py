@@ -100,6 +100,8 @@ class Upstream:
         self.says = ["a"]
         # Streams of requests with `pause` wait after their first event.
         self.paused = True
+        # Connections of the streams that have not ended.
+        self.streaming: set[asyncio.Transport] = set()
 
     @asynccontextmanager
     async def serving(self, port: int = 0) -> AsyncIterator["Upstream"]:
@@ -233,10 +235,13 @@ class Upstream:
             self.finished[mine["id"]] = mine
         if self.keeps_allowances and (allowance := request.headers.get("x-loraplex-allowance")) is not None:
             self.allowances[mine["id"]] = int(allowance)
+        transport = request.transport
+        assert transport is not None
         self._active += 1
         try:
             await self._wait_out(lambda: self.holds)
             if body.get("stream"):
+                self.streaming.add(transport)
                 response = await self._stream(request, body, how, mine)
                 mine["finish_reason"] = mine["finish_reason"] or "stop"
                 return response
@@ -246,6 +251,7 @@ class Upstream:
             raise
         finally:
             self._active -= 1
+            self.streaming.discard(transport)
             mine["finish_reason"] = mine["finish_reason"] or "abort"
         tokens, ended_by_allowance = mine["completion_tokens"], mine["finish_reason"] == "length"
         choice = {"index": 0, "finish_reason": mine["finish_reason"]}
@@ -359,6 +365,11 @@ class Upstream:
             await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
         await response.write(b"data: [DONE]\n\n")
         return response
+
+    def cut_off(self) -> None:
+        """Close the connections of all streams, as a server or proxy that limits the time of a write."""
+        while self.streaming:
+            self.streaming.pop().abort()
 
     def _envelope(self, body: dict[str, Any]) -> dict[str, Any]:
         pad = {"pad": "x" * body["x_engine"]["pad"]} if "pad" in body.get("x_engine", {}) else {}

@@ -30,7 +30,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import Fields, public_error, read_answer, read_events
+from gateway.fleet.answers import EngineLost, Fields, public_error, read_answer, read_events
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.engine import EngineRecord
@@ -197,8 +197,12 @@ class Completions:
                 await _send(delivery, response, b"[DONE]")
             except ClientGone:
                 raise
-            except Exception as raised:  # noqa: BLE001  (the status line is already sent: an event reports the error)
+            except Exception as raised:
+                # The status line is already sent: an event reports the error.
                 error = account.hold_end.cut or raised
+                if isinstance(error, EngineLost) and await answering.was_cut_off():
+                    self._deliveries.cut(delivery)
+                    raise ClientGone from raised
                 failure = translate(error, request[REQUEST_ID])
                 request[ERROR_CODE] = failure.code or failure.kind
                 account.failed(request[ERROR_CODE])

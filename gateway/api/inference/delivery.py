@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 
 # Unread bytes that any answer may have, so that a small answer never waits for memory.
 FREE_BYTES = 2**16
+# Bytes of HTTP's framing that a write adds to its data, at most.
+FRAMING_BYTES = 64
 LOOK_SECONDS = 0.5
 # Minimum time over which a client's rate is measured while others wait for memory.
 PRESSURE_SECONDS = 2.0
@@ -80,7 +82,7 @@ class Delivery:
     async def _fall_behind(self, size: int) -> None:
         """Hold memory for `size` unread bytes. If that or the write must wait, the engine's place is freed."""
         has_room = self._deliveries.has_room(self, size)
-        if self.on_full is not None and (size > self._deliveries.reader_bytes or not has_room):
+        if self.on_full is not None and (size + FRAMING_BYTES > self._deliveries.reader_bytes or not has_room):
             self.on_full()
         if not has_room:
             await self._deliveries.wait_for_room(self, size)
@@ -171,7 +173,7 @@ class Deliveries:
                 del self._open[transport]
             elif now - delivery.marked >= self._window:
                 if delivery.taken - delivery.taken_at_mark < self._least_rate * self._window:
-                    self._cut(delivery)
+                    self.cut(delivery)
                 delivery.mark(now)
         if self._waiting or self._budget.held > 3 * self._budget.total // 4:
             self._make_room(now)
@@ -186,9 +188,10 @@ class Deliveries:
         ]
         slowest = max(judged, key=lambda delivery: delivery.unread / _rate(delivery, now), default=None)
         if slowest is not None and slowest.unread / _rate(slowest, now) > self._window:
-            self._cut(slowest)
+            self.cut(slowest)
 
-    def _cut(self, delivery: Delivery) -> None:
+    def cut(self, delivery: Delivery) -> None:
+        """Close the connection of a client that reads too slowly."""
         log.warning("a client of %s reads too slowly: %d bytes unread", delivery.owner, delivery.unread)
         self._metrics.slow_reader_cut()
         # The abort cancels a running handler, so the request is settled as if its client had left.

@@ -88,6 +88,7 @@ async def test_too_many_log_probabilities_are_refused_by_name(
 @pytest.fixture
 def impatient(model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(report, "WRITE_SECONDS", 0.5)
+    monkeypatch.setattr(report, "GATEWAY_WRITE_SECONDS", 0.5)
     running = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=0, internal_token="secret")
     yield running
     running.close()
@@ -133,3 +134,27 @@ async def test_a_client_that_does_not_read_is_cut_off(
                 received += piece
         assert b"[DONE]" not in received[-100:]
         assert not received.endswith(b"}")
+
+
+async def test_a_gateway_that_waits_for_its_client_is_not_cut_off(
+    impatient: RunningServer, session: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(report, "GATEWAY_WRITE_SECONDS", 600.0)
+    session.headers["x-loraplex-internal-token"] = "secret"
+    client = Client(session, impatient.url)
+    with idle_reader(impatient, LONG_STREAM | {"model": "tiny", "ignore_eos": True}) as idle:
+        await client.wait_for(lambda state: state["running"] == 2)
+        await client.wait_for(lambda state: state["running"] == 0, seconds=120)
+        # Several times the limit of other clients, which holds for each write.
+        await asyncio.sleep(3 * report.WRITE_SECONDS)
+        assert impatient.server._in_flight._placed.total() == 2
+
+        def rest() -> bytes:
+            received = b""
+            while b"[DONE]" not in received[-100:] and (piece := idle.recv(1 << 20)):
+                received = received[-100:] + piece
+            return received
+
+        idle.settimeout(120.0)
+        assert b"data: [DONE]" in (await asyncio.to_thread(rest))[-100:]
+        await client.wait_for(lambda _: impatient.server._in_flight._placed.total() == 0)

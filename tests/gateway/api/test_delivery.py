@@ -14,6 +14,7 @@ import pytest
 from aiohttp import web
 
 from gateway.fleet.answers import read_answer
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from gateway.quota import growth
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
@@ -38,6 +39,14 @@ class Reader:
             while piece := await asyncio.wait_for(self.reader.read(2**20), 30.0):
                 got += piece
         return got
+
+    async def find(self, wanted: bytes) -> None:
+        """Read until the bytes arrive."""
+        end = b""
+        while wanted not in end:
+            piece = await asyncio.wait_for(self.reader.read(2**16), 60.0)
+            assert piece, "the stream ended without them"
+            end = end[-len(wanted) :] + piece
 
 
 Ask = Callable[..., Awaitable[Reader]]
@@ -151,11 +160,7 @@ async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_
         await until(lambda: asyncio.sleep(0, any(each["finish_reason"] for each in upstream.finished.values())))
         [stopped] = [each for each in upstream.finished.values() if each["finish_reason"]]
         assert (stopped["finish_reason"], stopped["completion_tokens"] < 4800) == ("abort", True)
-        got = b""
-        while b"rate_limit_exceeded" not in got[-(2**17) :]:
-            piece = await asyncio.wait_for(reader.reader.read(2**16), 30.0)
-            assert piece, "the stream ended without the error"
-            got += piece
+        await reader.find(b"rate_limit_exceeded")
         other.cancel()
 
 
@@ -185,6 +190,78 @@ async def test_a_reader_below_the_least_rate_is_cut_off_and_billed(
         [done] = upstream.finished.values()
         assert (await slow.usage())[0]["completion_tokens"] == done["completion_tokens"]
         assert await metric(gateway, UNREAD) == 0
+
+
+async def cut_off_readers(
+    gateway: Gateway, ask: Ask, upstream: Upstream, *names: str
+) -> tuple[list[Client], list[Reader]]:
+    """Return new tenants, and three streams of each that it did not read and that the engine has cut off."""
+    tenants = [await gateway.tenant(name, **MANY) for name in names]
+    how = {"tokens": 2000, "pad": 2**16}
+    readers = [
+        await ask(gateway, tenant, prompt=f"Hi {number}", stream=True, max_tokens=2000, x_engine=how)
+        for number in range(FAILURES_UNTIL_OPEN)
+        for tenant in tenants
+    ]
+
+    async def all_are_held() -> bool:
+        return len(upstream.streaming) == len(readers) and await in_flight(gateway) == 0
+
+    await until(all_are_held, 120.0)
+    upstream.cut_off()
+    return tenants, readers
+
+
+@pytest.fixture
+def lasting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Breakers that open stay open for the whole test, however slow the machine."""
+    monkeypatch.setattr("gateway.fleet.breaker.FIRST_PAUSE_SECONDS", 600.0)
+    monkeypatch.setattr("gateway.fleet.breaker.MAX_PAUSE_SECONDS", 600.0)
+
+
+@pytest.mark.usefixtures("lasting_pauses")
+async def test_readers_that_an_engine_cuts_off_are_no_failure_of_it(
+    serve: Any, ask: Ask, upstream: Upstream, caplog: pytest.LogCaptureFixture
+):
+    """Two tenants' slow readers, whose breaks surface together, close the engine for nobody and quarantine nothing."""
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        tenants, readers = await cut_off_readers(gateway, ask, upstream, "a", "b")
+        neighbour = await gateway.tenant("neighbour")
+        ends = await asyncio.gather(*(reader.rest() for reader in readers))
+        assert not any(b"[DONE]" in end or b"error" in end for end in ends)
+        for each in (neighbour, *tenants):
+            # The requests of the tenants that were cut off are not in quarantine.
+            got = await each.complete(prompt="Hi 0", max_tokens=2000, x_engine={"tokens": 2, "pad": 2**16})
+            assert got.status == 200, got.json
+        assert await metric(gateway, "loraplex_gateway_quarantined_total") == 0
+        assert await metric(gateway, "loraplex_gateway_slow_readers_cut_total") == len(readers)
+        [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+        assert engine["available"], engine
+        generated = sorted(done["completion_tokens"] for done in upstream.finished.values())
+
+        async def are_billed() -> bool:
+            page = (await gateway.admin.get("/metrics")).body.decode()
+            cancelled = sum(
+                float(line.rsplit(" ", 1)[1])
+                for line in page.splitlines()
+                if line.startswith("loraplex_gateway_inference_requests_total") and 'status="cancelled"' in line
+            )
+            billed = [row["completion_tokens"] for each in (*tenants, neighbour) for row in await each.usage()]
+            return cancelled == len(readers) and sum(billed) == sum(generated)
+
+        await until(are_billed)
+    assert "engine_died" not in caplog.text
+
+
+@pytest.mark.usefixtures("lasting_pauses")
+async def test_an_engine_that_dies_behind_a_slow_reader_has_died(serve: Any, ask: Ask, upstream: Upstream):
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        [slow], readers = await cut_off_readers(gateway, ask, upstream, "a")
+        # Another instance runs at the address of the one that broke the streams.
+        upstream.instance = "two"
+        await asyncio.gather(*(reader.find(b"engine_died") for reader in readers))
+        assert (await slow.complete()).error["code"] == "no_engine"
+        assert (await (await gateway.tenant("neighbour")).complete()).status == 200
 
 
 async def test_a_reader_that_keeps_up_with_the_least_rate_gets_all(serve: Any, ask: Ask):
