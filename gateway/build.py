@@ -50,6 +50,7 @@ from gateway.api.uploads.resumable import ResumableUploads
 from gateway.api.uploads.validating import Validation
 from gateway.api.webhook_manager import WebhookManager
 from gateway.billing.activity_rebuild import ActivityRebuild
+from gateway.billing.own_engines import OwnEngines
 from gateway.billing.recovery import Abandoned
 from gateway.fleet.addresses import own_fields
 from gateway.metrics import Metrics
@@ -185,12 +186,12 @@ def _served(resources: Resources, serving: Serving, base: str) -> Served:
 
 
 def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> Abandoned:
-    def with_usage_log() -> list[str]:
-        return [engine.url for engine in serving.registry.engines if engine.address.traits.has_usage_log]
+    def listed() -> dict[str, bool]:
+        return {engine.url: engine.address.traits.has_usage_log for engine in serving.registry.engines}
 
-    seconds = resources.settings.lease_seconds / 3
+    seconds, engines = resources.settings.lease_seconds / 3, OwnEngines(listed)
     return Abandoned(
-        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, with_usage_log, seconds
+        billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, engines, seconds
     )
 
 

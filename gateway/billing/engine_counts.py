@@ -24,7 +24,7 @@ PAGE = 50
 
 
 class FinishedClient:
-    """Client for our own engines; vLLM has no such route."""
+    """Client for our own engines. Its calls have the internal token, so no other URL may be asked."""
 
     def __init__(self, session: ClientSession, internal_token: str) -> None:
         self._session = session

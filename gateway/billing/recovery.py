@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.lease_note import noted_weights
 from gateway.billing.ledger import Ledger
+from gateway.billing.own_engines import OwnEngines
 from gateway.billing.stream import UsageStream
 from gateway.billing.usage_row import UsageRow, encode
 from gateway.errors import Unavailable
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 # The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
-# Maximum wait for the counts of an engine that is away and may come back. After it the last progress counts.
+# Maximum wait for an engine that is away and may come back with its counts, or for the gateway of a request whose
+# engine is not ours, so that it is not asked. After it the last progress counts.
 ENGINE_PATIENCE_SECONDS = 60.0
 # Time that live gateways get, after Redis was away, to settle the requests that ended during the outage.
 RETURN_SECONDS = 5.0
@@ -37,7 +38,7 @@ Answers = dict[str, dict[str, FinishedRequest] | None]
 
 
 class Abandoned:
-    """Settlement of expired leases. engines: returns the URLs of our own engines."""
+    """Settlement of expired leases."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Abandoned:
         ledger: Ledger,
         metrics: Metrics,
         finished: FinishedClient,
-        engines: Callable[[], Iterable[str]],
+        engines: OwnEngines,
         every_seconds: float,
     ) -> None:
         self._quota = quota
@@ -64,6 +65,7 @@ class Abandoned:
             # Jitter, so that no process always gets the turn.
             pause = self._every_seconds * JITTER.uniform(0.75, 1.25)
             await asyncio.sleep(max(pause, RETURN_SECONDS - self._quota.answers_for))
+            self._engines.refresh()
             if self._quota.answers_for < RETURN_SECONDS:
                 continue
             try:
@@ -106,7 +108,7 @@ class Abandoned:
 
     async def _ask(self, leases: list[ExpiredLease]) -> Answers:
         ids = [lease.reservation.request_id for lease in leases]
-        urls = {*self._engines(), *(lease.progress.engine_url for lease in leases if lease.progress is not None)}
+        urls = self._engines.to_ask(lease.progress.engine_url for lease in leases if lease.progress is not None)
         answers = await asyncio.gather(*(self._finished.ask(url, ids) for url in urls))
         return dict(zip(urls, answers, strict=True))
 
@@ -131,7 +133,8 @@ class Abandoned:
 def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> FinishedRequest | None:
     """Return the final counts of an abandoned request, None to decide later.
 
-    That is the case if the request still runs (its gateway lives after all), or if `patient` and its engine is away.
+    That is the case if the request still runs (its gateway lives after all), or if `patient` and its engine is away or
+    is not asked, because it is no engine of ours.
     """
     request_id, progress = lease.reservation.request_id, lease.progress
     known = [record for answer in answers.values() if answer and (record := answer.get(request_id)) is not None]

@@ -18,9 +18,9 @@ Event = dict[str, Any]
 class ForeignDouble(ABC):
     """Double of a foreign server.
 
-    names: paths of the loaded adapters by name. loads, unloads: adapter names in request order. requests: headers and
-    body of each. redirect: target of redirects, "" sends none. fail_loads: the error of every load. hold: while clear,
-    requests run without ending.
+    names: paths of the loaded adapters by name. loads, unloads: adapter names in request order. heads: headers of every
+    call. requests: headers and body of each request for an answer. redirect: target of redirects, "" sends none.
+    fail_loads: the error of every load. hold: while clear, requests run without ending.
     """
 
     def __init__(self, base_model: str, root: str) -> None:
@@ -31,6 +31,7 @@ class ForeignDouble(ABC):
         self.names: dict[str, str] = {}
         self.loads: list[str] = []
         self.unloads: list[str] = []
+        self.heads: list[dict[str, str]] = []
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.redirect = ""
         self.fail_loads: str | None = None
@@ -101,6 +102,7 @@ class ForeignDouble(ABC):
 
     @web.middleware
     async def _authenticate(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        self.heads.append(lower_case(request))
         wanted = self._wanted_key(request.path)
         if wanted and request.headers.get("Authorization") != f"Bearer {wanted}":
             return web.json_response({"error": "Unauthorized"}, status=401)
@@ -129,7 +131,7 @@ class ForeignDouble(ABC):
         if self.redirect:
             return web.Response(status=307, headers={"Location": self.redirect + request.path})
         body = await request.json()
-        self.requests.append(({k.lower(): v for k, v in request.headers.items()}, body))
+        self.requests.append((lower_case(request), body))
         is_chat = request.path.endswith("/chat/completions")
         if (refusal := self._refusal(body, is_chat)) is not None:
             return refusal
@@ -140,6 +142,11 @@ class ForeignDouble(ABC):
             return await self._answer(request, body, is_chat)
         finally:
             self.running -= 1
+
+
+def lower_case(request: web.Request) -> dict[str, str]:
+    """Return the headers by their names in lower case."""
+    return {name.lower(): value for name, value in request.headers.items()}
 
 
 def token_counts(tokens: int) -> dict[str, Any]:

@@ -67,6 +67,9 @@ def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequ
         # The right engine has no record, or the wait for it is over.
         (LeaseProgress(ENGINE, 7, 3), {ENGINE: {}, OTHER: None}, True, 3),
         (LeaseProgress(ENGINE, 7, 3), {ENGINE: None, OTHER: {}}, False, 3),
+        # Its engine is not asked, because it is a foreign server.
+        (LeaseProgress(ENGINE, 7, 3), {OTHER: {}}, True, None),
+        (LeaseProgress(ENGINE, 7, 3), {OTHER: {}}, False, 3),
         (None, {ENGINE: {}, OTHER: {}}, True, 0),
         (None, {ENGINE: None}, False, 0),
         (None, {}, True, 0),
