@@ -276,9 +276,9 @@ local function spent_on(kind, state, day, more)
   return packed_days(last, days, state)
 end
 
--- Return the state of a budget of which nothing is spent. `since`: of its recall.
-local function unspent(kind, since)
-  local state = struct.pack('ddddd', period(kind)[1], 0, since, 0, 0)
+-- Return the state of a recalled limit of which nothing is used. `since`: of its recall.
+local function unused(kind, since)
+  local state = struct.pack('ddddd', BUDGET[kind] and period(kind)[1] or now, 0, since, 0, 0)
   return state .. string.rep(struct.pack('d', 0), ROLLING[kind] or 0)
 end
 
@@ -322,15 +322,10 @@ local function under_limit(field, kind, state, limit, has_held)
   if not state and not has_held then
     return state, 0, 0
   end
-  local at, debt, basis = now, 0, limit
-  if state and RECALLED[kind] then
-    local _
-    if #state >= 48 then
-      at, debt, _, _, _, basis = struct.unpack('dddddd', state)
-    else
-      at, debt = struct.unpack('dd', state)
-    end
-  elseif state and #state >= 24 then
+  local at, debt, basis, _ = now, 0, limit, nil
+  if state and RECALLED[kind] and #state >= 48 then
+    at, debt, _, _, _, basis = struct.unpack('dddddd', state)
+  elseif state and not RECALLED[kind] and #state >= 24 then
     at, debt, basis = struct.unpack('ddd', state)
   elseif state then
     at, debt = struct.unpack('dd', state)
@@ -649,7 +644,7 @@ local function take(i, amount)
   elseif BUDGET[kind] then
     -- A new period begins with nothing spent, without a recall.
     local number = period(kind)[1]
-    local of_period = struct.unpack('d', before) == number and before or unspent(kind, now)
+    local of_period = struct.unpack('d', before) == number and before or unused(kind, now)
     state = packed_budget(number, used[i] + amount, of_period)
   else
     change(fields[i], amount)
@@ -715,10 +710,7 @@ local function peek()
   local since = {}
   for i = 2, #unknown, 2 do
     local at = unknown[i] + 1
-    since[at] = unknown[i + 1]
-    if BUDGET[kinds[at]] then
-      states[at] = unspent(kinds[at], 0)
-    end
+    since[at], states[at] = unknown[i + 1], unused(kinds[at], 0)
   end
   measure()
   local reply = {}
@@ -804,7 +796,7 @@ local function recall(field, limit, since, counted, known)
       local basis = max(limit, counted)
       state = struct.pack('dddddd', now, max(0, counted * window / basis - (now - since)), since, known, check, basis)
     elseif ROLLING[kind] then
-      local day, days = floor(since / 86400000000), days_of(kind, unspent(kind, since))
+      local day, days = floor(since / 86400000000), days_of(kind, unused(kind, since))
       days[#days] = counted
       for i = 7, #ARGV do
         days[i - 6] = tonumber(ARGV[i])

@@ -158,6 +158,22 @@ async def test_usage_that_redis_does_not_know_is_read_from_the_ledger_and_not_st
     await quota.close()
 
 
+async def test_a_peek_after_a_restart_of_redis_sees_what_running_requests_hold(redis: Client):
+    quota = Quota(redis, timeout=30.0, lease_seconds=600, past=Ledger())
+    who = principal(
+        tenant={"tokens_per_day": 1000, "requests_per_day": 9, "tokens_per_minute": 500, "budget_per_month": 100}
+    )
+    running = await take(quota, who, 100)
+    # Another server wrote the states, by their run id.
+    await redis.hset(f"loraplex:{{{who.tenant.id}}}:quota", "@", f"{'0' * 40} 0")
+    kept = await dump(redis, who)
+    left = {each.limit.name: each.remaining for each in await quota.peek(who)}
+    assert left == {"tokens_per_day": 300, "requests_per_day": 6, "tokens_per_minute": 400, "budget_per_month": 70}
+    assert await dump(redis, who) == kept
+    await settle(quota, running, 100)
+    await quota.close()
+
+
 async def test_a_peek_without_redis_is_refused(redis: Client, monkeypatch: pytest.MonkeyPatch):
     quota = Quota(redis, timeout=30.0, lease_seconds=30)
     who = principal(tenant={"requests_per_minute": 5})
