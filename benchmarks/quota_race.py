@@ -34,7 +34,7 @@ from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Limits, Tenant
-from gateway.redis.client import connect
+from gateway.redis.client import KEYS, connect
 
 PRICE = Price(input=3_000_000, cached=1_000_000, output=7_000_000)
 MODEL = "base"
@@ -278,7 +278,7 @@ def _read(log: Path) -> list[list[Any]]:
 
 async def _clear(redis: Any, run: str) -> None:
     for name in TENANTS:
-        for part in ("quota", "usage", "leases", "held"):
+        for part in KEYS:
             await redis.delete(f"loraplex:{{{run}{name}}}:{part}")
         await redis.zrem(sweeps.TENANTS, run + name)
 

@@ -96,7 +96,9 @@ class Abandoned:
                 log.exception("settling the expired leases of tenant %s failed; the gateway retries", tenant_id)
 
     async def _settle_of(self, tenant_id: str) -> None:
-        leases = await self._quota.expired(tenant_id)
+        expired = await self._quota.expired(tenant_id)
+        # This process extends its own leases again, after a suspension of the machine too.
+        leases = [lease for lease in expired if not self._quota.runs(lease.reservation)]
         if not leases:
             return
         answers = await self._ask(leases)
@@ -120,10 +122,13 @@ class Abandoned:
             # operator, so that nothing stays held.
             log.critical("the lease of request %s, left by a dead gateway, is malformed", lease.reservation.request_id)
             event = msgspec.json.encode({**lease.lease, "request_id": lease.reservation.request_id, "outcome": outcome})
-            await self._quota.settle(lease.reservation, tokens=lease.reservation.tokens, cost=0, event=event)
+            tokens = lease.reservation.tokens
+            await self._quota.settle(lease.reservation, tokens=tokens, cost=0, event=event, is_abandoned=True)
             return
         used = row.prompt_tokens + row.completion_tokens + row.surcharge
-        entry_id = await self._quota.settle(lease.reservation, tokens=used, cost=row.cost, event=encode(row))
+        entry_id = await self._quota.settle(
+            lease.reservation, tokens=used, cost=row.cost, event=encode(row), is_abandoned=True
+        )
         if entry_id is not None:
             log.warning("abandoned request %s is settled with %d tokens", row.request_id, used)
             self._metrics.finished(row)

@@ -112,12 +112,13 @@ class Leases:
     async def _restore(self, lease: _Lease) -> None:
         """Restore a lease that Redis has lost, with the limits that its settlement corrects.
 
-        Rates of requests are left out, because their state is lost with the lease.
+        Rates of requests are left out, because their state is lost with the lease. If another gateway has settled the
+        request while this one could not extend the lease, there is nothing left to restore.
         """
         reservation = lease.reservation
         request_rates = TAKES_ONE & WINDOW_BY_LETTER.keys()
         limits = [limit for limit in lease.limits if limit.letter not in request_rates]
-        await self._store.script(
+        restored = await self._store.script(
             reservation.tenant_id,
             "restore",
             self._lease_ms,
@@ -131,3 +132,6 @@ class Leases:
             lease.note,
             *(item for limit in limits for item in (limit.field, limit.value)),
         )
+        if restored is None:
+            self.remove(reservation.tenant_id, reservation.request_id)
+            log.warning("request %s was settled by another gateway while it ran", reservation.request_id)

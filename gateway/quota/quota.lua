@@ -24,7 +24,8 @@
 --
 -- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> end of the lease, ms; negative
 --   once the lease has ended and the request's slots are released), held (hash: request id -> its record,
---   id .. PROGRESS -> its progress), usage (stream)
+--   id .. PROGRESS -> its progress), usage (stream), abandoned (sorted set: request id -> moment, ms, at which another
+--   gateway settled the request)
 -- ARGV[1] is the call; moments are in microseconds:
 --   acquire, id, lease ms, prompt, completion, expected, step, input price, output price, note, then of each limit:
 --     field, limit
@@ -41,9 +42,9 @@
 --     known: the total usage before `since`. counted: the part of it that still counts at `since`. The first call creates
 --     the state; later ones for the same `since` add the difference in `known`, in any order and however often. A rolling
 --     budget adds it to the day of `since`, because late usage is of the time just before `since`.
---   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none
+--   settle, id, tokens used, cost, requests used (0 or 1), event or '' to add none, 1 if another gateway settles or 0
 --     -> the event's id in the stream, the request's id if there is no event; nil, without any change, if the id holds
---        no lease
+--        no lease, or if another gateway settles a request whose own gateway lives and has extended its lease again
 --   grow, id, used, wanted
 --     Turns `used` tokens into debt and holds up to `wanted` more, but never less than is left of the hold.
 --     -> {total of tokens that may be used, wait (ms) for the denied part, field of the exceeded limit or ''};
@@ -51,7 +52,7 @@
 --   extend, lease ms, then of each request: id, progress or '', tokens used or ''     -> the ids that hold no lease
 --   restore, lease ms, id, admission, tokens, completion, cost, held, charged, note, then of each limit: field, limit
 --     Restores a lease that was lost with this server's data, without a check for room. The limits do not include rates
---     of requests.
+--     of requests. -> nil, without any change, if another gateway has settled the request
 --   expired, at most   -> of each ended lease: id, tokens reserved, note, progress or '', moment of the ledger's row,
 --     end (ms)
 --
@@ -68,7 +69,7 @@
 -- So do the constants of the arithmetic that gateway/quota/local.py repeats: HEADROOM, GAUGE_WAIT_MS, MAX_STEP.
 -- Prices are micro-units per million tokens; up to prices of 10^9 and 4 * 10^6 tokens all products are exact.
 
-local STATE, LEASES, RECORDS, USAGE = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local STATE, LEASES, RECORDS, USAGE, ABANDONED = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local PROGRESS = ':progress'
 -- Suffixes of a limit's field: the moment `since` of a pending recall, and the tokens that running requests hold.
 local PENDING, HOLD = '?', '#'
@@ -81,6 +82,8 @@ local SERVER, RECOUNTED = '@', '!'
 local VERSION = 2
 -- Expiry of an unused key. The longest period of any limit is a month.
 local KEEP_MS = 35 * 86400000
+-- Time for which ABANDONED keeps an id. Older requests are not restored, so none is settled twice.
+local ABANDONED_MS = 86400000
 -- Age at which a recall is repeated first: the ledger lags by about as much. It is repeated each time that the age has
 -- doubled, and at least every 30 s in the first hour (the longest time that a request may run).
 local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
@@ -857,16 +860,20 @@ local function settle_limit(record, field, kind, limit, tokens, cost, requests)
   end
 end
 
-local function settle(id, tokens, cost, requests, event)
-  local record = record_of(id)
-  if not record then
+local function settle(id, tokens, cost, requests, event, is_abandoned)
+  local record, has_slots = record_of(id), tonumber(redis.call('ZSCORE', LEASES, id) or 0) > 0
+  if not record or is_abandoned and has_slots then
     return false
   end
-  local lease = redis.call('ZSCORE', LEASES, id)
   read_states(record)
   redis.call('HDEL', RECORDS, id, id .. PROGRESS)
   redis.call('ZREM', LEASES, id)
-  local has_slots, held = lease and tonumber(lease) > 0, held_of(record)
+  if is_abandoned then
+    redis.call('ZREMRANGEBYSCORE', ABANDONED, '-inf', now_ms - ABANDONED_MS)
+    redis.call('ZADD', ABANDONED, now_ms, id)
+    redis.call('PEXPIRE', ABANDONED, ABANDONED_MS)
+  end
+  local held = held_of(record)
   for i = 1, #record.limits, 2 do
     local field = record.limits[i]
     local kind = kind_of(field)
@@ -971,7 +978,9 @@ local function extend(lease_ms)
 end
 
 local function restore(lease_ms, id, at, tokens, completion, cost, held, charged, note)
-  if redis.call('ZSCORE', LEASES, id) and record_of(id) then
+  if now - at > ABANDONED_MS * 1000 or redis.call('ZSCORE', ABANDONED, id) then
+    return false
+  elseif redis.call('ZSCORE', LEASES, id) and record_of(id) then
     return 0
   end
   local record = {
@@ -1040,7 +1049,7 @@ if call == 'acquire' then
 elseif call == 'peek' then
   reply = peek()
 elseif call == 'settle' then
-  reply = settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6])
+  reply = settle(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), ARGV[6], ARGV[7] == '1')
 elseif call == 'recall' then
   reply = recall(ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]))
 elseif call == 'grow' then

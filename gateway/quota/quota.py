@@ -238,13 +238,25 @@ class Quota:
         """Record a request's progress. The next extension of its lease sends it to Redis."""
         self._leases.progress(reservation, LeaseProgress(engine_url, prompt_tokens, completion_tokens, is_free, end))
 
+    def runs(self, reservation: Reservation) -> bool:
+        """Return whether this process runs the request and will settle it."""
+        return self._leases.has(reservation.tenant_id, reservation.request_id)
+
     async def settle(
-        self, reservation: Reservation, *, tokens: int, cost: int, event: bytes, counts: bool = True
+        self,
+        reservation: Reservation,
+        *,
+        tokens: int,
+        cost: int,
+        event: bytes,
+        counts: bool = True,
+        is_abandoned: bool = False,
     ) -> bytes | None:
         """Release the hold, correct every limit to the real use, and add `event` to the tenant's stream, in one step.
 
         Repeated calls settle once. tokens: prompt and completion. cost: in micro-units. counts: False if the request
-        itself does not count against request rates.
+        itself does not count against request rates. is_abandoned: True if another gateway had the request; nothing
+        happens if it has extended the lease again.
 
         Returns the event's id in the stream, or None if Redis holds no lease of this id, because it was settled before,
         was admitted without Redis, or was lost by Redis. In that case nothing was added, and the caller must keep the
@@ -257,7 +269,7 @@ class Quota:
         if reservation.hold is not None:
             reservation.hold.ended(tokens)
         self._without_redis.settle(tenant_id, request_id, tokens, cost, counts=counts)
-        arguments = ("settle", request_id, tokens, cost, int(counts), event)
+        arguments = ("settle", request_id, tokens, cost, int(counts), event, int(is_abandoned))
         for left in reversed(range(SETTLE_TRIES)):
             try:
                 return await self._store.script(tenant_id, *arguments)

@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 Client = Redis | RedisCluster
 
+# Last parts of the keys of the quota's script, in the order in which it expects them.
+KEYS = ("quota", "leases", "held", "usage", "abandoned")
 MAX_CONNECTIONS = 64
 # Length of a connection attempt, in callers' deadlines. No caller waits for it by then.
 CONNECT_PATIENCE = 60
@@ -119,15 +121,15 @@ class QuotaStore:
         """Call the quota's script on one tenant's keys. Raises Unavailable."""
         # The hash tag keeps a tenant's keys on one shard of a cluster, so that one script can use all of them.
         tag = f"loraplex:{{{tenant_id}}}:"
-        keys = (tag + "quota", tag + "leases", tag + "held", tag + "usage")
-        return await self.call(lambda: self._evaluate(*keys, *arguments))
+        keys = [tag + part for part in KEYS]
+        return await self.call(lambda: self._evaluate(len(keys), *keys, *arguments))
 
     async def _evaluate(self, *keys_and_arguments: Any) -> Any:
         try:
-            return await self.execute("EVALSHA", self._digest, 4, *keys_and_arguments)
+            return await self.execute("EVALSHA", self._digest, *keys_and_arguments)
         except NoScriptError:
             # The server was restarted, or is another one. EVAL also loads the script.
-            return await self.execute("EVAL", self._source, 4, *keys_and_arguments)
+            return await self.execute("EVAL", self._source, *keys_and_arguments)
 
     async def execute(self, *command: Any) -> Any:
         """Send a command within `call`. Commands and scripts of one process keep their order if `in_order`."""

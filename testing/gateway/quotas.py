@@ -28,5 +28,6 @@ async def dump(redis: Client, who: Any) -> dict[str, Any]:
         "leases": await redis.zrange(tag + "leases", 0, -1, withscores=True),
         "held": await redis.hgetall(tag + "held"),
         "usage": await redis.xrange(tag + "usage"),
+        "abandoned": await redis.zrange(tag + "abandoned", 0, -1),
     }
     return {part: content for part, content in kept.items() if content}

@@ -12,6 +12,7 @@ from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import UNKNOWN
 from gateway.records.money.prices import Price
+from gateway.redis.client import KEYS
 
 SOURCE = script.source()
 CLOCK = "redis.call('TIME')"
@@ -44,7 +45,7 @@ class Script:
             SOURCE.replace(CLOCK, "{ARGV[#ARGV - 1], ARGV[#ARGV]}; ARGV[#ARGV] = nil; ARGV[#ARGV] = nil")
         )
         tag = f"loraplex:{{{uuid.uuid4().hex}}}:"
-        self.keys = [tag + part for part in ("quota", "leases", "held", "usage")]
+        self.keys = [tag + part for part in KEYS]
         self.now = START
 
     def call(self, *arguments: Any) -> Any:

@@ -92,7 +92,7 @@ def test_new_requests_leave_room_for_streams_to_grow(client: redis.Redis):
 def test_a_record_without_a_hold_holds_its_whole_reservation(client: redis.Redis):
     """Write the record as gateways of the release before do."""
     script = Script(client)
-    state, leases, held, _ = script.keys
+    state, leases, held, *_ = script.keys
     record = {"v": 2, "tokens": 50_000, "completion": 50_000, "cost": 0, "note": "{}", "at": script.now}
     client.hset(held, "old", msgspec.msgpack.encode({**record, "limits": [LIMIT.field, LIMIT.value]}))
     client.hset(state, LIMIT.field + "#", 50_000)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from gateway.access.auth import TenantPrincipal
 from gateway.errors import RateLimited
 from gateway.quota.quota import SWEEPER, Quota
 from gateway.records.money.prices import Price
@@ -102,6 +103,56 @@ async def test_a_lease_that_was_lost_is_put_back(redis: Client):
     assert await settle(quota, running, 100) is not None
     assert await settle(quota, running, 100) is None
     await take(quota, who)
+
+
+async def test_a_request_that_another_gateway_has_settled_changes_nothing_at_its_end(redis: Client):
+    """A gateway that was cut off for longer than a lease neither restores the lease nor settles it again."""
+    cut_off = Quota(redis, timeout=30.0, lease_seconds=0.05)
+    other = Quota(redis, timeout=30.0, lease_seconds=600)
+    who = principal(
+        tenant={"max_concurrent": 2, "tokens_per_minute": 1000, "requests_per_minute": 9, "budget_per_month": 1000},
+        key={"tokens_per_day": 1000, "budget_per_30_days": 1000, "max_concurrent_tokens": 1000},
+    )
+    price = Price(output=1_000_000)
+    running = await take(cut_off, who, 400, request_id="a", price=price)
+    await until(lambda: other.expired(who.tenant.id))
+    [found] = await other.expired(who.tenant.id)
+    assert await settle(other, found.reservation, 100, 100, is_abandoned=True) is not None
+    assert await redis.zrange(f"loraplex:{{{who.tenant.id}}}:abandoned", 0, -1) == [b"a"]
+    before = await left(other, who)
+    assert before["budget_per_month"] == before["budget_per_30_days"] == 900
+    assert before["max_concurrent"] == 2
+    cut_off._leases._lease_ms = 600_000
+    for _ in range(2):
+        await cut_off._leases.extend(who.tenant.id)
+    assert not cut_off.runs(running)
+    assert await settle(cut_off, running, 250, 250) is None
+    # Time pays off the debt of rates meanwhile; a second settlement would have added 150 tokens to it.
+    after = await left(other, who)
+    assert after.pop("tokens_per_minute") >= before.pop("tokens_per_minute")
+    assert 0 <= after.pop("tokens_per_day") - before.pop("tokens_per_day") < 50
+    assert after == before
+
+
+async def test_a_request_whose_gateway_is_back_is_not_settled_by_another_one(redis: Client):
+    """The other gateway listed the ended lease before it was extended again."""
+    back = Quota(redis, timeout=30.0, lease_seconds=0.05)
+    other = Quota(redis, timeout=30.0, lease_seconds=600)
+    who = principal(tenant={"max_concurrent": 1, "budget_per_month": 1000})
+    running = await take(back, who, 400, request_id="a", price=Price(output=1_000_000))
+    await until(lambda: other.expired(who.tenant.id))
+    [found] = await other.expired(who.tenant.id)
+    back._leases._lease_ms = 600_000
+    await back._leases.extend(who.tenant.id)
+    assert await settle(other, found.reservation, 100, 100, is_abandoned=True) is None
+    with pytest.raises(RateLimited, match="concurrent"):
+        await take(other, who)
+    assert await settle(back, running, 250, 250) is not None
+    assert (await left(other, who))["budget_per_month"] == 750
+
+
+async def left(quota: Quota, who: TenantPrincipal) -> dict[str, int]:
+    return {each.limit.name: each.remaining for each in await quota.peek(who)}
 
 
 async def test_one_sweep_finds_the_tenants_whose_leases_have_ended(redis: Client):

@@ -34,7 +34,7 @@ def stored(client: redis.Redis, script: Script) -> list[Any]:
     """Return all data of the script's tenant, and its expiries. DUMP would not do: the order in a hash table may change
     while nobody writes.
     """
-    quota, leases, held, usage = script.keys
+    quota, leases, held, usage, *_ = script.keys
     found = [client.hgetall(quota), client.zrange(leases, 0, -1, withscores=True), client.hgetall(held)]
     return [*found, client.xrange(usage), *map(client.pexpiretime, script.keys)]
 
@@ -108,7 +108,7 @@ def test_a_peek_before_any_request_writes_nothing(client: redis.Redis, limits: l
     """Limits that the ledger also counts name the moment up to which their usage must be read there."""
     script = Script(client)
     found = script.peek(limits)
-    assert stored(client, script) == [{}, [], {}, [], -2, -2, -2, -2]
+    assert stored(client, script) == [{}, [], {}, [], -2, -2, -2, -2, -2]
     assert [since for _, _, since in found] == [script.now if limit.letter in RECALLED else 0 for limit in limits]
     assert [remaining for remaining, _, _ in found] == [limit.value for limit in limits]
 

@@ -199,7 +199,7 @@ def test_an_ended_request_gives_its_reservation_back_at_once_and_owes_what_it_us
 def test_requests_of_the_release_before_are_settled_as_it_took_them(client: redis.Redis):
     """A reservation of the previous release is in the debt; its unused part is refunded unless it is paid off."""
     script, limit = Script(client), Limit("tenant:t", "tenant", "t", 60_000)
-    state, leases, held, _ = script.keys
+    state, leases, held, *_ = script.keys
     record = {
         "tokens": 50_000,
         "completion": 50_000,
