@@ -89,9 +89,9 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     loaded = (_load_decoder if platform.has_ops else _simulate)(config, model, device, context, progress)
     draft = None if found_draft is None else _load_draft(*found_draft, device, limits, sizes, progress)
     platform.release_memory()  # temporary tensors of the load are not counted as weights
-    weights = 0 if share is None else platform.used_memory() - share.before
-    shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, weights, platform)
-    host_cache.limit_to(host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu"))))
+    used = platform.used_memory() - (0 if share is None else share.before)
+    shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, used, platform)
+    host_cache.limit_to(host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")), used))
     adapters = _adapter_pool(config, shape, host_cache, on_device, lora_dtype, device, loaded.pack)
     # A block of the draft model's cache belongs to each block of the base model's.
     token_bytes = kv_bytes_per_token(model, kv_dtype) + (0 if draft is None else draft.kv_bytes)
@@ -102,13 +102,13 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     )
     warming = partial(progress, WARMING)
     if share is None:
-        num_blocks = fixed_kv_cache(config, platform) // block_bytes
+        num_blocks = fixed_kv_cache(config, platform, used) // block_bytes
     else:
         with _fitting(platform, "max_num_batched_tokens", "a step of so many tokens does not fit; lower it"):
             measured = rehearsal.measure(partial(loaded.make_runner, adapters), platform, warming)
             measured = measured if draft is None else measured.with_draft(draft.measure(platform, warming))
         # LoRA on embed_tokens and lm_head is outside of the pages, up to a quarter of their size.
-        needs = Needs(weights, on_device + on_device // 4, measured.activations, measured.graphs, measured.seats)
+        needs = Needs(used, on_device + on_device // 4, measured.activations, measured.graphs, measured.seats)
         num_blocks = count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
     context = fit_context(config, context, num_blocks, num_blocks * block_bytes)
     limits = replace(limits, num_blocks=num_blocks, max_model_len=context)

@@ -16,11 +16,10 @@ from wire.options import Times
 
 log = logging.getLogger(__name__)
 
-# Sizes on devices whose memory is not measured, and the parts of their memory that these defaults are at most: together
-# with the adapters in host memory half of it. These tables fill with use, and a container's engine that exceeds its
-# limit is killed.
+# Sizes on devices whose memory is not measured. They are at most these parts of the memory that the loaded model
+# leaves: the tables fill with use, and a container's engine that exceeds its limit is killed.
 FIXED_KV_CACHE, FIXED_ADAPTERS = 2 << 30, 1 << 30
-KV_CACHE_PART, ADAPTERS_PART, HOST_ADAPTERS_PART = 1 / 6, 1 / 12, 1 / 6
+KV_CACHE_PART, ADAPTERS_PART, HOST_ADAPTERS_PART = 1 / 4, 1 / 8, 1 / 4
 # Default of the adapters' memory: a quarter of what the weights leave, at most this.
 MAX_ADAPTERS = 8 << 30
 
@@ -110,34 +109,37 @@ def check_memory(config: EngineConfig, platform: Platform) -> None:
             )
 
 
-def fixed_kv_cache(config: EngineConfig, platform: Platform) -> int:
-    """Return the bytes of the KV cache on a device whose memory is not measured."""
-    return config.kv_cache_memory or min(FIXED_KV_CACHE, int(platform.total_memory() * KV_CACHE_PART))
+def fixed_kv_cache(config: EngineConfig, platform: Platform, used: int) -> int:
+    """Return the bytes of the KV cache on a device whose memory is not measured. used: bytes of the loaded model."""
+    return config.kv_cache_memory or _part(FIXED_KV_CACHE, KV_CACHE_PART, platform, used)
 
 
-def adapter_bytes(config: EngineConfig, share: Share | None, weights: int, platform: Platform) -> int:
-    """Return the bytes of the adapters' pages. weights: bytes of the weights. Raises ConfigError if these leave nothing
-    of the share.
+def _part(most: int, part: float, platform: Platform, used: int) -> int:
+    return max(1, min(most, int((platform.total_memory() - used) * part)))
+
+
+def adapter_bytes(config: EngineConfig, share: Share | None, used: int, platform: Platform) -> int:
+    """Return the bytes of the adapters' pages. used: bytes of the loaded model. Raises ConfigError if these leave
+    nothing of the share.
     """
     if config.adapter_memory is not None:
         return config.adapter_memory
     if share is None:
-        return min(FIXED_ADAPTERS, int(platform.total_memory() * ADAPTERS_PART))
-    if weights >= share.num_bytes:
-        raise ConfigError("gpu_memory_utilization", f"the model does not fit: {_spent(share, weights)}")
-    return min(MAX_ADAPTERS, (share.num_bytes - weights) // 4)
+        return _part(FIXED_ADAPTERS, ADAPTERS_PART, platform, used)
+    if used >= share.num_bytes:
+        raise ConfigError("gpu_memory_utilization", f"the model does not fit: {_spent(share, used)}")
+    return min(MAX_ADAPTERS, (share.num_bytes - used) // 4)
 
 
-def host_adapter_bytes(config: EngineConfig, on_device: int, platform: Platform, host: Platform) -> int:
-    """Return the limit of the host tier of adapters. on_device: bytes of the device tier.
+def host_adapter_bytes(config: EngineConfig, on_device: int, platform: Platform, host: Platform, used: int) -> int:
+    """Return the limit of the host tier of adapters. on_device: bytes of the device tier. used: see `adapter_bytes`.
 
     A default that follows from the device tier is at most half of the host's memory. See HOST_ADAPTERS_PART for that of
     the CPU.
     """
     value = device_default(config, "host_adapter_memory", is_gpu=not platform.is_host)
     if not isinstance(value, Times):
-        given = config.host_adapter_memory
-        return given or min(value, int(host.total_memory() * HOST_ADAPTERS_PART))
+        return config.host_adapter_memory or _part(value, HOST_ADAPTERS_PART, host, used)
     return max(1, min(value.factor * on_device, host.total_memory() // 2))
 
 

@@ -30,7 +30,6 @@ from engine.execution.seats import seat_bytes
 from engine.gpus import GPUS
 from engine.memory import (
     Needs,
-    Share,
     adapter_bytes,
     check_memory,
     count_blocks,
@@ -151,13 +150,14 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     context = resolve_context(config, model)
     share = open_share(config, platform)
     # On the CPU the memory limit includes the engine's process, which is assumed to be as large as this one.
-    process = 0 if share is None else platform.used_memory() - share.before
+    process = platform.used_memory() - (0 if share is None else share.before)
     weights = describe_weights(config, raw, model, target.ops, context)
     draft = _describe_draft(config, model, target, context)
-    loaded = weights.num_bytes + draft.weights + process
+    used = weights.num_bytes + draft.weights + process
+    loaded = used if share is not None else used - process
     sizes = BatchSizes.of(config, is_gpu=not platform.is_host)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
-    on_device = adapter_bytes(config, share, loaded, platform)
+    on_device = adapter_bytes(config, share, used, platform)
     pages = _pages(config, BaseShape.from_config(raw), on_device, lora_dtype)
     # LoRA on embed_tokens and lm_head may take a quarter of the pages' memory, as in `engine.build`.
     needs = Needs(
@@ -169,9 +169,13 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     )
     kv_bytes = kv_bytes_per_token(model, kv_dtype)
     block_bytes = (kv_bytes + draft.kv_bytes) * config.block_size
-    num_blocks = _num_blocks(config, share, needs, block_bytes, sizes, platform)
+    num_blocks = (
+        fixed_kv_cache(config, platform, used) // block_bytes
+        if share is None
+        else count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
+    )
     kv_cache = num_blocks * block_bytes
-    host = host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")))
+    host = host_adapter_bytes(config, on_device, platform, platform_of(torch.device("cpu")), used)
     total = platform.total_memory()
     memory = Memory(
         device=platform.name,
@@ -290,14 +294,6 @@ def _graph_bytes(config: EngineConfig, sizes: BatchSizes, platform: Platform) ->
 
 def _seat_bytes(sizes: BatchSizes, model: ModelConfig, platform: Platform) -> int:
     return 0 if platform.is_host else seat_bytes(sizes.max_num_seqs, model.vocab_size)
-
-
-def _num_blocks(
-    config: EngineConfig, share: Share | None, needs: Needs, block_bytes: int, sizes: BatchSizes, platform: Platform
-) -> int:
-    if share is None:
-        return fixed_kv_cache(config, platform) // block_bytes
-    return count_blocks(config, share, needs, block_bytes, sizes.max_num_seqs)
 
 
 def _pages_each(load: ExpectedLoad) -> int:

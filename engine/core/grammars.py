@@ -46,20 +46,20 @@ class _Pending:
     """A grammar that is queued or being compiled.
 
     waiting: number of requests that wait for it. started: time at which a thread began, None while it is queued.
-    clock: that thread's CPU clock.
+    clock: that thread's CPU clock; None on systems without such clocks.
     """
 
     waiting: int = 0
     started: float | None = None
-    clock: int = 0
+    clock: int | None = None
     job: "Future[Grammar]" = field(init=False)
     compiled: "asyncio.Future[Grammar]" = field(init=False)
 
     @property
     def is_expensive(self) -> bool:
         """Return whether the compilation, which still runs, has used much CPU time."""
-        if self.started is None:
-            return False
+        if self.started is None or self.clock is None:
+            return self.started is not None
         with contextlib.suppress(OSError):  # the thread has just ended
             return time.clock_gettime(self.clock) > EXPENSIVE_CPU_SECONDS
         return False
@@ -136,7 +136,8 @@ class Grammars:
         return pending
 
     def _compile(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
-        pending.clock = time.pthread_getcpuclockid(threading.get_ident())
+        if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
+            pending.clock = time.pthread_getcpuclockid(threading.get_ident())
         pending.started = time.monotonic()
         return self._compiler.compile(spec)
 

@@ -94,9 +94,11 @@ class Watch:
             return
         if not led:
             self._keys_at = -math.inf
+            self._leads = False  # until the next line succeeds
             newest = await self._events.newest(("engine.down", "engine.up"))
+            self._leads = True
             self._reported = {url: (event.type, event.id) for url, event in newest.items()}
-        # The sums of all tenants' budgets may take too long for the database. Other events must not wait for them.
+        # Budgets last: the database may take long for the sums of all tenants, or not finish them.
         errors: list[Unavailable] = []
         for look in (
             self._look_at_engines,

@@ -48,19 +48,24 @@ def test_adapters_get_a_quarter_of_what_the_weights_leave(
 
 
 @pytest.mark.parametrize(
-    ("total", "expected"), [(24, (2 * GIB, GIB, 4 * GIB)), (4, (4 * GIB // 6, 4 * GIB // 12, 4 * GIB // 6))]
+    ("total", "used", "expected"),
+    [
+        (24 * GIB, GIB, (2 * GIB, GIB, 4 * GIB)),
+        (4 * GIB, GIB, (3 * GIB // 4, 3 * GIB // 8, 3 * GIB // 4)),
+        (4 * GIB, 5 * GIB, (1, 1, 1)),
+    ],
 )
 def test_the_cpus_defaults_fit_a_small_container(
-    total: int, expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    total: int, used: int, expected: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: total * GIB)
+    monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: total)
     config, cpu = EngineConfig(model="x"), CpuPlatform()
-    adapters = adapter_bytes(config, None, 0, cpu)
-    sizes = fixed_kv_cache(config, cpu), adapters, host_adapter_bytes(config, adapters, cpu, cpu)
-    assert sizes == pytest.approx(expected, abs=1)
+    adapters = adapter_bytes(config, None, used, cpu)
+    assert (fixed_kv_cache(config, cpu, used), adapters) == expected[:2]
+    assert host_adapter_bytes(config, adapters, cpu, cpu, used) == expected[2]
     given = EngineConfig(model="x", kv_cache_memory=7, adapter_memory=8, host_adapter_memory=9)
-    assert (fixed_kv_cache(given, cpu), adapter_bytes(given, None, 0, cpu)) == (7, 8)
-    assert host_adapter_bytes(given, adapters, cpu, cpu) == 9
+    assert (fixed_kv_cache(given, cpu, used), adapter_bytes(given, None, used, cpu)) == (7, 8)
+    assert host_adapter_bytes(given, adapters, cpu, cpu, used) == 9
 
 
 NEEDS = Needs(weights=16 * GIB, adapters=8 * GIB, activations=3 * GIB, graphs=GIB)

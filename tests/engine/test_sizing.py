@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -210,11 +211,15 @@ def test_products_are_measured_with_the_engines_ops(tiny: Path, quantization: st
     model = parse_model_config(raw)
     dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     ops = pick_ops(torch.device("cpu"), dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    found = measure_linear(ops, describe_weights(config, raw, model, ops, 64).matrices, dtype)
+    matrices = describe_weights(config, raw, model, ops, 64).matrices
+    found = measure_linear(ops, matrices, dtype)
     assert found.rows == ROWS
     assert min(found.seconds) > 0
-    # Work grows with the rows; a busy machine measures no shorter time for 64 times as many.
-    assert found.of(1e6, 256) > found.of(1e6, 4)
+    # Work grows with the rows. On a busy machine, these small products may wait longer for a processor than they take.
+    deadline = time.monotonic() + 30
+    while found.of(1e6, 256) <= found.of(1e6, 4):
+        assert time.monotonic() < deadline, found
+        found = measure_linear(ops, matrices, dtype)
     assert found.of(2e6, 16) == pytest.approx(2 * found.of(1e6, 16))
     assert found.of(1e6, 20) == pytest.approx(0.75 * found.of(1e6, 16) + 0.25 * found.of(1e6, 32))
 

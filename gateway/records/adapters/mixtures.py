@@ -49,7 +49,7 @@ async def resolve_model(catalog: Catalog, tenant: Tenant, model: str, user: str 
 
 
 def _canonical_name(parts: Sequence[Model], mixture: Mixture) -> str:
-    """Return the name of a mixture in usage rows: plain names and weights, the same for every text of the mixture.
+    """Return the name of a mixture in usage rows: plain names and weights, however the request's text writes them.
 
     Otherwise each spelling of a weight would add rows to the usage sums, which are kept forever.
     """
