@@ -139,7 +139,7 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
     """Return the final counts of an abandoned request, None to decide later.
 
     That is the case if the request still runs (its gateway lives after all), or if `patient` and its engine is away or
-    is not asked, because it is no engine of ours.
+    is not asked, because it is no engine of ours. A request without progress may have been sent to any engine.
     """
     request_id, progress = lease.reservation.request_id, lease.progress
     known = [record for answer in answers.values() if answer and (record := answer.get(request_id)) is not None]
@@ -148,8 +148,8 @@ def find_outcome(lease: ExpiredLease, answers: Answers, *, patient: bool) -> Fin
     if known:
         # The request was tried on several engines; the one with the most tokens served it.
         return max(known, key=lambda record: record.completion_tokens)
-    may_know = answers.values() if progress is None else [answers.get(progress.engine_url)]
-    if patient and any(answer is None for answer in may_know):
+    may_know = list(answers.values()) if progress is None else [answers.get(progress.engine_url)]
+    if patient and (not may_know or None in may_know):
         return None
     if progress is None:
         return FinishedRequest(request_id, "abort", 0, 0, 0)

@@ -72,7 +72,9 @@ def record(reason: str | None, completion_tokens: int) -> dict[str, FinishedRequ
         (LeaseProgress(ENGINE, 7, 3), {OTHER: {}}, False, 3),
         (None, {ENGINE: {}, OTHER: {}}, True, 0),
         (None, {ENGINE: None}, False, 0),
-        (None, {}, True, 0),
+        # No engine is asked, because all are foreign servers.
+        (None, {}, True, None),
+        (None, {}, False, 0),
     ],
 )
 def test_what_a_request_has_cost(progress: LeaseProgress | None, answers: Any, patient: bool, expected: int | None):
