@@ -157,16 +157,19 @@ class Account:
                 raise EngineMismatch
 
     def observe_report(self, completion_tokens: int) -> None:
-        """Record the completion tokens so far of a whole answer."""
+        """Record the completion tokens so far of a whole answer. Raises Unavailable if another gateway settled it."""
         self.completion_tokens = completion_tokens
         self._progressed()
 
     def observe_answer(self, answer: Fields) -> None:
-        """Read the counts of a whole answer. Raises UpstreamFailed, EngineMismatch."""
+        """Read the counts of a whole answer. Raises UpstreamFailed, EngineMismatch, Unavailable."""
         self._observe(answer)
 
     def observe_event(self, event: Fields) -> None:
-        """Read the counts of a stream event and the time of the first token. Raises UpstreamFailed, EngineMismatch."""
+        """Read the counts of a stream event and the time of the first token.
+
+        Raises UpstreamFailed, EngineMismatch, Unavailable.
+        """
         before = self.completion_tokens
         self._observe(event)
         if self._first_token is None and self.completion_tokens > before:
@@ -360,10 +363,10 @@ class Accounting:
         end = LeaseEnd(**{name: getattr(row, name) for name in LeaseEnd.__struct_fields__})
         received = account.used if account.ending in CUT else Used()
         is_free = account.ending.may_be_lost
-        self._quota.progress(
-            account.reservation, engine, received.prompt, received.completion, is_free=is_free, end=end
-        )
         try:
+            self._quota.progress(
+                account.reservation, engine, received.prompt, received.completion, is_free=is_free, end=end
+            )
             return await self._quota.hand_over(account.reservation)
         except Unavailable as error:
             log.info("request %s is settled with the counts received so far: %s", account.reservation.request_id, error)

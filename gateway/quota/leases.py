@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 PAGE = 200
 # Number of tenants whose calls share a round trip.
 TENANTS_AT_ONCE = 100
+# The script's reply to `restore` if the request is older than the ids that the script keeps of settled requests.
+TOO_OLD = -1
 
 
 class _Lease(msgspec.Struct):
@@ -26,6 +28,8 @@ class _Lease(msgspec.Struct):
     limits: Sequence[Limit]
     note: bytes
     progress: LeaseProgress | None = None
+    # Whether the log has the refusal to restore the lease because of its age.
+    is_too_old: bool = False
 
 
 class Leases:
@@ -36,6 +40,8 @@ class Leases:
         self._register = register
         # Tenant id -> request id -> lease.
         self._leases: dict[str, dict[str, _Lease]] = {}
+        # Tenant and request ids of running requests that another gateway has settled.
+        self._settled: set[tuple[str, str]] = set()
 
     def add(self, reservation: Reservation, limits: Sequence[Limit], note: bytes) -> None:
         """Add a lease. limits: all limits of the reservation. note: the data with which another gateway settles it."""
@@ -46,6 +52,7 @@ class Leases:
         return request_id in self._leases.get(tenant_id, {})
 
     def remove(self, tenant_id: str, request_id: str) -> None:
+        self._settled.discard((tenant_id, request_id))
         leases = self._leases.get(tenant_id)
         if leases is not None:
             leases.pop(request_id, None)
@@ -53,6 +60,12 @@ class Leases:
                 del self._leases[tenant_id]
 
     def progress(self, reservation: Reservation, progress: LeaseProgress) -> None:
+        """Record a request's progress. Raises Unavailable if another gateway has settled the request."""
+        if (reservation.tenant_id, reservation.request_id) in self._settled:
+            # It has no reservation: nothing would count or limit its further tokens.
+            raise Unavailable(
+                "The quota store was out of reach for too long; send the request again.", code="quota_unavailable"
+            )
         lease = self._leases.get(reservation.tenant_id, {}).get(reservation.request_id)
         if lease is not None:
             lease.progress = progress
@@ -113,16 +126,18 @@ class Leases:
         """Restore a lease that Redis has lost, with the limits that its settlement corrects.
 
         Rates of requests are left out, because their state is lost with the lease. If another gateway has settled the
-        request while this one could not extend the lease, there is nothing left to restore.
+        request while this one could not extend the lease, there is nothing left to restore, and the request's next
+        progress ends it.
         """
         reservation = lease.reservation
+        tenant_id, request_id = reservation.tenant_id, reservation.request_id
         request_rates = TAKES_ONE & WINDOW_BY_LETTER.keys()
         limits = [limit for limit in lease.limits if limit.letter not in request_rates]
         restored = await self._store.script(
-            reservation.tenant_id,
+            tenant_id,
             "restore",
             self._lease_ms,
-            reservation.request_id,
+            request_id,
             (reservation.admitted_at - EPOCH) // timedelta(microseconds=1),
             reservation.tokens,
             reservation.completion,
@@ -132,6 +147,10 @@ class Leases:
             lease.note,
             *(item for limit in limits for item in (limit.field, limit.value)),
         )
-        if restored is None:
-            self.remove(reservation.tenant_id, reservation.request_id)
-            log.warning("request %s was settled by another gateway while it ran", reservation.request_id)
+        if restored is None and self.has(tenant_id, request_id):
+            self.remove(tenant_id, request_id)
+            self._settled.add((tenant_id, request_id))
+            log.warning("request %s was settled by another gateway while it ran; it is ended", request_id)
+        elif restored == TOO_OLD and not lease.is_too_old:
+            lease.is_too_old = True
+            log.warning("the lease of request %s is not restored: by Redis' clock it is over a day old", request_id)

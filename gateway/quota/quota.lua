@@ -52,7 +52,7 @@
 --   extend, lease ms, then of each request: id, progress or '', tokens used or ''     -> the ids that hold no lease
 --   restore, lease ms, id, admission, tokens, completion, cost, held, charged, note, then of each limit: field, limit
 --     Restores a lease that was lost with this server's data, without a check for room. The limits do not include rates
---     of requests. -> nil, without any change, if another gateway has settled the request
+--     of requests. -> without any change: nil if another gateway has settled the request, -1 if it is older than a day
 --   expired, at most   -> of each ended lease: id, tokens reserved, note, progress or '', moment of the ledger's row,
 --     end (ms)
 --
@@ -861,8 +861,8 @@ local function settle_limit(record, field, kind, limit, tokens, cost, requests)
 end
 
 local function settle(id, tokens, cost, requests, event, is_abandoned)
-  local record, has_slots = record_of(id), tonumber(redis.call('ZSCORE', LEASES, id) or 0) > 0
-  if not record or is_abandoned and has_slots then
+  local record, is_live = record_of(id), tonumber(redis.call('ZSCORE', LEASES, id) or 0) > 0
+  if not record or is_abandoned and is_live then
     return false
   end
   read_states(record)
@@ -879,7 +879,7 @@ local function settle(id, tokens, cost, requests, event, is_abandoned)
     local kind = kind_of(field)
     if not GAUGE[kind] then
       settle_limit(record, field, kind, record.limits[i + 1], tokens, cost, requests)
-    elseif has_slots then
+    elseif is_live then
       change(field, -amount_of(kind, record.tokens, 0))
     end
     if TOKEN_RATE[kind] then
@@ -978,8 +978,10 @@ local function extend(lease_ms)
 end
 
 local function restore(lease_ms, id, at, tokens, completion, cost, held, charged, note)
-  if now - at > ABANDONED_MS * 1000 or redis.call('ZSCORE', ABANDONED, id) then
+  if redis.call('ZSCORE', ABANDONED, id) then
     return false
+  elseif now - at > ABANDONED_MS * 1000 then
+    return -1
   elseif redis.call('ZSCORE', LEASES, id) and record_of(id) then
     return 0
   end

@@ -235,7 +235,7 @@ class Quota:
         is_free: bool = False,
         end: LeaseEnd | None = None,
     ) -> None:
-        """Record a request's progress. The next extension of its lease sends it to Redis."""
+        """Record progress for the lease's next extension. Raises Unavailable if another gateway settled the request."""
         self._leases.progress(reservation, LeaseProgress(engine_url, prompt_tokens, completion_tokens, is_free, end))
 
     def runs(self, reservation: Reservation) -> bool:

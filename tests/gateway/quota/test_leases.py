@@ -1,11 +1,13 @@
 """Leases and reservations of running requests, on a real Valkey and on a cluster: kept, expired, revived, refunded."""
 
 import asyncio
+from datetime import timedelta
 
+import msgspec
 import pytest
 
 from gateway.access.auth import TenantPrincipal
-from gateway.errors import RateLimited
+from gateway.errors import RateLimited, Unavailable
 from gateway.quota.quota import SWEEPER, Quota
 from gateway.records.money.prices import Price
 from gateway.redis.client import Client
@@ -126,7 +128,11 @@ async def test_a_request_that_another_gateway_has_settled_changes_nothing_at_its
     for _ in range(2):
         await cut_off._leases.extend(who.tenant.id)
     assert not cut_off.runs(running)
+    # Its next tokens end it. Once it has ended, nothing is remembered of it.
+    with pytest.raises(Unavailable):
+        cut_off.progress(running, "http://engine", 0, 1)
     assert await settle(cut_off, running, 250, 250) is None
+    cut_off.progress(running, "http://engine", 0, 1)
     # Time pays off the debt of rates meanwhile; a second settlement would have added 150 tokens to it.
     after = await left(other, who)
     assert after.pop("tokens_per_minute") >= before.pop("tokens_per_minute")
@@ -149,6 +155,23 @@ async def test_a_request_whose_gateway_is_back_is_not_settled_by_another_one(red
         await take(other, who)
     assert await settle(back, running, 250, 250) is not None
     assert (await left(other, who))["budget_per_month"] == 750
+
+
+async def test_a_running_request_survives_a_clock_that_is_a_day_ahead(redis: Client, caplog: pytest.LogCaptureFixture):
+    """Redis loses the lease by a failover to a server on whose clock the request is older than the kept ids."""
+    quota = Quota(redis, timeout=30.0, lease_seconds=600)
+    who = principal(tenant={"max_concurrent": 1})
+    running = await take(quota, who)
+    lease = quota._leases._leases[who.tenant.id][running.request_id]
+    lease.reservation = msgspec.structs.replace(running, admitted_at=running.admitted_at - timedelta(days=2))
+    await redis.delete(*(f"loraplex:{{{who.tenant.id}}}:{part}" for part in ("quota", "leases", "held")))
+    for _ in range(2):
+        await quota._leases.extend(who.tenant.id)
+    assert await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
+    assert quota.runs(running)
+    quota.progress(running, "http://engine", 0, 1)
+    assert caplog.text.count("is not restored") == 1
+    assert "settled" not in caplog.text
 
 
 async def left(quota: Quota, who: TenantPrincipal) -> dict[str, int]:
