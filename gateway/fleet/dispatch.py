@@ -22,7 +22,6 @@ from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
-from gateway.fleet.health import Health
 from gateway.fleet.own_requests import InFlight, counted
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
@@ -73,13 +72,13 @@ class Answering(msgspec.Struct, frozen=True):
     """A response of status 200, its body unread.
 
     release: frees the engine's places before the answer's end, because the engine has finished its part. Only the first
-    call has an effect. was_cut_off: tells of an answer that broke whether its client's slow reading is the reason.
+    call has an effect. check_cut_off: returns whether a broken answer's client read too slowly; it may ask the engine.
     """
 
     engine: EngineRecord
     response: Incoming
     release: Callable[[], None]
-    was_cut_off: Callable[[], Awaitable[bool]]
+    check_cut_off: Callable[[], Awaitable[bool]]
 
 
 @dataclass(slots=True)
@@ -170,7 +169,7 @@ class Fleet:
                 in_flight.free()
                 gate.free(place)
 
-            yield Answering(engine, response, release, partial(self._was_cut_off, engine, in_flight))
+            yield Answering(engine, response, release, partial(self._check_cut_off, engine, in_flight))
 
     async def _begin(self, call: Call, bill: Bill, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
@@ -337,9 +336,15 @@ class Fleet:
                             if isinstance(ended, TimeoutError):
                                 # The time for a read stops while the client holds the engine back.
                                 record = breaker.failed
-                            elif not await self._was_cut_off(engine, in_flight):
-                                record = breaker.failed
-                                self._quarantine.died(engine, tenant_id, call.model.suspects, call.body)
+                            else:
+                                cut_off = False
+                                try:
+                                    cut_off = await self._check_cut_off(engine, in_flight)
+                                finally:
+                                    # A cancellation during the check must not hide a death.
+                                    if not cut_off:
+                                        record = breaker.failed
+                                        self._quarantine.died(engine, tenant_id, call.model.suspects, call.body)
             if ended is None:
                 record = breaker.succeeded
                 if in_flight.is_counted:
@@ -357,16 +362,23 @@ class Fleet:
         finally:
             record(tenant_id)
 
-    async def _was_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
+    async def _check_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
         """Return whether a broken answer was cut off because its client read too slowly, so that no engine failed.
 
         Engines and proxies limit the time of a write. The client must have held the engine back, and the engine must
-        still run: otherwise a request that kills engines could hide behind a slow client.
+        report now that it is still the instance that had the request: otherwise a request that kills engines could hide
+        behind a slow client. The first call decides, for all callers.
         """
-        if in_flight.is_counted:
-            return False
-        await self._registry.check(engine)
-        return engine.condition.health in (Health.UP, Health.DRAINING) and engine.state.instance == in_flight.instance
+        if in_flight.cut_off is None:
+            if in_flight.is_counted or in_flight.instance is None:
+                in_flight.cut_off = asyncio.get_running_loop().create_future()
+                in_flight.cut_off.set_result(False)
+            else:
+                in_flight.cut_off = asyncio.create_task(self._still_runs(engine, in_flight.instance))
+        return await asyncio.shield(in_flight.cut_off)
+
+    async def _still_runs(self, engine: EngineRecord, instance: str) -> bool:
+        return await self._registry.running_instance(engine) == instance
 
 
 @asynccontextmanager

@@ -12,10 +12,13 @@ from gateway.fleet.kinds.kind import HEALTH_TIMEOUT, EngineKind, Misconfigured
 from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.sleeping import Supervisors
 from gateway.records.bases.registry import Bases, NoBase
+from gateway.records.lookups import Lookups
 from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
+# Status in the body of a health route.
+DRAINING = "draining"
 OUR_KEY = "it refuses the internal token; start it with this gateway's LORAPLEX_INTERNAL_TOKEN"
 ITS_KEY = "{} refuses this gateway's key; name its API key by ?key_env= or ?key_file= in LORAPLEX_ENGINES"
 
@@ -28,6 +31,7 @@ class HealthChecks:
         self._supervisors = Supervisors(session, internal_token)
         self._kinds = kinds
         self._bases = bases
+        self._instances = Lookups(self._read_instance)
 
     async def __call__(self, engine: EngineRecord) -> None:
         """Check the engine and update its record. Raises no network errors."""
@@ -57,11 +61,7 @@ class HealthChecks:
         """Return whether the health route answers 200; otherwise note the reason."""
         route = f"GET {kind.health_path}"
         try:
-            url = engine.url + kind.health_path
-            async with self._session.get(url, timeout=HEALTH_TIMEOUT, allow_redirects=False) as response:
-                if response.status == 200:
-                    return True
-                status = _status(await response.read())
+            answered, status = await self._ask_health(engine, kind)
         except TimeoutError:
             engine.note_missed_check(f"{route} had no answer within {HEALTH_TIMEOUT.total:g} s")
         except HTTP_ERRORS as error:
@@ -70,9 +70,38 @@ class HealthChecks:
             else:
                 engine.mark_down(f"{route} failed: {network_reason(error)}")
         else:
-            reason = f"{route} answered {response.status}" + (f" ({status})" if status else "")
-            engine.mark_down(reason, Health.DRAINING if status == "draining" else Health.DOWN)
+            if answered == 200:
+                return True
+            reason = f"{route} answered {answered}" + (f" ({status})" if status else "")
+            engine.mark_down(reason, Health.DRAINING if status == DRAINING else Health.DOWN)
         return False
+
+    async def _ask_health(self, engine: EngineRecord, kind: EngineKind) -> tuple[int, str]:
+        """Return the health route's status code, and the status in its body unless the code is 200.
+
+        Raises ClientError, OSError, TimeoutError.
+        """
+        url = engine.url + kind.health_path
+        async with self._session.get(url, timeout=HEALTH_TIMEOUT, allow_redirects=False) as response:
+            return response.status, "" if response.status == 200 else _status(await response.read())
+
+    async def running_instance(self, engine: EngineRecord) -> str | None:
+        """Return the instance that runs at the engine's address, None if that cannot be read now.
+
+        This changes nothing in the engine's record and counts no missed check. Concurrent callers share a check.
+        """
+        return await self._instances.get(engine)
+
+    async def _read_instance(self, engine: EngineRecord) -> str | None:
+        kind = self._kinds[engine.address.traits.name]
+        try:
+            answered, status = await self._ask_health(engine, kind)
+            if answered != 200 and status != DRAINING:
+                return None
+            return (await kind.read_state(engine)).instance
+        except (Misconfigured, *HTTP_ERRORS, msgspec.MsgspecError) as error:
+            log.debug("engine %s: its instance could not be read: %s", engine.url, type(error).__name__)
+            return None
 
     async def wake(self, url: str) -> int | None:
         """Wake the engines of a supervisor; see `Supervisors.wake`."""

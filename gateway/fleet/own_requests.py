@@ -80,12 +80,17 @@ class Prefetched:
 
 
 class InFlight:
-    """A request that counts in `in_flight`. instance: the engine's instance that has it, None if unknown."""
+    """A request that counts in `in_flight`.
+
+    instance: the engine's instance that has it, None if unknown. cut_off: whether its broken answer was cut off because
+    the client read too slowly; None until that is asked.
+    """
 
     def __init__(self, requests: OwnRequests) -> None:
         self._requests = requests
         self.is_counted = True
         self.instance: str | None = None
+        self.cut_off: asyncio.Future[bool] | None = None
 
     def free(self) -> None:
         """Remove the request from `in_flight`, because the engine has finished its part. It stays in `by_digest`."""

@@ -25,6 +25,9 @@ class Watch(Protocol):
     async def __call__(self, engine: EngineRecord) -> None:
         """Check the engine."""
 
+    async def running_instance(self, engine: EngineRecord) -> str | None:
+        """Return the instance that runs at the engine's address, None if that cannot be read now."""
+
     async def follow(self, engine: EngineRecord, changed: Callable[[], None]) -> bool:
         """Follow the engine's state stream until it ends. Returns whether it had any line. changed: called for each."""
 
@@ -114,9 +117,9 @@ class Registry:
         seconds = [each for each in found if each is not None]
         return BaseAsleep(min(seconds)) if seconds else otherwise
 
-    async def check(self, engine: EngineRecord) -> None:
-        """Check an engine now, beside its own task. Raises no network errors."""
-        await self._watch(engine)
+    async def running_instance(self, engine: EngineRecord) -> str | None:
+        """Ask an engine which instance it is, beside its own task. Returns None if that cannot be read now."""
+        return await self._watch.running_instance(engine)
 
     async def poll(self) -> None:
         """Discover engines and check each of them once."""

@@ -200,8 +200,8 @@ class Completions:
             except Exception as raised:
                 # The status line is already sent: an event reports the error.
                 error = account.hold_end.cut or raised
-                if isinstance(error, EngineLost) and await answering.was_cut_off():
-                    self._deliveries.cut(delivery)
+                if isinstance(error, EngineLost) and await answering.check_cut_off():
+                    self._deliveries.cut(delivery, "its engine, or a proxy, cut the answer off")
                     raise ClientGone from raised
                 failure = translate(error, request[REQUEST_ID])
                 request[ERROR_CODE] = failure.code or failure.kind

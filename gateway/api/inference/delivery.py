@@ -173,7 +173,7 @@ class Deliveries:
                 del self._open[transport]
             elif now - delivery.marked >= self._window:
                 if delivery.taken - delivery.taken_at_mark < self._least_rate * self._window:
-                    self.cut(delivery)
+                    self.cut(delivery, f"{delivery.unread} bytes unread")
                 delivery.mark(now)
         if self._waiting or self._budget.held > 3 * self._budget.total // 4:
             self._make_room(now)
@@ -188,11 +188,11 @@ class Deliveries:
         ]
         slowest = max(judged, key=lambda delivery: delivery.unread / _rate(delivery, now), default=None)
         if slowest is not None and slowest.unread / _rate(slowest, now) > self._window:
-            self.cut(slowest)
+            self.cut(slowest, f"{slowest.unread} bytes unread")
 
-    def cut(self, delivery: Delivery) -> None:
-        """Close the connection of a client that reads too slowly."""
-        log.warning("a client of %s reads too slowly: %d bytes unread", delivery.owner, delivery.unread)
+    def cut(self, delivery: Delivery, reason: str) -> None:
+        """Close the connection of a client that reads too slowly. reason: its sign, for the log."""
+        log.warning("a client of %s reads too slowly: %s", delivery.owner, reason)
         self._metrics.slow_reader_cut()
         # The abort cancels a running handler, so the request is settled as if its client had left.
         delivery.transport.abort()

@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import msgspec
@@ -251,6 +251,8 @@ async def test_readers_that_an_engine_cuts_off_are_no_failure_of_it(
 
         await until(are_billed)
     assert "engine_died" not in caplog.text
+    assert caplog.text.count("cut the answer off") == len(readers)
+    assert "0 bytes unread" not in caplog.text
 
 
 @pytest.mark.usefixtures("lasting_pauses")
@@ -262,6 +264,29 @@ async def test_an_engine_that_dies_behind_a_slow_reader_has_died(serve: Any, ask
         await asyncio.gather(*(reader.find(b"engine_died") for reader in readers))
         assert (await slow.complete()).error["code"] == "no_engine"
         assert (await (await gateway.tenant("neighbour")).complete()).status == 200
+
+
+@pytest.mark.usefixtures("lasting_pauses")
+async def test_an_engine_that_answers_no_check_behind_a_slow_reader_has_died(serve: Any, ask: Ask, upstream: Upstream):
+    """The slow client's requests count against it alone, and the unanswered checks against nobody."""
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17, engine_silence=600.0) as gateway:
+        [slow], readers = await cut_off_readers(gateway, ask, upstream, "a")
+        upstream.mute = True
+        try:
+            await asyncio.gather(*(reader.find(b"engine_died") for reader in readers))
+            assert (await slow.complete()).error["code"] == "no_engine"
+            assert (await (await gateway.tenant("neighbour")).complete()).status == 200
+        finally:
+            upstream.mute = False
+
+
+@pytest.mark.usefixtures("lasting_pauses")
+async def test_a_break_of_a_server_without_instances_is_a_death(serve: Any, ask: Ask, upstream: Upstream):
+    cast(Any, upstream).instance = None
+    async with serve(max_model_len=LONG, reader_buffer_bytes=2**17) as gateway:
+        [slow], readers = await cut_off_readers(gateway, ask, upstream, "a")
+        await asyncio.gather(*(reader.find(b"engine_died") for reader in readers))
+        assert (await slow.complete()).error["code"] == "no_engine"
 
 
 async def test_a_reader_that_keeps_up_with_the_least_rate_gets_all(serve: Any, ask: Ask):
