@@ -23,7 +23,6 @@ from engine.execution.simulated import SimulatedRunner
 from engine.memory import (
     Needs,
     adapter_bytes,
-    check_memory,
     count_blocks,
     fixed_kv_cache,
     host_adapter_bytes,
@@ -78,7 +77,6 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), usable_cpus()))
     platform = platform_of(device)
     found_draft = find_draft(config, model, platform)
-    check_memory(config, platform)
     share = open_share(config, platform)
     _, kv_dtype, lora_dtype = resolve_dtypes(config, model)
     context = resolve_context(config, model)

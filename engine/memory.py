@@ -78,8 +78,10 @@ def mib(num_bytes: int) -> str:
 def open_share(config: EngineConfig, platform: Platform) -> Share | None:
     """Return the engine's share before anything is loaded; None for a device whose memory is not measured.
 
-    Raises ConfigError if other processes use so much that the share is not free.
+    Raises ConfigError for a configured size that the device does not have, because the system's own error would not
+    name the field, and if other processes use so much that the share is not free.
     """
+    _check_sizes(config, platform)
     utilization = device_default(config, "gpu_memory_utilization", is_gpu=not platform.is_host)
     if utilization is None or not platform.has_ops:
         return None
@@ -95,11 +97,7 @@ def open_share(config: EngineConfig, platform: Platform) -> Share | None:
     return share
 
 
-def check_memory(config: EngineConfig, platform: Platform) -> None:
-    """Check the configured sizes against the device's memory, because the system's own error would not name the field.
-
-    Raises ConfigError.
-    """
+def _check_sizes(config: EngineConfig, platform: Platform) -> None:
     total = platform.total_memory()
     for field in ("kv_cache_memory", "adapter_memory"):
         asked = getattr(config, field)

@@ -31,7 +31,6 @@ from engine.gpus import GPUS
 from engine.memory import (
     Needs,
     adapter_bytes,
-    check_memory,
     count_blocks,
     fixed_kv_cache,
     host_adapter_bytes,
@@ -146,7 +145,6 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     model = parse_model_config(raw)
     target = _target(config, model, gpu)
     platform = target.platform
-    check_memory(config, platform)
     context = resolve_context(config, model)
     share = open_share(config, platform)
     # On the CPU the memory limit includes the engine's process, which is assumed to be as large as this one.

@@ -1,9 +1,7 @@
 """Errors of an engine that takes no requests, and the form in which errors cross between a core and its front."""
 
 import logging
-from typing import Any
-
-import msgspec
+from typing import Any, NamedTuple
 
 from adapters.manifest import AdapterError, AdapterNotFound
 from wire.errors import BadRequest, ConfigError
@@ -55,7 +53,7 @@ _KINDS: dict[type[Exception], tuple[str, ...]] = {
 _BY_NAME = {kind.__name__: kind for kind in (*_KINDS, OSError)}
 
 
-class Fault(msgspec.Struct, array_like=True):
+class Fault(NamedTuple):
     """An error as data. kind: name of its class, "" for an unexpected error. values: its constructor's arguments."""
 
     kind: str

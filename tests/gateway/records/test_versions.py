@@ -93,7 +93,7 @@ async def test_references_mean_versions_and_aliases(catalog: Catalog, acme: Tena
         assert await meaning(catalog, acme, text) is None, text
     # In a mixture each term is a reference; its name has plain names.
     mixed = await resolve_model(catalog, acme, "pirate@1*0.7+pirate:prod*.3")
-    assert (mixed.name, mixed.shown) == ("pirate*0.7+pirate*.3", "pirate@1*0.7+pirate:prod*.3")
+    assert (mixed.name, mixed.shown) == ("pirate*0.3+pirate*0.7", "pirate@1*0.7+pirate:prod*.3")
     assert mixed.adapters == (digest(1), digest(2))
     assert (mixed.names, mixed.version, mixed.versions) == (("pirate",), None, (("pirate", 1), ("pirate", 2)))
     # A key's permission for the plain name covers its versions and aliases.

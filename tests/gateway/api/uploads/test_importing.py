@@ -153,7 +153,7 @@ async def test_a_bucket_that_cannot_be_read(start: Start, monkeypatch: pytest.Mo
         answer = await import_(await gateway.tenant("acme"), "s3://bucket/x/y")
         assert (answer.status, answer.error["code"]) == (503, "import_unavailable")
     monkeypatch.setitem(sys.modules, "obstore", None)
-    with pytest.raises(SettingsError, match=r"LORAPLEX_IMPORT_SOURCES: s3:// needs `pip install loraplex\[s3\]`"):
+    with pytest.raises(SettingsError, match=r"LORAPLEX_IMPORT_SOURCES: s3:// needs Loraplex's extra `s3`"):
         async with start(import_sources=("s3://bucket/x",)):
             pass
 
