@@ -132,8 +132,7 @@ def adapter_bytes(config: EngineConfig, share: Share | None, used: int, platform
 def host_adapter_bytes(config: EngineConfig, on_device: int, platform: Platform, host: Platform, used: int) -> int:
     """Return the limit of the host tier of adapters. on_device: bytes of the device tier. used: see `adapter_bytes`.
 
-    A default that follows from the device tier is at most half of the host's memory. See HOST_ADAPTERS_PART for that of
-    the CPU.
+    The default is at most half of the host's memory on a GPU, and HOST_ADAPTERS_PART of what is left on the CPU.
     """
     value = device_default(config, "host_adapter_memory", is_gpu=not platform.is_host)
     if not isinstance(value, Times):

@@ -10,8 +10,8 @@ FORMER_SECONDS = 3600.0
 class OwnEngines:
     """URLs that this process knows to be engines of ours, from its own list of engines.
 
-    Leases in Redis name engines too, but foreign servers among them. Such a URL is asked only if the list had it as an
-    engine of ours within FORMER_SECONDS, and does not have it as a foreign server now.
+    Leases in Redis also name foreign servers. A URL from a lease is asked only if it was on the list as an engine of
+    ours within FORMER_SECONDS, and is not on it as a foreign server now.
     """
 
     def __init__(self, listed: Callable[[], Mapping[str, bool]]) -> None:

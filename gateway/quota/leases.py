@@ -28,7 +28,7 @@ class _Lease(msgspec.Struct):
     limits: Sequence[Limit]
     note: bytes
     progress: LeaseProgress | None = None
-    # Whether the log has the refusal to restore the lease because of its age.
+    # Whether the log already says that the lease is too old to be restored.
     is_too_old: bool = False
 
 
