@@ -44,6 +44,7 @@ TINY: dict[str, Any] = SMALL | {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 16,
+    "max_position_embeddings": 32768,
 }
 
 
@@ -141,7 +142,7 @@ def dry_machine() -> DryMachine:
         engine_batches=(1, 3),
         engine_adapters=2,
         new_tokens=2,
-        http_tokens=200,
+        http_tokens=30_000,  # more than a fast CPU makes while a slow one is waited for
         http_seconds=0.2,
         http_prompts=2,
         disturbances=2,

@@ -86,13 +86,22 @@ async def _measured(machine: Machine, engine: "ServedEngine") -> list[str]:
 
 
 async def _rate(machine: Machine, engine: "ServedEngine", number: int, count: int) -> tuple[float, float]:
-    """Return tokens a second of all streams, and the front's CPU time of a token in microseconds."""
+    """Return tokens a second of all streams, and the front's CPU time of a token in microseconds.
+
+    Raises RuntimeError: A stream ended while it was measured, or not one token each came within a minute.
+    """
     async with _streams(machine, engine, number, count):
         before, cpu, began = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
-        await asyncio.sleep(machine.http_seconds)
-        after, cpu_after, ended = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter()
-    tokens = after["generated_tokens"] - before["generated_tokens"]
-    return tokens / (ended - began), 1e6 * (cpu_after[0] - cpu[0]) / max(1, tokens)
+        tokens, elapsed = 0, 0.0
+        while tokens < number:
+            await asyncio.sleep(machine.http_seconds)
+            after, cpu_after, elapsed = await asyncio.to_thread(engine.state), engine.cpu(), time.perf_counter() - began
+            tokens = after["generated_tokens"] - before["generated_tokens"]
+            if after["running"] < number or elapsed > 60:
+                raise RuntimeError(
+                    f"{after['running']} of {number} streams still ran after {elapsed:.1f} s: {tokens} tokens"
+                )
+    return tokens / elapsed, 1e6 * (cpu_after[0] - cpu[0]) / tokens
 
 
 @asynccontextmanager
