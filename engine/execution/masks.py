@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from engine.execution.transfer import upload
@@ -27,15 +28,19 @@ def constrain(logits: Tensor, masks: Sequence[Mask | None], ops: Ops) -> None:
     rows = [row for row, mask in enumerate(masks) if mask is not None]
     if not rows:
         return
-    bits = np.zeros((len(rows), (logits.shape[1] + 31) // 32), np.uint32)
+    platform = platform_of(logits.device)
+    # Filled in the buffer that is copied to the device: another copy of 64 masks of 128k tokens takes 0.1 to 0.2 ms.
+    words = platform.staging([len(rows), (logits.shape[1] + 31) // 32], torch.int32)
+    bits = words.numpy().view(np.uint32)
+    bits.fill(0)
     for row_bits, mask in zip(bits, filter(None, masks), strict=True):
         mask.fill(row_bits)
-    if platform_of(logits.device).is_host:
+    if platform.is_host:
         for row, row_bits in zip(rows, bits, strict=True):
             _forbid(logits[row].numpy(), row_bits)
     else:
-        words, index = upload(logits.device, (bits.view(np.int32), np.array(rows)))
-        ops.forbid(logits, index, words)
+        [index] = upload(logits.device, [np.array(rows)])
+        ops.forbid(logits, index, words.to(logits.device, non_blocking=True))
 
 
 def _forbid(row: np.ndarray, bits: np.ndarray) -> None:

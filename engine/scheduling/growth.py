@@ -49,6 +49,10 @@ class Growth:
         """
         if not running:
             return True
+        # The expected peak is at most the sum of all requests' ends, each with a block of its own.
+        most = sum([r.max_num_tokens for r in running]) + request.max_num_tokens
+        if most // self._block_size + len(running) + 1 <= cache.num_blocks:
+            return True
         if self._known != running[: len(self._known)]:  # a request was preempted
             self.begin_step()
         for other in running[len(self._known) :]:

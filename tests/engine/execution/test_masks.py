@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.execution import masks
+from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
 from engine.structured.compiler import LIMITS, GrammarCompiler
 from kernels import reference
+from kernels.cpu.plain import TorchOps
+from testing.card import Card
 from testing.sampling import sample_rows
 from testing.tiny import save_byte_fallback_tokenizer, save_byte_level_tokenizer
 from tests.engine.structured.schemas import SCHEMAS, fits
@@ -108,6 +112,31 @@ def test_both_ways_to_apply_a_mask_are_what_it_says(share: float) -> None:
     reference.forbid(on_device, torch.tensor([0]), torch.from_numpy(bits.view(np.int32)[None]))
     assert torch.equal(on_cpu, expected)
     assert torch.equal(on_device[0], expected)
+
+
+class DirtyCard(Card):
+    """A device whose staging memory holds what an earlier step left."""
+
+    def staging(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return torch.full(tuple(shape), -1, dtype=dtype)
+
+
+def test_masks_that_are_copied_to_a_device_are_those_of_the_host(
+    vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [
+        vocabulary.request(),
+        vocabulary.request("regex", "[ab]x"),
+        vocabulary.request(allowed=AllowedTokens([3, 40])),
+        vocabulary.request("json", {"type": "object"}),
+    ]
+    logits = torch.randn(4, vocabulary.width)
+    expected = logits.clone()
+    masks.constrain(expected, [request.mask for request in requests], TorchOps())
+    monkeypatch.setattr(masks, "platform_of", lambda _: DirtyCard(1))
+    masks.constrain(logits, [request.mask for request in requests], TorchOps())
+    assert torch.equal(logits, expected)
+    assert (logits[2] > -torch.inf).sum() == 2
 
 
 def test_choices_of_one_request_each_have_a_place_of_their_own(vocabulary: Vocabulary) -> None:

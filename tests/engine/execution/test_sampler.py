@@ -248,12 +248,13 @@ def test_counts_on_the_device_give_the_logits_of_counts_on_the_host() -> None:
         {"allowed": AllowedTokens([3, 4])},
         {"logit_bias": {3: 1.0, 5: -1.0}},
         {"min_tokens": 99},
+        {"repetition_penalty": 1.1, "frequency_penalty": 0.1},
     ],
 )
 def test_a_step_of_the_same_requests_uploads_no_edit_again(
     params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Count the bytes of each step's uploads. A mask has 4 KiB."""
+    """Count the bytes of each step's uploads. A mask has 4 KiB, a request's text 3,000 tokens."""
     uploaded: list[int] = []
 
     def counted(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
@@ -264,15 +265,23 @@ def test_a_step_of_the_same_requests_uploads_no_edit_again(
         monkeypatch.setattr(f"engine.execution.{name}.upload", counted)
     device = torch.device("cpu")
     seats = Seats(DrawTable(2), TokenTable(2, 32768, device), AllowedTable(2, 32768, device))
-    requests = [request(1, temperature=0, **params), request(2, temperature=0, **params)]
+    text = list(range(10, 3010))
+    requests = [request(1, text, temperature=0, **params), request(2, text, temperature=0, **params)]
     requests[0].seat, requests[1].seat = 0, 1
-    sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats)
+
+    def step() -> None:
+        tokens = sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats).tolist()
+        for each, token in zip(requests, tokens, strict=True):
+            each.token_ids.append(token)
+
+    step()
     assert bool(uploaded) == bool(params)
     uploaded.clear()
     for _ in range(3):
-        sample_on_device(torch.randn(2, 32768), requests, TorchOps(), seats)
-    # The numbers of the rows and seats with a set are uploaded: two of 8 bytes each.
-    assert sum(uploaded) == 3 * (32 if "allowed" in params else 0)
+        step()
+    # Of both rows: their numbers and seats, 8 bytes each; for penalties these twice, and three penalties of 4 bytes.
+    of_a_row = 16 if "allowed" in params else 2 * 16 + 12 if "repetition_penalty" in params else 0
+    assert sum(uploaded) == 3 * 2 * of_a_row
 
 
 def _stranger(seat: int) -> Request:
