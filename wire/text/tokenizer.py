@@ -226,7 +226,10 @@ class Tokenizer:
         """Return the bytes that a token stands for on its own; empty if the vocabulary has no such token."""
         known = self._bytes.get(token_id)
         if known is None:
-            known = self._bytes[token_id] = self._token_bytes(self._backend.id_to_token(token_id) or "", token_id)
+            token = self._backend.id_to_token(token_id)
+            if token is None:
+                return b""  # is not kept: clients choose the ids of their prompts
+            known = self._bytes[token_id] = self._token_bytes(token, token_id)
         return known
 
     def _token_bytes(self, token: str, token_id: int) -> bytes:

@@ -148,3 +148,14 @@ async def test_one_refused_prompt_refuses_the_request_and_frees_the_others(clien
     assert (status, error_of(answer)["param"]) == (400, "prompt")
     state = await client.wait_for(lambda state: not state["running"] and not state["waiting"])
     assert state["kv_blocks_free"] == state["kv_blocks_total"]
+
+
+async def test_ids_of_no_token_take_no_memory(client, server):
+    """A client chooses its prompts' ids and pays nothing for a refused request."""
+    known = server.server._generation.tokenizer._bytes
+    await client.post("/v1/completions", COMPLETION)
+    before = len(known)
+    for first in range(10**6, 10**6 + 100, 10):
+        status, _ = await client.post("/v1/completions", COMPLETION | {"prompt": list(range(first, first + 10))})
+        assert status == 400
+    assert len(known) == before
