@@ -20,14 +20,19 @@ class CallScanner:
         self._names = names
         self.state: Literal["open", "done", "bad"] = "open"
         self.name: str | None = None
-        self.raw = ""
+        # Texts are kept in pieces: appending to a long string copies all of it.
+        self._raw: list[str] = []
         self._at: Literal["{", "key", ":", "value", "next"] = "{"
         self._key = ""
-        self._token = ""  # the key or value being read
+        self._token: list[str] = []  # the key or value being read
         self._depth = 0
         self._in_string = self._escaped = False
         self._held: str | None = None  # arguments that precede the name
         self._sent = self._streaming = False
+
+    @property
+    def raw(self) -> str:
+        return "".join(self._raw)
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the arguments' text that became certain, and the text after the object or after the character that
@@ -37,9 +42,9 @@ class CallScanner:
         for i, char in enumerate(text):
             self._read(char, out)
             if self.state != "open":
-                self.raw += text[: i + 1]
+                self._raw.append(text[: i + 1])
                 return "".join(out), text[i + 1 :]
-        self.raw += text
+        self._raw.append(text)
         return "".join(out), ""
 
     def _read(self, char: str, out: list[str]) -> None:
@@ -71,7 +76,7 @@ class CallScanner:
             out.append(char)
 
     def _start(self, char: str) -> None:
-        self._token = char
+        self._token = [char]
         self._in_string, self._escaped = char == '"', False
         self._depth = 1 if char in "{[" else 0
 
@@ -89,7 +94,7 @@ class CallScanner:
         if self._streaming:
             out.append(char)
         else:
-            self._token += char
+            self._token.append(char)
         if self._in_string:
             if self._escaped:
                 self._escaped = False
@@ -107,8 +112,8 @@ class CallScanner:
             self._finish_value(out)
 
     def _finish_value(self, out: list[str]) -> None:
-        token, streamed = self._token, self._streaming
-        self._token, self._streaming = "", False
+        token, streamed = "".join(self._token), self._streaming
+        self._token, self._streaming = [], False
         if self._at == "key":
             self._key, self._at = self._text(token) or "", ":"
             return

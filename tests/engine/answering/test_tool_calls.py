@@ -1,6 +1,7 @@
 """The two forms of tool calls, whole and split at any position: every split gives the same outcome."""
 
 import random
+import time
 
 import pytest
 
@@ -73,6 +74,19 @@ def test_arguments_go_out_before_they_are_complete():
 def test_without_parallel_calls_the_first_one_counts():
     text = '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g"}</tool_call>'
     assert read(HERMES, [text], parallel=False) == ("", [("f", "{}")])
+
+
+def test_a_long_value_costs_the_same_late_as_early():
+    """Sixteen times the characters take about sixteen times as long, not 256 times: an adapter writes what it likes."""
+
+    def seconds(length: int) -> float:
+        parser = ToolCallParser(HERMES, NAMES)
+        start = time.thread_time()
+        parser.push('<tool_call>{"arguments": {"x": "' + "a" * length)
+        return time.thread_time() - start
+
+    once = min(seconds(40_000) for _ in range(3))
+    assert min(seconds(640_000) for _ in range(2)) < 64 * once
 
 
 @pytest.mark.parametrize("name", FORMATS)
