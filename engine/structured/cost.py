@@ -52,11 +52,12 @@ _INNER = frozenset({"additionalProperties", "items", "patternProperties", "prefi
 _IMPORTED = 32
 _KEYWORD = re.compile(r"%(json|regex|llguidance)\s*")
 # Lexemes of llguidance's Lark; other text does not affect the cost. Comments and `<"...">` are skipped because they may
-# contain quotes.
+# contain quotes. A string or regular expression without its end is a lexeme too, which the library refuses: without it,
+# the search for the end would begin again at each quote, and 16 KiB would take seconds.
 _LEXEME = re.compile(
     r"""(?P<skip>(?:\#|//)[^\n]*|<[^<>\s]+>)
-    |(?P<string>"(?:\\.|[^"\\\x00-\x1f\x7f])*")
-    |(?P<regex>/(?:\\.|[^/\\])+/[imslux]*)
+    |(?P<string>"(?:\\.|[^"\\\x00-\x1f\x7f])*"?)
+    |(?P<regex>/(?:\\.|[^/\\])+/?[imslux]*)
     |(?P<name>_?[A-Z][_A-Z0-9\-]*|!?[_?]?[a-z][_a-z0-9\-]*)
     |(?P<sign>[+*?:&~\[\]])""",
     re.VERBOSE,
