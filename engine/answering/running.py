@@ -29,8 +29,8 @@ from wire.structured import GrammarSpec
 from wire.telemetry.spans import Span
 from wire.text.tokenizer import Tokenizer
 
-# An answer with log-probabilities for more tokens is encoded on a thread: 1,000 tokens with 20 likeliest each take
-# about 10 ms.
+# An answer, or a chunk, with log-probabilities for more tokens is encoded on a thread: 1,000 tokens with 20 likeliest
+# each take about 10 ms.
 INLINE_ENTRIES = 500
 
 
@@ -165,8 +165,7 @@ class Run:
             choices = [msgspec.Raw(msgspec.json.encode(answer.whole(total.pop(0)))) for _ in self._sequences]
             return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
-        entries = sum(len(delta.logprobs) + len(delta.prompt_logprobs or ()) for delta in total)
-        return encode() if entries <= INLINE_ENTRIES else await asyncio.to_thread(encode)
+        return encode() if _num_entries(total) <= INLINE_ENTRIES else await asyncio.to_thread(encode)
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
         # Wait for the first output before the headers are sent, so that a refusal until then is a plain error response.
@@ -179,7 +178,7 @@ class Run:
             await response.prepare(request)
             opened: set[int] = set()
             while deltas:
-                if payload := self._chunks(answer, deltas, opened):
+                if payload := await self._chunks_beside_others(answer, deltas, opened):
                     await write(request, response, payload, internal=self._internal)
                 try:
                     deltas = await anext(news, [])
@@ -199,6 +198,12 @@ class Run:
         finally:
             await news.aclose()
         return response
+
+    async def _chunks_beside_others(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
+        """Return the chunks, made on a thread if they are large: with `echo`, the first one has the whole prompt."""
+        if _num_entries(deltas) <= INLINE_ENTRIES:
+            return self._chunks(answer, deltas, opened)
+        return await asyncio.to_thread(self._chunks, answer, deltas, opened)
 
     def _chunks(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
         usage = self._usage() if self._continuous_usage else self._no_usage
@@ -303,6 +308,11 @@ class Run:
             done.prompt_tokens + done.completion_tokens,
             PromptTokensDetails(done.cached_tokens),
         )
+
+
+def _num_entries(deltas: list[Delta]) -> int:
+    """Return the number of tokens with log-probabilities."""
+    return sum(len(delta.logprobs) + len(delta.prompt_logprobs or ()) for delta in deltas)
 
 
 def _event(data: bytes) -> bytes:

@@ -52,16 +52,23 @@ async def work_of_turns(ended: threading.Event) -> list[float]:
     return turns
 
 
+@pytest.mark.parametrize(
+    ("prompts", "repeats", "fields"),
+    [(6, 8, {"prompt_logprobs": 20}), (1, 13, {"echo": True, "logprobs": 20, "stream": True})],
+)
 @pytest.mark.usefixtures("no_garbage_collection")
-async def test_a_large_answer_stalls_nobody(client: Client, server: RunningServer):
-    asked = {"prompt": [list(range(3, 303)) * 8] * 6, "max_tokens": 1, "prompt_logprobs": 20}
+async def test_a_large_answer_stalls_nobody(
+    client: Client, server: RunningServer, prompts: int, repeats: int, fields: dict[str, Any]
+):
+    asked = {"prompt": [list(range(3, 303)) * repeats] * prompts, "max_tokens": 1} | fields
     ended = threading.Event()
     watching = asyncio.run_coroutine_threadsafe(work_of_turns(ended), server._event_loop)
     answer = await read_bytes(client, json.dumps({"model": "tiny", "temperature": 0} | asked))
     ended.set()
     turns = await asyncio.wrap_future(watching)
     started = time.thread_time()
-    assert len(json.loads(answer)["choices"]) == 6
+    events = [json.loads(line.removeprefix(b"data: ")) for line in answer.splitlines() if line.endswith(b"}")]
+    assert len({choice["index"] for event in events for choice in event["choices"]}) == prompts
     decoding = time.thread_time() - started
     # 0.02 s, and as long as the decoder if the answer is encoded on the loop (20 MB).
     assert max(turns) < decoding / 2, (max(turns), decoding)
