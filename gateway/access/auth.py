@@ -224,8 +224,8 @@ class Authenticator:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            problem = _problem((await self._find(watched)).key)
-            raise problem or InvalidKey("This API key is not valid any more.") from error
+            found = (await self._find(watched)).key
+            raise _problem(found) or InvalidKey("This API key is not valid any more.") from error
 
     async def watch(self) -> None:
         """Keep cached keys valid until cancelled. Run it as a task."""
@@ -255,8 +255,7 @@ class Authenticator:
         await self._changes.read()
         if self._former_checks is None:
             self._former_checks = await self._keys.former_checks()
-        missing = [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]
-        if missing:
+        if missing := [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]:
             mark = self._changes.mark
             found = await self._keys.find_all(missing)
             for key_id in missing:
@@ -264,11 +263,8 @@ class Authenticator:
         self._end_known_invalid()
 
     def _end_known_invalid(self) -> None:
-        invalid = set()
-        for key_id in set(self._running.values()):
-            known = self._known.get(key_id)
-            if known is not None and _problem(known.key) is not None:
-                invalid.add(key_id)
+        running = ((key_id, self._known.get(key_id)) for key_id in set(self._running.values()))
+        invalid = {key_id for key_id, known in running if known is not None and _problem(known.key) is not None}
         if invalid:
             now = asyncio.get_running_loop().time()
             for deadline, key_id in list(self._running.items()):
@@ -293,8 +289,10 @@ class Authenticator:
         pepper = None if key is None else self._peppers.match(key_id, random + check, key.secret_hash)
         if key is None or pepper is None:
             raise WrongKey
-        note_key(key.id, *((None, None) if key.tenant is None else (key.tenant.name, key.tenant.id)))
-        if problem := _problem(key):
+        tenant, problem = key.tenant, _problem(key)
+        names = (None, None) if tenant is None else (tenant.name, tenant.id)
+        note_key(key.id, *names, is_refused=problem is not None)
+        if problem is not None:
             raise problem
         self._note_use(known, key.id)
         if key.pepper != self._peppers.fingerprint:

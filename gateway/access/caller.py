@@ -16,7 +16,7 @@ class Caller:
 
     address: the client's. key_id: the verified key's id, or the subject of a session. tenant_name,
     tenant_id: None for an admin. session_id: id of a browser's session. is_https: whether the client's own connection
-    is encrypted.
+    is encrypted. is_refused: whether the key is revoked or expired, or its tenant suspended.
     """
 
     address: str
@@ -26,6 +26,12 @@ class Caller:
     tenant_id: str | None = None
     session_id: str | None = None
     is_https: bool = False
+    is_refused: bool = False
+
+    @property
+    def is_operator(self) -> bool:
+        """Return whether a valid admin key or an admin's session made the request."""
+        return self.key_id is not None and self.tenant_id is None and not self.is_refused
 
 
 # Prefix of a key's id in the rows of an operator's requests for a tenant.
@@ -35,12 +41,19 @@ OPERATOR_KEY = "operator:"
 CALLER: ContextVar[Caller | None] = ContextVar("caller", default=None)
 
 
-def note_key(key_id: str, tenant_name: str | None, tenant_id: str | None = None, session_id: str | None = None) -> None:
+def note_key(
+    key_id: str,
+    tenant_name: str | None,
+    tenant_id: str | None = None,
+    session_id: str | None = None,
+    *,
+    is_refused: bool = False,
+) -> None:
     """Record the verified key or session of the running request."""
     caller = CALLER.get()
     if caller is not None:
         caller.key_id, caller.tenant_name, caller.tenant_id = key_id, tenant_name, tenant_id
-        caller.session_id = session_id
+        caller.session_id, caller.is_refused = session_id, is_refused
 
 
 def is_https(

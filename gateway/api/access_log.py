@@ -117,7 +117,7 @@ def _failure(request: web.Request) -> dict[str, str]:
 def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, route: str, seconds: float) -> None:
     """Record a refused request, unless it is an operator's."""
     failure, asked = request[FAILURE], request.get(REQUESTED_MODEL)
-    if not isinstance(failure, GatewayError) or (caller.key_id is not None and caller.tenant_id is None):
+    if not isinstance(failure, GatewayError) or caller.is_operator:
         return
     refusals.note(
         RefusedRequest(

@@ -62,9 +62,9 @@ class _Use:
 
     @property
     def owner(self) -> str:
-        if self.caller is None or self.caller.key_id is None:
+        if self.caller is None:
             return KEYLESS
-        return self.caller.tenant_name or OPERATOR
+        return OPERATOR if self.caller.is_operator else self.caller.tenant_name or KEYLESS
 
 
 class ConnectionLimiter:

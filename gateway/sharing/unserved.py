@@ -36,6 +36,9 @@ KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
 # Each piece of this size that was read or decompressed of a refused body counts as one more request.
 PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
+# The rate of a tenant's keys together is this many times a key's.
+TENANT_RATE = 5
+KEY_PREFIX = "lpx_"
 
 
 class UnservedRate:
@@ -50,6 +53,8 @@ class UnservedRate:
         self._rounds = Rounds()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full = BoundedDict[str, float](MAX_OWNERS)
+        # Key -> its tenant as an owner, known from the key's first request on.
+        self._tenants = BoundedDict[str, str](MAX_OWNERS)
 
     def middleware(self) -> Middleware:
         """Return the middleware, which goes outside the error boundary and the work of a request."""
@@ -81,18 +86,32 @@ class UnservedRate:
 
         rests: whether the owner rests after it. No rest follows a request that ends before it begins.
         """
-        if caller.key_id is not None and caller.tenant_name is None:
+        if caller.is_operator:
             return
         cost = self._seconds_each * (1 + request.get(COST, 0) // PIECE_BYTES)
+        owed = self._take(owner, cost, longest)
+        # Not the tenant of a session, whose owner is an address, nor the one for which an operator asks.
+        if caller.tenant_id is not None and owner == KEY_PREFIX + (caller.key_id or ""):
+            tenant = f"tenant {caller.tenant_id}"
+            self._tenants.put(owner, tenant)
+            self._take(tenant, cost / TENANT_RATE, longest)
+        if rests and owed > FREE_SECONDS:
+            self._rounds.rest(owner, min(REST_SECONDS, self._seconds_each))
+
+    def _take(self, owner: str, cost: float, longest: float) -> float:
+        """Take from an owner's bucket. Returns the seconds until it is full again."""
         now = time.monotonic()
         full = min(max(now, self._full.get(owner, 0.0)) + cost, now + BURST_SECONDS + longest)
         self._full.put(owner, full)
-        if rests and full - now > FREE_SECONDS:
-            self._rounds.rest(owner, min(REST_SECONDS, self._seconds_each))
+        return full - now
 
     async def _wait(self, owner: str) -> None:
-        """Wait while the owner's bucket is empty, then for a round. The waits of one owner end at the same time."""
-        wait = self._full.get(owner, 0.0) - BURST_SECONDS - time.monotonic()
+        """Wait while the bucket of the owner or of its tenant is empty, then for a round.
+
+        The waits of one owner end at the same time.
+        """
+        full = max(self._full.get(owner, 0.0), self._full.get(self._tenants.get(owner, owner), 0.0))
+        wait = full - BURST_SECONDS - time.monotonic()
         if wait > 0:
             self._metrics.delayed()
             await asyncio.sleep(wait)

@@ -208,3 +208,40 @@ async def test_redirects_of_forms_without_a_session_and_preflights_count(serve: 
             assert got.status == 303
             assert (await gateway.nobody.call("OPTIONS", "/v1/models", headers=asked)).status == 204
         assert await metric(gateway, DELAYED) > 5
+
+
+async def test_the_keys_of_a_tenant_together_have_a_rate_too(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=0.5) as gateway:
+        _, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
+        keys = [(await gateway.admin.post("/admin/api/tenants/mallory/keys")).json["key"] for _ in range(20)]
+
+        async def read_twice(key: Client) -> None:
+            assert [(await key.get("/v1/models")).status for _ in range(2)] == [200, 200]
+
+        # A key alone may read twice at once.
+        await read_twice(acme)
+        assert await metric(gateway, DELAYED) == 0
+        readers = asyncio.gather(*(read_twice(gateway.client(key)) for key in keys))
+
+        async def waits() -> bool:
+            return readers.done() or await metric(gateway, DELAYED) > 0
+
+        await until(waits)
+        assert await metric(gateway, DELAYED) > 0
+        # Another tenant is served at once.
+        await read_twice(acme)
+        assert not readers.done()
+        readers.cancel()
+
+
+async def test_the_revoked_key_of_an_operator_waits(serve: Any, upstream: Upstream):
+    async with serve(unserved_per_second=0.5) as gateway:
+        made = (await gateway.admin.post("/admin/api/keys", {"role": "viewer"})).json
+        former = gateway.client(made["key"])
+        for _ in range(4):
+            assert (await former.get("/admin/api/tenants")).status == 200
+        assert await metric(gateway, DELAYED) == 0
+        assert (await gateway.admin.call("DELETE", f"/admin/api/keys/{made['id']}")).status == 200
+        for _ in range(4):
+            assert (await former.get("/admin/api/tenants")).status == 401
+        assert await metric(gateway, DELAYED) > 0
