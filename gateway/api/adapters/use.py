@@ -60,7 +60,7 @@ class Prefetched(Struct, frozen=True, kw_only=True):
 
 
 class AdapterUseRoutes:
-    """Routes of use. currency: of the costs."""
+    """Routes of use. currency: of the costs. reads: turns of the queries, which the adapter's page takes too."""
 
     def __init__(
         self,
@@ -78,12 +78,12 @@ class AdapterUseRoutes:
         self._probes = probes
         self._warming = warming
         self._currency = currency
-        self._reads = Turns(READS, rest=REST)
+        self.reads = Turns(READS, rest=REST)
 
     async def use(self, request: web.Request) -> web.Response:
         """Return the keys, end users and versions of an adapter's requests of the last 24 h, and its changes."""
         caller, name = await find_caller(request, self._tenants), request.match_info["name"]
-        async with self._reads.turn(caller.tenant.id):
+        async with self.reads.turn(caller.tenant.id):
             # Raises RecordNotFound for an unknown name.
             await self._catalog.versions.list(caller.tenant, name)
             found = await self._uses.of(caller.tenant, name)

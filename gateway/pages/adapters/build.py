@@ -54,6 +54,7 @@ def build_adapter_page(
         uses=records.adapter_uses,
         activity=Activity(database, timedelta(hours=resources.settings.minute_sums_hours)),
         warming=serving.warming,
+        reads=parts.uses.reads,
     )
     acts = AdapterActs(
         frame=frame,

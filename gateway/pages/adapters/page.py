@@ -1,7 +1,7 @@
 """Page of one adapter: versions with their reports, aliases, residency, use, and changes."""
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from gateway.records.adapters.uploads import Uploads
 from gateway.records.adapters.use import AdapterUses, Change
 from gateway.records.bases.base import Binding
 from gateway.records.tenants.tenants import Tenants
+from gateway.sharing.turns import Turns
 
 QUERY = ("tab", "version", "period", "done", "table", "format")
 TABS = (("versions", "Versions"), ("use", "Use"), ("changes", "Changes"))
@@ -88,7 +89,7 @@ class Reports:
 
 
 class AdapterPages:
-    """Page of an adapter, for operators and for its tenant."""
+    """Page of an adapter, for operators and for its tenant. reads: turns of tenants' readers."""
 
     def __init__(
         self,
@@ -100,6 +101,7 @@ class AdapterPages:
         uses: AdapterUses,
         activity: Activity,
         warming: Warming,
+        reads: Turns,
     ) -> None:
         self._frame = frame
         self._tenants = tenants
@@ -108,6 +110,7 @@ class AdapterPages:
         self._uses = uses
         self._activity = activity
         self._warming = warming
+        self._reads = reads
 
     async def show(self, request: web.Request) -> web.Response:
         """Show the tab of the query, or send its versions or aliases as CSV. Raises RecordNotFound, BadRequest."""
@@ -115,6 +118,11 @@ class AdapterPages:
         tab = request.query.get("tab", "versions")
         if tab not in dict(TABS):
             raise BadRequest(f"tab: expected one of {', '.join(dict(TABS))}.", param="tab")
+        # A tenant's reader waits for the tenant's others, an operator for nobody.
+        async with nullcontext() if adapter.is_operators else self._reads.turn(adapter.tenant.id):
+            return await self._show(request, adapter, tab)
+
+    async def _show(self, request: web.Request, adapter: PageAdapter, tab: str) -> web.Response:
         versions = await self._catalog.versions.list(adapter.tenant, adapter.name)
         aliases = await self._catalog.aliases.list(adapter.tenant, adapter.name)
         shown = {"versions": self._versions, "use": self._use, "changes": self._changes}[tab]

@@ -1,10 +1,16 @@
 """An adapter's page: its versions, aliases, reports, residency, use and changes, and the actions on them."""
 
+import asyncio
 import re
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import aiohttp
+import pytest
 
+from gateway.records.adapters.use import AdapterUses
+from gateway.records.tenants.tenants import Tenant
 from testing.adapter_files import CONFIG as PEFT_CONFIG
 from testing.gateway.running import Browser, Gateway, until
 from testing.gateway.upstream import Upstream
@@ -168,3 +174,40 @@ async def test_readers_see_the_page_and_change_nothing(gateway: Gateway):
         assert (await act(reader, "retire", version="1", typed="pirate@1"))[0] == 403
         for path in (f"{HOME}/confirm?act=delete", f"{HOME}/alias", "/admin/tenants/acme/adapter-upload"):
             assert (await reader.get(path)).status == 403
+
+
+async def test_a_tenants_readers_of_the_page_take_turns(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    """Each read scans many rows over a connection of the database, which has few."""
+    running, most, go_on = Counter[str](), Counter[str](), asyncio.Event()
+    read = AdapterUses.changes
+
+    async def changes(uses: AdapterUses, tenant: Tenant, name: str, **options: Any) -> Any:
+        running[tenant.name] += 1
+        most[tenant.name] = max(most[tenant.name], running[tenant.name])
+        await go_on.wait()
+        running[tenant.name] -= 1
+        return await read(uses, tenant, name, **options)
+
+    monkeypatch.setattr(AdapterUses, "changes", changes)
+    keys = list[str]()
+    for name in ("acme", "globex"):
+        tenant = await gateway.tenant(name)
+        assert (await push(tenant, "pirate", files(1))).status == 201
+        keys.append(tenant.key or "")
+    page = "/console/adapters/pirate"
+    async with (
+        gateway.browser(keys[0], "/console") as acme,
+        gateway.browser(keys[1], "/console") as globex,
+        gateway.browser() as operator,
+    ):
+        asked = [acme.get(page, params={"tab": tab}) for tab in ("versions", "changes") for _ in range(3)]
+        read_pages = asyncio.gather(*asked, globex.get(page), *(operator.get(HOME) for _ in range(3)))
+
+        async def all_others_read() -> bool:
+            return running["globex"] == 1 and running["acme"] >= 4
+
+        await until(all_others_read)
+        go_on.set()
+        assert {answer.status for answer in await read_pages} == {200}
+    # The three of operators, and one of the tenant.
+    assert most["acme"] == 4
