@@ -162,10 +162,14 @@ class Webhooks:
         ]
 
     async def attempted(self, pending: Pending, error: str | None) -> None:
-        """Record an attempt. error: None if the event was delivered. A failed one is tried again until GIVEN_UP."""
+        """Record an attempt. error: None if the event was delivered. A failed one is tried again until GIVEN_UP.
+
+        A webhook that was changed during a failed attempt is as it was before its first attempt.
+        """
         now, webhook = datetime.now(UTC), pending.webhook
         table = event_deliveries
         this = (table.c.event_id == pending.event_id) & (table.c.webhook_id == webhook.id)
+        tried = (webhooks.c.id == webhook.id) & (webhooks.c.url == webhook.url)
         if error is None:
             state = "delivered"
             changes: dict[str, Any] = {"failures": 0, "retry_at": None, "delivered_at": now, "error": None}
@@ -174,8 +178,9 @@ class Webhooks:
             wait = BACKOFF[min(webhook.failures, len(BACKOFF) - 1)]
             changes = {"failures": webhook.failures + 1, "retry_at": now + timedelta(seconds=wait)}
             changes["error"] = error[:256]
+            tried &= webhooks.c.failures == webhook.failures
         async with self._database.write() as connection:
-            await connection.execute(update(webhooks).where(webhooks.c.id == webhook.id).values(**changes))
+            await connection.execute(update(webhooks).where(tried).values(**changes))
             await connection.execute(update(table).where(this).values(state=state, attempts=table.c.attempts + 1))
 
 

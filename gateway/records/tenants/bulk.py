@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
+from sqlalchemy import Select, select
 
-from gateway.errors import Conflict, RecordNotFound
+from gateway.errors import Conflict
 from gateway.records.database import Database
 from gateway.records.pieces import in_pieces
+from gateway.records.tables import tenants
 from gateway.records.tenants.list import TenantFilter, TenantLists
-from gateway.records.tenants.tenants import Tenant, change_tenant, plan_terms
+from gateway.records.tenants.tenants import Tenant, change_tenant, plan_terms, read_tenant
 
 # Maximum tenants per transaction, because other changes of these tenants wait for its end.
 AT_ONCE = 50
@@ -59,8 +61,9 @@ class TenantBulk:
     async def apply(self, which: TenantFilter, change: BulkChange, expect: int, actor: str) -> list[str]:
         """Change the matching tenants; return the names of those that were changed.
 
-        A tenant that is deleted meanwhile is left out. Raises Conflict, before anything is changed, if another
-        number of tenants than `expect` would change, and BadRequest for an unknown plan.
+        A tenant that another change has deleted, or changed in the same way, meanwhile is left out. Raises Conflict,
+        before anything is changed, if another number of tenants than `expect` would change, and BadRequest for an
+        unknown plan.
         """
         # Changes of plans lock tenants in the order of ids too, so that neither waits for the other in a deadlock.
         found = await self._changing(which, change)
@@ -73,12 +76,15 @@ class TenantBulk:
         changed: list[str] = []
         for some in _chunks(found):
             async with self._database.write() as connection:
-                for tenant, changes in some:
-                    try:
+                # A change of the plan locks the plan before its tenants too.
+                await plan_terms(connection, change.fields.get("plan"), lock=True)
+                for tenant, _ in some:
+                    row = (await connection.execute(_locked(tenant.id))).one_or_none()
+                    # The present row, so that no change since the first reading is lost.
+                    changes = {} if row is None else change.of(read_tenant(row))
+                    if changes:
                         await change_tenant(connection, tenant.name, changes, actor)
-                    except RecordNotFound:
-                        continue
-                    changed.append(tenant.name)
+                        changed.append(tenant.name)
         return sorted(changed)
 
     async def _changing(self, which: TenantFilter, change: BulkChange) -> list[tuple[Tenant, dict[str, Any]]]:
@@ -90,6 +96,10 @@ class TenantBulk:
             await plan_terms(connection, change.fields.get("plan"), required=True)
         found = await in_pieces(await self._lists.all(which), lambda tenant: (tenant, change.of(tenant)))
         return [(tenant, changes) for tenant, changes in found if changes]
+
+
+def _locked(tenant_id: str) -> Select[Any]:
+    return select(tenants).where(tenants.c.id == tenant_id).with_for_update()
 
 
 def _chunks(found: Sequence[tuple[Tenant, dict[str, Any]]]) -> Iterator[Sequence[tuple[Tenant, dict[str, Any]]]]:

@@ -187,6 +187,25 @@ async def test_pauses_grow_and_end_after_a_day(database: Database):
     assert await states(database) == ["failed"]
 
 
+@pytest.mark.parametrize("url", ["https://a.example/", "https://b.example/"])
+async def test_a_webhook_that_changes_during_an_attempt_is_tried_at_once(database: Database, url: str):
+    await add(database, "one")
+    await record(database, "event")
+    table = Webhooks(database)
+    async with database.write() as connection:
+        await connection.execute(update(webhooks).values(failures=9))
+    [pending] = await table.due()
+    await table.put("one", url, None, None, "admin")
+    await table.attempted(pending, "the former address fails")
+    [changed] = await table.all()
+    assert (changed.url, changed.failures, changed.retry_at, changed.error) == (url, 0, None, None)
+    [again] = await table.due()
+    assert again.webhook.url == url
+    await table.attempted(again, "it fails")
+    [failed] = await table.all()
+    assert (failed.failures, failed.error) == (1, "it fails")
+
+
 async def test_an_event_that_a_target_refuses_does_not_hold_up_its_others(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ):

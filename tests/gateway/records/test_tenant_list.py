@@ -203,6 +203,30 @@ async def test_many_tenants_change_after_their_count_is_confirmed(database: Data
     assert await bulk.plan(TenantFilter(), BulkChange(fields={"suspended": False})) == []
 
 
+async def test_a_change_of_many_loses_no_other_change_of_the_same_moment(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    tenants, lists = Tenants(database), TenantLists(database)
+    for name in ("acme", "globex", "hooli"):
+        await tenants.create(name, {"tags": ("eu",)}, "op")
+    read = lists.all
+
+    async def read_then_others_change(which: TenantFilter) -> Any:
+        found = await read(which)
+        await tenants.update("acme", {"tags": ("eu", "vip")}, "another")
+        await tenants.delete("globex", "another", [])
+        await tenants.create("globex", {}, "another")
+        return found
+
+    monkeypatch.setattr(lists, "all", read_then_others_change)
+    change = BulkChange(add_tags=("new",))
+    changed = await TenantBulk(database, lists).apply(TenantFilter(tag="eu"), change, 3, "op")
+    assert (await tenants.get("acme")).tags == ("eu", "new", "vip")
+    # Another tenant has the name now.
+    assert (await tenants.get("globex")).tags == ()
+    assert changed == ["acme", "hooli"]
+
+
 async def test_the_routes(gateway: Gateway):
     acme = await gateway.tenant("acme", tags=["eu"], budget_per_month=10)
     await gateway.tenant("globex")
