@@ -53,7 +53,11 @@ class Spool:
                 raise
             os.close(lock)  # another writer's `clean` has just removed it
         self._lock = lock
-        self.folder.mkdir(mode=0o755)
+        try:
+            self.folder.mkdir(mode=0o755)
+        except OSError:  # a full disk may have room for the lock file only
+            self.remove()
+            raise
 
     def remove(self) -> None:
         """Remove the folder and its content, if it was created."""

@@ -106,6 +106,22 @@ def test_a_put_that_dies_before_the_rename_is_not_seen(tmp_path, monkeypatch):
     assert leftovers(store) == []
 
 
+def test_a_full_disk_keeps_no_lock_of_an_upload_that_could_not_begin(tmp_path, monkeypatch):
+    """Each such upload would keep an open file, until the process has no more."""
+    store = DirectoryStore(tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(adapters.spool.Path, "mkdir", full)
+    before = os.listdir("/dev/fd")
+    for _ in range(3):
+        with pytest.raises(OSError, match="No space left"), store.spool():
+            pass
+    assert len(os.listdir("/dev/fd")) == len(before)
+    assert leftovers(store) == []
+
+
 def test_leftovers_of_the_release_before_go_by_their_age(tmp_path):
     store = DirectoryStore(tmp_path)
     folder = tmp_path / ".tmp-0123"
