@@ -283,11 +283,17 @@ class S3Store:
         return len(gone)
 
     def _sweep_hourly(self) -> None:
+        # First the downloads of processes that were killed: an engine has no other occasion.
+        self._try(self.clean)
         while not self._closed.wait(SWEEP_SECONDS):
-            try:
-                self.sweep()
-            except OSError as error:
-                log.warning("local copies of removed adapters stay for another hour: %s", error)
+            self._try(self.sweep)
+            self._try(self.clean)
+
+    def _try(self, remove: Callable[[], object]) -> None:
+        try:
+            remove()
+        except OSError as error:
+            log.warning("local copies that nobody needs stay for another hour: %s", error)
 
     def _marked(self, digest: str) -> bool:
         try:

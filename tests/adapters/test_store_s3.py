@@ -1,6 +1,7 @@
 """Adapters in an S3 service: written whole, read by digest through bounded local copies, removed without a trace."""
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,6 +126,23 @@ def test_copies_are_bounded_and_those_in_use_stay(open_at: Open, tmp_path: Path)
         assert open_checkpoint(held).digest == digests[0]
     assert store.path(digests[1]) is not None
     assert sum(file.stat().st_size for file in (tmp_path / "small").rglob("*") if file.is_file()) <= 2 * size + 100
+
+
+def test_what_a_killed_engine_downloaded_goes_at_the_next_start(open_at: Open):
+    """The bound of the local copies does not count it."""
+    killed, running = open_at().spool(), open_at().spool()
+    with running:
+        killed.make()
+        (killed.folder / "adapter").mkdir()
+        (killed.folder / "adapter" / store_s3.WEIGHTS_NAME).write_bytes(bytes(1 << 20))
+        assert killed._lock is not None
+        os.close(killed._lock)  # as at the process's end
+        open_at()
+        deadline = time.monotonic() + 30
+        while killed.folder.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert running.folder.exists()
 
 
 def test_an_outage_names_neither_url_nor_secret(open_at: Open, s3: S3Server, monkeypatch: pytest.MonkeyPatch):
