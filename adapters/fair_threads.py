@@ -5,6 +5,7 @@ weight. No tenant occupies all threads, so a second tenant's work starts at once
 share of the cores. Independent of the work.
 """
 
+import errno
 import math
 import os
 import sys
@@ -13,6 +14,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -111,7 +113,7 @@ class FairThreads:
         weight: the tenant's share of the threads relative to others, above 0. None: as given for its other waiting
         jobs, else 1.
         Raises TooManyPending, unless `bounded` is false, and RuntimeError once closed. The future raises TooManyPending
-        if the tenant's CPU time is used up before its turn.
+        if the tenant's CPU time is used up before its turn, and OSError (ENOMEM) if the system starts no thread.
         """
         job = _Job(set(), work, Future())
         with self._lock:
@@ -197,8 +199,13 @@ class FairThreads:
             self._running.add(job)
             heavy = self._is_heavy(tenant_id, now)
             thread = threading.Thread(target=self._run, args=(job, heavy), name=self._name, daemon=True)
-            self._threads.add(thread)
-            thread.start()
+            try:
+                thread.start()
+                self._threads.add(thread)
+            except RuntimeError:
+                self._running.discard(job)
+                if job.future.set_running_or_notify_cancel():
+                    job.future.set_exception(OSError(errno.ENOMEM, "the system starts no further thread"))
 
     def _use(self, tenant_id: str, now: float) -> float:
         """Return the thread seconds that the tenant has used recently, including its running jobs."""
@@ -221,10 +228,11 @@ class FairThreads:
             return
         rest = min(MAX_REST_SECONDS, self._yielding.rest * cpu_seconds)
         if rest > 0:
-            self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
             timer = threading.Timer(rest, self._end_rest, (tenant_id,))
             timer.daemon = True
-            timer.start()
+            with suppress(RuntimeError):  # the system starts no further thread, so nothing would end the rest
+                timer.start()
+                self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
 
     def _check_cpu(self, tenant_id: str) -> None:
         """Raise TooManyPending if the tenant's CPU time is used up. Work of no tenant ("") has no limit."""
@@ -271,7 +279,8 @@ class FairThreads:
         slow_down = threading.Timer(LONG_SECONDS, self._slow_down, (job, threading.get_native_id()))
         slow_down.daemon = True
         if self._yielding is not None:
-            slow_down.start()
+            with suppress(RuntimeError):  # without a thread for it the job keeps its priority
+                slow_down.start()
         try:
             if job.future.set_running_or_notify_cancel():
                 try:

@@ -131,10 +131,11 @@ class HostCache:
             last, last_weight = self._asked.get(digest, ("", None))
             whose, weight = (last, last_weight) if tenant_id is None else (tenant_id, weight)
             load = self._loads.get(digest)
-            if load is None or load.cancelled():
+            if load is None or load.done():  # done without a run: cancelled, or no thread could be started
                 work = partial(self._load, digest)
                 bounded = tenant_id is not None
                 load = self._loads[digest] = self._threads.submit(whose, work, bounded=bounded, weight=weight)
+                self._askers[digest] = 0
             else:
                 self._threads.share(whose, load, weight=weight)
             self._askers[digest] += 1

@@ -186,6 +186,40 @@ def test_cpu_time_is_limited_by_tenant_and_given_back(monkeypatch):
         pool.close()
 
 
+def refuse_threads(monkeypatch, kind: type[threading.Thread]) -> None:
+    """Let the system start no thread of this class, as at a container's limit of processes."""
+    start = threading.Thread.start
+
+    def starts(thread: threading.Thread) -> None:
+        if isinstance(thread, kind):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starts)
+
+
+def test_a_job_that_gets_no_thread_fails_and_its_place_is_free_again(threads, monkeypatch):
+    with monkeypatch.context() as patch:
+        refuse_threads(patch, threading.Thread)
+        for _ in range(4):
+            with pytest.raises(OSError, match="no further thread"):
+                threads.submit("a", int).result(TIMEOUT)
+    assert threads.submit("a", lambda: 1).result(TIMEOUT) == 1
+    assert threads.num_pending == 0
+
+
+def test_jobs_run_where_no_timer_gets_a_thread(monkeypatch):
+    refuse_threads(monkeypatch, threading.Timer)
+    eager = Yielding(after_seconds=0.0, rest=1.0)
+    pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, yielding=eager)
+    try:
+        for _ in range(4):
+            pool.submit("a", lambda: burn(0.01)).result(TIMEOUT)
+        until(lambda: not pool._running)
+    finally:
+        pool.close()
+
+
 def test_a_shared_job_runs_once_at_whichever_turn_is_first(threads):
     gate = Gate()
     for _ in range(2):
