@@ -9,7 +9,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -83,6 +83,8 @@ class Grammars:
         # Tenants and each one's grammars, least recently used first.
         self._compiled: OrderedDict[str, OrderedDict[GrammarSpec, Grammar]] = OrderedDict()
         self._pending: dict[tuple[str, GrammarSpec], _Pending] = {}
+        # Tenant and CPU seconds of expensive masks, from the engine's thread, which must not wait for a lock.
+        self._dear_masks = deque[tuple[str, float]]()
 
     async def get(self, spec: GrammarSpec, tenant_id: str = "") -> Grammar:
         """Return the tenant's compiled grammar.
@@ -92,7 +94,7 @@ class Grammars:
         used up their CPU time, or if they delay this one beyond `QUEUE_SECONDS`. Raises QueueFull if other tenants'
         grammars or a busy machine delay it, or if too many wait.
         """
-        self._charge_masks(tenant_id)
+        self._charge_masks()
         grammar = self._cached(tenant_id, spec)
         if grammar is None:
             pending = self._pending.get((tenant_id, spec)) or self._start(tenant_id, spec)
@@ -116,18 +118,15 @@ class Grammars:
         own.move_to_end(spec)
         return own[spec]
 
-    def _charge_masks(self, tenant_id: str) -> None:
-        """Charge the tenant for the CPU time that the engine's thread spent on its grammars' expensive masks."""
-        for grammar in self._compiled.get(tenant_id, {}).values():
-            mask_time = grammar.mask_time
-            if (seconds := mask_time.seconds - mask_time.charged) > 0:
-                mask_time.charged += seconds
-                self._threads.charge(tenant_id, seconds)
+    def _charge_masks(self) -> None:
+        """Charge tenants for the expensive masks of their grammars, also of those that the cache has evicted."""
+        while self._dear_masks:
+            self._threads.charge(*self._dear_masks.popleft())
 
     def _start(self, tenant_id: str, spec: GrammarSpec) -> _Pending:
         pending = _Pending()
         try:
-            pending.job = self._threads.submit(tenant_id, partial(self._compile, pending, spec))
+            pending.job = self._threads.submit(tenant_id, partial(self._compile, pending, tenant_id, spec))
         except TooManyPending as exc:
             raise _full(exc, spec) from None
         pending.compiled = asyncio.wrap_future(pending.job)
@@ -135,11 +134,11 @@ class Grammars:
         self._pending[tenant_id, spec] = pending
         return pending
 
-    def _compile(self, pending: _Pending, spec: GrammarSpec) -> Grammar:
+    def _compile(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> Grammar:
         if hasattr(time, "pthread_getcpuclockid"):  # not on macOS
             pending.clock = time.pthread_getcpuclockid(threading.get_ident())
         pending.started = time.monotonic()
-        return self._compiler.compile(spec)
+        return self._compiler.compile(spec).charging(lambda seconds: self._dear_masks.append((tenant_id, seconds)))
 
     async def _wait(self, pending: _Pending, tenant_id: str, spec: GrammarSpec) -> None:
         queued_until = time.monotonic() + QUEUE_SECONDS
@@ -171,6 +170,8 @@ class Grammars:
             raise BadRequest.of(spec.param, error.reason) from None
         if isinstance(error, TooManyPending):
             raise _full(error, spec) from None
+        if isinstance(error, OSError):
+            raise QueueFull(f"grammars to compile: {error.strerror}", retry_after=1) from None
         # A panic in the library is not an Exception, and must not end the server.
         logger.error("the compiler failed on a grammar of kind %s: %s", spec.kind, type(error).__name__)
         raise BadRequest.of(spec.param, "it cannot be compiled: the compiler failed") from None

@@ -11,7 +11,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any
 
 import llguidance
@@ -50,28 +49,29 @@ _BESIDE_MESSAGE = re.compile(r"<|\d+ \||\^+$")
 _PLACE = re.compile(r"^at \d+\(\d+\): ")
 
 
-@dataclass(slots=True)
-class MaskTime:
-    """CPU time of a grammar's expensive masks. seconds: written by the engine's thread; charged: by the event loop."""
-
-    seconds: float = 0.0
-    charged: float = 0.0
+def _free(_: float) -> None:
+    pass
 
 
 class Matcher:
     """The state of a sequence in its grammar. Owned by the engine's thread.
 
+    charge: called with the CPU seconds of each mask that takes more than `DEAR_MASK_SECONDS`; must not block.
     Its methods never raise: a failure of the library, panics included, ends this sequence and no other of the same
     step.
     """
 
-    __slots__ = ("_end_ids", "_fault", "_mask_time", "_state", "ended", "param")
+    __slots__ = ("_charge", "_end_ids", "_fault", "_state", "ended", "param")
 
     def __init__(
-        self, state: llguidance.LLMatcher, end_ids: frozenset[int], param: str, mask_time: MaskTime | None = None
+        self,
+        state: llguidance.LLMatcher,
+        end_ids: frozenset[int],
+        param: str,
+        charge: Callable[[float], object] = _free,
     ) -> None:
         self._state = state
-        self._mask_time = mask_time or MaskTime()
+        self._charge = charge
         self._end_ids = end_ids
         self.param = param
         self.ended = False
@@ -91,7 +91,7 @@ class Matcher:
                 bits[end_id // 32] |= np.uint32(1 << end_id % 32)
         took = time.thread_time() - began
         if took > DEAR_MASK_SECONDS:
-            self._mask_time.seconds += took
+            self._charge(took)
 
     def advance(self, token_id: int) -> bool:
         """Consume the sampled token. Return False if the grammar's limits were exceeded or the library failed; `error`
@@ -109,7 +109,7 @@ class Matcher:
 
     def copy(self) -> "Matcher":
         """Return a matcher in the same state that advances independently."""
-        return Matcher(self._state.deep_copy(), self._end_ids, self.param, self._mask_time)
+        return Matcher(self._state.deep_copy(), self._end_ids, self.param, self._charge)
 
     @property
     def error(self) -> str:
@@ -121,24 +121,32 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar; `matcher()` takes microseconds. mask_time: total of all its matchers."""
+    """A compiled grammar; `matcher()` takes microseconds. charge: see `Matcher`."""
 
-    __slots__ = ("_end_ids", "_start", "mask_time", "param")
+    __slots__ = ("_charge", "_end_ids", "_start", "param")
 
     def __init__(
-        self, start: llguidance.LLMatcher, end_ids: frozenset[int], param: str, mask_time: MaskTime | None = None
+        self,
+        start: llguidance.LLMatcher,
+        end_ids: frozenset[int],
+        param: str,
+        charge: Callable[[float], object] = _free,
     ) -> None:
         self._start = start
         self._end_ids = end_ids
         self.param = param
-        self.mask_time = mask_time or MaskTime()
+        self._charge = charge
 
     def matcher(self) -> Matcher:
-        return Matcher(self._start.deep_copy(), self._end_ids, self.param, self.mask_time)
+        return Matcher(self._start.deep_copy(), self._end_ids, self.param, self._charge)
 
     def blaming(self, param: str) -> "Grammar":
         """Return the same grammar for a request that passed it as parameter `param`, which its errors then name."""
-        return self if param == self.param else Grammar(self._start, self._end_ids, param, self.mask_time)
+        return self if param == self.param else Grammar(self._start, self._end_ids, param, self._charge)
+
+    def charging(self, charge: Callable[[float], object]) -> "Grammar":
+        """Return the same grammar, whose expensive masks call `charge` on the engine's thread."""
+        return Grammar(self._start, self._end_ids, self.param, charge)
 
 
 class GrammarCompiler:

@@ -340,8 +340,9 @@ async def test_a_tenants_cpu_time_bounds_its_new_grammars_and_no_cached_one(
     cache.close()
 
 
+@pytest.mark.parametrize("is_pushed_out", [False, True])
 async def test_dear_masks_count_as_the_tenants_cpu_time(
-    cache: Grammars, compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
+    cache: Grammars, compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch, is_pushed_out: bool
 ) -> None:
     class Burning:
         def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
@@ -353,12 +354,15 @@ async def test_dear_masks_count_as_the_tenants_cpu_time(
     cache = Grammars(compiler)  # type: ignore[arg-type]
     compiler.go.set()
     grammar = await cache.get(regex("a", "q"), "greedy")
-    matcher = Matcher(Burning(), frozenset(), "q", grammar.blaming("r").mask_time)
+    # Grammars that push it out of the cache do not save its tenant the cost.
+    for i in range(grammars.MAX_CACHED_PER_TENANT if is_pushed_out else 0):
+        await cache.get(regex(f"b{i}"), "greedy")
+    matcher = Matcher(Burning(), frozenset(), "q", grammar.blaming("r")._charge)
     for _ in range(6):
         matcher.fill(np.zeros(1, np.uint32))
     with pytest.raises(QueueFull, match="CPU time"):
         await cache.get(regex("new"), "greedy")
-    assert (await cache.get(regex("a"), "greedy")).param == "p"
+    assert (await cache.get(regex("b0" if is_pushed_out else "a"), "greedy")).param == "p"
     assert (await cache.get(regex("new"), "neighbour")).param == "p"
     cache.close()
 
@@ -377,6 +381,21 @@ async def test_a_tenants_grammars_push_out_its_own_only(cache: Grammars, compile
     for i in range(2 * grammars.MAX_CACHED):
         await cache.get(regex("x"), f"tenant{i}")
     assert sum(map(len, cache._compiled.values())) <= grammars.MAX_CACHED
+
+
+async def test_a_grammar_that_gets_no_thread_can_be_sent_again(
+    cache: Grammars, compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    compiler.go.set()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(QueueFull, match="no further thread") as refused:
+            await cache.get(regex("a"))
+    assert refused.value.retry_after == 1
+    assert (await cache.get(regex("a"))).param == "p"
 
 
 async def test_a_panic_of_the_compiler_is_the_requests_own(cache: Grammars, compiler: CountingCompiler) -> None:
