@@ -2,7 +2,6 @@
 
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, wait
 
 import pytest
@@ -47,13 +46,6 @@ def make(store):
 
 def load(cache: HostCache, digest: str) -> HostAdapter:
     return cache.fetch(digest).result(TIMEOUT)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 def test_the_tensors_are_those_of_the_file(make, digests):
@@ -383,21 +375,6 @@ def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatc
     gate.set()
     assert load(cache, digests[2]).digest == digests[2]
     assert all(future.result(TIMEOUT) for future in running)
-
-
-def test_a_load_that_gets_no_thread_is_tried_again(make, digests, monkeypatch):
-    cache = make()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_thread)
-        asked = cache.fetch(digests[0], "a")
-        assert isinstance(asked.exception(TIMEOUT), OSError)
-        cache.stop_waiting(digests[0], asked)
-    assert load(cache, digests[0]).digest == digests[0]
-    until(lambda: not cache._loads and not cache._askers)
-
-
-def no_thread(_: threading.Thread) -> None:
-    raise RuntimeError("can't start new thread")
 
 
 def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypatch):

@@ -383,21 +383,6 @@ async def test_a_tenants_grammars_push_out_its_own_only(cache: Grammars, compile
     assert sum(map(len, cache._compiled.values())) <= grammars.MAX_CACHED
 
 
-async def test_a_grammar_that_gets_no_thread_can_be_sent_again(
-    cache: Grammars, compiler: CountingCompiler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_thread(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    compiler.go.set()
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", no_thread)
-        with pytest.raises(QueueFull, match="no further thread") as refused:
-            await cache.get(regex("a"))
-    assert refused.value.retry_after == 1
-    assert (await cache.get(regex("a"))).param == "p"
-
-
 async def test_a_panic_of_the_compiler_is_the_requests_own(cache: Grammars, compiler: CountingCompiler) -> None:
     compiler.go.set()
     with pytest.raises(BadRequest, match="the compiler failed"):
