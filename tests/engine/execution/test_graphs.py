@@ -2,11 +2,12 @@
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from engine.engine import Engine
 from engine.execution import graphs as graphs_module
 from engine.execution.graphs import Shape, StepGraphs, default_sizes, default_token_sizes
 from engine.execution.layout import Layout, make_batch
+from engine.execution.transfer import upload
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
@@ -327,6 +329,28 @@ def test_steps_with_lora_on_the_embedding_and_the_head_replay_and_wait_for_nothi
     list(outputs_until_idle(engine))
     assert steps == sum(replays.values()) > 3, "a step left its graph"
     assert min(rows.values()) > 2
+
+
+def test_a_step_uploads_a_few_numbers_and_each_new_block_once(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, _ = make_engine(TorchOps, sizes=(3,))
+    sizes: list[int] = []
+
+    def counted(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
+        sizes.append(sum(array.nbytes for array in arrays))
+        return upload(device, arrays)
+
+    monkeypatch.setattr(graphs_module, "upload", counted)
+    for i in range(3):
+        engine.add_request(NewRequest(str(i), [i] * 60, SamplingParams(max_tokens=60, temperature=0, ignore_eos=True)))
+    while not all(request.is_decoding for request in engine.scheduler.requests.values()):
+        engine.step()
+    sizes.clear()
+    for _ in range(16):
+        engine.step()
+    # All are int64: two for each token, six for each request and one end; three for each request's new block.
+    assert sum(sizes) == 8 * (16 * (2 * 3 + 6 * (3 + 1)) + 3 * 3)
 
 
 def test_graphs_keep_no_logits(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
