@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from benchmarks.gpu.decode import floor_ms
 from benchmarks.gpu.files import write_adapter, write_model
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.served import prefill_seconds
 from benchmarks.gpu.whole_engine import scratch
 from benchmarks.kernels.measure import asked
 from engine.model.families import parse_model_config
@@ -80,8 +81,13 @@ async def _measured(machine: Machine, engine: "ServedEngine") -> list[str]:
     number = max(machine.engine_batches)
     async with _streams(machine, engine, number, machine.engine_adapters):
         waits = [await _first_token(machine, engine, i) for i in range(machine.http_prompts)]
-    lines += ["", f"first token of a prompt of {machine.long_prompt} beside {number} streams: median "]
-    lines[-1] += f"{1000 * statistics.median(waits):.0f} ms, longest {1000 * max(waits):.0f} ms"
+    name, middle = f"first token of a prompt of {machine.long_prompt} beside {number} streams", statistics.median(waits)
+    contexts = [PROMPT_TOKENS + machine.http_tokens // 2] * number
+    floor = floor_ms(machine, c, contexts, float(machine.dtype.itemsize), [RANK] * min(number, machine.engine_adapters))
+    # A step of the streams, and the prompt's own products.
+    floor += 1000 * prefill_seconds(machine, c, machine.long_prompt)
+    lines += ["", f"{name}: median {1000 * middle:.0f} ms, longest {1000 * max(waits):.0f} ms, floor {floor:.1f} ms"]
+    found.append(asked(f"HTTP, {name}, to the floor", 1000 * middle / floor, most=4))
     return [*lines, "", *found]
 
 
