@@ -52,6 +52,8 @@ PROMPT, LONG_PROMPT = 200, 4000
 MEMORY: dict[str, Any] = {"kv_cache_memory": 16 << 30, "adapter_memory": 1 << 30}
 # A decode step of an 8B model on an H200: 4.5 ms, 20 us for each prompt token.
 DECODE_MS, TOKEN_MS = 4.5, 0.02
+# The same with streams that end, of the number of streams.
+CHANGING_MS = {64: 4.5, 256: 7.5}
 # Steps so slow that the front sends each token in an event of its own.
 CALM_MS = 25
 # Fixed cost of a step with prompt tokens that is launched kernel by kernel.
@@ -61,15 +63,22 @@ Figures = dict[str, float]
 
 
 def core_steps(
-    model: Path, adapters: list[Path], streams: int, steps: int, profile: bool, lengths: range = range(4000, 4001)
+    model: Path,
+    adapters: list[Path],
+    streams: int,
+    steps: int,
+    profile: bool,
+    lengths: range = range(4000, 4001),
+    step_ms: float = 0.0,
 ) -> Figures:
     """Measure steps of `streams` requests in an engine without a server. Another request follows each one's end.
 
-    lengths: their output tokens, drawn at random.
+    lengths: their output tokens, drawn at random. step_ms: duration of a step of the device. Above 0, steps are planned
+    as late as the served engine plans them, and a figure is the share of the time in which the device computed.
     """
     host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, DTYPES["bfloat16"])
     config = EngineConfig(
-        model=str(model), device="simulated:0,0", max_num_seqs=streams, max_num_batched_tokens=8192, **MEMORY
+        model=str(model), device=f"simulated:{step_ms},0", max_num_seqs=streams, max_num_batched_tokens=8192, **MEMORY
     )
     engine = Engine(config, host)
     digests = [host.add_path(path) for path in adapters]
@@ -89,13 +98,16 @@ def core_steps(
         if engine.is_waiting_for_adapters:
             time.sleep(0.001)
     # Short ones may have ended while an adapter was copied.
-    times = []
+    times, started = [], time.perf_counter()
     with profiled(profile):
         for _ in range(steps):
             fill()
+            while (spare := engine.spare_seconds) > 0:
+                time.sleep(min(spare, 0.002))
             began = time.thread_time()
             engine.step()
             times.append(1e3 * (time.thread_time() - began))
+    of_the_device = steps * step_ms / 1e3 / (time.perf_counter() - started)
     engine.close()
     host.close()
     ordered = sorted(times)
@@ -104,7 +116,7 @@ def core_steps(
         "median": statistics.median(times),
         "p10": ordered[len(times) // 10],
         "p99": ordered[int(0.99 * len(times))],
-    }
+    } | ({"of_the_device": of_the_device} if step_ms else {})
 
 
 @contextmanager
@@ -370,8 +382,9 @@ def main() -> None:
             steps = 300 if flags.profile else 1500
             show(f"core, {number} streams", core_steps(model, adapters, number, steps, flags.profile))
             if not flags.profile:
-                changing = core_steps(model, adapters, number, steps, profile=False, lengths=range(100, 500))
-                show(f"core, {number} streams that end after 100 to 500 tokens", changing)
+                for step_ms in (0.0, CHANGING_MS[number]):
+                    changing = core_steps(model, adapters, number, steps, False, range(100, 500), step_ms)
+                    show(f"core, {number} streams that end after 100 to 500 tokens, {step_ms} ms a step", changing)
         if not flags.profile:
             forms = flags.core.split(",")
             measured = served(model, adapters, flags.flags, forms, flags.seconds, flags.only, flags.fronts)
