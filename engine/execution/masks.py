@@ -29,7 +29,7 @@ def constrain(logits: Tensor, masks: Sequence[Mask | None], ops: Ops) -> None:
     if not rows:
         return
     platform = platform_of(logits.device)
-    # Filled in the buffer that is copied to the device: another copy of 64 masks of 128k tokens takes 0.07 ms.
+    # The buffer is the one that is copied to the device: another copy of 64 masks of 128k tokens takes 0.07 ms.
     words = platform.staging([len(rows), (logits.shape[1] + 31) // 32], torch.int32)
     bits = words.numpy().view(np.uint32)
     bits.fill(0)

@@ -279,7 +279,7 @@ def test_a_step_of_the_same_requests_uploads_no_edit_again(
     uploaded.clear()
     for _ in range(3):
         step()
-    # Of both rows: their numbers and seats, 8 bytes each; for penalties these twice, and three penalties of 4 bytes.
+    # Bytes of a row: its number and seat, 8 each; for penalties these twice, and three penalties of 4.
     of_a_row = 16 if "allowed" in params else 2 * 16 + 12 if "repetition_penalty" in params else 0
     assert sum(uploaded) == 3 * 2 * of_a_row
 
