@@ -38,7 +38,8 @@ class Child:
     """A child process.
 
     cpus: those that it may use, also after a restart; empty: all. keep_alive: None if its death ends the group. deaths:
-    consecutive ones. healthy_at: on the event loop's clock. is_paused: whether it was stopped by `pause`.
+    consecutive ones. healthy_at: on the event loop's clock. is_paused: whether it was stopped by `pause`. is_run:
+    whether `run` waits for its end.
     """
 
     name: str
@@ -51,9 +52,11 @@ class Child:
     deaths: int = 0
     healthy_at: float | None = None
     is_paused: bool = False
+    is_run: bool = False
 
     def failure(self, what: str) -> ChildError:
-        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:]
+        # A restart that found no room on the disk left no log.
+        tail = self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:] if self.log.exists() else []
         lines = [f"{self.name} {what}; its log is {self.log}" + (", which ends:" if tail else " (empty)")]
         return ChildError("\n".join(lines + [f"  {line}" for line in tail]))
 
@@ -118,6 +121,7 @@ class ProcessGroup:
     async def run(self, name: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
         """Run a program to its end. Raises ChildError unless it exits with 0."""
         child = await self.start(name, argv, env)
+        child.is_run = True
         await child.process.wait()
         if child.process.returncode != 0:
             raise child.death()
@@ -145,7 +149,7 @@ class ProcessGroup:
                     if child in revivals:
                         if revivals[child].done() and (error := revivals.pop(child).result()) is not None:
                             return error
-                    elif child.process.returncode is not None and not child.is_paused:
+                    elif child.process.returncode is not None and not (child.is_paused or child.is_run):
                         if child.keep_alive is None:
                             return child.death()
                         revivals[child] = asyncio.create_task(self._revive(child, child.keep_alive))
@@ -171,10 +175,12 @@ class ProcessGroup:
             pause = BACKOFF_SECONDS[child.deaths - 1]
             self._announce(f"{child.name} {how}; it starts again in {pause:g} s")
             await asyncio.sleep(pause)
-            await self._spawn_again(child)
             try:
+                await self._spawn_again(child)
                 await self.healthy(child, keep_alive.check, keep_alive.timeout)
-            except ChildError:
+            except (ChildError, OSError) as error:
+                if isinstance(error, OSError):  # no memory, process or disk left for it now
+                    self._announce(f"{child.name} could not be started: {error.strerror}")
                 self._kill(child)
                 await child.process.wait()
                 continue

@@ -1,12 +1,14 @@
 """Real child processes: order, logs, failures, and no child that outlives its parent."""
 
 import asyncio
+import errno
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +97,24 @@ async def test_run_waits_for_the_end(tmp_path):
     with pytest.raises(ChildError, match="job exited with code 3"):
         await group.run("job", (sys.executable, "-c", "raise SystemExit(3)"), os.environ)
     assert (tmp_path / "job.previous.log").read_text() == "done\n"
+
+
+async def test_the_end_of_a_program_that_is_run_is_no_death(tmp_path, monkeypatch):
+    """A busy event loop sees the program's end before `run` does."""
+    wait = asyncio.subprocess.Process.wait
+
+    async def late(process: asyncio.subprocess.Process) -> int:
+        code = await wait(process)
+        await asyncio.sleep(5 * processes.POLL_SECONDS)
+        return code
+
+    monkeypatch.setattr(asyncio.subprocess.Process, "wait", late)
+    group = ProcessGroup(tmp_path)
+    death = asyncio.create_task(group.first_death())
+    await group.run("job", (sys.executable, "-c", "print('done')"), os.environ)
+    assert not death.done()
+    death.cancel()
+    await asyncio.wait([death])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="PR_SET_PDEATHSIG is Linux's")
@@ -200,6 +220,37 @@ async def test_a_child_that_never_is_healthy_again_is_killed_and_counted(tmp_pat
         message = str(await asyncio.wait_for(group.first_death(), 60))
         assert message.startswith("engine was killed by SIGKILL and has died 2 times in a row")
         assert not alive(child.process.pid)
+    finally:
+        await group.stop(lambda name: None)
+
+
+async def test_a_restart_for_which_the_machine_has_no_room_is_tried_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.02, 0.02))
+    said: asyncio.Queue[str] = asyncio.Queue()
+    group = ProcessGroup(tmp_path, announce=said.put_nowait)
+    new_log = group._new_log
+
+    def full(name: str) -> Path:
+        new_log(name).unlink()
+        monkeypatch.setattr(group, "_new_log", new_log)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    try:
+        child = await group.start("engine", SLEEPER, os.environ)
+        group.keep_alive(child, lambda: has_printed(child), 30)
+        monkeypatch.setattr(group, "_new_log", full)
+        death = asyncio.create_task(group.first_death())
+        os.kill(child.process.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            lines = [await said.get() for _ in range(4)]
+        assert lines[1] == "engine could not be started: No space left on device"
+        assert lines[3] == "engine serves again"
+        assert not death.done()
+        # A group that ends because of such restarts still states the reason.
+        child.log.unlink()
+        assert str(child.failure("has died")).endswith("engine.log (empty)")
+        death.cancel()
+        await asyncio.wait([death])
     finally:
         await group.stop(lambda name: None)
 
