@@ -151,6 +151,10 @@ def no_garbage_collection() -> Iterator[None]:
 
 def pytest_unconfigure() -> None:
     gc.unfreeze()  # otherwise Triton reports leaked objects
+
+
+def pytest_collection_finish() -> None:
+    # After the collection, which imports Triton only if a collected test needs it.
     if os.environ["TRITON_INTERPRET"] == "1" and "triton" in sys.modules:
         speed_up()
 
@@ -208,7 +212,10 @@ def _refuse_to_listen(event: str, arguments: tuple[object, ...]) -> None:
         raise AssertionError("a test that opens a port asks for the fixture `starts_servers`")
 
 
-sys.addaudithook(_refuse_to_listen)
+def pytest_configure(config: pytest.Config) -> None:
+    # Only for a selection without integration tests: Python calls the hook in every `id()` and `sys._getframe()` too.
+    if "not integration" in config.option.markexpr:
+        sys.addaudithook(_refuse_to_listen)
 
 
 @pytest.hookimpl(wrapper=True)
