@@ -7,6 +7,7 @@ from typing import Any
 from aiohttp import web
 
 from gateway.access.auth import TenantPrincipal
+from gateway.api.requests.fields import parse_text
 from gateway.errors import Unavailable
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.audit_rows import CSV_COLUMNS as AUDIT_CSV_COLUMNS
@@ -135,7 +136,7 @@ class TenantPage:
     async def _audit(self, request: web.Request, tenant: Tenant) -> dict[str, Any] | web.StreamResponse:
         if request.query.get("format") == "csv":
             return await audit_csv(request, partial(self._records.audit.list, tenant=tenant.name), AUDIT_CSV_COLUMNS)
-        after = request.query.get("after") or None
+        after = parse_text(request.query, "after")
         entries, has_more = await self._records.audit.list(tenant=tenant.name, after=after, limit=ROWS)
         table = audit_table(request, [audit_row(entry) for entry in entries], has_more=has_more)
         return {"table": table}

@@ -19,6 +19,7 @@ from sqlalchemy import (
 
 from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
+from gateway.records.cursors import check_moment
 from gateway.records.database import Database
 from gateway.records.money.end_user_sums import EndUserSums
 from gateway.records.money.tenant_sums import PERIODS, SUMMED
@@ -218,6 +219,9 @@ def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnEl
     try:
         data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         values: Any = msgspec.json.decode(data, type=tuple.__class_getitem__(types))
+        for value in values:
+            if isinstance(value, datetime):
+                check_moment(value)
     except (ValueError, msgspec.MsgspecError) as error:
         raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after") from error
     if any(isinstance(value, str) and not value.isprintable() for value in values):

@@ -16,6 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from gateway.errors import BadRequest, Exceeded
+from gateway.records.cursors import check_moment
 from gateway.records.database import Database
 from gateway.records.requests.owned import in_order, owned
 from gateway.records.requests.refusal_tables import refused_requests
@@ -322,7 +323,8 @@ def _position(cursor: str) -> Position:
     """Read a cursor. Raises BadRequest."""
     try:
         at, request_id = msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=Position)
-        if at.tzinfo is None or not request_id.isprintable() or not 1970 <= at.year < 9000:
+        check_moment(at)
+        if not request_id.isprintable():
             raise ValueError
     except (ValueError, msgspec.MsgspecError) as error:
         raise BadRequest("after: expected the `next` of another page.", param="after") from error

@@ -3,7 +3,7 @@
 from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import msgspec
 from sqlalchemy import (
@@ -24,6 +24,7 @@ from sqlalchemy import (
 
 from gateway.errors import BadRequest
 from gateway.quota.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
+from gateway.records.cursors import check_moment
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.pieces import in_pieces, read_rows
@@ -286,7 +287,8 @@ def _cursor(sort: str, descending: bool, value: Any, name: str) -> str:
     return urlsafe_b64encode(msgspec.json.encode([sort, descending, value, name])).decode().rstrip("=")
 
 
-_VALUES: Mapping[str, Any] = {"name": str, "spend": int, "requests": int, "created": datetime}
+_Sum = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_VALUES: Mapping[str, Any] = {"name": str, "spend": _Sum, "requests": _Sum, "created": datetime}
 
 
 def _behind(cursor: str, sort: str, descending: bool, order: ColumnElement[Any]) -> ColumnElement[bool]:
@@ -295,6 +297,8 @@ def _behind(cursor: str, sort: str, descending: bool, order: ColumnElement[Any])
     try:
         data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
         _, direction, value, name = msgspec.json.decode(data, type=kind)
+        if isinstance(value, datetime):
+            check_moment(value)
     except (ValueError, msgspec.MsgspecError) as error:
         raise BadRequest("after: expected the `next` of an answer in the same order.", param="after") from error
     if direction != descending or not (name.isprintable() and str(value).isprintable()):

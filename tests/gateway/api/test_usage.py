@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+from base64 import urlsafe_b64encode
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,10 @@ async def test_a_report_is_bounded_and_followed(gateway: Gateway, tmp_path: Path
             assert (answer.status, answer.error["param"]) == (400, field), value
     other = await acme.get("/v1/usage", params={"after": first["next"], "group_by": "model,day"})
     assert (other.status, other.error["param"]) == (400, "after")
+    for moment in ("2026-01-01T00:00:00", "0001-01-01T00:00:00+23:00", "9999-12-31T23:59:59-23:00"):
+        altered = urlsafe_b64encode(json.dumps(["acme", moment, False]).encode()).decode().rstrip("=")
+        answer = await acme.get("/v1/usage", params={"after": altered, "group_by": "hour"})
+        assert (answer.status, answer.error["param"]) == (400, "after"), moment
     clean = {name: None for name in os.environ if name.startswith("LORAPLEX_")}
     for who in (["--api-key", acme.key or ""], ["--admin-key", gateway.admin.key or ""]):
         arguments = ["usage", "--gateway", gateway.url, *who, "--json"]

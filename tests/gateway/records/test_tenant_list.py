@@ -1,6 +1,8 @@
 """Lists of tenants and changes of many: filters, order, pages, the month's spend and its forecast."""
 
+import json
 import random
+from base64 import urlsafe_b64encode
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,7 +19,7 @@ from gateway.records.money.tenant_sums import TenantSums
 from gateway.records.tables import api_keys, usage_daily
 from gateway.records.tables import tenants as table
 from gateway.records.tenants.bulk import AT_ONCE, BulkChange, TenantBulk
-from gateway.records.tenants.list import BudgetUse, TenantFilter, TenantLists
+from gateway.records.tenants.list import BudgetUse, CursorSort, TenantFilter, TenantLists
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS, Terms
@@ -89,6 +91,11 @@ async def test_filters_order_and_pages(database: Database):
             await lists.page(TenantFilter(), after=wrong)
     with pytest.raises(BadRequest):
         await lists.page(TenantFilter(), sort="spend", after=page.next)
+    altered: dict[CursorSort, Any] = {"created": "0001-01-01T00:00:00+23:00", "spend": 2**70, "requests": -(2**70)}
+    for sort, value in altered.items():
+        cursor = urlsafe_b64encode(json.dumps([sort, False, value, "a"]).encode()).decode().rstrip("=")
+        with pytest.raises(BadRequest):
+            await lists.page(TenantFilter(), sort=sort, after=cursor)
 
 
 async def test_idle_tenants_are_those_whose_keys_nobody_uses(database: Database):

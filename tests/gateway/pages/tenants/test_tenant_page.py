@@ -118,3 +118,9 @@ async def test_tenants_in_the_order_of_plan_forecast_and_last_use(database: Data
         await connection.execute(update(tenants).where(tenants.c.name.in_(("a", "d"))).values(plan="pro"))
     assert [tenant.name for tenant, _ in await ordered("plan")][:2] == ["a", "d"]
     assert {tenant.name for tenant, _ in await ordered("last_used_at")} == set(ages)
+
+
+async def test_a_place_in_the_audit_that_databases_refuse(serve: Any, migrated_url: str):
+    async with serve(database_url=migrated_url) as gateway, gateway.browser() as browser:
+        await gateway.tenant("acme")
+        assert (await browser.get("/admin/tenants/acme?tab=audit&after=%00")).status == 400
