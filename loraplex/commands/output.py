@@ -80,7 +80,12 @@ def _cell(column: str, value: Any) -> str:
         case bool():
             return "yes" if value else "no"
         case list():
-            return ",".join(map(str, value)) or "-"
+            return _plain(",".join(map(str, value))) or "-"
         case str() if column.endswith("_at"):
             return moment(value)
-    return str(value)
+    return _plain(str(value))
+
+
+def _plain(text: str) -> str:
+    """Return a text, which may be a tenant's or a model's, with escapes for the characters that control a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

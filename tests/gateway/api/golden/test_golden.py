@@ -111,12 +111,12 @@ async def test_golden_answers_of_a_tenant(
         assert (full.status, full.error["code"]) == (403, "adapter_limit_exceeded")
         assert len(upstream.requests) == count
         monkeypatch.undo()
-        await run(gateway, tmp_path)
+        await run(gateway, upstream, tmp_path)
         assert (await acme.call("DELETE", PATH)).json["deleted"] is True
         assert (await acme.get(PATH)).status == (await acme.call("DELETE", PATH)).status == 404
 
 
-async def run(gateway: Gateway, folder: Path) -> None:
+async def run(gateway: Gateway, upstream: Upstream, folder: Path) -> None:
     """Try the commands."""
     env = {"LORAPLEX_GATEWAY": gateway.url, "LORAPLEX_ADMIN_KEY": ADMIN_KEY}
     prompts = folder / "prompts.json"
@@ -143,6 +143,14 @@ async def run(gateway: Gateway, folder: Path) -> None:
     [verified] = json.loads(await command("adapter", "verify", "pirate@1", "--json"))
     assert verified["golden"] == []
     await command("adapter", "golden", "set", "pirate@1", str(prompts))
+    # A tenant's text must not reach an operator's terminal as a command, or as a row of its own.
+    upstream.alphabet = "\x1b\n"
+    prompts.write_text(json.dumps([{"prompt": "\x1b[2J"}]))
+    await command("adapter", "golden", "set", "pirate@1", str(prompts))
+    shown = await command("adapter", "golden", "show", "pirate@1")
+    assert "\\x1b[2J" in shown
+    assert "\\x1b\\n" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
 
 
 BOUNDS: list[tuple[Any, str, str]] = [
