@@ -70,7 +70,7 @@ class EngineRoutes:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         raw = await read_body(request)
-        body = decode(TokenizeRequest, raw)
+        body = await offload(len(raw), lambda: decode(TokenizeRequest, raw))
         if body.model is not None:
             self.models.resolve(body.model)
         tokens = await offload(len(raw), lambda: self._tokenize(body))
@@ -91,7 +91,7 @@ class EngineRoutes:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         raw = await read_body(request)
-        body = decode(DetokenizeRequest, raw)
+        body = await offload(len(raw), lambda: decode(DetokenizeRequest, raw))
         if body.model is not None:
             self.models.resolve(body.model)
         # Keeps special tokens, so that `tokenize` of the text returns the same tokens.

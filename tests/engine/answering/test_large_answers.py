@@ -1,6 +1,7 @@
 """Large answers, and clients that do not read them."""
 
 import asyncio
+import io
 import json
 import socket
 import threading
@@ -15,6 +16,9 @@ from engine.answering import completions as generate
 from engine.answering import report
 from engine.answering import running as run
 from testing.engine import Client, RunningServer
+from wire.decoding import decode
+from wire.errors import BadRequest
+from wire.requests import TokenizeRequest
 
 PROMPT = list(range(3, 303))
 
@@ -71,6 +75,23 @@ async def test_a_large_answer_stalls_nobody(
     assert len({choice["index"] for event in events for choice in event["choices"]}) == prompts
     decoding = time.thread_time() - started
     # 0.02 s, and as long as the decoder if the answer is encoded on the loop (20 MB).
+    assert max(turns) < decoding / 2, (max(turns), decoding)
+
+
+@pytest.mark.usefixtures("no_garbage_collection")
+async def test_a_large_conversation_to_tokenize_stalls_nobody(client: Client, server: RunningServer):
+    messages = [{"role": "user", "content": "a"}] * 100_000 + [{"role": "nobody", "content": "a"}]
+    body = json.dumps({"messages": messages}).encode()
+    started = time.thread_time()
+    with pytest.raises(BadRequest):
+        decode(TokenizeRequest, body)
+    decoding = time.thread_time() - started
+    ended = threading.Event()
+    watching = asyncio.run_coroutine_threadsafe(work_of_turns(ended), server._event_loop)
+    async with client.session.post(f"{client.url}/tokenize", data=io.BytesIO(body)) as response:
+        assert response.status == 400
+    ended.set()
+    turns = await asyncio.wrap_future(watching)
     assert max(turns) < decoding / 2, (max(turns), decoding)
 
 
