@@ -87,9 +87,9 @@ class InFlight:
         """
         self._check_room(0, "")
         ticket = Ticket(self, [new.request_id for new in sequences])
+        self._core.add(sequences, rules)  # sent at the end of this turn, so no event of theirs comes before
         for i, new in enumerate(sequences):
             self._tickets[new.request_id] = (ticket, i)
-        self._core.add(sequences, rules)
         self._drained.clear()
         return ticket
 

@@ -109,7 +109,8 @@ class StepThread:
     def fail_calls(self, reason: str) -> None:
         """End the calls that wait, with EngineUnavailable. Call it once no step follows."""
         for future in list(self._calls):
-            if future.set_running_or_notify_cancel():
+            # A call that has run is listed until its caller's task continues.
+            if not future.done() and future.set_running_or_notify_cancel():
                 future.set_exception(EngineUnavailable(reason))
 
     async def close(self) -> None:

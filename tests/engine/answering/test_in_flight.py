@@ -1,8 +1,11 @@
 """A sequence's plain tokens on the event loop: each becomes an output after the last one, and none is lost silently."""
 
+import asyncio
+
 import pytest
 
 from engine.answering.in_flight import InFlight
+from engine.core.client import Core
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams, TokenLogprobs
 
 LOGPROBS = [TokenLogprobs(5, -0.1, 1, [], [])]
@@ -53,3 +56,13 @@ async def test_the_last_output_is_kept_without_its_arrays_and_until_the_release(
     assert in_flight._last == {"a": output._replace(logprobs=None, prompt_logprobs=None, logits=None)}
     in_flight.released("a")
     assert in_flight._last == {}
+
+
+async def test_sequences_that_cannot_be_sent_leave_nothing_in_flight() -> None:
+    """Otherwise a drain waits for them to its end, and a probe for an idle engine for ever."""
+    core = Core()
+    in_flight = InFlight(core, max_requests=8)
+    with pytest.raises(OverflowError):
+        in_flight.submit([NewRequest("a", [1, 2], SamplingParams(), priority=10**30)])
+    assert in_flight.number == 0
+    await asyncio.wait_for(in_flight.wait_idle(), 5)

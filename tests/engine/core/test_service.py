@@ -4,9 +4,16 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from adapters.manifest import BaseShape
+from adapters.store import DirectoryStore
+from adapters.tiers.adapter_reader import HostAdapter
+from engine.core import service
 from engine.core.child import FrontSocket
 from engine.core.frames import Frames
 from engine.structured.compiler import Grammar, GrammarCompiler
@@ -51,6 +58,29 @@ async def test_requests_may_leave_while_their_grammar_compiles(
     await until_in_flight(server, 0)
     assert server.core._preparing == {}
     assert compiled == ["ab{3}"], "a grammar that no request waits for leaves the queue"
+
+
+async def test_an_adapters_weights_are_inspected_on_a_thread(
+    server: RunningServer, model: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """LoRA on the embedding of a large vocabulary takes tenths of a second; the event loop serves all tenants."""
+    ran_on: list[threading.Thread] = []
+
+    def recording(inspect: Callable[[HostAdapter], Any]) -> Callable[[HostAdapter], Any]:
+        def run(adapter: HostAdapter) -> Any:
+            ran_on.append(threading.current_thread())
+            return inspect(adapter)
+
+        return run
+
+    for name in ("has_effect", "trained_tokens"):
+        monkeypatch.setattr(service, name, recording(getattr(service, name)))
+    assert server.store is not None
+    digest = DirectoryStore(server.store).put(adapter, BaseShape.from_config_dir(model)).digest
+    found = asyncio.run_coroutine_threadsafe(server.core._inspect(digest, ""), server._event_loop)
+    assert (await asyncio.wrap_future(found)).num_modules
+    assert len(ran_on) == 2
+    assert server._thread not in ran_on
 
 
 def test_a_front_that_does_not_read_stops_the_steps_and_loses_nothing():

@@ -4,8 +4,9 @@ import asyncio
 import itertools
 import time
 
-from engine.core.messages import Event
-from engine.core.step_thread import StepThread
+from engine.core.errors import EngineUnavailable
+from engine.core.messages import Event, Failed
+from engine.core.step_thread import COMMANDS_S, StepThread
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import Client, RunningServer
@@ -62,6 +63,43 @@ class SlowToAdd:
     def state(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class Failing(SlowToAdd):
+    """An engine whose only step fails, once it has work."""
+
+    has_begun = False
+
+    def has_work(self) -> bool:
+        return self.has_begun
+
+    def step(self) -> StepOutputs:
+        raise RuntimeError("the step fails")
+
+    def work(self) -> int:
+        self.has_begun = True
+        time.sleep(2 * COMMANDS_S)  # the next command waits for the step
+        return 1
+
+
+async def test_calls_end_with_the_engine_whether_they_have_run_or_not():
+    engine, event_loop = Failing(), asyncio.get_running_loop()
+
+    def send(event: Event) -> None:
+        if isinstance(event, Failed):
+            event_loop.call_soon_threadsafe(steps.fail_calls, event.reason)
+
+    steps = StepThread(engine, send)
+    problems: list[dict] = []
+    event_loop.set_exception_handler(lambda _, context: problems.append(context))
+    steps.start()
+    calls = [asyncio.create_task(steps.call(function)) for function in (engine.work, int)]
+    await asyncio.sleep(0)
+    steps._thread.join(20)  # the loop sees the end of the first call and the failure in one turn
+    ran, waited = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+    assert ran == 1
+    assert isinstance(waited, EngineUnavailable)
+    assert problems == []
 
 
 async def test_many_requests_at_once_are_added_between_several_steps():
