@@ -5,6 +5,7 @@ import gc
 import os
 import re
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -140,6 +141,38 @@ def pytest_collection() -> Iterator[object]:
         gc.enable()
 
 
+class Collector:
+    """Excludes late imports and caches from garbage collections too, once a full one is slow.
+
+    Full ones took up to a second in a long run, and each gateway starts one after half a second.
+    """
+
+    # CPU time of a full collection, in seconds, that is too much.
+    SLOW = 0.05
+    started = 0.0
+    is_slow = False
+
+    @classmethod
+    def note(cls, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] < 2:
+            return
+        if phase == "start":
+            cls.started = time.thread_time()
+        elif time.thread_time() - cls.started > cls.SLOW:
+            cls.is_slow = True
+
+    @classmethod
+    def exclude_if_slow(cls) -> None:
+        """Exclude all present objects. Call it between tests: excluded objects are never freed as cycles."""
+        if cls.is_slow:
+            gc.collect()
+            gc.freeze()
+            cls.is_slow = False
+
+
+gc.callbacks.append(Collector.note)
+
+
 @pytest.fixture
 def no_garbage_collection() -> Iterator[None]:
     """Keep the collections of this process's large heap, up to a second each, out of a measurement."""
@@ -227,6 +260,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     finally:
         Running.may_listen = True
+        Collector.exclude_if_slow()
 
 
 @pytest.fixture(scope="session")

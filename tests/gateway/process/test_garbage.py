@@ -20,10 +20,12 @@ class Cycle:
 
 @pytest.fixture(autouse=True)
 def _thresholds() -> Iterator[None]:
-    """Restore the collector, which belongs to the whole process."""
+    """Restore the collector's thresholds, which belong to the whole process.
+
+    What a test excludes from collections stays excluded: `gc.unfreeze` would also include all imports again.
+    """
     thresholds = gc.get_threshold()
     yield
-    gc.unfreeze()
     gc.set_threshold(*thresholds)
 
 
