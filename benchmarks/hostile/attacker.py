@@ -71,8 +71,8 @@ class Round:
     """Outcome of one round.
 
     breaches: violated guarantees, as text. accepted: digests of adapters that were stored. cpu: CPU seconds of the
-    attacker's process. waited: seconds that the process could run and waited for a CPU. served: answers of status 200
-    to the attacker's own key.
+    attacker's process. waited: seconds that the process could run and waited for a CPU. served: answers that
+    the engine generated for the attacker's own key.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -168,7 +168,7 @@ class Attacker:
         answer = Answer(response.status, body, time.monotonic() - began, dict(response.headers))
         self.count(answer.status, answer.seconds, body)
         is_own = options["headers"]["Authorization"] == self.headers["Authorization"]
-        self.round.served += is_own and answer.status == 200
+        self.round.served += is_own and answer.status == 200 and path.endswith("/completions")
         return answer
 
     async def chat(self, words: str = "Hi", seconds: float = 60.0, **body: Any) -> Answer | None:

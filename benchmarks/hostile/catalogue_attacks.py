@@ -35,6 +35,8 @@ async def move(attacker: Attacker, alias: str, targets: list[dict[str, Any]], et
 @attack(
     "alias-churn",
     "aliases moved from one ETag at once, rolled back and deleted beside canaried requests",
+    # Its canaried requests are ordinary use of the engine.
+    honest="one-token-answers",
     least_seconds=6.0,
 )
 async def churn_aliases(attacker: Attacker) -> None:
@@ -84,6 +86,11 @@ async def churn_aliases(attacker: Attacker) -> None:
         attacker.side_by_side(4, spoil),
         attacker.side_by_side(4, ask),
     )
+
+
+@attack("one-token-answers", "the served requests of alias-churn, of the base model", shown=False)
+async def answers(attacker: Attacker) -> None:
+    await attacker.as_served(lambda _: attacker.complete("a", max_tokens=1))
 
 
 @attack(
