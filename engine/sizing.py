@@ -38,15 +38,16 @@ from engine.memory import (
     open_share,
 )
 from engine.model.config import ModelConfig, read_config
+from engine.model.decoder import Decoder
 from engine.model.families import make_decoder, parse_model_config
 from engine.model.quantised.methods import read_method
 from engine.model.weights import Checkpoint, open_weights
 from engine.sizing_speed import ExpectedLoad, StepTime, Throughput, steady_throughput
+from engine.sizing_steps import MeasuredSteps
 from engine.step_log import StepWork
 from kernels.cpu.plain import TorchOps
 from kernels.gpu import schemes
-from kernels.linear_times import measure_linear
-from kernels.ops import DecoderWeights, Ops
+from kernels.ops import Ops
 from kernels.platform import Platform, pick_ops, platform_of
 from kernels.roofline import Roofline, measure_roofline
 from kernels.simulated.platform import SimulatedPlatform
@@ -149,7 +150,8 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     share = open_share(config, platform)
     # On the CPU the memory limit includes the engine's process, which is assumed to be as large as this one.
     process = platform.used_memory() - (0 if share is None else share.before)
-    weights = describe_weights(config, raw, model, target.ops, context)
+    decoder = describe_decoder(config, raw, model, target.ops, context)
+    weights = decoder.weights
     draft = _describe_draft(config, model, target, context)
     used = weights.num_bytes + draft.weights + process
     loaded = used if share is not None else used - process
@@ -191,8 +193,11 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
     )
     work = StepWork.of(model, sum(matrix.num_bytes for matrix in weights.matrices), kv_bytes)
     roofline = target.roofline or measure_roofline(resolve_device(config), dtype, work.weight_bytes)
-    linear = measure_linear(target.ops, weights.matrices, dtype) if platform.is_host else None
-    return Estimate(memory, _throughput(memory, StepTime(work, model, roofline, linear), load, sizes.max_num_seqs))
+    steps = (
+        MeasuredSteps(decoder, config.block_size, sizes.max_num_batched_tokens, kv_dtype) if platform.is_host else None
+    )
+    time = StepTime(work, model, roofline, None if steps is None else steps.seconds)
+    return Estimate(memory, _throughput(memory, time, load, sizes.max_num_seqs))
 
 
 def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> EstimatedDevice:
@@ -231,7 +236,9 @@ def _describe_draft(config: EngineConfig, model: ModelConfig, target: EstimatedD
     dtype, kv_dtype, _ = resolve_dtypes(draft_config, draft)
     sizes = BatchSizes.of(config, is_gpu=not target.platform.is_host)
     return DraftNeeds(
-        describe_weights(draft_config, raw, draft, target.ops, min(context, draft.max_position_embeddings)).num_bytes,
+        describe_decoder(
+            draft_config, raw, draft, target.ops, min(context, draft.max_position_embeddings)
+        ).weights.num_bytes,
         activation_bytes(draft, sizes, dtype.itemsize),
         _graph_bytes(config, sizes, target.platform),
         _seat_bytes(sizes, draft, target.platform),
@@ -239,9 +246,7 @@ def _describe_draft(config: EngineConfig, model: ModelConfig, target: EstimatedD
     )
 
 
-def describe_weights(
-    config: EngineConfig, raw: dict[str, Any], model: ModelConfig, ops: Ops, context: int
-) -> DecoderWeights:
+def describe_decoder(config: EngineConfig, raw: dict[str, Any], model: ModelConfig, ops: Ops, context: int) -> Decoder:
     """Load a decoder's weights as tensors without memory. Quantised checkpoints are read, because their layers' schemes
     depend on their content.
 
@@ -249,7 +254,7 @@ def describe_weights(
     """
     dtype, _, _ = resolve_dtypes(config, model)
     with _open(config, raw, dtype, ops) as source:
-        return make_decoder(model, ops, source, context).weights
+        return make_decoder(model, ops, source, context)
 
 
 @contextmanager

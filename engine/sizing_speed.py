@@ -1,23 +1,21 @@
 """Estimated speed of an engine under a steady load.
 
-On a CPU the products with the weights are measured (`kernels.linear_times`); keys, values and adapters are read at the
-measured bandwidth. On a GPU a step takes its bound by the roofline, divided by the share of it that engines reach.
+On a CPU the steps of the load are measured (`engine.sizing_steps`). On a GPU a step takes its bound by the roofline,
+divided by the share of it that engines reach.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.model.config import ModelConfig
+from engine.sizing_steps import Sizes
 from engine.step_log import StepWork
-from kernels.linear_times import LinearTimes
 from kernels.roofline import Roofline
 
 # Share of the roofline that a step on a GPU reaches: the aim of `make gpu`; not measured yet.
 REACHED_GPU = 0.85
-# CPU: shares of the bandwidth at which keys and values are read, and of the rate of products at which a prompt's
-# attention runs; seconds of a step beside its work. The first and last fit 24 decode steps of 1 to 64 rows and contexts
-# of 64 to 4,096 within 10 % (docs/perf/2026-11-21-cpu-sweep.md); the second is from prompts of 128 and 512 tokens on a
-# busy machine.
-KV_REACHED, ATTENTION_REACHED, STEP_SECONDS = 0.8, 0.25, 0.8e-3
+# CPU: share of the bandwidth at which adapters' pages are read, and seconds of a step for scheduling and outputs.
+PAGES_REACHED, HOST_SECONDS = 0.8, 0.3e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +63,22 @@ class Step:
     def rows(self) -> float:
         return self.outputs + self.prompts * (self.prompt_tokens - 1)
 
+    @property
+    def sizes(self) -> Sizes:
+        """Return the step in whole numbers. A part of a prompt becomes a shorter prompt."""
+        whole, rest = divmod(round(self.prompts * self.prompt_tokens), max(1, self.prompt_tokens))
+        prompts = (self.prompt_tokens,) * whole + ((rest,) if rest else ())
+        return Sizes(max(1, round(self.context / self.outputs)), max(0, round(self.outputs - self.prompts)), prompts)
+
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Times of steps on a device. linear: of the products with the weights; None on a GPU."""
+    """Times of steps on a device. measured: function of a step's sizes without adapters; None on a GPU."""
 
     work: StepWork
     model: ModelConfig
     roofline: Roofline
-    linear: LinearTimes | None
+    measured: Callable[[Sizes], float] | None
 
     def bound(self, step: Step) -> float:
         """Return the least time by the roofline."""
@@ -84,13 +89,10 @@ class StepTime:
 
     def seconds(self, step: Step) -> float:
         """Return the expected time."""
-        if self.linear is None:
+        if self.measured is None:
             return self.bound(step) / REACHED_GPU
-        work, roofline = self.work, self.roofline
-        products = self.linear.of(work.layer_elements, step.rows) + self.linear.of(work.head_elements, step.outputs)
-        read = (step.context * work.kv_bytes + step.adapter_bytes) / (KV_REACHED * roofline.bandwidth)
-        attention = self._attention_flops(step) / (ATTENTION_REACHED * roofline.flops)
-        return products + read + attention + STEP_SECONDS
+        read = step.adapter_bytes / (PAGES_REACHED * self.roofline.bandwidth)
+        return self.measured(step.sizes) + read + HOST_SECONDS
 
     def _attention_flops(self, step: Step) -> float:
         """Return the operations of the prompts' causal attention; a decode's are bound by its read."""

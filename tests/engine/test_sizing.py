@@ -2,7 +2,7 @@
 
 import json
 import multiprocessing
-import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -17,21 +17,24 @@ from adapters.tiers.host_cache import HostCache
 from engine.build import resolve_dtypes
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.execution.runner import Runner
 from engine.gpus import GPUS
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
-from engine.sizing import Estimate, describe_weights, estimate
+from engine.scheduling.plan import Plan
+from engine.sizing import Estimate, describe_decoder, estimate
 from engine.sizing_speed import (
-    ATTENTION_REACHED,
+    HOST_SECONDS,
+    PAGES_REACHED,
     REACHED_GPU,
-    STEP_SECONDS,
     ExpectedLoad,
+    Step,
     StepTime,
     Throughput,
     steady_throughput,
 )
+from engine.sizing_steps import MeasuredSteps, Sizes
 from engine.step_log import StepWork
-from kernels.linear_times import ROWS, LinearTimes, measure_linear
 from kernels.platform import pick_ops, platform_of
 from kernels.roofline import Roofline
 from loraplex.cli import main
@@ -40,7 +43,8 @@ from testing import quantised_files as files
 from testing.stack import CACHE
 from testing.tiny import save_model
 
-LOAD = ExpectedLoad(adapters=64, rank=16, prompt_tokens=64, output_tokens=32)
+# One stream: the tests of the memory need no times of large steps.
+LOAD = ExpectedLoad(adapters=64, rank=16, prompt_tokens=64, output_tokens=32, streams=1)
 # The shape of Llama-3.1-8B.
 EIGHT_BILLION = {
     "architectures": ["LlamaForCausalLM"],
@@ -172,30 +176,38 @@ MODEL = parse_model_config(
 )
 
 
-def speed(streams: int, load: ExpectedLoad, linear: LinearTimes | None) -> Throughput:
-    return steady_throughput(StepTime(WORK, MODEL, Roofline(1e6, 1e9), linear), load, streams, 0, 0.0)
+def speed(streams: int, load: ExpectedLoad, measured: Callable[[Sizes], float] | None) -> Throughput:
+    return steady_throughput(StepTime(WORK, MODEL, Roofline(1e6, 1e9), measured), load, streams, 0, 0.0)
 
 
 def test_a_lone_stream_waits_for_its_prompts() -> None:
-    """A step takes a second for up to 11 rows and 0.1 s for each further one; a mean of the rows would hide prompts."""
-    linear = LinearTimes((1, 11, 21), (1e-3, 1e-3, 2e-3))
-    load = ExpectedLoad(0, 1, prompt_tokens=41, output_tokens=10)
-    found = speed(1, load, linear)
-    attention = 4 * 41**2 / 2 * 32 / (ATTENTION_REACHED * 1e9)
-    head = 0.1
-    prompt, decode = 4.0 + head + attention + STEP_SECONDS, 1.0 + head + STEP_SECONDS
+    """A mean of the rows would hide the prompts: a step with one takes four times as long."""
+    found = speed(
+        1, ExpectedLoad(0, 1, prompt_tokens=41, output_tokens=10), lambda sizes: 4.0 if sizes.prompts else 1.0
+    )
+    prompt, decode = 4.0 + HOST_SECONDS, 1.0 + HOST_SECONDS
     assert found.first_token_seconds == pytest.approx(prompt)
     assert found.tokens_per_second == pytest.approx(10 / (prompt + 9 * decode))
 
 
 def test_many_streams_have_prompts_in_each_step() -> None:
-    linear = LinearTimes((1, 11), (1e-3, 2e-3))
-    found = speed(20, ExpectedLoad(0, 1, prompt_tokens=6, output_tokens=10), linear)
-    # 20 outputs and two prompts of 5 further rows each.
-    attention = 2 * 4 * 6**2 / 2 * 32 / (ATTENTION_REACHED * 1e9)
-    step = 3.9 + 0.1 * 2.9 + attention + STEP_SECONDS
-    assert found.step_seconds == pytest.approx(step)
-    assert found.tokens_per_second == pytest.approx(20 / step)
+    measured = list[Sizes]()
+
+    def one_second(sizes: Sizes) -> float:
+        measured.append(sizes)
+        return 1.0
+
+    found = speed(30, ExpectedLoad(0, 1, prompt_tokens=6, output_tokens=20), one_second)
+    # Each request has 16 tokens on average. A request and a half begin in a step.
+    assert Sizes(16, 28, (6, 3)) in measured
+    assert found.step_seconds == pytest.approx(1 + HOST_SECONDS)
+    assert found.tokens_per_second == pytest.approx(30 / found.step_seconds)
+
+
+def test_a_step_reads_its_adapters() -> None:
+    time = StepTime(WORK, MODEL, Roofline(1e6, 1e9), lambda _: 1.0)
+    with_adapters = time.seconds(Step(2, 10, adapter_bytes=4e6))
+    assert with_adapters - time.seconds(Step(2, 10)) == pytest.approx(4 / PAGES_REACHED)
 
 
 def test_a_gpus_step_takes_its_bound_over_its_share() -> None:
@@ -204,24 +216,41 @@ def test_a_gpus_step_takes_its_bound_over_its_share() -> None:
     assert found.step_seconds == pytest.approx(found.bound_seconds / REACHED_GPU)
 
 
+def steps_of(model: Path, quantization: Literal["auto", "int8", "int4"], most_tokens: int) -> MeasuredSteps:
+    config = EngineConfig(model=str(model), device="cpu", quantization=quantization)
+    raw = read_config(model)
+    parsed = parse_model_config(raw)
+    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, parsed)
+    ops = pick_ops(torch.device("cpu"), dtype, parsed.head_dim, config.block_size, kv_dtype, lora_dtype)
+    return MeasuredSteps(describe_decoder(config, raw, parsed, ops, 64), config.block_size, most_tokens, kv_dtype)
+
+
 @pytest.mark.parametrize("quantization", ["auto", "int8", "int4"])
-def test_products_are_measured_with_the_engines_ops(tiny: Path, quantization: str) -> None:
-    config = EngineConfig(model=str(tiny), device="cpu", quantization=quantization)
-    raw = read_config(tiny)
-    model = parse_model_config(raw)
-    dtype, kv_dtype, lora_dtype = resolve_dtypes(config, model)
-    ops = pick_ops(torch.device("cpu"), dtype, model.head_dim, config.block_size, kv_dtype, lora_dtype)
-    matrices = describe_weights(config, raw, model, ops, 64).matrices
-    found = measure_linear(ops, matrices, dtype)
-    assert found.rows == ROWS
-    assert min(found.seconds) > 0
-    # Work grows with the rows. On a busy machine, these small products may wait longer for a processor than they take.
-    deadline = time.monotonic() + 30
-    while found.of(1e6, 256) <= found.of(1e6, 4):
-        assert time.monotonic() < deadline, found
-        found = measure_linear(ops, matrices, dtype)
-    assert found.of(2e6, 16) == pytest.approx(2 * found.of(1e6, 16))
-    assert found.of(1e6, 20) == pytest.approx(0.75 * found.of(1e6, 16) + 0.25 * found.of(1e6, 32))
+def test_measured_steps_compute_all_rows_and_no_step_is_larger_than_the_engines(
+    tiny: Path, quantization: Literal["auto", "int8", "int4"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, planned = Runner.forward, list[list[int]]()
+
+    def record(runner: Runner, plan: Plan) -> Any:
+        planned.append(list(plan.values()))
+        launched = forward(runner, plan)
+        assert launched.layout.num_tokens == sum(plan.values())
+        return launched
+
+    monkeypatch.setattr(Runner, "forward", record)
+    assert steps_of(tiny, quantization, 16).seconds(Sizes(20, 3, (25, 4))) > 0
+    steps = [[1, 1, 1, 13], [12, 4]]
+    assert planned == steps * (len(planned) // 2)
+
+
+def test_further_layers_take_as_long_as_the_measured_ones(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A head of 5 s, and layers of 2 s, of which three are measured."""
+    monkeypatch.setattr(MeasuredSteps, "_least", lambda _, num_layers, sizes: 5.0 + 2.0 * num_layers)
+    steps = steps_of(tiny, "auto", 16)
+    for measured in (3, 2):
+        monkeypatch.setattr(steps, "_num_layers", 40)
+        monkeypatch.setattr(steps, "_most", measured)
+        assert steps.seconds(Sizes(20, 3, (4,))) == pytest.approx(85.0)
 
 
 @pytest.mark.parametrize(
