@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import sqlite3
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from gateway.records import housekeeping
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.housekeeping import TURN, Housekeeping
 from gateway.redis.client import connect
-from testing.gateway.running import Gateway, until
+from testing.gateway.running import Gateway, change_database, until
 from tests.gateway.api.test_adapters import files, push
 
 COLLECT = "/admin/api/adapters/collect"
@@ -29,12 +27,11 @@ def stored(folder: Path) -> set[str]:
     return {path.name for path in (folder / "adapters").glob("??/*")}
 
 
-def make_old(folder: Path) -> None:
+async def make_old(folder: Path) -> None:
     """Set everything stored and removed so far to two hours ago."""
     for path in (folder / "adapters").glob("??/*"):
         os.utime(path, (time.time() - 7200,) * 2)
-    with closing(sqlite3.connect(folder / "gateway.db", timeout=10)) as connection, connection:
-        connection.execute("UPDATE removed_versions SET removed_at = datetime('now', '-2 hours')")
+    await change_database(folder, "UPDATE removed_versions SET removed_at = datetime('now', '-2 hours')")
 
 
 async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gateway, tmp_path: Path):
@@ -44,11 +41,11 @@ async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gatew
     for name in ("a1", "a2"):
         assert (await acme.call("DELETE", f"/v1/adapters/{name}")).status == 200
     assert (await gateway.admin.post(COLLECT)).json == {"object": "collection", "removed": 0, "bytes": 0}
-    make_old(tmp_path)
+    await make_old(tmp_path)
     # Uploaded long ago, but removed just now: a request for it may still be on its way to an engine.
     assert (await push(acme, "late", files(4))).status == 201
     late = (await acme.get("/v1/adapters/late")).json["digest"][7:]
-    make_old(tmp_path)
+    await make_old(tmp_path)
     assert (await acme.call("DELETE", "/v1/adapters/late")).status == 200
     assert (await acme.call("DELETE", "/v1/adapters/a3")).status == 200
     assert (await push(acme, "again", files(3))).status == 201  # renews its time
@@ -74,7 +71,7 @@ async def test_content_that_a_name_refers_to_at_the_second_check_stays(
     acme = await gateway.tenant("acme")
     assert (await push(acme, "a", files())).status == 201
     before = stored(tmp_path)
-    make_old(tmp_path)
+    await make_old(tmp_path)
     check, checks = Catalog.referenced, []
 
     async def referenced(self: Catalog, digests: Sequence[str], since: datetime) -> set[str]:
@@ -99,7 +96,7 @@ async def test_a_deleted_tenants_adapters_go(gateway: Gateway, tmp_path: Path):
     acme = await gateway.tenant("acme")
     assert (await push(acme, "a", files())).status == 201
     assert (await gateway.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
-    make_old(tmp_path)
+    await make_old(tmp_path)
     assert (await gateway.admin.post(COLLECT)).json["removed"] == 1
     assert stored(tmp_path) == set()
 
@@ -112,7 +109,7 @@ async def test_a_gateway_collects_by_itself(
         acme = await gateway.tenant("acme")
         digests = [(await push(acme, name, files(number))).json["digest"][7:] for number, name in enumerate("ab")]
         assert (await acme.call("DELETE", "/v1/adapters/a")).status == 200
-        make_old(tmp_path)
+        await make_old(tmp_path)
         redis = connect(redis_url, timeout=10.0)
         await redis.delete(TURN)
         await redis.aclose()
