@@ -5,6 +5,7 @@ KV blocks and batch sizes are divided as `engine.build` does. Only activations a
 measures, are estimated here. `engine.sizing_speed` estimates the time of a step.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -197,7 +198,8 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
         MeasuredSteps(decoder, config.block_size, sizes.max_num_batched_tokens, kv_dtype) if platform.is_host else None
     )
     time = StepTime(work, model, roofline, None if steps is None else steps.seconds)
-    return Estimate(memory, _throughput(memory, time, load, sizes.max_num_seqs))
+    stretch = config.prefill_stretch if config.enable_chunked_prefill else math.inf
+    return Estimate(memory, _throughput(memory, time, load, sizes.max_num_seqs, stretch))
 
 
 def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> EstimatedDevice:
@@ -303,7 +305,9 @@ def _pages_each(load: ExpectedLoad) -> int:
     return -(-load.rank // PAGE_RANK)
 
 
-def _throughput(memory: Memory, time: StepTime, load: ExpectedLoad, max_num_seqs: int) -> Throughput:
+def _throughput(
+    memory: Memory, time: StepTime, load: ExpectedLoad, max_num_seqs: int, stretch: float
+) -> Throughput:
     """Return the times of the load. Raises ConfigError for a request that does not fit."""
     tokens = load.prompt_tokens + load.output_tokens
     if tokens > memory.context:
@@ -313,4 +317,4 @@ def _throughput(memory: Memory, time: StepTime, load: ExpectedLoad, max_num_seqs
     fitting = min(max_num_seqs, memory.kv_tokens // tokens)
     streams = fitting if load.streams is None else min(fitting, load.streams)
     distinct = min(memory.resident, streams)
-    return steady_throughput(time, load, streams, distinct, distinct * _pages_each(load) * memory.page_bytes)
+    return steady_throughput(time, load, streams, distinct, distinct * _pages_each(load) * memory.page_bytes, stretch)

@@ -5,7 +5,7 @@ divided by the share of it that engines reach.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.model.config import ModelConfig
 from engine.sizing_steps import Sizes
@@ -102,18 +102,25 @@ class StepTime:
 
 
 def steady_throughput(
-    time: StepTime, load: ExpectedLoad, streams: int, adapters: int, adapter_bytes: float
+    time: StepTime, load: ExpectedLoad, streams: int, adapters: int, adapter_bytes: float, stretch: float
 ) -> Throughput:
     """Return the speed of streams that each ask their next request when one ends.
 
-    Each request takes as many steps as it has output tokens, and the first one computes its prompt. While prompts are
-    rarer than steps, the mean over steps with and without one counts, because a step's time is not linear in its rows.
+    Each request takes as many steps as it has output tokens. Its prompt is computed in one or more of these: prompts
+    lengthen a step of other streams to `stretch` times its duration at most (`engine.scheduling.pacing`), unless they
+    arrive faster. While there are steps without prompts, the mean over both kinds counts, because a step's time is not
+    linear in its rows.
     """
     held = streams * (load.prompt_tokens + load.output_tokens / 2)
-    rate = streams / load.output_tokens
-    share = min(1.0, rate)
+    rate = streams / load.output_tokens  # prompts that begin in a step
     plain = Step(streams, held, adapter_bytes)
-    mixed = Step(streams, held, adapter_bytes, max(1.0, rate), load.prompt_tokens)
-    bound, seconds = (share * of(mixed) + (1 - share) * of(plain) for of in (time.bound, time.seconds))
+    whole = Step(streams, held, adapter_bytes, max(1.0, rate), load.prompt_tokens)
+    unmixed = time.seconds(plain)
+    added = time.seconds(whole) - unmixed
+    paced = (stretch - 1) * unmixed / added if streams > 1 and added > 0 else 1.0  # as a share of `whole`
+    mixed = replace(whole, prompts=min(1.0, max(paced, rate / whole.prompts)) * whole.prompts)
+    share = min(1.0, rate / mixed.prompts)
+    bound = share * time.bound(mixed) + (1 - share) * time.bound(plain)
+    seconds = share * time.seconds(mixed) + (1 - share) * unmixed
     alone = Step(1, 0, adapter_bytes / max(1, adapters), 1, load.prompt_tokens)
     return Throughput(streams, adapters, bound, seconds, streams / seconds, time.seconds(alone))

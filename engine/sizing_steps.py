@@ -27,8 +27,9 @@ from kernels.weights import LinearWeights
 CPU = torch.device("cpu")
 # Bytes of the layers that are made, and of a step's keys and values: more than the caches of most processors hold.
 LAYER_BYTES = 256 << 20
-# Runs of each step, of which the shortest counts, and the time after which no further one begins.
-RUNS, MAX_S = 5, 1.0
+# Runs of each step, of which the shortest counts, and the time after which no further one begins. The first runs are
+# slow: threads and the processor's clock wake up.
+RUNS, MAX_S = 40, 0.5
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ STEPS_UNTIL_ALONE = 16
 STEEPNESS = 5
 # Number of rows (streams and prompt tokens) for which a step may exceed its target, up to MAX_STEP_S seconds. Smaller
 # steps would spend too much of their time on what they cost at any size.
-MIN_ROWS, MAX_STEP_S = 96, 0.25
+MIN_ROWS, MAX_STEP_S = 112, 0.25
 _MEMORY = 0.9  # weight of the past in each moving average
 # Marginal cost of a row as a share of its average cost. Below the first bound the fixed cost dominates and chunks
 # double; above the second it is negligible and the learnt minimum is dropped.

@@ -177,7 +177,7 @@ MODEL = parse_model_config(
 
 
 def speed(streams: int, load: ExpectedLoad, measured: Callable[[Sizes], float] | None) -> Throughput:
-    return steady_throughput(StepTime(WORK, MODEL, Roofline(1e6, 1e9), measured), load, streams, 0, 0.0)
+    return steady_throughput(StepTime(WORK, MODEL, Roofline(1e6, 1e9), measured), load, streams, 0, 0.0, stretch=2.0)
 
 
 def test_a_lone_stream_waits_for_its_prompts() -> None:
@@ -202,6 +202,17 @@ def test_many_streams_have_prompts_in_each_step() -> None:
     assert Sizes(16, 28, (6, 3)) in measured
     assert found.step_seconds == pytest.approx(1 + HOST_SECONDS)
     assert found.tokens_per_second == pytest.approx(30 / found.step_seconds)
+
+
+def test_a_prompt_beside_streams_is_computed_in_chunks() -> None:
+    """Of its 40 tokens, 10 take as long as a step without prompts, and a step may take twice as long as that one."""
+    load = ExpectedLoad(0, 1, prompt_tokens=40, output_tokens=100)
+    found = speed(10, load, lambda sizes: 1.0 + 0.1 * sum(sizes.prompts))
+    # One step of ten has a prompt's begin, so four of ten have a chunk.
+    assert found.step_seconds == pytest.approx(0.4 * 2 + 0.6 * 1 + HOST_SECONDS, rel=0.01)
+    # Prompts that arrive faster fill each step.
+    found = speed(50, load, lambda sizes: 1.0 + 0.1 * sum(sizes.prompts))
+    assert found.step_seconds == pytest.approx(1 + 0.1 * 20 + HOST_SECONDS, rel=0.01)
 
 
 def test_a_step_reads_its_adapters() -> None:

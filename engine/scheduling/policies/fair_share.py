@@ -38,7 +38,7 @@ HEAVIER = 2
 # Target of the duration in seconds of a step with prompts, because a prompt that arrives waits for the step's end. It
 # applies while several tenants use the engine: for `SHARED_S` seconds after a request whose predecessor was another
 # tenant's.
-STEP_S, SHARED_S = 0.10, 60.0
+STEP_S, SHARED_S = 0.15, 60.0
 
 
 class FairShare(TenantPolicy):
