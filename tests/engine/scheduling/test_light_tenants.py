@@ -13,7 +13,7 @@ import pytest
 from engine.config import PolicyName
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
-from engine.scheduling.plan import StepLimits
+from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.policies.fair_share import HEAVIER
 from engine.scheduling.policies.registry import make_policy
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
@@ -163,6 +163,30 @@ def test_a_light_tenants_prompt_does_not_wait_behind_prompts_without_room() -> N
         machine.run(machine.now + 1e-6)
         [quiet] = [r for r in machine.arrived if r.tenant_id == "quiet" and r.status is not Status.FINISHED]
         assert quiet.num_computed, machine.steps[-1]
+
+
+def test_prompts_of_tenants_that_give_way_are_not_in_a_light_tenants_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, the flood's next prompts filled the rest of the step: a third longer for the quiet tenant's first token."""
+    machine, plans = Machine(row_s=0.0007), list[Counter[str]]()
+    schedule = machine.engine.schedule
+
+    def record(**options: bool) -> Plan:
+        plan = schedule(**options)
+        plans.append(Counter())
+        for request, number in plan.items():
+            plans[-1][request.tenant_id] += 0 if request.is_decoding else number
+        return plan
+
+    monkeypatch.setattr(machine.engine, "schedule", record)
+    for i in range(64):
+        machine.ask(i * 0.003, "flood", 64, 16, again=True)
+    for second in range(5, 25):
+        machine.ask(second, "quiet", 64, 4)
+    machine.run(30)
+    beside = [plan for plan in plans if plan["quiet"]]
+    assert sum(plan["quiet"] for plan in beside) == 20 * 64
+    assert not any(plan["flood"] for plan in beside)
+    assert sum(plan["flood"] for plan in plans) > 20 * 64
 
 
 def test_a_late_tenants_first_token_behind_a_crowd() -> None:
