@@ -193,11 +193,7 @@ def estimate(config: EngineConfig, gpu: str | None, load: ExpectedLoad) -> Estim
         in_host=min(load.adapters, host * PAGE_RANK // (pages.page_bytes * load.rank)),
     )
     work = StepWork.of(model, sum(matrix.num_bytes for matrix in weights.matrices), kv_bytes)
-    roofline = target.roofline or measure_roofline(resolve_device(config), dtype, work.weight_bytes)
-    steps = (
-        MeasuredSteps(decoder, config.block_size, sizes.max_num_batched_tokens, kv_dtype) if platform.is_host else None
-    )
-    time = StepTime(work, model, roofline, None if steps is None else steps.seconds)
+    time = _step_time(config, target, decoder, work)
     stretch = config.prefill_stretch if config.enable_chunked_prefill else math.inf
     return Estimate(memory, _throughput(memory, time, load, sizes.max_num_seqs, stretch))
 
@@ -305,9 +301,18 @@ def _pages_each(load: ExpectedLoad) -> int:
     return -(-load.rank // PAGE_RANK)
 
 
-def _throughput(
-    memory: Memory, time: StepTime, load: ExpectedLoad, max_num_seqs: int, stretch: float
-) -> Throughput:
+def _step_time(config: EngineConfig, target: EstimatedDevice, decoder: Decoder, work: StepWork) -> StepTime:
+    """Return the times of the device's steps, by a roofline or measured on this machine."""
+    model = decoder.config
+    dtype, kv_dtype, _ = resolve_dtypes(config, model)
+    roofline = target.roofline or measure_roofline(resolve_device(config), dtype, work.weight_bytes)
+    if not target.platform.is_host:
+        return StepTime(work, model, roofline, None)
+    most_tokens = BatchSizes.of(config, is_gpu=False).max_num_batched_tokens
+    return StepTime(work, model, roofline, MeasuredSteps(decoder, config.block_size, most_tokens, kv_dtype).seconds)
+
+
+def _throughput(memory: Memory, time: StepTime, load: ExpectedLoad, max_num_seqs: int, stretch: float) -> Throughput:
     """Return the times of the load. Raises ConfigError for a request that does not fit."""
     tokens = load.prompt_tokens + load.output_tokens
     if tokens > memory.context:

@@ -248,8 +248,7 @@ class Scheduler:
             room = 0 if request.tenant_id in giving_way else budget.room(is_light=bool(heavier))
             if room <= 0:
                 if is_waiting:
-                    # The next tenant may be a light one, whose prompts have more room.
-                    turns.pass_over()
+                    turns.pass_over()  # the next tenant may be a light one, whose prompts have more room
                     without_room += 1
                     admits = without_room < WITHOUT_ROOM
                 continue

@@ -43,7 +43,7 @@ from testing import quantised_files as files
 from testing.stack import CACHE
 from testing.tiny import save_model
 
-# One stream: the tests of the memory need no times of large steps.
+# A single stream: the tests of the memory need no times of large steps.
 LOAD = ExpectedLoad(adapters=64, rank=16, prompt_tokens=64, output_tokens=32, streams=1)
 # The shape of Llama-3.1-8B.
 EIGHT_BILLION = {
@@ -205,10 +205,10 @@ def test_many_streams_have_prompts_in_each_step() -> None:
 
 
 def test_a_prompt_beside_streams_is_computed_in_chunks() -> None:
-    """Of its 40 tokens, 10 take as long as a step without prompts, and a step may take twice as long as that one."""
+    """Each 10 tokens take as long as a step without prompts, and a step may take twice as long as that one."""
     load = ExpectedLoad(0, 1, prompt_tokens=40, output_tokens=100)
     found = speed(10, load, lambda sizes: 1.0 + 0.1 * sum(sizes.prompts))
-    # One step of ten has a prompt's begin, so four of ten have a chunk.
+    # A prompt begins in every tenth step, so four of ten steps have a chunk.
     assert found.step_seconds == pytest.approx(0.4 * 2 + 0.6 * 1 + HOST_SECONDS, rel=0.01)
     # Prompts that arrive faster fill each step.
     found = speed(50, load, lambda sizes: 1.0 + 0.1 * sum(sizes.prompts))

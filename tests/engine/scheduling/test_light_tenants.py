@@ -166,7 +166,7 @@ def test_a_light_tenants_prompt_does_not_wait_behind_prompts_without_room() -> N
 
 
 def test_prompts_of_tenants_that_give_way_are_not_in_a_light_tenants_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before, the flood's next prompts filled the rest of the step: a third longer for the quiet tenant's first token."""
+    """Before, the flood's next prompts filled the rest of the step, which delayed the quiet tenant's first token."""
     machine, plans = Machine(row_s=0.0007), list[Counter[str]]()
     schedule = machine.engine.schedule
 
