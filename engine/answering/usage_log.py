@@ -124,9 +124,11 @@ class UsageLog:
     async def wait(self, request_ids: list[str], seconds: float) -> None:
         """Wait until none of the requests runs, for at most `seconds`."""
         ends = [asyncio.ensure_future(self._running[id_].ended.wait()) for id_ in request_ids if id_ in self._running]
-        if ends:
-            _, late = await asyncio.wait(ends, timeout=seconds)
-            for end in late:
+        try:
+            if ends:
+                await asyncio.wait(ends, timeout=seconds)
+        finally:  # also if the caller leaves
+            for end in ends:
                 end.cancel()
 
     def write_counts(self, at: int, tally: Tally) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -141,6 +142,7 @@ async def test_the_ring_forgets_the_oldest(tmp_path: Path):
 
 DYING = """
 import sys
+import time
 from pathlib import Path
 from engine.answering.usage_log import UsageLog
 
@@ -184,3 +186,16 @@ def test_another_file_is_not_overwritten(tmp_path: Path, content: bytes):
     with pytest.raises(ValueError, match="expected a file of"):
         UsageLog(tmp_path / "f", num_slots=3000)
     assert (tmp_path / "f").read_bytes() == content
+
+
+async def test_a_caller_that_leaves_while_it_waits_leaves_no_task():
+    log = UsageLog(num_slots=4)
+    log.open("runs", 1)
+    waiting = asyncio.create_task(log.wait(["runs"], 60.0))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    deadline = time.monotonic() + 20
+    while others := asyncio.all_tasks() - {asyncio.current_task()}:
+        assert time.monotonic() < deadline, others
+        await asyncio.sleep(0.01)
