@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -28,7 +29,7 @@ from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, IDLE_SECONDS, Changes
-from gateway.records.keys.keys import TENANT_ITSELF, ApiKey, Keys
+from gateway.records.keys.keys import ApiKey, Keys
 from gateway.records.lookups import Lookups
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import Tenant
@@ -57,7 +58,7 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
     """Verified key of a tenant, with the required scope; or an operator who sends requests on the tenant's behalf.
 
     key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's. label, scopes,
-    expires_at: end of the key's life. has_key: False for an operator, whose key is not the tenant's.
+    expires_at: end of the key's life. watched: ids of keys, or TENANT_ITSELF and the tenant's, that must stay valid.
     """
 
     key_id: str
@@ -68,11 +69,11 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
     label: str = ""
     scopes: frozenset[str] = frozenset()
     expires_at: datetime | None = None
-    has_key: bool = True
+    watched: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not self.key_family:
-            msgspec.structs.force_setattr(self, "key_family", self.key_id)
+        msgspec.structs.force_setattr(self, "key_family", self.key_family or self.key_id)
+        msgspec.structs.force_setattr(self, "watched", self.watched or (self.key_id,))
 
     def may_use(self, model: str) -> bool:
         return self.allowed_models is None or model in self.allowed_models
@@ -127,7 +128,7 @@ class Authenticator:
         self._known = BoundedDict[str, _Known](CACHE_ENTRIES)  # by key id, least recently looked up first
         self._lookups = Lookups(self._look_up)
         self._admin_key_anywhere = admin_key_anywhere
-        self._running: dict[asyncio.Timeout, str] = {}
+        self._running: dict[asyncio.Timeout, tuple[str, ...]] = {}
         self._has_running = asyncio.Event()
         self._used: dict[str, datetime] = {}
         # Keys that were hashed again, by their former hash, and not written yet.
@@ -208,12 +209,11 @@ class Authenticator:
     async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
         """Cancel the block, as a time-out would, once the key is revoked or expired or its tenant suspended or deleted.
 
-        A principal without a key depends on its tenant only. Raises InvalidKey or Forbidden on cancellation.
+        Raises InvalidKey or Forbidden on cancellation.
         """
-        watched = principal.key_id if principal.has_key else f"{TENANT_ITSELF}{principal.tenant.id}"
         try:
             async with asyncio.timeout(None) as deadline:
-                self._running[deadline] = watched
+                self._running[deadline] = principal.watched
                 self._has_running.set()
                 try:
                     yield
@@ -224,8 +224,8 @@ class Authenticator:
         except TimeoutError as error:
             if not deadline.expired():
                 raise
-            found = (await self._find(watched)).key
-            raise _problem(found) or InvalidKey("This API key is not valid any more.") from error
+            problems = [_problem((await self._find(each)).key) for each in principal.watched]
+            raise next(filter(None, problems), InvalidKey("This API key is not valid any more.")) from error
 
     async def watch(self) -> None:
         """Keep cached keys valid until cancelled. Run it as a task."""
@@ -255,7 +255,7 @@ class Authenticator:
         await self._changes.read()
         if self._former_checks is None:
             self._former_checks = await self._keys.former_checks()
-        if missing := [key_id for key_id in set(self._running.values()) if self._current(key_id) is None]:
+        if missing := [key_id for key_id in set(chain(*self._running.values())) if self._current(key_id) is None]:
             mark = self._changes.mark
             found = await self._keys.find_all(missing)
             for key_id in missing:
@@ -263,12 +263,12 @@ class Authenticator:
         self._end_known_invalid()
 
     def _end_known_invalid(self) -> None:
-        running = ((key_id, self._known.get(key_id)) for key_id in set(self._running.values()))
+        running = ((key_id, self._known.get(key_id)) for key_id in set(chain(*self._running.values())))
         invalid = {key_id for key_id, known in running if known is not None and _problem(known.key) is not None}
         if invalid:
             now = asyncio.get_running_loop().time()
-            for deadline, key_id in list(self._running.items()):
-                if key_id in invalid and not deadline.expired():
+            for deadline, watched in list(self._running.items()):
+                if not invalid.isdisjoint(watched) and not deadline.expired():
                     deadline.reschedule(now)
 
     async def _recognise(self, presented: str) -> ApiKey:

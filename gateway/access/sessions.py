@@ -21,7 +21,7 @@ from gateway.access.caller import CALLER, note_key
 from gateway.access.roles import AdminRole, Role, TenantRole, admin_role, home_of, tenant_role, tenant_scopes
 from gateway.errors import Unavailable
 from gateway.records.changes import Changes
-from gateway.records.keys.keys import ApiKey
+from gateway.records.keys.keys import TENANT_ITSELF, ApiKey
 from gateway.records.keys.sessions import Session, SessionRecords
 from gateway.records.lookups import Lookups
 from gateway.records.tenants.tenants import Tenant
@@ -290,7 +290,8 @@ def _rights(
         return tenant_role(key.scopes), key.scopes, principal_of(key, tenant)
     of_tenant = cast(TenantRole, session.role)
     scopes = tenant_scopes(of_tenant)
-    return of_tenant, scopes, TenantPrincipal(key_id=session.subject, tenant=tenant, scopes=scopes, has_key=False)
+    watched = (f"{TENANT_ITSELF}{tenant.id}",)
+    return of_tenant, scopes, TenantPrincipal(key_id=session.subject, tenant=tenant, scopes=scopes, watched=watched)
 
 
 def by_key(key: ApiKey) -> Identity:

@@ -18,6 +18,7 @@ from gateway.errors import Forbidden
 from gateway.records.adapters.list import AdapterList
 from gateway.records.audit import Audit
 from gateway.records.bases.registry import Bases
+from gateway.records.keys.keys import KEY_ID, TENANT_ITSELF
 from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Most characters of a `key_id`.
@@ -92,4 +93,5 @@ class TenantChats:
 
 def operators_principal(tenant: Tenant, actor: str) -> TenantPrincipal:
     """Return the principal of an operator who acts for a tenant. Only the tenant's limits apply to it."""
-    return TenantPrincipal(key_id=f"{OPERATOR_KEY}{actor}"[:MAX_KEY_ID], tenant=tenant, has_key=False)
+    watched = (f"{TENANT_ITSELF}{tenant.id}", *([actor] if KEY_ID.fullmatch(actor) else []))
+    return TenantPrincipal(key_id=f"{OPERATOR_KEY}{actor}"[:MAX_KEY_ID], tenant=tenant, watched=watched)

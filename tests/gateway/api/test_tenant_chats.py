@@ -164,3 +164,28 @@ async def test_an_adapters_use_and_changes_are_its_tenants_own(gateway: Gateway,
     assert [each["requests"] for each in use.json["keys"]] == [3]
     assert {each["target"] for each in use.json["changes"]} == {"acme/pirate"}
     assert (await acme.get("/v1/adapters/none/use")).status == 404
+
+
+async def test_a_stream_ends_with_the_operators_key(gateway: Gateway, upstream: Upstream):
+    await gateway.tenant("acme")
+    made = (await gateway.admin.post("/admin/api/keys", {"label": "leaves soon"})).json
+    operator = gateway.client(made["key"])
+    body = {"model": "base", "messages": HI, "stream": True, "max_tokens": 200}
+    endless = body | {"x_engine": {"tokens": 200, "delay": 1.0}}
+    number = len(upstream.requests)
+    stream = asyncio.ensure_future(operator.post(CHAT, endless))
+    bystander = asyncio.ensure_future(gateway.admin.post(CHAT, endless))
+
+    async def both_run() -> bool:
+        return len(upstream.requests) == number + 2
+
+    await until(both_run)
+    try:
+        assert (await gateway.admin.call("DELETE", f"/admin/api/keys/{made['id']}")).status == 200
+        async with asyncio.timeout(30):
+            error = (await stream).events[-1]["error"]
+        assert (error["code"], error["message"]) == ("invalid_api_key", "This API key has been revoked.")
+        assert not bystander.done()
+    finally:
+        stream.cancel()
+        bystander.cancel()
