@@ -172,6 +172,8 @@ class Keys:
         bounded: as in `add`. Raises BadRequest if the old key is not valid, KeyLimitExceeded, KeyExists.
         """
         async with self._database.write() as connection:
+            # The deletion of a tenant locks the tenant before its keys. The same order here avoids a deadlock.
+            await _lock_tenant(connection, new)
             old = await _locked(connection, old_id)
             await _check_new(connection, new)
             if not old.valid(datetime.now(UTC)):
@@ -288,11 +290,16 @@ def _exists(key: ApiKey) -> KeyExists:
     )
 
 
+async def _lock_tenant(connection: AsyncConnection, key: ApiKey) -> None:
+    if key.tenant is not None:
+        await connection.execute(select(tenants.c.id).where(tenants.c.id == key.tenant.id).with_for_update())
+
+
 async def _check_room(connection: AsyncConnection, key: ApiKey) -> None:
     """Raise KeyLimitExceeded if the tenant has MAX_VALID valid keys. Removes its oldest ended keys beyond MAX_ENDED."""
     assert key.tenant is not None  # admin keys are not bounded
     # The lock keeps two requests from counting at once.
-    await connection.execute(select(tenants.c.id).where(tenants.c.id == key.tenant.id).with_for_update())
+    await _lock_tenant(connection, key)
     own, now = api_keys.c.tenant_id == key.tenant.id, datetime.now(UTC)
     ended = or_(api_keys.c.revoked_at.is_not(None), api_keys.c.expires_at <= now)
     has_ended = func.coalesce(ended, false())
