@@ -54,7 +54,7 @@ class KeyRoutes:
     async def list(self, request: web.Request) -> web.Response:
         caller = await find_caller(request, self._tenants)
         keys = await self._manager.list(caller.tenant)
-        return json_response(KeyList(data=[describe_key(key) for key in keys]))
+        return json_response(KeyList(data=await in_pieces(keys, describe_key)))
 
     async def list_admin(self, request: web.Request) -> web.Response:
         """List the admin keys, those of `?tenant=`, or with `?all=true` all keys."""

@@ -14,6 +14,7 @@ from gateway.errors import BadRequest, Conflict, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
+from gateway.records.pieces import read_rows
 from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
 from gateway.records.tenants.limits import Limits, read_limits, write_limits
 from gateway.records.tenants.tenants import Tenant, read_tenant
@@ -115,8 +116,7 @@ class Keys:
         owner = None if tenant is None else tenant.id
         query = KEYS.where(api_keys.c.tenant_id.is_not_distinct_from(owner))
         async with self._database.read() as connection:
-            rows = (await connection.execute(query.order_by(api_keys.c.created_at, api_keys.c.id))).all()
-        return [read_key(row) for row in rows]
+            return await read_rows(connection, query.order_by(api_keys.c.created_at, api_keys.c.id), read_key)
 
     async def revoke(self, key_id: str, actor: str, tenant_id: str | None = None) -> None:
         """Revoke a key. A second revocation keeps the first one's time. tenant_id: revoke only a key of this tenant;

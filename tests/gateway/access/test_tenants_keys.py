@@ -1,11 +1,15 @@
 """Keys that a tenant's own people make, and roles of admin keys."""
 
+import asyncio
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
 
+from gateway.api.admin import keys as key_routes
 from gateway.records.keys import keys as key_records
+from gateway.records.pieces import AT_ONCE
 from testing.gateway.running import BASE_MODEL, Client, Gateway
 
 ALL = ["adapters", "inference", "keys", "usage"]
@@ -165,3 +169,33 @@ async def test_errors_name_the_role_that_suffices_and_the_values_that_fit(gatewa
     assert "micro-units" in refused.error["message"]
     refused = await gateway.admin.call("PATCH", "/admin/api/tenants/acme", json={"requests_per_minute": 1.5})
     assert "micro-units" not in refused.error["message"]
+
+
+async def test_a_long_list_of_keys_leaves_the_event_loop_turns(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    acme = await tenant_admin(gateway, "acme")
+    for _ in range(2 * AT_ONCE):
+        assert (await gateway.admin.post("/admin/api/tenants/acme/keys")).status == 201
+    calls, most = Counter[str](), Counter[str]()
+
+    def count(module: Any, name: str) -> None:
+        function = getattr(module, name)
+
+        def counted(*args: Any) -> Any:
+            calls[name] += 1
+            most[name] = max(most[name], calls[name])
+            return function(*args)
+
+        monkeypatch.setattr(module, name, counted)
+
+    async def turns() -> None:
+        while True:
+            calls.clear()
+            await asyncio.sleep(0)
+
+    count(key_records, "read_key")
+    count(key_routes, "describe_key")
+    ticking = asyncio.create_task(turns())
+    listed = (await acme.get("/v1/keys")).json["data"]
+    ticking.cancel()
+    assert len(listed) == 2 * AT_ONCE + 1
+    assert most == {"read_key": AT_ONCE, "describe_key": AT_ONCE}
