@@ -86,11 +86,22 @@ def _read_value(name: str, node: yaml.Node) -> Any:
         return [] if name in LISTS else None
     if name in BUDGETS:
         return _money(node, Money())
-    value = yaml.SafeLoader("").construct_object(node, deep=True)
-    for each in value if isinstance(value, list) else [value]:
+    where = f"line {node.start_mark.line + 1}: {name}"
+    try:
+        value = yaml.SafeLoader("").construct_object(node, deep=True)
+    except yaml.MarkedYAMLError as error:
+        raise FileError(f"{where}: {error.problem}") from error
+    if isinstance(value, list) and name not in LISTS:
+        raise FileError(f"{where}: expected a single value")
+    values = value if isinstance(value, list) else [value]
+    for each in values:
+        if not isinstance(each, str | int | float):
+            raise FileError(f"{where}: expected a text or a number, got {each}")
         if isinstance(each, float) and not math.isfinite(each):
-            raise FileError(f"line {node.start_mark.line + 1}: {name}: expected a finite number, got {each}")
-    return sorted(value) if name in LISTS and isinstance(value, list) else value
+            raise FileError(f"{where}: expected a finite number, got {each}")
+    if len({isinstance(each, str) for each in values}) > 1:
+        raise FileError(f"{where}: expected texts or numbers, not both")
+    return sorted(value) if isinstance(value, list) else value
 
 
 def _limits(node: yaml.Node, name: str) -> Iterator[tuple[str, Any]]:

@@ -93,6 +93,13 @@ async def test_a_file_is_applied_once_and_its_differences_are_shown(run: Run, tm
         ("tenants:\n  acme: 5\n", "line 2: expected a mapping in tenants.acme"),
         ("tenants:\n  acme: {budget_per_month: 1.2.3}\n", "line 2: '1.2.3' is not an amount"),
         ("tenants:\n  acme:\n    weight: .nan\n", "line 3: weight: expected a finite number, got nan"),
+        ("tenants:\n  acme:\n    weight: 2026-01-01\n", "line 3: weight: expected a text or a number, got 2026-01-01"),
+        ("tenants:\n  acme:\n    tags: [eu, 5]\n", "line 3: tags: expected texts or numbers, not both"),
+        ("tenants:\n  acme:\n    plan: [pro]\n", "line 3: plan: expected a single value"),
+        (
+            "tenants:\n  acme:\n    weight: !!python/name:os.system x\n",
+            "line 3: weight: could not determine a constructor",
+        ),
         ("tenants: {a: [}\n", "line 1: not YAML"),
         ("tenants:\n  acme:\n    weight: heavy\n", "line 2: tenant acme: weight: expected"),
     ],
