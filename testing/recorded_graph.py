@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 Step = Callable[[], Tensor]
@@ -29,7 +29,49 @@ def check_no_wait(func: Any, args: Any) -> None:
         assert not any(index.dtype in (torch.bool, torch.uint8) for index in indices), f"{func} by a mask waits"
 
 
-class NothingWaits(TorchDispatchMode):
+# Methods that read a value. In inference mode torch does not show them to a dispatch mode.
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+
+
+@contextmanager
+def no_reads(is_watched: Callable[[], bool]) -> Iterator[None]:
+    """Assert in the block that no method reads a tensor's value while `is_watched`."""
+    originals = {name: getattr(Tensor, name) for name in READS}
+
+    def checked(name: str) -> Callable[..., Any]:
+        def read(tensor: Tensor, *args: Any) -> Any:
+            assert not is_watched(), f"{name} waits for the device"
+            return originals[name](tensor, *args)
+
+        return read
+
+    for name in READS:
+        setattr(Tensor, name, checked(name))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(Tensor, name, original)
+
+
+class _Watching(TorchDispatchMode):
+    """Mode in whose context no method reads a tensor's value, except while the mode is disabled."""
+
+    def __enter__(self) -> Any:
+        self._block = no_reads(lambda: self.is_watching and _get_current_dispatch_mode() is self)
+        self._block.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._block.__exit__(*error)
+
+    @property
+    def is_watching(self) -> bool:
+        return True
+
+
+class NothingWaits(_Watching):
     """Asserts that no operation of torch in its context waits for the device. Kernel launches are not looked into."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -37,7 +79,7 @@ class NothingWaits(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_Watching):
     """Appends every operation of torch to `work`, as a call that repeats it on the same memory."""
 
     def __init__(self) -> None:
@@ -53,6 +95,10 @@ class _Recorder(TorchDispatchMode):
         result = func(*args, **kwargs)
         self.work.append(lambda: _repeat(func, args, kwargs, result))
         return result
+
+    @property
+    def is_watching(self) -> bool:
+        return not self._is_launching
 
     @contextmanager
     def launches(self) -> Iterator[None]:

@@ -1,0 +1,139 @@
+"""Every family's steps, with keys and weights of 8 bits too, as recorded graphs: their replays equal eager steps.
+
+A replay repeats recorded work and runs no Python of the step, and no recorded operation waits for the device. Steps of
+more than 8 tokens build LoRA's lists by sorting, as those of more than 1,024 tokens do on a GPU.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from adapters.manifest import BaseShape
+from adapters.tiers.host_cache import HostCache
+from engine.config import EngineConfig
+from engine.engine import Engine
+from engine.execution import graphs as graphs_module
+from engine.execution.layout import Layout, make_batch
+from engine.scheduling.request import NewRequest, SamplingParams
+from kernels.cpu.plain import TorchOps
+from kernels.gpu.ops import TritonOps
+from kernels.platform import platform_of
+from testing import quantised_files
+from testing.engine import outputs_until_idle
+from testing.recorded_graph import NothingWaits, RecordingPlatform
+from testing.tiny import save_adapter
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 0,
+    "pad_token_id": None,
+}  # fmt: skip
+WINDOWS = {"sliding_window": 12, "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "full_attention"]}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "gemma2": WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0},
+    "gemma3_text": WINDOWS,
+}
+pytestmark = [
+    pytest.mark.heavy,
+    # Padding rows hold whatever memory held; no other row reads them, but the interpreter computes them with numpy.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+    pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
+]
+
+
+def save(folder: Path, family: str) -> None:
+    config = transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family])
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.15) if parameter.dim() > 1 else parameter.data.uniform_(-0.5, 0.5)
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        # The plain llama is in test_graphs.py.
+        pytest.param("qwen2", {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", {}, marks=pytest.mark.slow),
+        ("gemma2", {}),
+        pytest.param("gemma3_text", {}, marks=pytest.mark.slow),
+        pytest.param("llama", {"kv_cache_dtype": "int8", "lora_dtype": "fp8_e4m3"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"kv_cache_dtype": "fp8_e4m3", "lora_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("llama", {"quant_method": "fp8"}, marks=pytest.mark.slow),
+    ],
+)
+def test_replays_equal_eager_steps(
+    family: str,
+    options: dict[str, Any],
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(graphs_module, "platform_of", lambda device: RecordingPlatform(platform_of(device)))
+    monkeypatch.setattr("engine.build.pick_ops", lambda *_: TritonOps())
+    monkeypatch.setattr("engine.build.resolve_graph_sizes", lambda *_: (2,))
+    monkeypatch.setattr("engine.build.default_token_sizes", lambda _: (20,))
+    monkeypatch.setattr("kernels.gpu.segments.MAX_ROUTED", 8)
+    save(tmp_path / "base", family)
+    options, model = options.copy(), tmp_path / "base"
+    if options.pop("quant_method", None):
+        model = tmp_path / "quantised"
+        written = partial(quantised_files.fp8, kind="channel")
+        quantised_files.write(tmp_path / "base", model, {"quant_method": "fp8"}, written)
+    host = HostCache(None, BaseShape.from_config_dir(model), 1 << 24, torch.float32)
+    request.addfinalizer(host.close)
+    config = EngineConfig(
+        model=str(model), dtype="float32", device="cpu", max_lora_rank=8, adapter_memory=4 << 20, max_num_seqs=2,
+        kv_cache_memory=1 << 20, max_num_batched_tokens=20, max_model_len=128, **options,
+    )  # fmt: skip
+    engine = Engine(config, host)
+    request.addfinalizer(engine.close)
+    runner, kinds = engine.runner, Counter[tuple[bool, bool]]()
+    assert runner.graphs is not None
+    replay, ops = runner.graphs.run, runner.decoder.ops
+    # Values of 8 bits are rounded by the kernels, so the eager steps use the same.
+    twin = TorchOps() if model.name == "base" and not options else TritonOps()
+
+    def compare(layout: Layout) -> Tensor | None:
+        batch = make_batch(layout, 16, runner._last_tokens, engine.adapters)
+        logits = replay(layout)
+        assert logits is not None, "a step left its graph"
+        runner.decoder.ops = twin
+        torch.testing.assert_close(logits, runner.decoder.forward_by_ops(batch), atol=1e-4, rtol=1e-4)
+        runner.decoder.ops = ops
+        kinds[layout.num_tokens == len(layout.seats), bool(layout.adapter_slots)] += 1
+        return logits
+
+    monkeypatch.setattr(runner.graphs, "run", compare)
+    save_adapter(tmp_path / "adapter", rank=5, outputs=64)
+    digest = host.add_path(tmp_path / "adapter")
+    params = SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)
+    for adapter in (None, digest):
+        for i, length in enumerate((3, 17)):
+            prompt = [2 + 7 * i + j for j in range(length)]
+            engine.add_request(NewRequest(f"{adapter} {i}", prompt, params, adapter_digest=adapter if i % 2 else None))
+            engine.step()
+        assert not any(output.error for output in outputs_until_idle(engine))
+    assert len(kinds) == 4, "decodes and prompts, with and without an adapter"
+
+
+@pytest.mark.parametrize(
+    "read", [int, bool, float, lambda x: x.item(), lambda x: x.tolist(), torch.nonzero, lambda x: x[x > 0]]
+)
+def test_a_read_of_a_value_counts_as_a_wait(read: Callable[[Tensor], object]) -> None:
+    """In inference mode too, in which the engine captures."""
+    value = torch.ones(1)
+    with torch.inference_mode(), pytest.raises(AssertionError, match="waits"), NothingWaits():
+        read(value)
+    read(value)
