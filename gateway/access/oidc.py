@@ -62,8 +62,9 @@ class Provider(msgspec.Struct, frozen=True, kw_only=True):
 
     def grant_of(self, claims: Mapping[str, Any], roles: Sequence[str]) -> Grant:
         """Return the highest of `roles` that the person's groups grant. Raises Forbidden."""
-        given = claims.get(self.claim, [])
-        groups = {given} if isinstance(given, str) else set(filter(lambda group: isinstance(group, str), given or ()))
+        given = claims.get(self.claim)
+        listed = given if isinstance(given, list) else [given]  # a provider may send a single group, or anything else
+        groups = {group for group in listed if isinstance(group, str)}
         for role in reversed(roles):
             for grant in self.grants:
                 if grant.role == role and grant.group in groups:

@@ -110,7 +110,9 @@ class AdapterUses:
         """
         newest = select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(SCANNED).subquery()
         target = f"{tenant.name}/{name}"
-        own = or_(newest.c.target == target, *(newest.c.target.startswith(target + mark) for mark in "@:"))
+        own = or_(
+            newest.c.target == target, *(newest.c.target.startswith(target + mark, autoescape=True) for mark in "@:")
+        )
         # An earlier tenant of the same name may have had an adapter of this name.
         own = and_(own, newest.c.at >= tenant.created_at)
         query = select(newest).where(newest.c.tenant == tenant.name, own, newest.c.action.startswith("adapter."))

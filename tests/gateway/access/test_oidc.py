@@ -52,13 +52,15 @@ async def at_provider(browser: Browser, name: str, home: str = "/admin", then: s
 # The provider's own libraries warn of each other.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 async def test_people_log_in_with_the_role_of_their_groups(serve: Any):
-    with provider(ann=["ops", "finance"], bob=["finance"], eve=["strangers"], dev=["acme-dev"]) as url:
+    people = {"ann": ["ops", "finance"], "bob": "finance", "eve": ["strangers", 7], "num": 7, "dev": ["acme-dev"]}
+    with provider(**people) as url:
         async with serve(oidc_issuer=url, oidc_client_id=CLIENT, oidc_client_secret="s", oidc_roles=ROLES) as gateway:
             await gateway.tenant("acme")
             for name, home, status, role in (
                 ("ann", "/admin", 200, "operator"),
                 ("bob", "/admin", 200, "billing"),
                 ("eve", "/admin", 403, None),
+                ("num", "/admin", 403, None),
                 ("dev", "/admin", 403, None),
                 ("dev", "/console", 200, "tenant_member"),
                 ("ann", "/console", 403, None),

@@ -166,6 +166,17 @@ async def test_an_adapters_use_and_changes_are_its_tenants_own(gateway: Gateway,
     assert (await acme.get("/v1/adapters/none/use")).status == 404
 
 
+async def test_an_adapters_changes_are_not_those_of_a_similar_name(gateway: Gateway):
+    """An underscore stands for any character in SQL's patterns."""
+    acme = await gateway.tenant("acme")
+    for name in ("a_b", "axb"):
+        assert (await push(acme, name, files())).status == 201
+        path = f"/admin/api/tenants/acme/adapters/{name}/versions/1"
+        assert (await gateway.admin.call("PATCH", path, json={"pinned": True})).status == 200
+    changes = (await gateway.admin.get("/admin/api/tenants/acme/adapters/a_b/use")).json["changes"]
+    assert {each["target"] for each in changes} == {"acme/a_b", "acme/a_b@1"}
+
+
 async def test_a_stream_ends_with_the_operators_key(gateway: Gateway, upstream: Upstream):
     await gateway.tenant("acme")
     made = (await gateway.admin.post("/admin/api/keys", {"label": "leaves soon"})).json
