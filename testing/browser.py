@@ -71,8 +71,10 @@ async def person(browser: Any, url: str, *, width: int = 1280, scheme: str = "li
     context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     # Raised from 5 s: two cores may run several tests.
     context.set_default_timeout(30_000)
-    yield Person(context, await context.new_page(), url)
-    await context.close()
+    try:
+        yield Person(context, await context.new_page(), url)
+    finally:
+        await context.close()
 
 
 async def faults(who: Person) -> list[str]:

@@ -1,8 +1,12 @@
 """Adapters and the playground in a real browser: clean pages, an upload, a roll-back, a comparison, and no markup."""
 
+import pytest
+
 from testing.browser import Person, faults, faults_of_pages, person
 from testing.gateway.running import ADMIN_KEY, Client, Gateway
 from tests.gateway.api.test_adapters import files, push
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOME = "/admin/tenants/acme/adapters/pirate"
 PAGES = (

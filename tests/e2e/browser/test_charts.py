@@ -2,8 +2,12 @@
 
 import time
 
+import pytest
+
 from testing.browser import faults, person
 from testing.gateway.running import ADMIN_KEY, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DRAWN = "document.querySelector('#step-times canvas').toDataURL()"
 

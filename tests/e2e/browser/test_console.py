@@ -1,7 +1,11 @@
 """Every page of the console in light and dark, wide and narrow: no error, no axe violation, no sideways scroll."""
 
+import pytest
+
 from testing.browser import faults_of_pages, person
 from tests.gateway.api.test_adapters import files, push
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Pages of a tenant's admin, below /console/. Add each new page here.
 CONSOLE_PAGES = (

@@ -10,6 +10,8 @@ from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import CONFIG, files, push
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
 ALL = ["inference", "adapters", "usage", "keys"]
 ADAPTER = "/console/adapters/pirate"
 # Pages and changes that need a scope. {key}: the id of the member's own key.

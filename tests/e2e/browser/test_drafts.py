@@ -3,8 +3,12 @@
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
+
 from testing.browser import Person, faults, person
 from testing.gateway.running import ADMIN_KEY, Gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EDIT, PLAYGROUND = "/admin/tenants/acme/edit", "/admin/playground?tenant=acme"
 LIMIT, NOTE = "[name=requests_per_minute]", "main .banner:has-text('your draft')"

@@ -4,8 +4,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import pytest
+
 from testing.browser import Person, person
 from testing.gateway.running import ADMIN_KEY, Gateway
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 EDIT = "/admin/tenants/acme/edit"
 

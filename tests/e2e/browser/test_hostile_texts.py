@@ -8,11 +8,15 @@ import re
 from collections.abc import Iterator
 from urllib.parse import quote, urlencode
 
+import pytest
+
 from gateway.api.routes import ROUTES
 from testing.browser import Person, person
 from testing.gateway.running import ADMIN_KEY, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import CONFIG, files, push
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Each would set `marked`, open a dialog or count, if a page took it for markup, for a script or for a template.
 HOSTILE = (

@@ -1,7 +1,11 @@
 """Every page in light and dark, wide and narrow: no console error, no axe violation, no sideways scroll."""
 
+import pytest
+
 from testing.browser import faults, faults_of_pages, person
 from testing.gateway.running import ADMIN_KEY, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 # Pages of operators. {engine}: the URL of the gateway's engine. Add each new page here.
 ADMIN_PAGES = (

@@ -2,9 +2,13 @@
 
 from datetime import UTC, datetime
 
+import pytest
+
 from testing.browser import person
 from testing.gateway.running import ADMIN_KEY, until
 from tests.gateway.api.test_adapters import files, push
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 async def prepared(gateway, upstream) -> str:

@@ -1,7 +1,11 @@
 """Requests, refusals and usage in a real browser: from a refused request to its reason, live rows, hostile names."""
 
+import pytest
+
 from testing.browser import faults, person
 from testing.gateway.running import ADMIN_KEY, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

@@ -2,28 +2,16 @@
 
 import json
 import re
-from collections.abc import AsyncIterator
-from typing import Any
 
 import pytest
-import pytest_asyncio
 
-from testing.browser import Person, can_browse, chromium, person
+from testing.browser import Person, person
 from testing.stack import ROOT, Stack, http
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PIRATE = ROOT / "examples/adapters/pirate"
 FILES = (PIRATE / "adapter_config.json", PIRATE / "adapter_model.safetensors")
 SECRET = re.compile(r"lpx_\w{20,}")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def window(starts_servers: None) -> AsyncIterator[Any]:
-    """Return a browser that all tests of this file share."""
-    if not can_browse():
-        pytest.skip("Chromium or Playwright is not installed")
-    async with chromium() as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -78,8 +66,8 @@ async def ask(who: Person, model: str, prompt: str) -> str:
     return await who.page.locator("#side-a [data-part=answer]").inner_text()
 
 
-async def test_an_operator_takes_a_tenant_from_its_start_to_its_suspension(stack, window, admin_key):
-    async with person(window, stack.demo["gateway"]) as who:
+async def test_an_operator_takes_a_tenant_from_its_start_to_its_suspension(stack, browser, admin_key):
+    async with person(browser, stack.demo["gateway"]) as who:
         page = who.page
         await who.log_in("/admin", admin_key)
         await click(who, "Tenants", "nav")
@@ -165,10 +153,10 @@ OF_BILLING = re.compile(r"(Budget$|Set\b|Save\b)")
 
 
 @pytest.mark.parametrize("role", ["viewer", "billing", "operator"])
-async def test_a_role_sees_no_buttons_of_a_greater_one(stack, window, admin_key, role):
+async def test_a_role_sees_no_buttons_of_a_greater_one(stack, browser, admin_key, role):
     made = http("POST", f"{stack.demo['gateway']}/admin/api/keys", admin_key, _json(label=role, role=role)).json
     operators, billing = set(), set()
-    async with person(window, stack.demo["gateway"]) as who:
+    async with person(browser, stack.demo["gateway"]) as who:
         await who.log_in("/admin", made["key"])
         for path in READ:
             await who.open(path)
