@@ -121,7 +121,8 @@ async def _violations(who: Person, *rules: str) -> list[str]:
     # Only one rule needs preloaded style sheets, and it is off by default.
     options: dict[str, Any] = {"resultTypes": ["violations"], "preload": False}
     if not await who.page.evaluate("'axe' in window"):
-        # Evaluated by the debugger, which the page's policy does not restrict.
+        # Evaluated by the debugger, which the page's policy does not restrict, in all later pages of the window too.
+        await who.context.add_init_script(path=AXE)
         await who.page.evaluate(AXE.read_text())
     found = await who.page.evaluate(RUN_AXE, options | ({"runOnly": list(rules)} if rules else {}))
     return [f"axe {rule}: {nodes}" for rule, nodes in found]
