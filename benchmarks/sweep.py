@@ -27,6 +27,7 @@ from adapters.tiers.host_cache import HostCache
 from benchmarks.plot import Points, line_chart
 from engine.config import EngineConfig
 from engine.engine import Engine
+from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.memory import lazy_zeros
 from loraplex.models import ensure_demo_model
@@ -79,10 +80,13 @@ def make_adapters(base: BaseShape, folder: Path, n: int, rank: int) -> list[Path
 
 
 class Bench:
-    def __init__(self, model: Path, host: HostCache) -> None:
+    """An engine in this process."""
+
+    def __init__(self, model: Path, host: HostCache, memory: int = 8 << 30) -> None:
+        """memory: bytes of keys and values, four times those of adapters."""
         config = EngineConfig(
             model=str(model), dtype="bfloat16", max_num_seqs=128, max_num_batched_tokens=MAX_TOKENS,
-            kv_cache_memory=8 << 30, adapter_memory=2 << 30, enable_prefix_caching=False,
+            kv_cache_memory=memory, adapter_memory=memory // 4, enable_prefix_caching=False,
         )  # fmt: skip
         self.engine = Engine(config, host)
         for kv in self.engine.runner.decoder.kv:
@@ -108,7 +112,7 @@ class Bench:
             engine.add_request(NewRequest(str(i), prompt, params, adapter_digest=adapter))
         scheduler = engine.scheduler
         while not len(scheduler.running) == batch == sum(r.is_decoding for r in scheduler.running):
-            plan = {r: n for r, n in scheduler.schedule().items() if not r.is_decoding}
+            plan = Plan((r, n) for r, n in scheduler.schedule().items() if not r.is_decoding)
             scheduler.advance(plan)
             scheduler.commit(dict.fromkeys(plan, 10))
         times = [_seconds(engine.step) for _ in range(STEPS)]
