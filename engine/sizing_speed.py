@@ -123,4 +123,6 @@ def steady_throughput(
     bound = share * time.bound(mixed) + (1 - share) * time.bound(plain)
     seconds = share * time.seconds(mixed) + (1 - share) * unmixed
     alone = Step(1, 0, adapter_bytes / max(1, adapters), 1, load.prompt_tokens)
-    return Throughput(streams, adapters, bound, seconds, streams / seconds, time.seconds(alone))
+    num_steps = load.output_tokens + max(0.0, 1 / mixed.prompts - 1)  # only the last chunk of a prompt has an output
+    tokens_per_second = streams * load.output_tokens / num_steps / seconds
+    return Throughput(streams, adapters, bound, seconds, tokens_per_second, time.seconds(alone))

@@ -1,12 +1,13 @@
 """Times of an engine's steps on this machine's CPU, measured before the engine exists.
 
-The engine's own decoder and sampler run steps of the expected sizes, with as many of the model's layers as caches do
-not hold. Each further layer takes as long as a measured one. Rooflines and measured products left an error of up to a
+The engine's own decoder and sampler run steps of the expected sizes, with so many of the model's layers that no cache
+holds them. Each further layer takes as long as a measured one. Rooflines and measured products left an error of up to a
 half (docs/lab-notes.md), because attention, norms and the wake-up of threads are not in them.
 """
 
 import copy
 import math
+import statistics
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,8 +28,8 @@ from kernels.weights import LinearWeights
 CPU = torch.device("cpu")
 # Bytes of the layers that are made, and of a step's keys and values: more than the caches of most processors hold.
 LAYER_BYTES = 256 << 20
-# Runs of each step, of which the shortest counts, and the time after which no further one begins. The first runs are
-# slow: threads and the processor's clock wake up.
+# Runs of each step, and the time after which no further one begins. Their median counts: the shortest is what an engine
+# rarely reaches, and the first are slow, because threads and the processor's clock wake up.
 RUNS, MAX_S = 40, 0.5
 
 
@@ -61,14 +62,14 @@ class MeasuredSteps:
         """Return the time of a step, or of the steps of a prompt that does not fit into one."""
         tokens = sizes.decodes * sizes.context + sum(sizes.prompts)
         number = min(self._most, max(2, LAYER_BYTES // (tokens * self._kv_bytes)))
-        most = self._least(number, sizes)
+        most = self._median(number, sizes)
         if number == self._num_layers:
             return most
-        one = self._least(1, sizes)
+        one = self._median(1, sizes)
         return one + (most - one) * (self._num_layers - 1) / (number - 1)
 
-    def _least(self, num_layers: int, sizes: Sizes) -> float:
-        """Return the least time with the first `num_layers` layers."""
+    def _median(self, num_layers: int, sizes: Sizes) -> float:
+        """Return the median time with the first `num_layers` layers."""
         decoder = self._decoder
         decoder.config = replace(decoder.config, num_layers=num_layers)
         decoder.weights = replace(self._weights, layers=self._weights.layers[:num_layers])
@@ -81,11 +82,15 @@ class MeasuredSteps:
             kv_dtype=self._kv_dtype,
         )
         runner = Runner(decoder, NoAdapters(num_layers), limits, CPU)
+        for cache in decoder.kv:
+            for part in cache:
+                if part is not None:
+                    part.view(torch.uint8).fill_(1)  # zeros would share one page
         times: list[float] = []
         while len(times) < RUNS and sum(times) < MAX_S:
             times.append(self._time(runner, self._requests(sizes)))
         runner.close()
-        return min(times)
+        return statistics.median(times)
 
     def _time(self, runner: Runner, requests: list[Request]) -> float:
         """Return the time until all requests have a token."""

@@ -210,6 +210,8 @@ def test_a_prompt_beside_streams_is_computed_in_chunks() -> None:
     found = speed(10, load, lambda sizes: 1.0 + 0.1 * sum(sizes.prompts))
     # A prompt begins in every tenth step, so four of ten steps have a chunk.
     assert found.step_seconds == pytest.approx(0.4 * 2 + 0.6 * 1 + HOST_SECONDS, rel=0.01)
+    # Three of a request's four chunks have no output.
+    assert found.tokens_per_second == pytest.approx(10 * 100 / 103 / found.step_seconds, rel=0.01)
     # Prompts that arrive faster fill each step.
     found = speed(50, load, lambda sizes: 1.0 + 0.1 * sum(sizes.prompts))
     assert found.step_seconds == pytest.approx(1 + 0.1 * 20 + HOST_SECONDS, rel=0.01)
@@ -256,7 +258,7 @@ def test_measured_steps_compute_all_rows_and_no_step_is_larger_than_the_engines(
 
 def test_further_layers_take_as_long_as_the_measured_ones(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A head of 5 s, and layers of 2 s, of which three are measured."""
-    monkeypatch.setattr(MeasuredSteps, "_least", lambda _, num_layers, sizes: 5.0 + 2.0 * num_layers)
+    monkeypatch.setattr(MeasuredSteps, "_median", lambda _, num_layers, sizes: 5.0 + 2.0 * num_layers)
     steps = steps_of(tiny, "auto", 16)
     for measured in (3, 2):
         monkeypatch.setattr(steps, "_num_layers", 40)
