@@ -106,10 +106,10 @@ def steady_throughput(
 ) -> Throughput:
     """Return the speed of streams that each ask their next request when one ends.
 
-    Each request takes as many steps as it has output tokens. Its prompt is computed in one or more of these: prompts
-    lengthen a step of other streams to `stretch` times its duration at most (`engine.scheduling.pacing`), unless they
-    arrive faster. While there are steps without prompts, the mean over both kinds counts, because a step's time is not
-    linear in its rows.
+    Each request takes a step for each output token, the first of which comes with the last chunk of its prompt, and a
+    step for each earlier chunk. Chunks lengthen a step of other streams to `stretch` times its duration at most
+    (`engine.scheduling.pacing`), unless prompts arrive faster. While there are steps without prompts, the mean over
+    both kinds counts, because a step's time is not linear in its rows.
     """
     held = streams * (load.prompt_tokens + load.output_tokens / 2)
     rate = streams / load.output_tokens  # prompts that begin in a step
@@ -123,6 +123,6 @@ def steady_throughput(
     bound = share * time.bound(mixed) + (1 - share) * time.bound(plain)
     seconds = share * time.seconds(mixed) + (1 - share) * unmixed
     alone = Step(1, 0, adapter_bytes / max(1, adapters), 1, load.prompt_tokens)
-    num_steps = load.output_tokens + max(0.0, 1 / mixed.prompts - 1)  # only the last chunk of a prompt has an output
+    num_steps = load.output_tokens + max(0.0, 1 / mixed.prompts - 1)
     tokens_per_second = streams * load.output_tokens / num_steps / seconds
     return Throughput(streams, adapters, bound, seconds, tokens_per_second, time.seconds(alone))
