@@ -77,6 +77,7 @@ async def any_redis(starts_servers: None, request: pytest.FixtureRequest) -> Asy
     """Return the URL of a single server, then of a cluster."""
     redis = connect(request.getfixturevalue(request.param), timeout=30.0)
     yield redis
+    await redis.flushdb()  # a later test's gateway would read the usage events, one transaction for each
     await redis.aclose()
 
 
