@@ -43,7 +43,7 @@ class Growth:
 
     def leaves_room(self, request: Request, prefix: Sequence[int], running: Sequence[Request], cache: KVCache) -> bool:
         """Return whether the blocks suffice for the expected growth of the running requests and of this one, whose
-        cached blocks are `prefix`. Returns True if no request runs.
+        cached blocks are `prefix`. With no running request they do.
 
         Within a step, the sizes of requests that ran at the last call are not computed again.
         """

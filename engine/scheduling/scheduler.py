@@ -244,7 +244,7 @@ class Scheduler:
                 admits = passed_over < (PASSED_OVER if self._seats.num_free else PREFETCHED)
                 continue
             heavier = set() if request.num_output_tokens else self.policy.heavier(request, self.running)
-            # A giving tenant's prompt would delay the first tokens that it gives way for.
+            # A prompt of a tenant that gives way would delay the light tenant's first token.
             room = 0 if request.tenant_id in giving_way else budget.room(is_light=bool(heavier))
             if room <= 0:
                 if is_waiting:

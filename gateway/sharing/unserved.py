@@ -99,7 +99,7 @@ class UnservedRate:
             self._rounds.rest(owner, min(REST_SECONDS, self._seconds_each))
 
     def _take(self, owner: str, cost: float, longest: float) -> float:
-        """Take from an owner's bucket. Returns the seconds until it is full again."""
+        """Take from an owner's bucket. Return the seconds until it is full again."""
         now = time.monotonic()
         full = min(max(now, self._full.get(owner, 0.0)) + cost, now + BURST_SECONDS + longest)
         self._full.put(owner, full)
