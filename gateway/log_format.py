@@ -29,6 +29,9 @@ class JsonFormatter(logging.Formatter):
 
 def set_up_logging(kind: LogFormat) -> None:
     """Log to stderr in this format."""
+    # Neither form names the thread, the process or the source line, so they are not looked up for each record.
+    logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
+    logging._srcfile = None
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if kind == "json" else logging.Formatter(TEXT))
     logging.basicConfig(level=logging.INFO, handlers=[handler])

@@ -16,10 +16,9 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,6 +26,7 @@ import msgspec
 from gateway.access.caller import note_key
 from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
+from gateway.access.running import RunningRequests
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, IDLE_SECONDS, Changes
 from gateway.records.keys.keys import ApiKey, Keys
@@ -128,8 +128,7 @@ class Authenticator:
         self._known = BoundedDict[str, _Known](CACHE_ENTRIES)  # by key id, least recently looked up first
         self._lookups = Lookups(self._look_up)
         self._admin_key_anywhere = admin_key_anywhere
-        self._running: dict[asyncio.Timeout, tuple[str, ...]] = {}
-        self._has_running = asyncio.Event()
+        self.running = RunningRequests()
         self._used: dict[str, datetime] = {}
         # Keys that were hashed again, by their former hash, and not written yet.
         self._rehashed: dict[str, ApiKey] = {}
@@ -212,20 +211,18 @@ class Authenticator:
         Raises InvalidKey or Forbidden on cancellation.
         """
         try:
-            async with asyncio.timeout(None) as deadline:
-                self._running[deadline] = principal.watched
-                self._has_running.set()
-                try:
+            async with asyncio.timeout(None) as limit:
+                with self.running.add(principal.watched, limit):
                     yield
-                finally:
-                    del self._running[deadline]
-                    if not self._running:
-                        self._has_running.clear()
         except TimeoutError as error:
-            if not deadline.expired():
+            if not limit.expired():
                 raise
-            problems = [_problem((await self._find(each)).key) for each in principal.watched]
-            raise next(filter(None, problems), InvalidKey("This API key is not valid any more.")) from error
+            raise await self.problem_of(principal.watched) from error
+
+    async def problem_of(self, keys: Iterable[str]) -> GatewayError:
+        """Return the reason why a running request with these keys was ended."""
+        problems = [_problem((await self._find(each)).key) for each in keys]
+        return next(filter(None, problems), InvalidKey("This API key is not valid any more."))
 
     async def watch(self) -> None:
         """Keep cached keys valid until cancelled. Run it as a task."""
@@ -244,7 +241,7 @@ class Authenticator:
             # Without running requests there is nothing to end soon.
             with suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, begun + IDLE_SECONDS - time.monotonic())):
-                    await self._has_running.wait()
+                    await self.running.present.wait()
 
     async def catch_up(self) -> None:
         """Apply a change that this process has made."""
@@ -255,7 +252,7 @@ class Authenticator:
         await self._changes.read()
         if self._former_checks is None:
             self._former_checks = await self._keys.former_checks()
-        if missing := [key_id for key_id in set(chain(*self._running.values())) if self._current(key_id) is None]:
+        if missing := [key_id for key_id in self.running.keys if self._current(key_id) is None]:
             mark = self._changes.mark
             found = await self._keys.find_all(missing)
             for key_id in missing:
@@ -263,13 +260,9 @@ class Authenticator:
         self._end_known_invalid()
 
     def _end_known_invalid(self) -> None:
-        running = ((key_id, self._known.get(key_id)) for key_id in set(chain(*self._running.values())))
-        invalid = {key_id for key_id, known in running if known is not None and _problem(known.key) is not None}
-        if invalid:
-            now = asyncio.get_running_loop().time()
-            for deadline, watched in list(self._running.items()):
-                if not invalid.isdisjoint(watched) and not deadline.expired():
-                    deadline.reschedule(now)
+        running = ((key_id, self._known.get(key_id)) for key_id in self.running.keys)
+        if invalid := {key_id for key_id, known in running if known is not None and _problem(known.key) is not None}:
+            self.running.end(invalid)
 
     async def _recognise(self, presented: str) -> ApiKey:
         match = _KEY.fullmatch(presented)

@@ -136,11 +136,16 @@ async def read_answer(
         raise AnswerTooLarge(limit)
     await reserve(limit if size is None else size)
     body = bytearray()
-    chunks = read_chunks(response, seconds)
-    async for chunk in chunks:
-        body += chunk
-        if len(body) > limit:
-            raise AnswerTooLarge(limit)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(seconds) as pause:
+            while chunk := await response.content.readany():
+                body += chunk
+                if len(body) > limit:
+                    raise AnswerTooLarge(limit)
+                pause.reschedule(loop.time() + seconds)
+    except HTTP_ERRORS as error:
+        raise _how_it_broke(error) from error
     await breathe(len(body))
     return decode_fields(body, "answer")
 
@@ -187,19 +192,15 @@ async def read_error(response: Incoming) -> bytes:
     return bytes(body[:MAX_ERROR_BYTES])
 
 
-async def read_chunks(response: Incoming, seconds: float | None = None) -> AsyncIterator[bytes]:
-    """Yield the body as it arrives. seconds: the longest pause, besides the session's own limit.
+async def read_chunks(response: Incoming) -> AsyncIterator[bytes]:
+    """Yield the body as it arrives.
 
     Errors are caught around the reads only, because a failed write to a client is not the engine's fault.
     """
     parts = response.content.iter_any()
     while True:
         try:
-            if seconds is None:
-                chunk = await anext(parts)
-            else:
-                async with asyncio.timeout(seconds):
-                    chunk = await anext(parts)
+            chunk = await anext(parts)
         except StopAsyncIteration:
             return
         except HTTP_ERRORS as error:

@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 from aiohttp import ClientConnectionError
@@ -22,7 +22,7 @@ from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
-from gateway.fleet.own_requests import InFlight, counted
+from gateway.fleet.own_requests import InFlight, count_less
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Place
@@ -47,6 +47,7 @@ ONLY_ADAPTERS = (
     "The available engines serve adapters only, because they may answer a base-model request with an adapter's weights."
 )
 
+T = TypeVar("T")
 Begun = tuple[EngineRecord, Incoming, InFlight]
 
 
@@ -179,7 +180,7 @@ class Fleet:
         """
         tries = _Tries(self._prefix(call))
         try:
-            async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None):
+            async with asyncio.timeout(self._first_byte_seconds) if call.is_stream else nullcontext():
                 while True:
                     engine = self._choose(call, tries)
                     tries.engines.append(engine)
@@ -271,8 +272,9 @@ class Fleet:
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
-            async with _until_abandoned(engine):
-                response, in_flight = await held.enter_async_context(self._attempt(engine, call))
+            response, in_flight = await self._until_abandoned(
+                engine, held.enter_async_context(self._attempt(engine, call))
+            )
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
@@ -300,6 +302,21 @@ class Fleet:
             return engine, response, in_flight
         return None
 
+    @staticmethod
+    async def _until_abandoned(engine: EngineRecord, answer: Awaitable[T]) -> T:
+        """Await an answer's first byte. Raises EngineGone if the registry ends the wait for a silent engine."""
+        try:
+            async with asyncio.timeout(None) as wait:
+                engine.requests.unanswered.add(wait)
+                try:
+                    return await answer
+                finally:
+                    engine.requests.unanswered.discard(wait)
+        except TimeoutError as error:
+            if not wait.expired():
+                raise
+            raise EngineGone(had_it=True) from error
+
     def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
@@ -314,12 +331,12 @@ class Fleet:
         tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
         breaker.sent(tenant_id)
         record = breaker.gave_up
+        self._in_progress[digest] += 1
         try:
             loads = digest is not None and not engine.holds(digest)
             with (
                 upstream(call, engine) as span,
                 engine.requests.count(digest, tenant_id, loads=loads) as in_flight,
-                counted(self._in_progress, digest),
             ):
                 in_flight.instance = engine.state.instance
                 trace = span.headers()
@@ -360,6 +377,7 @@ class Fleet:
                 record = breaker.succeeded
             raise
         finally:
+            count_less(self._in_progress, digest)
             record(tenant_id)
 
     async def _check_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
@@ -379,19 +397,3 @@ class Fleet:
 
     async def _still_runs(self, engine: EngineRecord, instance: str) -> bool:
         return await self._registry.running_instance(engine) == instance
-
-
-@asynccontextmanager
-async def _until_abandoned(engine: EngineRecord) -> AsyncIterator[None]:
-    """Allow the registry to end the wait for a silent engine's first byte. Raises EngineGone when it does."""
-    try:
-        async with asyncio.timeout(None) as wait:
-            engine.requests.unanswered.add(wait)
-            try:
-                yield
-            finally:
-                engine.requests.unanswered.discard(wait)
-    except TimeoutError as error:
-        if not wait.expired():
-            raise
-        raise EngineGone(had_it=True) from error

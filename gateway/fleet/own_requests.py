@@ -36,12 +36,15 @@ class OwnRequests:
         if loads:
             self.loading.add(digest)
         self.in_flight += 1
+        self.by_digest[digest] += 1
+        self.by_tenant[tenant_id] += 1
         request = InFlight(self)
         try:
-            with counted(self.by_digest, digest), counted(self.by_tenant, tenant_id):
-                yield request
+            yield request
         finally:
             request.free()
+            count_less(self.by_digest, digest)
+            count_less(self.by_tenant, tenant_id)
             if digest not in self.by_digest:
                 self.loading.discard(digest)
 
@@ -98,13 +101,8 @@ class InFlight:
         self.is_counted = False
 
 
-@contextmanager
-def counted(counts: Counter[Any], key: Any) -> Iterator[None]:
-    """Count one more of `key` until the block ends."""
-    counts[key] += 1
-    try:
-        yield
-    finally:
-        counts[key] -= 1
-        if not counts[key]:
-            del counts[key]
+def count_less(counts: Counter[Any], key: Any) -> None:
+    """Count one less of `key`. A count of zero is removed."""
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]

@@ -212,7 +212,9 @@ class Gate:
 
     def _next(self) -> Place | None:
         """Return the waiting request that is admitted next, None if there is room for none."""
-        capacity = self._capacity() if self._waiting else None
+        if not self._waiting:
+            return None
+        capacity = self._capacity()
         if capacity is None or self._num_inside < capacity.own:
             return self._waiting.first()
         # Every share is at least one request, so many tenants could exceed the places without this limit.
@@ -254,8 +256,10 @@ class Gate:
         if not place.turn.done():
             place.on_wait()
         try:
-            async with asyncio.timeout(self._max_seconds):
-                admitted = place.turn.result() if place.turn.done() else await place.turn
+            if not place.turn.done():
+                async with asyncio.timeout(self._max_seconds):
+                    await place.turn
+            admitted = place.turn.result()
         except BaseException as error:
             if place in self._waiting:
                 self._waiting.remove(place)

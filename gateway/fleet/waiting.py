@@ -49,9 +49,10 @@ class Waiting(Generic[W]):
         # By tenant, then by priority.
         self._lines: dict[str, dict[int, _Line[W]]] = {}
         self._ranks: dict[int, _Rank[W]] = {}
+        self._number = 0
 
     def __len__(self) -> int:
-        return sum(rank.number for rank in self._ranks.values())
+        return self._number
 
     def __contains__(self, waiter: W) -> bool:
         line = self._lines.get(waiter.tenant_id, {}).get(waiter.priority)
@@ -74,6 +75,7 @@ class Waiting(Generic[W]):
         line.add(waiter)
         rank.place(line, self._counter(tenant_id))
         rank.count(1, self._clock())
+        self._number += 1
 
     def remove(self, waiter: W, *, admitted: bool = False) -> None:
         """Remove a waiting request. admitted: whether it is served, so that its priority ages anew."""
@@ -92,6 +94,7 @@ class Waiting(Generic[W]):
         if admitted:
             rank.since = now
         rank.count(-1, now)
+        self._number -= 1
 
     def reorder(self, tenant_id: str | None) -> None:
         """Apply a change of a tenant's counter; None: of all counters."""

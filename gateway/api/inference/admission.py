@@ -31,7 +31,6 @@ from wire.headers import SESSION_HEADER
 # Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
 # that the event loop handles other tenants' requests in between.
 ADMISSIONS_EACH = 8
-# Names the session of a request without `user`; a session always gets the same version of a canary.
 # Characters of a user that count, because the choice of a version hashes them.
 MAX_USER_CHARS = 512
 

@@ -24,14 +24,16 @@ async def while_allowed(
     principal: None for a request without a key. arrived: monotonic time of its arrival. Raises InvalidKey, Forbidden,
     OutOfTime, ShuttingDown.
     """
-    valid = nullcontext() if principal is None else auth.while_valid(principal)
+    keys = () if principal is None else principal.watched
     try:
-        async with asyncio.timeout(arrived + seconds - time.monotonic()) as deadline, valid:
-            with nullcontext() if drain is None else drain.limiting(deadline):
+        async with asyncio.timeout(arrived + seconds - time.monotonic()) as limit:
+            with auth.running.add(keys, limit) as running, nullcontext() if drain is None else drain.limiting(limit):
                 yield
     except TimeoutError as error:
-        if not deadline.expired():
+        if not limit.expired():
             raise
+        if running.is_ended:
+            raise await auth.problem_of(keys) from error
         if drain is not None and drain.is_over:
             raise ShuttingDown from error
         raise OutOfTime(f"The request exceeded the time limit of {seconds:g} s.") from error
