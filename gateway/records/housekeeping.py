@@ -1,9 +1,15 @@
-"""Hourly chores of the installation: collecting adapters and sweeping old records, in one elected process."""
+"""Hourly chores of the installation: collecting adapters and sweeping old records, in one elected process.
+
+A process whose clock is wrong does none: by a clock that is ahead, all records are old, and the removal of usage rows
+cannot be undone.
+"""
 
 import asyncio
 import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
 
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import Unavailable
@@ -16,6 +22,10 @@ TURN = "loraplex:housekeeping"
 EVERY_SECONDS = 3600.0
 # Pause between two attempts of a process to get the turn.
 ASK_SECONDS = 60.0
+# Maximum difference between the clocks of this process and of Redis, whose time the usage rows have.
+CLOCK_SECONDS = 3600.0
+# A key routes the script to one node of a cluster.
+TIME = "return redis.call('TIME')"
 # A separate generator, because the shared generator's state belongs to the program.
 JITTER = random.Random()
 
@@ -40,18 +50,38 @@ class Housekeeping:
         while True:
             # The pause is uneven, so that no process is always the first to ask.
             await asyncio.sleep(ASK_SECONDS * JITTER.uniform(0.75, 1.25))
-            if await self._is_elected():
+            # Asked in this order, so that a process with a wrong clock takes no turn from the others.
+            if await self._is_on_time() and await self._is_elected():
                 for name, chore in self._chores.items():
                     await self._do(name, chore)
 
+    async def _is_on_time(self) -> bool:
+        """Return whether this process's clock agrees with Redis'. Without an answer it counts as wrong."""
+        answer = await self._ask(self._redis.execute_command("EVAL", TIME, 1, TURN))
+        if answer is None:
+            return False
+        ahead = datetime.now(UTC).timestamp() - int(answer[0])
+        if abs(ahead) > CLOCK_SECONDS:
+            log.error(
+                "housekeeping is postponed: the clock of this machine is %.0f h %s that of Redis; correct one of them",
+                abs(ahead) / 3600,
+                "ahead of" if ahead > 0 else "behind",
+            )
+            return False
+        return True
+
     async def _is_elected(self) -> bool:
+        return bool(await self._ask(is_first(self._redis, TURN, EVERY_SECONDS)))
+
+    async def _ask(self, call: Awaitable[Any]) -> Any:
+        """Return the result of a call to Redis, None if Redis is unreachable."""
         try:
             async with asyncio.timeout(self._redis_timeout):
-                return await is_first(self._redis, TURN, EVERY_SECONDS)
+                return await call
         except REDIS_ERRORS as error:
             # The quota code logs an outage of Redis.
             log.debug("housekeeping is postponed, because redis is unreachable: %s", error)
-            return False
+            return None
 
     async def _do(self, name: str, chore: Chore) -> None:
         try:
