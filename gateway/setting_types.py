@@ -18,7 +18,7 @@ from gateway.access.peppers import split_peppers
 from gateway.fleet.addresses import ANNOUNCED, parse_address
 from gateway.fleet.engine import Address
 from gateway.quota.fallback import parse_fallback
-from gateway.records.urls import DRIVERS, EXPECTED
+from gateway.records.urls import EXPECTED, parse_url
 from gateway.redis.sentinel import check_sentinel_url
 from gateway.setting_errors import SettingsError
 
@@ -117,11 +117,6 @@ def _check_origins(origins: Sequence[str]) -> None:
             raise ValueError("expected exact origins like https://chat.example.com or http://localhost:3000")
 
 
-def _check_database_url(url: str) -> None:
-    if urlsplit(url).scheme.split("+")[0] not in DRIVERS:
-        raise ValueError
-
-
 def _check_trace_url(url: str) -> None:
     """Raise ValueError for a template that is no http(s) URL, or has unknown fields or no `{request_id}`."""
     parts, used = urlsplit(url), re.findall(r"\{(\w+)\}", url)
@@ -158,7 +153,7 @@ def _expects(title: str, check: Callable[[Any], object] | None = None, **bounds:
 
 
 Text = Annotated[str, _expects("a text", min_length=1)]
-DatabaseUrl = Annotated[str, _expects(EXPECTED, _check_database_url)]
+DatabaseUrl = Annotated[str, _expects(EXPECTED, parse_url)]
 RedisUrl = Annotated[str, _expects("a URL that starts with redis://, rediss:// or unix://", _check_redis_url)]
 Engines = Annotated[
     tuple[str, ...], _expects(f"at least one engine URL, or the word {ANNOUNCED}", _check_engines, min_length=1)

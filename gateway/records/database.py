@@ -15,8 +15,8 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import URL, Connection, event, make_url, text
-from sqlalchemy.exc import ArgumentError, DataError, DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
 
@@ -25,7 +25,7 @@ from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.schema_support import find_problem
 from gateway.records.sqlite_driver import connect_sqlite
-from gateway.records.urls import DRIVERS, EXPECTED
+from gateway.records.urls import ParsedUrl, parse_url
 from gateway.setting_errors import NotUsableNow, SettingsError
 
 log = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Database:
 
     def __init__(self, url: str, statement_seconds: float | None = STATEMENT_SECONDS) -> None:
         """statement_seconds: time-out of a statement; None: none."""
-        self._url = async_url(url)
+        self._url, driver_options = _parsed(url)
         self.dialect = self._url.get_backend_name()
         self._outage = Outage(log, "the database")
         # Parameters hold hashes and names; errors are logged without them.
@@ -80,7 +80,8 @@ class Database:
             options["connect_args"] = {"timeout": STATEMENT_SECONDS, "async_creator_fn": connect_sqlite}
             options["pool_size"] = 5
         else:
-            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "command_timeout": statement_seconds}
+            driver_options |= {"timeout": STATEMENT_SECONDS, "command_timeout": statement_seconds}
+            options["connect_args"] = driver_options
             options["pool_size"], options["max_overflow"] = POOL_SIZE, MAX_OVERFLOW
             options["pool_recycle"] = RECYCLE_SECONDS
             # A server may have closed a connection since its last use.
@@ -269,16 +270,11 @@ def migrate(url: str) -> None:
     asyncio.run(upgrade(url))
 
 
-def async_url(url: str) -> URL:
-    """Return the URL with its async driver: `sqlite:` -> `sqlite+aiosqlite`, `postgresql:` -> `postgresql+asyncpg`."""
+def _parsed(url: str) -> ParsedUrl:
     try:
-        parsed = make_url(url)
-    except ArgumentError as error:
-        raise SettingsError("LORAPLEX_DATABASE_URL", f"expected {EXPECTED}") from error
-    backend = parsed.drivername.split("+")[0]
-    if backend not in DRIVERS:
-        raise SettingsError("LORAPLEX_DATABASE_URL", f"expected {EXPECTED}")
-    return parsed.set(drivername=DRIVERS[backend])
+        return parse_url(url)
+    except ValueError as error:
+        raise SettingsError("LORAPLEX_DATABASE_URL", str(error)) from error
 
 
 def _make_sqlite(path: Path) -> None:
