@@ -1,12 +1,13 @@
 """Base models in SQL. Every gateway keeps a copy of all of them in memory (registry.py)."""
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Row, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, Row, func, insert, or_, select, text, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -30,6 +31,14 @@ class BaseRecords:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+
+    @asynccontextmanager
+    async def _changing(self) -> AsyncIterator[AsyncConnection]:
+        """Open a transaction that no other change of the table overlaps, because it checks all other rows."""
+        async with self._database.write() as connection:
+            if self._database.dialect == "postgresql":
+                await connection.execute(text("LOCK TABLE bases IN SHARE ROW EXCLUSIVE MODE"))
+            yield connection
 
     async def list(self) -> Sequence[Base]:
         """Return all bases, the oldest first."""
@@ -70,7 +79,7 @@ class BaseRecords:
 
     async def add(self, base: Base, actor: str) -> Base:
         """Add a base and return it with its new id. Raises NameTaken, or Conflict if an adapter has the name."""
-        async with self._database.write() as connection:
+        async with self._changing() as connection:
             known = await _all(connection)
             if any(each.name == base.name for each in known):
                 raise NameTaken(f"name: there is a base model '{base.name}' already.", param="name")
@@ -94,9 +103,8 @@ class BaseRecords:
         `force`, that was not drained or has versions. seen: the base on which the changes are based; raises Changed if
         it is no longer so.
         """
-        async with self._database.write() as connection:
-            query = select(bases).where(bases.c.name == name).with_for_update()
-            row = (await connection.execute(query)).one_or_none()
+        async with self._changing() as connection:
+            row = (await connection.execute(select(bases).where(bases.c.name == name))).one_or_none()
             if row is None:
                 raise RecordNotFound(f"There is no base model '{name[:256]}'.", param="name")
             before = _read(row)

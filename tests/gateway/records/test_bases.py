@@ -1,5 +1,6 @@
 """Base models on record: their changes, the engines that serve them, and an upgrade from the release before."""
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -177,3 +178,32 @@ async def test_adapters_of_the_release_before_belong_to_the_first_base(database_
     found = [await catalog.resolve(acme, f"p@{version}") for version in (1, 2, 3)]
     assert [bases.name_of(model.base) for model in found] == ["llama", "llama", "qwen"]
     await database.close()
+
+
+async def test_two_operators_never_give_one_name_or_one_digest_to_two_bases(migrated_url: str):
+    """Two gateways change the table at the same moment. On PostgreSQL neither sees the other's uncommitted row."""
+    gateways = [Database(migrated_url) for _ in range(2)]
+    tables = [BaseRecords(each) for each in gateways]
+    # The connections are open, so that the transactions overlap.
+    await asyncio.gather(*(each.list() for each in tables))
+    try:
+        for number in range(10):
+            name, digest = f"base-{number}", f"{number:064x}"
+            twice = await asyncio.gather(*(each.add(one_base(name), "op") for each in tables), return_exceptions=True)
+            assert sorted(type(each).__name__ for each in twice) == ["Base", "NameTaken"], twice
+            others = [replace(one_base(f"other-{number}-{i}"), digest=digest) for i in range(2)]
+            added = await asyncio.gather(
+                *(each.add(other, "op") for each, other in zip(tables, others, strict=True)), return_exceptions=True
+            )
+            assert sorted(type(each).__name__ for each in added) == ["Base", "NameTaken"], added
+            mine, new = await tables[0].add(one_base(f"more-{number}"), "op"), f"f{number:063x}"
+            changes = [(tables[0], mine.name), (tables[1], name)]
+            changed = await asyncio.gather(
+                *(table.change(own, {"digest": new}, "op") for table, own in changes), return_exceptions=True
+            )
+            assert sorted(type(each).__name__ for each in changed) == ["Base", "NameTaken"], changed
+        known = await tables[0].list()
+        assert len({each.id for each in known}) == len({each.name for each in known}) == len(known) == 30
+    finally:
+        for database in gateways:
+            await database.close()
