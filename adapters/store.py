@@ -126,7 +126,9 @@ class DirectoryStore:
         not reveal whether another tenant has stored the same content.
         """
         final = self.folder(digest)
-        final.parent.mkdir(exist_ok=True)
+        if not final.parent.is_dir():
+            final.parent.mkdir(exist_ok=True)
+            sync_directory(self.root)
         for _ in range(ATTEMPTS):
             with suppress(FileNotFoundError):  # the stored adapter was removed or set aside in between
                 if _moved(folder, final):

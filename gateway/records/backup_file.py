@@ -27,6 +27,8 @@ from typing import IO, Any
 
 import msgspec
 
+from adapters.store import sync_directory
+
 FORMAT = 1
 HEADER, DIGESTS, SUMS = "backup.json", "adapters.txt", "SHA256SUMS"
 TABLES, ROWS_SUFFIX, ADAPTERS = "tables/", ".jsonl.gz", "adapters/"
@@ -118,6 +120,7 @@ def new_backup(path: Path) -> Iterator[BackupWriter]:
                 os.fsync(file.fileno())
         with _file_errors(path):
             os.link(temporary, path)  # unlike a rename it never replaces a file
+            sync_directory(path.parent)
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink()
@@ -175,10 +178,12 @@ class BackupFile:
             raise BackupError(f"{self.path}: the table {table} cannot be read: {error}") from error
 
     def copy_adapter(self, digest: str, name: str, target: Path) -> None:
-        """Write a file of an adapter to `target`. Raises BackupError."""
+        """Write a file of an adapter to `target`, and to the disk. Raises BackupError."""
         with self._open(f"{ADAPTERS}{digest}/{name}") as source, _file_errors(target), target.open("xb") as file:
             while chunk := source.read(CHUNK):
                 file.write(chunk)
+            file.flush()
+            os.fsync(file.fileno())
 
     def _open(self, name: str) -> IO[bytes]:
         member = self._members.get(name)

@@ -1,6 +1,7 @@
 """Restoring of a backup (gateway/records/backup_file.py) into an empty installation, in one transaction."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError
-from adapters.store import FILES, AdapterStore
+from adapters.store import FILES, AdapterStore, sync_directory
 from gateway.records.backup import LEFT_OUT, check_revision, reflected, table_names, used_digests
 from gateway.records.backup_file import BackupError, BackupFile
 from gateway.records.database import Database, upgrade_schema
@@ -43,14 +44,15 @@ def check_peppers(backup: BackupFile, given: Sequence[str]) -> None:
 async def restore_backup(backup: BackupFile, database: Database, store: AdapterStore) -> Restored:
     """Write a backup's adapters and rows. The database is unchanged after an error.
 
-    Raises BackupError, also if the database has rows; NotUsableNow if it cannot be used; OSError of the store.
+    Raises BackupError, also if the database has rows or the store fails; NotUsableNow if the database cannot be used.
     """
     revision = check_revision(backup.header.schema, str(backup.path))
     async with database.changing_schema() as connection:
         await _make_schema(connection, revision)
         # Content under its digest harms no installation, so it may precede the rows, which refer to it.
         for digest in backup.stored_digests:
-            _restore_adapter(backup, store, digest)
+            with _store_errors(f"the adapter {digest} cannot be written"):
+                _restore_adapter(backup, store, digest)
         rows = 0
         for table in await reflected(connection, _carried(backup, revision)):
             rows += await _read_table(backup, connection, table)
@@ -58,7 +60,8 @@ async def restore_backup(backup: BackupFile, database: Database, store: AdapterS
         # Gateways that run already forget everything that they have cached.
         await connection.execute(text("UPDATE access_changes SET changes = changes + 1"))
         used = await used_digests(connection)
-    stored = set(store.list())
+        with _store_errors("it cannot be listed"):
+            stored = set(store.list())
     return Restored(rows, len(backup.stored_digests), [digest for digest in used if digest not in stored])
 
 
@@ -129,5 +132,15 @@ def _restore_adapter(backup: BackupFile, store: AdapterStore, digest: str) -> No
             raise BackupError(f"{backup.path}: the adapter {digest} is damaged: {error}") from error
         if found != digest:
             raise BackupError(f"{backup.path}: the files of the adapter {digest} are those of {found}")
+        sync_directory(folder)
         store.stage(folder, digest)
         store.publish(folder, digest)
+
+
+@contextmanager
+def _store_errors(problem: str) -> Iterator[None]:
+    """Raise BackupError for an OSError of the adapter store, which `Database` would take for one of its server."""
+    try:
+        yield
+    except OSError as error:
+        raise BackupError(f"--adapter-store: {problem}: {error.strerror or error}") from error

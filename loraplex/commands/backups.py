@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.common import database_url, examples, one_line, settings_errors, variable
+from loraplex.commands.common import cleaning_up, database_url, examples, one_line, settings_errors, variable
 
 if TYPE_CHECKING:
     from adapters.store import AdapterStore
@@ -50,7 +50,7 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
         finally:
             await database.close()
 
-    with database_errors():
+    with database_errors(), cleaning_up():
         done = asyncio.run(run())
     content = "adapters with their files" if with_adapters else "digests of adapters"
     click.echo(f"{file}: {done.rows} rows, {done.adapters} {content}, {file.stat().st_size} bytes")
@@ -75,7 +75,7 @@ def restore(file: Path, adapter_store: str) -> None:
         finally:
             await database.close()
 
-    with database_errors(), BackupFile(file) as backup:
+    with database_errors(), cleaning_up(), BackupFile(file) as backup:
         check_peppers(backup, pepper_fingerprints())
         done = asyncio.run(run(backup))
         needed = ", ".join(backup.header.peppers) or "unknown"

@@ -2,7 +2,9 @@
 
 import asyncio
 import shlex
+import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -73,6 +75,24 @@ def settings_errors() -> Iterator[None]:
         raise click.ClickException(str(error)) from error
     except SettingsError as error:
         raise WrongSettings(str(error)) from error
+
+
+@contextmanager
+def cleaning_up() -> Iterator[None]:
+    """End the block on SIGTERM as on Ctrl-C, so that it removes the file that it has begun. The exit code is 143."""
+
+    def end(number: int, _: object) -> None:
+        click.echo("Terminated", err=True)
+        sys.exit(128 + number)
+
+    # Only the main thread may set handlers.
+    is_main = threading.current_thread() is threading.main_thread()
+    former = signal.signal(signal.SIGTERM, end) if is_main else None
+    try:
+        yield
+    finally:
+        if is_main:
+            signal.signal(signal.SIGTERM, former)
 
 
 def variable(name: str) -> str | None:

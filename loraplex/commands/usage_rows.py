@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import uuid
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from loraplex.commands.backups import database_errors
-from loraplex.commands.common import Gateway, admin_options, again, database_url, examples, one_line
+from loraplex.commands.common import Gateway, admin_options, again, cleaning_up, database_url, examples, one_line
 from loraplex.commands.values import Moment, given
 from wire.money import exact_money
 
@@ -18,17 +19,21 @@ if TYPE_CHECKING:
 
 def save(gateway: Gateway, path: str, query: dict[str, Any], target: Path) -> None:
     """Write the answer of a route to a file, which appears only if it is whole. Raises click.ClickException."""
-    part = target.with_name(f"{target.name}.part")
+    # A name of its own, because another command may write the same file at the same time.
+    part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
     async def download(client: "GatewayClient") -> None:
         with part.open("wb") as file:
             await client.download(path, file, params=query)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(part, target)
 
-    try:
-        gateway.run(download)
-    finally:
-        part.unlink(missing_ok=True)
+    with cleaning_up():
+        try:
+            gateway.run(download)
+        finally:
+            part.unlink(missing_ok=True)
     click.echo(f"wrote {target}, {target.stat().st_size} bytes", err=True)
 
 
