@@ -25,7 +25,8 @@ from gateway.pages.parts.periods import (
     whole,
 )
 from gateway.pages.parts.tables import ROWS, Column, Table, fill, read_table
-from gateway.records.money.usage_ranking import Part, UsageRanking
+from gateway.records.money.ranked_groups import Part
+from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsagePage, UsageSums
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.sharing.turns import Turns

@@ -22,7 +22,7 @@ from gateway.pages.parts.periods import (
     whole,
 )
 from gateway.pages.parts.tables import ROWS, Column, read_table
-from gateway.records.money.usage_ranking import (
+from gateway.records.money.ranked_groups import (
     CURVES,
     GROUPS,
     MEASURES,
@@ -32,8 +32,8 @@ from gateway.records.money.usage_ranking import (
     Part,
     RankedGroup,
     Step,
-    UsageRanking,
 )
+from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import can_sum_end_users
 from gateway.records.money.usage_steps import by_day, total_of
 from gateway.records.together import together

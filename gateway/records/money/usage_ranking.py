@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Collection, Sequence
 from datetime import datetime
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import ColumnElement, Subquery, select, tuple_
@@ -11,30 +11,26 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.database import Database
 from gateway.records.money.end_user_sums import EndUserSums, read_largest
+from gateway.records.money.ranked_groups import (
+    CURVES,
+    KEYS,
+    Curves,
+    GroupBy,
+    Identity,
+    Measure,
+    Part,
+    RankedGroup,
+    Ranking,
+    Step,
+    identity_of,
+)
 from gateway.records.money.tenant_sums import SUMMED, TenantSums
-from gateway.records.money.usage_rows import UsageFilter, days_of, rows_of, whole_days
+from gateway.records.money.usage_rows import days_of, rows_of, whole_days
 from gateway.records.money.usage_steps import Steps, measured
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys
 from gateway.records.together import together
 
-GroupBy = Literal["tenant", "model", "key", "end_user", "hour", "day", "month"]
-Measure = Literal["cost", "tokens", "requests"]
-Step = Literal["hour", "day", "month"]
-GROUPS: tuple[GroupBy, ...] = ("tenant", "model", "key", "end_user", "hour", "day", "month")
-MEASURES: tuple[Measure, ...] = ("cost", "tokens", "requests")
-# Columns that identify a group.
-KEYS: dict[GroupBy, tuple[str, ...]] = {
-    "tenant": ("tenant_id", "tenant"),
-    "model": ("tenant_id", "tenant", "model"),
-    "key": ("tenant_id", "tenant", "key_id"),
-    "end_user": ("tenant_id", "tenant", "end_user"),
-    "hour": ("hour",),
-    "day": ("day",),
-    "month": ("month",),
-}
-# Number of groups with a curve of their own.
-CURVES = 8
 # Maximum requests that the curves and the comparison of a ranking by end user read, where sums do not suffice.
 MAX_COMPARED = 100_000
 # FIRST_TENANTS: minimum number of tenants whose groups a ranking of all groups reads first. MAX_TENANTS: maximum
@@ -42,83 +38,6 @@ MAX_COMPARED = 100_000
 FIRST_TENANTS, MAX_TENANTS = 15, 2000
 # Maximum number of groups that a ranking keeps in memory.
 MAX_GROUPS = 1000
-
-
-class RankedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums of a group; fields that it does not have are None. start: start of the hour, day or month. key: the key's
-    label.
-
-    end_user: "" for requests without one. before: the measure in the period before, None for a group of times. cost:
-    micro-units.
-    """
-
-    tenant_id: str | None = None
-    tenant: str | None = None
-    model: str | None = None
-    key_id: str | None = None
-    key: str | None = None
-    end_user: str | None = None
-    start: datetime | None = None
-    requests: int
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    cost: int
-    before: int | None = None
-
-    @property
-    def tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    @property
-    def name(self) -> str:
-        """Return the group's name without its tenant's."""
-        if self.end_user is not None:
-            return self.end_user or "none given"
-        return self.key or self.key_id or self.model or self.tenant or ""
-
-
-class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """A page of groups. first: the first CURVES groups of the order; None if the query left them out. number: number of
-    all groups; None if not all were counted. has_more: groups follow the page. is_partial: some tenants have too many
-    end users to be read, so that groups of theirs may be missing. lacks_usage: retention has removed usage by end user
-    of the period, so that groups may be missing or too small.
-    """
-
-    groups: list[RankedGroup]
-    first: list[RankedGroup] | None
-    number: int | None
-    has_more: bool = False
-    is_partial: bool = False
-    lacks_usage: bool = False
-
-
-class Curves(msgspec.Struct, frozen=True, kw_only=True):
-    """Values of a measure by step: of the greatest groups, and of all groups together. starts: those with any usage."""
-
-    starts: list[datetime]
-    groups: list[tuple[RankedGroup, list[int]]]
-    total: list[int]
-
-
-class Part(msgspec.Struct, frozen=True, kw_only=True):
-    """Usage that a ranking is about. until: None for a period that ends now."""
-
-    which: UsageFilter
-    since: datetime
-    until: datetime | None
-
-    def of_tenants(self, ids: Sequence[str]) -> "Part":
-        """Return the usage of these tenants alone."""
-        return msgspec.structs.replace(self, which=msgspec.structs.replace(self.which, tenant_ids=ids))
-
-    def of_groups(self, groups: Sequence[RankedGroup]) -> "Part":
-        """Return the usage restricted to these groups' tenants, models and end users, which indexes support."""
-        models = sorted({group.model for group in groups if group.model is not None}) or self.which.models
-        ids = sorted({group.tenant_id for group in groups if group.tenant_id is not None})
-        users = sorted({group.end_user for group in groups if group.end_user is not None}) or None
-        which = msgspec.structs.replace(self.which, tenant_ids=ids, models=models, end_users=users)
-        return msgspec.structs.replace(self, which=which)
 
 
 class UsageRanking:
@@ -156,16 +75,19 @@ class UsageRanking:
                 first, is_partial = await self._first_end_users(part, window, summed)
             else:
                 (await self._end_users.reads(part.which, part.since, part.until, summed)).check()
+        is_light = first is not None and group_by == "end_user"
         if first is not None:
             found = first[offset:]
         else:
             found = await self._found(part, window, summed)
             first = None if offset else found
+        has_more = len(found) > limit
         shown, leaders = found[:limit], (first or ())[:CURVES]
+        if is_light:
+            shown, leaders = await self._with_all_sums(part, window, (shown, leaders), summed)
         async with self._database.read() as connection:
             ids = [row.key_id for row in (*shown, *leaders)] if group_by == "key" else []
             labels = await _labels(connection, ids) if ids else {}
-        has_more = len(found) > limit
         number = None if has_more or (offset and not shown) else offset + len(shown)
         return Ranking(
             groups=[_group(row._mapping, group_by, labels) for row in shown],
@@ -178,18 +100,39 @@ class UsageRanking:
 
     async def _found(self, part: Part, window: "_Window", summed: Collection[datetime] = ()) -> Sequence[Any]:
         """Return the groups of a window, and one more if there is one. summed: see `_rows`."""
-        rows = await self._rows(part, (window.group_by,), summed)
+        rows = await self._rows(part, (window.group_by,), summed, window.measures)
         if rows is None:
             return []
         names = KEYS[window.group_by]
         keys = [rows.c[name] for name in names]
-        grouped = select(*keys, *_sums(rows)).group_by(*keys).cte("grouped")
+        grouped = select(*keys, *_sums(rows, window.measures)).group_by(*keys).cte("grouped")
         ordered = [_order(grouped, window.order)] if window.order != "name" else []
         first = ordered or [grouped.c[name] for name in names[1:] or names]
         by = [column.desc() if window.descending else column for column in first]
         query = select(grouped).order_by(*by, *(grouped.c[name] for name in names))
         async with self._database.read() as connection:
             return (await connection.execute(query.offset(window.offset).limit(window.limit + 1))).all()
+
+    async def _with_all_sums(
+        self, part: Part, window: "_Window", parts: tuple[Sequence[Any], ...], summed: Collection[datetime]
+    ) -> tuple[Sequence[Any], ...]:
+        """Return parts of a ranking whose groups were found by one measure, with all sums of each group.
+
+        The sums are of a later moment, so the order may differ. A group that retention has removed is left out.
+        """
+        identities = {identity_of(row, window.group_by) for each in parts for row in each}
+        if not identities:
+            return parts
+        rows = await self._rows(part.of_groups(window.group_by, identities), (window.group_by,), summed)
+        if rows is None:
+            return tuple([] for _ in parts)
+        keys = [rows.c[name] for name in KEYS[window.group_by]]
+        query = select(*keys, *_sums(rows)).where(tuple_(*keys).in_(identities)).group_by(*keys)
+        async with self._database.read() as connection:
+            whole = {identity_of(row, window.group_by): row for row in await connection.execute(query)}
+        found = ([whole.get(identity_of(row, window.group_by)) for row in each] for each in parts)
+        kept = ([row for row in each if row is not None] for each in found)
+        return tuple(sorted(each, key=lambda row: -_value(row, window.order)) for each in kept)
 
     async def _first(self, part: Part, window: "_Window") -> Sequence[Any] | None:
         """Return the first groups up to the end of the window and one more; None if too many groups or tenants have to
@@ -200,8 +143,7 @@ class UsageRanking:
         ids, which are hexadecimal: all databases and Python order them alike.
         """
         end = window.offset + window.limit + 1
-        measures = ("prompt_tokens", "completion_tokens") if window.order == "tokens" else (window.order,)
-        rows = await self._rows(part, ("tenant",), measures=measures)
+        rows = await self._rows(part, ("tenant",), measures=window.ordering)
         if rows is None:
             return []
         amount = _measured(rows, window.order)
@@ -226,13 +168,17 @@ class UsageRanking:
     async def _first_end_users(
         self, part: Part, window: "_Window", summed: Collection[datetime]
     ) -> tuple[Sequence[Any], bool]:
-        """Return the first end users up to the end of the window and one more, and whether some may be missing."""
+        """Return the first end users up to the end of the window and one more, and whether some may be missing.
+
+        Tens of thousands of sums are sorted by end user, most of them for end users that are not on the page. Therefore
+        only the measure of the order is read, which takes SQLite two thirds of the time.
+        """
         end = window.offset + window.limit + 1
-        measures = ("prompt_tokens", "completion_tokens") if window.order == "tokens" else (window.order,)
-        candidates = await self._end_users.candidates(measures, part.since, part.until, summed)
+        light = window._replace(offset=0, limit=end - 1, measures=window.ordering)
+        candidates = await self._end_users.candidates(window.ordering, part.since, part.until, summed)
 
         async def read(ids: list[str]) -> Sequence[Any]:
-            return await self._found(part.of_tenants(ids), window._replace(offset=0, limit=end - 1), summed)
+            return await self._found(part.of_tenants(ids), light, summed)
 
         return await read_largest(candidates, end, read, lambda row: _value(row, window.order))
 
@@ -242,11 +188,11 @@ class UsageRanking:
         """Return the groups with their measure in `part`, the period before; None if some of its usage is removed."""
         if "tenant" not in KEYS[group_by] or not groups:
             return list(groups)
-        rows = await self._rows_of_groups(part.of_groups(groups), (group_by,), must_be_whole=True)
+        own = [identity_of(group, group_by) for group in groups]
+        rows = await self._rows_of_groups(part.of_groups(group_by, own), (group_by,), must_be_whole=True)
         if rows is None:
             return list(groups)
         keys = [rows.c[name] for name in KEYS[group_by]]
-        own = [_identity(group, group_by) for group in groups]
         query = select(*keys, _measured(rows, measure)).where(tuple_(*keys).in_(own)).group_by(*keys)
         async with self._database.read() as connection:
             found = {tuple(row[:-1]): row[-1] for row in await connection.execute(query)}
@@ -282,21 +228,21 @@ class UsageRanking:
         found = await self._steps_of(await self._with_tenant(part), group_by, groups, measure, step)
         if found is not None:
             for group in groups:
-                values = found.get(_identity(group, group_by), {})
+                values = found.get(identity_of(group, group_by), {})
                 curves.append((group, [values.get(start, 0) for start in steps]))
         return Curves(starts=list(steps), groups=curves, total=[measured(sums, measure) for sums in steps.values()])
 
     async def _steps_of(
         self, part: Part, group_by: GroupBy, groups: Sequence[RankedGroup], measure: Measure, step: Step
-    ) -> dict[tuple[Any, ...], dict[datetime, int]] | None:
+    ) -> dict[Identity, dict[datetime, int]] | None:
         """Return the measure of each tenant's group by step; None if it would read too much, or for groups of times."""
         if "tenant" not in KEYS[group_by] or not groups:
             return None
-        rows = await self._rows_of_groups(part.of_groups(groups), (group_by, step))
+        own = {identity_of(group, group_by) for group in groups}
+        rows = await self._rows_of_groups(part.of_groups(group_by, own), (group_by, step))
         if rows is None:
             return None
-        found: dict[tuple[Any, ...], dict[datetime, int]] = {}
-        own = {_identity(group, group_by) for group in groups}
+        found: dict[Identity, dict[datetime, int]] = {}
         for *key, start, value in await self._by(rows, (*KEYS[group_by], step), measure):
             if tuple(key) in own:
                 found.setdefault(tuple(key), {})[start] = value
@@ -353,17 +299,23 @@ class UsageRanking:
 
 
 class _Window(NamedTuple):
-    """Part of a ranking. order: of SUMMED, "tokens" or "name"."""
+    """Part of a ranking. order: of SUMMED, "tokens" or "name". measures: the columns of sums that are read."""
 
     group_by: GroupBy
     order: str
     descending: bool
     offset: int
     limit: int
+    measures: Sequence[str] = SUMMED
+
+    @property
+    def ordering(self) -> Sequence[str]:
+        """Return the columns whose sum is the order."""
+        return ("prompt_tokens", "completion_tokens") if self.order == "tokens" else (self.order,)
 
 
-def _sums(rows: Subquery) -> list[ColumnElement[int]]:
-    return [int_sum(rows.c[name]).label(name) for name in SUMMED]
+def _sums(rows: Subquery, measures: Sequence[str] = SUMMED) -> list[ColumnElement[int]]:
+    return [int_sum(rows.c[name]).label(name) for name in measures]
 
 
 def _measured(rows: Subquery, measure: str) -> ColumnElement[int]:
@@ -381,10 +333,6 @@ def _order(grouped: Any, order: str) -> ColumnElement[Any]:
 
 def _value(row: Any, order: str) -> int:
     return int(measured(row._mapping, order))
-
-
-def _identity(group: RankedGroup, group_by: GroupBy) -> tuple[Any, ...]:
-    return tuple(getattr(group, name) for name in KEYS[group_by])
 
 
 def _group(row: Any, group_by: GroupBy, labels: dict[str, str]) -> RankedGroup:

@@ -5,7 +5,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import msgspec
-from sqlalchemy import ColumnElement, Select, Subquery, Table, func, literal, select, union_all
+from sqlalchemy import ColumnElement, Select, Subquery, Table, func, literal, select, tuple_, union_all
 
 from gateway.errors import BadRequest
 from gateway.records.activity.tables import activity_series
@@ -94,7 +94,8 @@ def _columns_of_sums(part: Select[Any], group_by: Sequence[str], measures: Seque
 class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Requests of a report; None: any. tenant: by name, also of a deleted tenant. models, tenant_ids: only these.
 
-    end_users: only these, in a report by end user.
+    end_users: only these, in a report by end user. owned_models: only these pairs of a tenant's id and a model, where
+    that reads less; others of `tenant_ids` and `models` may be read too.
     """
 
     tenant_id: str | None = None
@@ -103,6 +104,7 @@ class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
     key_id: str | None = None
     tenant_ids: Sequence[str] | None = None
     end_users: Sequence[str] | None = None
+    owned_models: Sequence[tuple[str, str]] | None = None
 
     @property
     def is_of_all(self) -> bool:
@@ -114,7 +116,11 @@ class UsageFilter(msgspec.Struct, frozen=True, kw_only=True):
         found = [columns.tenant_id == self.tenant_id] if self.tenant_id is not None else []
         if self.tenant is not None:
             found.append(columns.tenant == self.tenant)
-        return found if self.tenant_ids is None else [*found, columns.tenant_id.in_(self.tenant_ids)]
+        if self.tenant_ids is not None:
+            found.append(columns.tenant_id.in_(self.tenant_ids))
+        if self.owned_models is not None:
+            found.append(tuple_(columns.tenant_id, columns.name).in_(self.owned_models))
+        return found
 
     def narrow(self, query: Select[Any]) -> Select[Any]:
         columns = query.selected_columns

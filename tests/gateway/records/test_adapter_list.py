@@ -1,5 +1,7 @@
 """List of adapters of all tenants on SQLite and PostgreSQL: its columns, filters, sorts, pages, and use."""
 
+import random
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -8,6 +10,7 @@ from sqlalchemy import delete, update
 
 from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY
+from gateway.records.adapters import list_uses
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.list import BY_USE, SORTS, AdapterList, ListFilter, Sort
 from gateway.records.adapters.rows import Reason
@@ -131,6 +134,49 @@ async def test_orders_and_searches_are_the_same_from_the_sums_for_charts(
         for sums in ACTIVITY.values():
             await connection.execute(delete(sums))
     assert await ordered() == fast
+
+
+@pytest.mark.parametrize("candidates", [2, 4, 8])
+async def test_pages_by_requests_are_those_of_all_rows(
+    catalog: Catalog, acme: Tenant, globex: Tenant, database: Database, monkeypatch: pytest.MonkeyPatch, candidates: int
+):
+    """The hours of few adapters are read only if no other can be on the page: many used yesterday have no use since."""
+    monkeypatch.setattr(list_uses, "CANDIDATES", candidates)
+    chance, now, writer = random.Random(candidates), datetime.now(UTC), UsageWriter(database)
+    hour = now.replace(minute=0, second=0, microsecond=0)
+    owned = [(tenant, f"a{i:02}") for i in range(12) for tenant in (acme, globex)]
+    recent: Counter[tuple[str, str]] = Counter()
+    used = []
+    for number, (tenant, name) in enumerate(owned):
+        await add(catalog, tenant, name, number)
+        own = {"tenant_id": tenant.id, "tenant": tenant.name, "model": name, "adapter_digest": "d"}
+        for i in range(int(40 / (number + 1)) + chance.randrange(3)):
+            # The last hours, or those that the day of the period's start has before it.
+            hours = chance.choice((0, 5, 22, 24, 26, 30, 40, 47))
+            used.append(row(f"r{number}-{i}", **own, created_at=hour - timedelta(hours=hours)))
+            recent[tenant.name, name] += hour - timedelta(hours=hours) > now - timedelta(hours=24)
+    await writer.write(used)
+    answered: list[bool] = []
+    busiest = list_uses._busiest
+
+    async def watched(*given: Any) -> Any:
+        found = await busiest(*given)
+        answered.append(bool(found))
+        return found
+
+    monkeypatch.setattr(list_uses, "_busiest", watched)
+    expected = sorted(((tenant.name, name) for tenant, name in owned), key=lambda each: (-recent[each], *each[::-1]))
+    for limit in (1, 3, 5):
+        found: list[tuple[str, str]] = []
+        for page in range(1, 2 + len(owned) // limit):
+            listed = await AdapterList(database).page(
+                ListFilter(), sort="requests", descending=True, page=page, limit=limit
+            )
+            assert listed.total == len(owned)
+            assert all(each.requests == recent[each.tenant, each.name] for each in listed.adapters)
+            found += [(each.tenant, each.name) for each in listed.adapters]
+        assert found == expected
+    assert set(answered) == {True, False}
 
 
 async def test_use_is_that_of_the_tenants_own_name(catalog: Catalog, acme: Tenant, globex: Tenant, database: Database):

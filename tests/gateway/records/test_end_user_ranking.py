@@ -19,7 +19,8 @@ from gateway.records.database import Database
 from gateway.records.money import end_user_sums, usage_ranking
 from gateway.records.money.end_user_sums import Candidate, read_largest
 from gateway.records.money.end_user_tables import usage_end_user_days
-from gateway.records.money.usage_ranking import Part, RankedGroup, UsageRanking
+from gateway.records.money.ranked_groups import Part, RankedGroup
+from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.retention import Retention
 from gateway.records.tables import usage

@@ -14,7 +14,8 @@ from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY
 from gateway.records.database import Database
 from gateway.records.money import usage_ranking
-from gateway.records.money.usage_ranking import CURVES, GroupBy, Measure, Part, RankedGroup, UsageRanking
+from gateway.records.money.ranked_groups import CURVES, GroupBy, Measure, Part, RankedGroup
+from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.money.usage_steps import by_day, total_of
 from testing.gateway.rows import row
