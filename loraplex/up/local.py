@@ -220,8 +220,8 @@ class LocalService:
     async def _start_engine(self, name: str, pin: Pin, url: str, base: str, model: str) -> Child:
         if self.config.engine == "vllm":
             argv = vllm.command(self.config, base, model, urlsplit(url).port or 0)
-            own = vllm.environment(self.data.adapters, self.secrets.internal_token)
-            return await self.processes.start(name, argv, {**os.environ, **pin.environment, **own}, pin.cpus)
+            own = vllm.environment(self.data.adapters, self.secrets.internal_token, os.environ)
+            return await self.processes.start(name, argv, {**own, **pin.environment}, pin.cpus)
         finished = self.data.root / "finished"
         finished.mkdir(mode=0o700, exist_ok=True)
         argv = self._program(

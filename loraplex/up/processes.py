@@ -82,6 +82,8 @@ class ProcessGroup:
         self.logs = logs
         self.stop_seconds = stop_seconds
         self.children: list[Child] = []
+        # Running restarts of `first_death`.
+        self._revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
 
     async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cpus: Sequence[int] = ()) -> Child:
         """Start `argv` in its own process group, so that Ctrl-C in the terminal reaches only this process.
@@ -142,7 +144,7 @@ class ProcessGroup:
 
         Return the error of the first child that died without it, or died too often in succession.
         """
-        revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
+        revivals = self._revivals
         try:
             while True:
                 for child in self.children:
@@ -158,6 +160,7 @@ class ProcessGroup:
             for task in revivals.values():
                 task.cancel()
             await asyncio.gather(*revivals.values(), return_exceptions=True)
+            revivals.clear()
 
     async def _revive(self, child: Child, keep_alive: KeepAlive) -> ChildError | None:
         """Restart a dead child until it is healthy or has died too often.
@@ -195,6 +198,9 @@ class ProcessGroup:
     async def pause(self, child: Child) -> None:
         """Stop a child until `resume`; its place in the order of `stop` stays."""
         child.is_paused = True
+        if (revival := self._revivals.pop(child, None)) is not None:
+            revival.cancel()
+            await asyncio.gather(revival, return_exceptions=True)
         await self._end(child)
 
     async def resume(self, child: Child, check: Callable[[], Awaitable[bool]], timeout: float) -> None:

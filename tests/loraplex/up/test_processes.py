@@ -292,3 +292,42 @@ async def test_a_restarted_child_keeps_its_cpu_and_the_other_lives(tmp_path, mon
         watching.cancel()
     finally:
         await group.stop(lambda name: None)
+
+
+async def test_a_child_that_is_paused_while_it_would_be_started_again_stays_stopped(tmp_path, monkeypatch):
+    """An engine that dies just before its base model sleeps: a later start would have a twin that nobody stops."""
+    monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.5, 0.5, 0.5))
+    said: list[str] = []
+    group = ProcessGroup(tmp_path, announce=said.append)
+    started = tmp_path / "started"
+    note = f"import os, time; open({str(started)!r}, 'a').write(f'{{os.getpid()}} ')"
+    script = f"{note}; print('up', flush=True); time.sleep(60)"
+
+    async def is_started_again() -> bool:
+        return bool(said)
+
+    def pids() -> list[int]:
+        return [int(pid) for pid in started.read_text().split()]
+
+    child = await group.start("engine", (sys.executable, "-c", script), os.environ)
+    await group.healthy(child, lambda: has_printed(child), 60)
+    group.keep_alive(child, lambda: has_printed(child), 60)
+    watch = asyncio.create_task(group.first_death())
+    try:
+        os.kill(child.process.pid, signal.SIGKILL)
+        await until(is_started_again)
+        await group.pause(child)
+        await asyncio.sleep(1.5)
+        assert len(pids()) == 1
+        await group.resume(child, lambda: has_printed(child), 60)
+        assert [alive(pid) for pid in pids()] == [False, True]
+        # It is kept alive again.
+        before = child.process.pid
+        os.kill(before, signal.SIGKILL)
+        await until(lambda: is_back(child, before))
+        assert [alive(pid) for pid in pids()] == [False, False, True]
+        assert not watch.done()
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await group.stop(lambda name: None)
