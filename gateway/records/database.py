@@ -15,10 +15,10 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, event, text
+from sqlalchemy import Connection, TextClause, event, text
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
-from sqlalchemy.ext.asyncio import AsyncConnection, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 import migrations as versions
 from gateway.errors import Unavailable
@@ -47,6 +47,8 @@ RETRY_SECONDS = 0.5
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
 # Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
 MIGRATION_LOCK = 0x6C_70_78_6D
+# Maximum waits of a migration: for another one, and for a table, behind which every other statement on it waits too.
+MIGRATION_SECONDS, TABLE_LOCK_SECONDS = 600.0, 10.0
 
 
 class Migration(NamedTuple):
@@ -86,6 +88,7 @@ class Database:
             options["pool_recycle"] = RECYCLE_SECONDS
             # A server may have closed a connection since its last use.
             options["pool_pre_ping"] = True
+        self._options = options
         self._engine = create_async_engine(self._url, **options)
         # A connection that no request can take, for reading changes of keys.
         self._reserved = create_async_engine(self._url, **options | {"pool_size": 1, "max_overflow": 0})
@@ -115,15 +118,20 @@ class Database:
         replaced.
         """
         try:
-            with _translated(self._outage):
-                async with self._engine.connect() as connection:
-                    await connection.execution_options(loraplex_write=True)
-                    async with connection.begin():
-                        yield connection
+            async with self._writing(self._engine) as connection:
+                yield connection
         except Unavailable as error:
             if sql_state(error.__cause__) == READ_ONLY:
                 await self.reconnect("it is read-only")
             raise
+
+    @asynccontextmanager
+    async def _writing(self, engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+        with _translated(self._outage):
+            async with engine.connect() as connection:
+                await connection.execution_options(loraplex_write=True)
+                async with connection.begin():
+                    yield connection
 
     @asynccontextmanager
     async def snapshot(self) -> AsyncIterator[AsyncConnection]:
@@ -179,15 +187,27 @@ class Database:
     async def changing_schema(self) -> AsyncIterator[AsyncConnection]:
         """Open a transaction that no other migration overlaps. A missing SQLite file is created.
 
-        Raises NotUsableNow if the database cannot be reached or refuses a statement.
+        Its statements have no time-out: a large table takes minutes to change. Raises NotUsableNow if the database
+        cannot be reached or refuses a statement, and if another transaction keeps a lock.
         """
         with _reachable():
-            if self.dialect == "sqlite" and self._url.database:
-                await asyncio.to_thread(_make_sqlite, Path(self._url.database))
-            async with self.write() as connection:
-                if self.dialect == "postgresql":
+            if self.dialect == "sqlite":
+                if self._url.database:
+                    await asyncio.to_thread(_make_sqlite, Path(self._url.database))
+                async with self.write() as connection:
+                    yield connection
+                return
+            arguments = self._options["connect_args"] | {"command_timeout": None}
+            engine = create_async_engine(self._url, **self._options | {"connect_args": arguments})
+            event.listen(engine.sync_engine, "connect", _prepare_postgresql)
+            try:
+                async with self._writing(engine) as connection:
+                    await connection.execute(_lock_timeout(MIGRATION_SECONDS))
                     await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
-                yield connection
+                    await connection.execute(_lock_timeout(TABLE_LOCK_SECONDS))
+                    yield connection
+            finally:
+                await engine.dispose()
 
     async def check_schema(self) -> None:
         """Raise NotUsableNow if this program cannot run on the schema, or if the database cannot be reached."""
@@ -225,6 +245,10 @@ def _reachable() -> Iterator[None]:
         raise NotUsableNow("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {cause}") from error
     except (DBAPIError, sqlite3.Error) as error:
         raise NotUsableNow("LORAPLEX_DATABASE_URL", f"the schema cannot be read or made: {_cause(error)}") from error
+
+
+def _lock_timeout(seconds: float) -> TextClause:
+    return text(f"SET LOCAL lock_timeout = {int(1000 * seconds)}")
 
 
 def _cause(error: BaseException | None) -> str:
