@@ -103,12 +103,20 @@ def read_json(path: Path) -> Any:
 
 
 def write_private(path: Path, content: str) -> None:
-    """Write a file that only its owner can read; a reader sees the old file or the new one, never a part."""
+    """Write a file that only its owner can read; a reader sees the old file or the new one, never a part.
+
+    It is on the disk when the function returns, because a lost secret cannot be made again.
+    """
+    from adapters.store import sync_directory  # each command imports this module, and few write a file
+
     temporary = path.with_name(path.name + ".new")
     temporary.unlink(missing_ok=True)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(temporary, path)
+    sync_directory(path.parent)
 
 
 def write_private_json(path: Path, content: Any) -> None:

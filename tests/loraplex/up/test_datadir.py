@@ -1,8 +1,10 @@
 import json
+import os
 import stat
 
 import pytest
 
+from loraplex.up import datadir
 from loraplex.up.datadir import DataDir, DataDirError, read_json, write_private_json
 
 
@@ -53,3 +55,23 @@ def test_reading(tmp_path):
     (tmp_path / "secrets.json").write_text('{"internal_token": "x"}')
     with pytest.raises(DataDirError, match=r"secrets\.json does not have the expected fields"):
         DataDir.open(tmp_path).secrets()
+
+
+def test_secrets_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    """After a loss of power, a renamed file may be empty. Without the pepper no API key works again."""
+    steps: list[tuple[str, int]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def spied_fsync(descriptor):
+        steps.append(("fsync", os.fstat(descriptor).st_ino))
+        fsync(descriptor)
+
+    def spied_replace(source, target):
+        steps.append(("replace", os.stat(source).st_ino))
+        replace(source, target)
+
+    monkeypatch.setattr(datadir.os, "fsync", spied_fsync)
+    monkeypatch.setattr(datadir.os, "replace", spied_replace)
+    DataDir.open(tmp_path).secrets()
+    file, folder = (tmp_path / "secrets.json").stat().st_ino, tmp_path.stat().st_ino
+    assert steps == [("fsync", file), ("replace", file), ("fsync", folder)]
