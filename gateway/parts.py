@@ -11,7 +11,7 @@ from gateway.access.sessions import Sessions
 from gateway.access.throttle import FailedLogins
 from gateway.billing.account import Accounting
 from gateway.billing.engine_counts import FinishedClient
-from gateway.billing.journal import Journal, journal_folder
+from gateway.billing.journal import Journal, journal_folder, report_others
 from gateway.billing.ledger import Ledger
 from gateway.billing.past import UsagePast
 from gateway.billing.stream import UsageStream
@@ -187,7 +187,9 @@ def build_records(resources: Resources) -> Records:
 def build_billing(resources: Resources, bases: Bases) -> Billing:
     """Return the limits, the ledger, and the accounts that use both."""
     settings, redis, database = resources.settings, resources.redis, resources.database
-    journal = Journal(journal_folder(settings.journal_dir.expanduser(), settings.database_url), settings.journal_bytes)
+    folder = journal_folder(settings.journal_dir.expanduser(), settings.database_url)
+    report_others(folder)
+    journal = Journal(folder, settings.journal_bytes)
     stream = UsageStream(redis, settings.redis_timeout)
     ledger = Ledger(UsageWriter(database), stream, journal, settings.ledger_queue)
     quota = Quota(

@@ -40,6 +40,28 @@ def journal_folder(root: Path, database_url: str) -> Path:
     return root / hashlib.sha256(place.encode()).hexdigest()[:16]
 
 
+def report_others(folder: Path) -> None:
+    """Log the usage that dead processes have left in the folders of other databases, beside `folder`.
+
+    After a change of the database's host, nobody would read it. It is not read without the operator, because another
+    database may have other tenants.
+    """
+    for path in sorted(folder.parent.glob(f"*/*{SUFFIX}")):
+        if path.parent == folder:
+            continue
+        with contextlib.suppress(OSError):
+            if (file := JournalFile.adopt(path)) is not None:
+                if file.size:
+                    log.error(
+                        "usage journal %s holds %d bytes of usage of another LORAPLEX_DATABASE_URL; to write them into "
+                        "this database, move the file to %s",
+                        path,
+                        file.size,
+                        folder,
+                    )
+                file.close()
+
+
 class JournalFile:
     """Journal file with its lock held. Not thread-safe; every method blocks on the disk and may raise OSError."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.billing.journal import Journal, journal_folder
+from gateway.billing.journal import Journal, journal_folder, report_others
 
 ROOM = 10**6
 
@@ -159,3 +159,28 @@ async def test_the_journal_does_not_wait_for_other_threads(tmp_path: Path):
         release.set()
         await asyncio.gather(*held)
         await journal.close()
+
+
+async def test_usage_left_under_another_host_of_the_database_is_reported_and_can_be_moved(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """After a failover to another host, the usage of the outage waits in the former host's folder."""
+    before, now, live = (journal_folder(tmp_path, f"postgresql://u:p@{host}/d") for host in ("old", "new", "third"))
+    dead = Journal(before, ROOM)
+    await dead.append(b"usage of the outage")
+    await dead.close()
+    other = Journal(live, ROOM)  # of a gateway that runs, with a database of its own
+    await other.append(b"of another")
+    journal = Journal(now, ROOM)
+    assert await read(journal) == []
+    report_others(now)
+    [path] = files(before)
+    [line] = [record.getMessage() for record in caplog.records if "another LORAPLEX_DATABASE_URL" in record.message]
+    assert str(path) in line
+    assert line.endswith(f"move the file to {now}")
+    now.mkdir()
+    path.rename(now / path.name)
+    assert await read(journal) == [b"usage of the outage"]
+    assert await read(other) == [b"of another"]
+    await journal.close()
+    await other.close()
