@@ -47,8 +47,9 @@ REPORTED_TENANTS = 20
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
     perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests. streams: its requests, if `Streams.move_on` planned the step and it samples
-    all of them, so that `Streams.append` can take its tokens.
+    rows. context: tokens of its requests. prompts: those of them whose prompts get log-probabilities. streams: its
+    requests, if `Streams.move_on` planned the step and it samples all of them, so that `Streams.append` can take its
+    tokens.
     """
 
     sampling: StepTokens
@@ -58,6 +59,7 @@ class StepInFlight:
     num_prompt_tokens: int
     is_typical: bool
     context: int
+    prompts: list[Request]
     streams: Streams | None
 
 
@@ -197,6 +199,7 @@ class Engine:
                 num_prompt_tokens,
                 not self.scheduler.is_short and (drafter is None or drafter.is_typical),
                 launched.layout.context,
+                [rows.request for rows in launched.layout.prompt_rows],
                 streams if can_append else None,
             )
             self._num_steps += 1
@@ -224,6 +227,9 @@ class Engine:
         if step is None:
             return StepOutputs()
         outputs = self._accept(step) if step.launched is None else self._accept_drafts(step)
+        # A long prompt's log-probabilities leave step by step: together they would stall the step loop and the front.
+        parts = [each for each in step.prompts if each.prompt_logprobs and each.status is Status.RUNNING]
+        outputs.whole += [request.output([]) for request in parts]
         drafter = self.scheduler.drafter
         num_drafts = 0 if drafter is None else drafter.end_step()
         now = time.perf_counter()

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from engine.scheduling.request import RequestOutput
+from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 
 class Releases(Protocol):
@@ -40,6 +40,8 @@ class Ticket:
         self.total_generated = 0
         self._last: list[RequestOutput | None] = [None] * len(ids)
         self._news: list[tuple[int, RequestOutput]] = []
+        # The log-probabilities of prompts that are not computed to their end, by sequence.
+        self._prompts: dict[int, list[TokenLogprobs | None]] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -94,6 +96,11 @@ class Ticket:
             self.on_gone()
 
     def deliver(self, index: int, output: RequestOutput) -> None:
+        if output.prompt_logprobs is not None or index in self._prompts:
+            self._keep(index, output.prompt_logprobs or [])
+            if not output.token_ids and output.finish_reason is None:
+                return
+            output = output._replace(prompt_logprobs=self._prompts.pop(index))
         kept = output if self.ended_by_allowance else self._count(index, output)
         if output.request_id in self._live:
             self._news.append((index, kept))
@@ -105,6 +112,14 @@ class Ticket:
             self._end_by_allowance()
         if kept is not output and output.finish_reason is not None:
             self._owner.released(output.request_id)
+
+    def _keep(self, index: int, entries: list[TokenLogprobs | None]) -> None:
+        """Keep a part of a prompt's log-probabilities. The first entry of a prompt is None."""
+        if entries and entries[0] is None:
+            # A prompt that was preempted begins again.
+            self._prompts[index] = entries
+        else:
+            self._prompts[index] += entries
 
     def _count(self, index: int, output: RequestOutput) -> RequestOutput:
         """Count an output's tokens. Return the output cut to the allowance; a cut output has no finish reason.

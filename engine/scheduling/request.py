@@ -95,6 +95,7 @@ class TokenLogprobs(NamedTuple):
 class RequestOutput(NamedTuple):
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
+    prompt_logprobs: those that are new; the first entry of a prompt is None. A preempted prompt begins again.
     error_param: the request's parameter that caused `error`, None if none did. fault: the error of the adapter's load.
     started_at: start of the work on the prompt (time.time()). served_digest: see `Request`. logits: `[vocab]` in fp32.
     """
@@ -395,5 +396,5 @@ class Request:
         )
         if self.logprobs or self.prompt_logprobs:
             self.logprobs, self.prompt_logprobs = [], []
-        self.has_news = not self.is_plain
+        self.has_news = not (self.is_plain and token_ids)  # without a token, the prompt's log-probabilities go on
         return out

@@ -190,3 +190,27 @@ def test_grammars_follow_the_tokens_before_them(model: Path, make_engine: Make) 
         bound = {"grammar": grammar, "ignore_eos": False, "stop_token_ids": (), "min_tokens": 0, "logit_bias": {}}
         texts.append(run(engine, digests, 8, **bound))
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_long_prompts_log_probabilities_leave_step_by_step(make_engine: Make, async_scheduling: bool) -> None:
+    """Together they would stall the step loop, which encodes them, and the front, which decodes them."""
+
+    def outputs(max_tokens_a_step: int) -> list[RequestOutput]:
+        engine, _ = make_engine(max_num_batched_tokens=max_tokens_a_step, async_scheduling=async_scheduling)
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, prompt_logprobs=2)
+        engine.add_request(NewRequest("a", list(range(3, 203)), params))
+        said: list[RequestOutput] = []
+        while engine.has_work():
+            said += engine.step().whole  # what the front gets; a plain request's output has its token only
+        assert [output.num_output_tokens for output in said if not output.token_ids] == [0] * (len(said) - 2)
+        return said
+
+    parts, whole = (
+        [output.prompt_logprobs for output in outputs(tokens) if output.prompt_logprobs is not None]
+        for tokens in (32, 256)
+    )
+    assert len(whole) == 1
+    assert len(whole[0]) == 200
+    assert [entry for part in parts for entry in part] == whole[0]
+    assert max(map(len, parts)) <= 33

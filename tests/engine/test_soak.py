@@ -107,7 +107,11 @@ def run(
         for output in engine.step():
             assert output.error is None
             answers[output.request_id].tokens += output.token_ids
-            answers[output.request_id].prompt_logprobs += output.prompt_logprobs or []
+            if (entries := output.prompt_logprobs) is not None:
+                kept = answers[output.request_id].prompt_logprobs
+                if entries[0] is None:  # the prompt begins, perhaps again
+                    kept.clear()
+                kept += entries
         if engine.is_waiting_for_adapters:
             time.sleep(0.001)
     return answers

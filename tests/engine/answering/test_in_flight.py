@@ -39,6 +39,24 @@ async def test_plain_tokens_follow_the_last_output() -> None:
     assert ticket.num_generated == [0, 3]
 
 
+async def test_a_prompts_log_probabilities_arrive_in_parts_with_its_first_token() -> None:
+    """A prompt that is preempted begins again."""
+    in_flight = InFlight(Sink(), max_requests=8)
+    ticket = in_flight.submit([NewRequest("a", [1, 2, 3, 4], SamplingParams(prompt_logprobs=0))])
+    one, two, three = (TokenLogprobs(token, -0.1, 1, [], []) for token in (2, 3, 4))
+    part = RequestOutput("a", [], None, 4, 0, 0, None, [None, one])
+    in_flight.stepped(0.0, [part], [])
+    in_flight.stepped(0.0, [part._replace(prompt_logprobs=[None, one])], [])
+    in_flight.stepped(0.0, [part._replace(prompt_logprobs=[two])], [])
+    first = part._replace(token_ids=[5], num_output_tokens=1, prompt_logprobs=[three])
+    in_flight.stepped(0.0, [first], [])
+    in_flight.stepped(0.0, [], [("a", 6)])
+    assert await ticket.news() == [
+        (0, first._replace(prompt_logprobs=[None, one, two, three])),
+        (0, first._replace(token_ids=[6], num_output_tokens=2, prompt_logprobs=None)),
+    ]
+
+
 async def test_a_plain_token_without_an_output_before_it_is_an_error() -> None:
     """The token would be missing in the answer and in its bill."""
     in_flight = InFlight(Sink(), max_requests=8)
