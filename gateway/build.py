@@ -266,7 +266,7 @@ def _build_housekeeping(
         "partitions of usage made": Partitions(resources.database).make,
         # The rebuild reads rows, so it runs before retention removes them.
         "days of sums rebuilt": rebuild.run,
-        "adapters and bytes collected": intake.collect,
+        "adapters and bytes collected": intake.collect_if_known,
         "unfinished uploads removed": resumable.sweep,
         "events removed": alerts.events.sweep,
         "audit entries removed": lambda: records.audit.sweep(kept),

@@ -203,8 +203,32 @@ class AdapterIntake:
         A concurrent upload is safe: it renews the timestamp of content that it finds in the store. Either its version
         is on record at the second check, or it stores the content again.
         """
+        return await self._collect(await self._stored(), dry_run=dry_run)
+
+    async def collect_if_known(self) -> tuple[int, int]:
+        """Collect, unless most of the stored adapters are unknown to the database.
+
+        Such a database is hardly this store's: a wrong one by its URL, or a new one in place of a lost one. By it, the
+        adapters of all tenants would be unused.
+        """
+        stored, known = await self._stored(), 0
+        for start in range(0, len(stored), COLLECT_AT_ONCE):
+            known += len(await self._catalog.known(stored[start : start + COLLECT_AT_ONCE]))
+        if 2 * known < len(stored):
+            log.error(
+                "no adapter is removed from the store, because the database knows %d of the %d adapters there: check "
+                "LORAPLEX_DATABASE_URL and LORAPLEX_ADAPTER_STORE; `loraplex adapter collect` removes the others",
+                known,
+                len(stored),
+            )
+            return 0, 0
+        return await self._collect(stored)
+
+    async def _stored(self) -> list[str]:
+        return await asyncio.to_thread(lambda: list(self._store.list()))
+
+    async def _collect(self, stored: Sequence[str], *, dry_run: bool = False) -> tuple[int, int]:
         since = datetime.now(UTC) - timedelta(seconds=UNUSED_SECONDS)
-        stored = await asyncio.to_thread(lambda: list(self._store.list()))
         removed = num_bytes = 0
         for start in range(0, len(stored), COLLECT_AT_ONCE):
             some = stored[start : start + COLLECT_AT_ONCE]

@@ -28,7 +28,7 @@ from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
-from gateway.records.tables import adapter_versions, adapters
+from gateway.records.tables import adapter_versions, adapters, removed_versions
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.turns import Turns
@@ -36,6 +36,7 @@ from wire.digests import digest_name
 from wire.mixtures import Mixture
 from wire.model_names import ADAPTER_NAME, Reference, parse_reference
 
+DIGESTS = (adapter_versions.c.digest, removed_versions.c.digest)
 CACHE_ENTRIES = 50_000
 # A tenant may have 70,000 references: 1,000 names with 20 versions and 50 aliases each.
 TENANTS_ENTRIES = 5_000
@@ -266,6 +267,12 @@ class Catalog:
         async with self._database.read() as connection:
             on_record = set((await connection.execute(query)).scalars())
             return on_record | await removed_since(connection, digests, since)
+
+    async def known(self, digests: Sequence[str]) -> set[str]:
+        """Return those of the digests that a version of a present tenant has or ever had. digests: as above."""
+        async with self._database.read() as connection:
+            found = [await connection.execute(select(each).where(each.in_(digests)).distinct()) for each in DIGESTS]
+            return {digest for rows in found for digest in rows.scalars()}
 
     async def collected(self, since: datetime) -> None:
         """Stop counting versions removed until `since` against their tenants, because the collection is over."""

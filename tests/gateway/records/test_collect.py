@@ -120,6 +120,63 @@ async def test_a_gateway_collects_by_itself(
         await until(collected)
 
 
+async def test_a_gateway_with_another_database_removes_nothing_by_itself(
+    serve: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A wrong or empty database, such as before the restore of a lost one, knows none of the adapters in the store."""
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme")
+        lost = {(await push(acme, f"a{number}", files(number))).json["digest"][7:] for number in range(3)}
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "EVERY_SECONDS", 0.1)
+    redis = connect(redis_url, timeout=10.0)
+    await redis.delete(TURN)
+    # `serve` copies an empty database over the former one.
+    async with serve() as gateway:
+        other = await gateway.tenant("other")
+        own = (await push(other, "own", files(9))).json["digest"][7:]
+        await make_old(tmp_path)
+        caplog.clear()
+
+        async def is_refused() -> bool:
+            return sum("knows 1 of the 4 adapters" in record.message for record in caplog.records) >= 2
+
+        await until(is_refused)
+        assert stored(tmp_path) == {*lost, own}
+        assert "loraplex adapter collect" in caplog.text
+        # The operator knows better.
+        assert (await gateway.admin.post(f"{COLLECT}?dry_run=true")).json["removed"] == 3
+        assert (await gateway.admin.post(COLLECT)).json["removed"] == 3
+        assert stored(tmp_path) == {own}
+    await redis.delete(TURN)
+    await redis.aclose()
+
+
+async def test_deletions_that_the_database_remembers_are_collected_whatever_their_share(
+    serve: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.2)
+    redis = connect(redis_url, timeout=10.0)
+    await redis.delete(TURN)
+    async with serve() as gateway:
+        acme, gone = await gateway.tenant("acme"), await gateway.tenant("gone")
+        for number in range(4):
+            assert (await push(acme, f"a{number}", files(number))).status == 201
+        assert (await push(gone, "b", files(4))).status == 201
+        for number in range(4):
+            assert (await acme.call("DELETE", f"/v1/adapters/a{number}")).status == 200
+        assert (await gateway.admin.call("DELETE", "/admin/api/tenants/gone")).status == 200
+        await make_old(tmp_path)
+        await redis.delete(TURN)
+
+        async def is_empty() -> bool:
+            return not stored(tmp_path)
+
+        await until(is_empty)
+    await redis.delete(TURN)
+    await redis.aclose()
+
+
 async def test_one_process_of_all_does_the_chores(redis_url: str, monkeypatch: pytest.MonkeyPatch):
     """Three processes in two turns run each chore once per turn, and a failing chore stops no other."""
     monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
