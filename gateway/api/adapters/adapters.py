@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ DEFAULT_MAX_RANK = 64
 UNUSED_SECONDS = 3600.0
 # References are looked up in batches of this size.
 COLLECT_AT_ONCE = 200
+# Number of unknown adapters that are looked up in the audit log, together.
+SAMPLE = 20
 
 
 class TenantAdapter(Struct, frozen=True, kw_only=True):
@@ -211,10 +214,14 @@ class AdapterIntake:
         Such a database is hardly this store's: a wrong one by its URL, or a new one in place of a lost one. By it, the
         adapters of all tenants would be unused.
         """
-        stored, known = await self._stored(), 0
+        stored, unknown = await self._stored(), []
         for start in range(0, len(stored), COLLECT_AT_ONCE):
-            known += len(await self._catalog.known(stored[start : start + COLLECT_AT_ONCE]))
-        if 2 * known < len(stored):
+            some = stored[start : start + COLLECT_AT_ONCE]
+            unknown += sorted(set(some) - await self._catalog.known(some))
+        known = len(stored) - len(unknown)
+        # Adapters of deleted tenants are in the audit log only.
+        sample = random.sample(unknown, min(len(unknown), SAMPLE))
+        if 2 * known < len(stored) and 2 * await self._catalog.were_pushed(sample) < len(sample):
             log.error(
                 "no adapter is removed from the store, because the database knows %d of the %d adapters there: check "
                 "LORAPLEX_DATABASE_URL and LORAPLEX_ADAPTER_STORE; `loraplex adapter collect` removes the others",

@@ -11,7 +11,7 @@ from datetime import datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, and_, select
+from sqlalchemy import Row, Select, and_, or_, select
 
 from gateway.errors import BadRequest, ModelNotFound
 from gateway.records.adapters.aliases import Aliases
@@ -28,7 +28,7 @@ from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.lookups import Lookups
-from gateway.records.tables import adapter_versions, adapters, removed_versions
+from gateway.records.tables import adapter_versions, adapters, audit, removed_versions
 from gateway.records.tenant_cache import TenantCache
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.turns import Turns
@@ -273,6 +273,17 @@ class Catalog:
         async with self._database.read() as connection:
             found = [await connection.execute(select(each).where(each.in_(digests)).distinct()) for each in DIGESTS]
             return {digest for rows in found for digest in rows.scalars()}
+
+    async def were_pushed(self, digests: Sequence[str]) -> int:
+        """Return the number of the digests that the audit log has, also of deleted tenants. It reads the whole log.
+
+        digests: a few.
+        """
+        found = [audit.c.detail.contains(digest) for digest in digests]
+        query = select(audit.c.detail).where(audit.c.action == "adapter.push", or_(*found)).distinct()
+        async with self._database.read() as connection:
+            details = "".join((await connection.execute(query)).scalars())
+        return sum(digest in details for digest in digests)
 
     async def collected(self, since: datetime) -> None:
         """Stop counting versions removed until `since` against their tenants, because the collection is over."""
