@@ -57,7 +57,7 @@ def dear_schema(seed: float) -> dict[str, object]:
     return {"json": {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}}
 
 
-@attack("plain-completions", "plain completions at the rate of dear-regexes, beside a small grammar", shown=False)
+@attack("plain-completions", "plain completions at the rate of dear grammars, beside a small grammar", shown=False)
 async def plain(attacker: Attacker) -> None:
     async def completions() -> None:
         await attacker.as_served(lambda _: attacker.complete("a", max_tokens=2))
@@ -65,7 +65,12 @@ async def plain(attacker: Attacker) -> None:
     await attacker.side_by_side(2, lambda i: neighbours_grammar(attacker) if i == 0 else completions())
 
 
-@attack("dear-grammars", "48 dear grammars at once, always new ones, beside a neighbour's small one")
+@attack(
+    "dear-grammars",
+    "48 dear grammars at once, always new ones, beside a neighbour's small one",
+    # As for dear-regexes.
+    honest="plain-completions",
+)
 async def grammars(attacker: Attacker) -> None:
     await dear(attacker, 48, lambda seed: (dear_grammar, dear_schema)[int(seed * 1000) % 2](seed))
 

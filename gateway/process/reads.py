@@ -16,7 +16,7 @@ from typing import Any
 
 from aiohttp import web
 
-# Limit of a read in bytes. aiohttp pauses a connection with an unread body after three such reads.
+# Limit of a read in bytes. aiohttp pauses a connection with an unread body after two such reads.
 READ_BYTES = 2**14
 # Limit of a read of an upload in bytes. Smaller reads would take 4 to 12 ms of the event loop per MiB.
 # The copies of a larger piece have pages of their own (gateway/serve.py), whose first use takes 1 ms for each MiB.
