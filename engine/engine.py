@@ -27,7 +27,7 @@ from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.launch_timer import LaunchTimer
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.pacing import Pacer
-from engine.scheduling.plan import StepLimits, Streams
+from engine.scheduling.plan import StepLimits
 from engine.scheduling.proposer import PromptLookups
 from engine.scheduling.request import NewRequest, Request, Status
 from engine.scheduling.scheduler import Scheduler
@@ -47,9 +47,7 @@ REPORTED_TENANTS = 20
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
     perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests. prompts: those of them whose prompts get log-probabilities. streams: its
-    requests, if `Streams.move_on` planned the step and it samples all of them, so that `Streams.append` can take its
-    tokens.
+    rows. context: tokens of its requests. prompts: those of them whose prompts get log-probabilities.
     """
 
     sampling: StepTokens
@@ -60,7 +58,6 @@ class StepInFlight:
     is_typical: bool
     context: int
     prompts: list[Request]
-    streams: Streams | None
 
 
 class Engine:
@@ -186,11 +183,6 @@ class Engine:
             sampling = self.runner.sample(launched)
             for request in sampling.requests:
                 request.num_pending = 1
-            streams, can_append = plan.streams, False
-            if streams is not None:
-                are_all_sampled = sampling.requests is streams.requests
-                streams.record_launch(are_all_sampled=are_all_sampled)
-                can_append = streams.was_moved_on and are_all_sampled
             self._in_flight = StepInFlight(
                 sampling,
                 launched if num_drafts else None,
@@ -200,7 +192,6 @@ class Engine:
                 not self.scheduler.is_short and (drafter is None or drafter.is_typical),
                 launched.layout.context,
                 [rows.request for rows in launched.layout.prompt_rows],
-                streams if can_append else None,
             )
             self._num_steps += 1
             self._num_prompt_tokens += num_prompt_tokens
@@ -246,16 +237,9 @@ class Engine:
 
     def _accept(self, step: StepInFlight) -> StepOutputs:
         """Commit the tokens of a step without drafts, one of each request, and return the outputs."""
-        token_ids, streams = step.sampling.wait(), step.streams
-        if streams is None or not streams.none_ends_by_length:
-            sampled = dict(zip(step.sampling.requests, token_ids, strict=True))
-            moved = self.scheduler.commit(sampled)
-            self._num_generated_tokens += len(moved)
-            rows = [row for row, request in enumerate(moved) if request.has_news]
-            return StepOutputs.of(moved, [sampled[request] for request in moved], rows)
-        rows = self.scheduler.commit_streams(streams, token_ids)
-        self._num_generated_tokens += len(token_ids)
-        return StepOutputs.of(streams.requests, token_ids, rows)
+        outputs = StepOutputs.of(step.sampling.requests, step.sampling.wait(), self.scheduler.commit)
+        self._num_generated_tokens += len(outputs)
+        return outputs
 
     def _accept_drafts(self, step: StepInFlight) -> StepOutputs:
         """Commit the tokens of a step with drafts: one of each request, and one more for each accepted draft. Return

@@ -111,7 +111,7 @@ class StepGraphs:
         Call it for every step, because it also keeps the block tables on the device.
         """
         if layout.new_blocks.size:
-            seats, index, blocks = upload(self._device, list(layout.new_blocks))
+            [[seats, index, blocks]] = upload(self._device, [layout.new_blocks])
             self._tables[seats, index] = blocks.to(torch.int32)
         num_tokens, num_requests = len(layout.token_ids), len(layout.seats)
         fitting = [*self._decodes, *self._mixed] if num_tokens == num_requests else self._mixed

@@ -1,15 +1,17 @@
 """Layout of a step: its plan as flat arrays on the host, and these as the tensors of `kernels.batch.Batch`."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress, islice
 from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
 
 from engine.execution.transfer import upload
-from engine.scheduling.plan import Plan, Streams
+from engine.scheduling.plan import Plan
 from engine.scheduling.request import BASE_SERVED, MIXED_SERVED, Request, Status
+from engine.scheduling.streams import StreamRows
 from kernels.batch import Batch
 from kernels.ops import LoraTables
 from wire.digests import digest_name
@@ -26,22 +28,24 @@ class PromptRows:
 
 
 class Places(NamedTuple):
-    """Places of the text whose tokens are sampled together. requests: each place's request. rows: each place's row of
-    the logits. ahead: number of drafts before each place that are not among its request's tokens, `[n]` or for all.
-    streams: the requests, if they are streams that all have their seats.
+    """Places of the text whose tokens are sampled together.
+
+    requests: each place's request. rows, seats: each place's row of the logits, and its seat. lengths: number of the
+    request's tokens before each place, drafts included. All are int64 `[n]`.
     """
 
     requests: list[Request]
-    rows: list[int]
-    ahead: np.ndarray | int = 0
-    streams: Streams | None = None
+    rows: np.ndarray
+    seats: np.ndarray
+    lengths: np.ndarray
 
-    @property
-    def seats(self) -> np.ndarray:
-        """Return each place's seat, int64 `[n]`."""
-        if self.streams is not None:
-            return self.streams.seats
-        return np.array([request.seat for request in self.requests], np.int64)
+    @classmethod
+    def of(cls, requests: list[Request], rows: np.ndarray, ahead: np.ndarray | int = 0) -> "Places":
+        """Read the seats and lengths from the requests. ahead: number of drafts before each place that are not among
+        its request's tokens.
+        """
+        seats = np.array([request.seat for request in requests], np.int64)
+        return cls(requests, rows, seats, np.array([request.num_tokens for request in requests], np.int64) + ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +60,6 @@ class Layout:
     seat, index, block.
     sampled: the requests that receive a token; `sampled_rows`: their rows of the logits, each followed by those of the
     request's drafts.
-    streams: the plan's streams. None where the outputs may have news: if the layout was made from the plan again
-    although the streams have moved on.
     """
 
     token_ids: np.ndarray
@@ -72,9 +74,9 @@ class Layout:
     num_blocks: int
     new_blocks: np.ndarray
     sampled: list[Request]
-    sampled_rows: list[int]
+    sampled_rows: np.ndarray
+    has_drafts: bool
     prompt_rows: list[PromptRows]
-    streams: Streams | None
 
     @property
     def num_tokens(self) -> int:
@@ -95,24 +97,24 @@ class Layout:
         since are skipped.
         """
         requests, rows = self.sampled, self.sampled_rows
-        if self.streams is not None and self.streams.are_seated:
-            return Places(self.streams.requests, rows, streams=self.streams)
-        if any(request.status is not Status.RUNNING for request in requests):
-            found = [
-                (request, row) for request, row in zip(requests, rows, strict=True) if request.status is Status.RUNNING
-            ]
-            requests, rows = [request for request, _ in found], [row for _, row in found]
-        if not any(request.drafts and request.is_plain for request in requests):
-            return Places(requests, rows)
+        running = Status.RUNNING  # a member of an enumeration is slow to look up
+        is_running = [request.status is running for request in requests]
+        if not all(is_running):
+            requests, rows = list(compress(requests, is_running)), rows[is_running]
+        if not self.has_drafts:
+            is_whole = len(requests) == len(self.seats)
+            return (
+                Places(requests, rows, self.seats, self.firsts + self.counts) if is_whole else Places.of(requests, rows)
+            )
         counts = [1 + len(request.drafts) if request.is_plain else 1 for request in requests]
         ahead = np.concatenate([np.arange(count) for count in counts])
         owners = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
-        return Places(owners, (np.repeat(rows, counts) + ahead).tolist(), ahead)
+        return Places.of(owners, np.repeat(rows, counts) + ahead, ahead)
 
     def places_after(self, requests: Sequence[Request], number: int) -> Places:
         """Return the place after the first `number` drafts of each of these requests, which have them as tokens."""
-        first = dict(zip(self.sampled, self.sampled_rows, strict=True))
-        return Places(list(requests), [first[request] + number for request in requests])
+        first = dict(zip(self.sampled, self.sampled_rows.tolist(), strict=True))
+        return Places.of(list(requests), np.array([first[request] + number for request in requests], np.int64))
 
     def positions(self) -> np.ndarray:
         """Return the position of each token, `[T]`."""
@@ -141,15 +143,26 @@ def rows_by_slot(adapters: np.ndarray, slots: Container[int]) -> dict[int, np.nd
     return {slot: np.flatnonzero(adapters == slot) for slot in found}
 
 
-@dataclass(slots=True)
-class _Kept:
-    """The last layout of streams. slots: each request's adapter slot. receipts: the receipt of each slot."""
+class _Part(NamedTuple):
+    """Some requests' arrays of a layout; see there."""
 
-    streams: Streams
-    step: int
-    layout: Layout
+    token_ids: np.ndarray
+    logits_rows: np.ndarray
+    seats: np.ndarray
+    firsts: np.ndarray
+    counts: np.ndarray
+    adapters: np.ndarray
+    adapter_starts: np.ndarray
+    sampled_rows: np.ndarray
+
+
+class _Kept(NamedTuple):
+    """Arrays of the last streams. slots: each request's adapter slot. receipts: the receipt of each slot."""
+
+    requests: list[Request]
     slots: list[int]
     receipts: dict[int, str]
+    part: _Part
 
 
 class Planner:
@@ -163,58 +176,75 @@ class Planner:
         self._slot_digests = slot_digests
         self._tables = np.zeros((max_num_seqs, max_blocks), np.int32)
         self._held: list[list[int]] = [[] for _ in range(max_num_seqs)]
-        self._written = [0] * max_num_seqs
+        self._written = np.zeros(max_num_seqs, np.int64)
+        self._adapter_starts = np.zeros(max_num_seqs, np.int64)
         self._new: list[tuple[int, int, int]] = []
-        self._receipts: dict[int, str] = {}  # of the slots of the last step that was laid out anew
         self._kept: _Kept | None = None
+        self._number = 0  # of the last streams
 
     def lay_out(self, plan: Plan) -> Layout:
         """Lay out the plan's requests in its order. The rows of logits are every position of a prompt with
         prompt_logprobs, and otherwise the last token of each request whose tokens this step completes, and its drafts.
         """
-        streams, kept = plan.streams, self._kept
+        streams = plan.streams
         if streams is None:
-            self._kept = None
-            return self._lay_out(plan)
-        if kept is not None and kept.streams is streams and streams.step == kept.step + 1 and self._is_valid(kept):
-            kept.step, kept.layout = streams.step, self._next(kept.layout, streams)
-            return kept.layout
-        layout, slots = self._lay_out(plan), [request.adapter_slot for request in streams.requests]
-        self._kept = _Kept(streams, streams.step, layout, slots, self._receipts)
-        return layout
+            part, sampled, prompt_rows = self._others_part(plan, 0)
+            has_drafts = any(request.drafts for request in plan)
+        else:
+            part, sampled, prompt_rows, has_drafts = self._streams_part(streams), streams.requests, [], False
+            if len(plan) > len(sampled):
+                others = dict(islice(plan.items(), len(sampled), None))
+                found, sampled_others, prompt_rows = self._others_part(others, len(sampled))
+                part = _Part(*map(np.concatenate, zip(part, found, strict=True)))
+                sampled = sampled + sampled_others
+        starts = np.zeros(len(plan) + 1, np.int32)
+        np.cumsum(part.counts, out=starts[1:])
+        return Layout(
+            query_start=starts,
+            tables=self._tables,
+            num_blocks=max(1, int(self._written[part.seats].max(initial=0))),
+            new_blocks=self._take_new(),
+            sampled=sampled,
+            has_drafts=has_drafts,
+            prompt_rows=prompt_rows,
+            **part._asdict(),
+        )
 
-    def _is_valid(self, kept: _Kept) -> bool:
-        """Return whether each request still has the same slot, and each slot the same adapter. A change would be a
-        defect elsewhere; then the layout is made anew, so that the receipts name the adapters that the step reads.
+    def _streams_part(self, streams: StreamRows) -> _Part:
+        """Return the arrays of the next token of each stream, and write its new blocks."""
+        requests, kept = streams.requests, self._kept
+        for request in streams.changed if streams.number == self._number + 1 else requests:
+            self._write(request)
+        self._number = streams.number
+        slots = [request.adapter_slot for request in requests]
+        receipts = self._receipts(slots)
+        # A change of a slot or of its adapter during a request would be a defect elsewhere; the receipts name it.
+        is_same = kept is not None and kept.requests is requests and (kept.slots, kept.receipts) == (slots, receipts)
+        if kept is None or not is_same:
+            _record_served(requests, slots, receipts)
+            rows, ones, adapters = np.arange(len(slots)), np.ones(len(slots), np.int64), np.array(slots, np.int64)
+            starts = self._adapter_starts[streams.seats]
+            part = _Part(rows, rows, streams.seats, rows, ones, adapters, starts, rows)
+            kept = self._kept = _Kept(requests, slots, receipts, part)
+        # The step before sampled all of the same streams, so either all their newest tokens are in flight, or none.
+        if all(request.num_pending for request in (requests[:1] if is_same else requests)):
+            token_ids = np.full(len(requests), -1)
+        else:
+            token_ids = np.array([-1 if r.num_pending else r.token_ids[-1] for r in requests], np.int64)
+        part = kept.part
+        return part._replace(
+            token_ids=token_ids,
+            firsts=streams.ends - 1,
+            adapters=np.where(streams.ends > part.adapter_starts, part.adapters, -1),
+        )
+
+    def _others_part(self, plan: Mapping[Request, int], num_rows: int) -> tuple[_Part, list[Request], list[PromptRows]]:
+        """Return the arrays of requests behind so many streams, and those of them that receive a token. Write their new
+        blocks and record their receipts.
         """
-        return [request.adapter_slot for request in kept.streams.requests] == kept.slots and all(
-            self._served(slot) == receipt for slot, receipt in kept.receipts.items()
-        )
-
-    def _next(self, last: Layout, streams: Streams) -> Layout:
-        """Lay out the next token of each stream."""
-        requests, num_blocks = streams.requests, last.num_blocks
-        for request in streams.grown:
-            self._write(request.seat, request.blocks)
-            num_blocks = max(num_blocks, len(request.blocks))
-        token_ids = last.token_ids
-        # Either all tokens are in flight now, or none. In the layout before, which may be the first one, a request that
-        # resumed from cached blocks has a known token beside those in flight.
-        if not requests[0].num_pending:
-            token_ids = np.array([request.token_ids[-1] for request in requests], np.int64)
-        elif token_ids.max() >= 0:
-            token_ids = np.full(len(requests), -1, np.int64)
-        return replace(
-            last, token_ids=token_ids, firsts=last.firsts + 1, num_blocks=num_blocks, new_blocks=self._take_new()
-        )
-
-    def _take_new(self) -> np.ndarray:
-        new, self._new = np.array(self._new, np.int64).reshape(-1, 3).T, []
-        return new
-
-    def _lay_out(self, plan: Plan) -> Layout:
+        slots = [request.adapter_slot for request in plan]
+        _record_served(plan, slots, self._receipts(slots))
         token_ids: list[int] = []
-        seats: list[int] = []
         firsts: list[int] = []
         adapters: list[int] = []
         adapter_starts: list[int] = []
@@ -222,8 +252,9 @@ class Planner:
         sampled_rows: list[int] = []
         sampled: list[Request] = []
         prompt_rows: list[PromptRows] = []
-        num_blocks, end = self._update_seats(plan), 0
+        end = num_rows
         for request, n in plan.items():
+            self._write(request)
             first, known, drafts = request.num_computed, request.token_ids, request.drafts
             if n == 1:
                 token_ids.append(known[first] if first < len(known) else -1)
@@ -231,59 +262,31 @@ class Planner:
                 token_ids += known[first : first + n]
                 token_ids += drafts
             end += n
-            seats.append(request.seat)
             firsts.append(first)
             adapters.append(request.adapter_slot if first + n > request.adapter_start else -1)
             adapter_starts.append(request.adapter_start)
             is_complete = first + n == len(known) + request.num_pending + len(drafts)
             if request.params.prompt_logprobs is not None and request.wants_prompt_logprobs:
-                prompt_rows.append(PromptRows(request, first, n, len(rows)))
+                prompt_rows.append(PromptRows(request, first, n, num_rows + len(rows)))
                 rows += range(end - n, end)
             elif is_complete:
                 rows += range(end - 1 - len(drafts), end)
             if is_complete:
                 sampled.append(request)
-                sampled_rows.append(len(rows) - 1 - len(drafts))
-        counts = np.fromiter(plan.values(), np.int64, len(plan))
-        starts = np.zeros(len(plan) + 1, np.int32)
-        np.cumsum(counts, out=starts[1:])
-        return Layout(
-            token_ids=np.array(token_ids, np.int64),
-            query_start=starts,
-            logits_rows=np.array(rows, np.int64),
-            seats=np.array(seats, np.int64),
-            firsts=np.array(firsts, np.int64),
-            counts=counts,
-            adapters=np.array(adapters, np.int64),
-            adapter_starts=np.array(adapter_starts, np.int64),
-            tables=self._tables,
-            num_blocks=num_blocks,
-            new_blocks=self._take_new(),
-            sampled=sampled,
-            sampled_rows=sampled_rows,
-            prompt_rows=prompt_rows,
-            # The outputs of streams contain no receipt, and these may have changed.
-            streams=None if plan.streams is None or plan.streams.was_moved_on else plan.streams,
-        )
+                sampled_rows.append(num_rows + len(rows) - 1 - len(drafts))
+        seats, counts = [request.seat for request in plan], plan.values()
+        columns = (token_ids, rows, seats, firsts, [*counts], adapters, adapter_starts, sampled_rows)
+        return _Part(*(np.array(column, np.int64) for column in columns)), sampled, prompt_rows
 
-    def _update_seats(self, plan: Iterable[Request]) -> int:
-        """Write the requests' new blocks to their tables, and record their receipts. Return the most blocks of one.
+    def _take_new(self) -> np.ndarray:
+        """Write the new blocks to the tables, and return them."""
+        new, self._new = np.array(self._new, np.int64).reshape(-1, 3).T, []
+        seats, index, blocks = new
+        self._tables[seats, index] = blocks
+        return new
 
-        It runs for every stream in every step, so it calls only what it must.
-        """
-        num_blocks, held, written = 1, self._held, self._written
-        receipts = self._receipts = dict[int, str]()
-        for request in plan:
-            blocks, slot = request.blocks, request.adapter_slot
-            if held[request.seat] is not blocks or written[request.seat] < len(blocks):
-                self._write(request.seat, blocks)
-            if len(blocks) > num_blocks:
-                num_blocks = len(blocks)
-            if slot not in receipts:
-                receipts[slot] = self._served(slot)
-            if request.served_digest != receipts[slot]:
-                request.record_served(receipts[slot])
-        return num_blocks
+    def _receipts(self, slots: Iterable[int]) -> dict[int, str]:
+        return {slot: self._served(slot) for slot in set(slots)}
 
     def _served(self, slot: int) -> str:
         """Return the receipt of a slot. Pages of an unknown adapter count as mixed, because no request named them."""
@@ -292,15 +295,24 @@ class Planner:
         digest = self._slot_digests[slot]
         return digest_name(digest) if digest else MIXED_SERVED
 
-    def _write(self, seat: int, blocks: list[int]) -> None:
+    def _write(self, request: Request) -> None:
+        """Note a request's new blocks."""
+        seat, blocks = request.seat, request.blocks
         if self._held[seat] is not blocks:  # blocks of another request, or of the same one after a preemption
             self._held[seat] = blocks
             self._written[seat] = 0
-        written = self._written[seat]
+            self._adapter_starts[seat] = request.adapter_start
+        written = int(self._written[seat])
         if written < len(blocks):
-            self._tables[seat, written : len(blocks)] = blocks[written:]
             self._new += [(seat, index, blocks[index]) for index in range(written, len(blocks))]
             self._written[seat] = len(blocks)
+
+
+def _record_served(requests: Iterable[Request], slots: Iterable[int], receipts: Mapping[int, str]) -> None:
+    """Record the receipt of each request's slot."""
+    for request, slot in zip(requests, slots, strict=True):
+        if request.served_digest != receipts[slot]:
+            request.record_served(receipts[slot])
 
 
 def make_batch(layout: Layout, block_size: int, last_tokens: Tensor, lora: LoraTables) -> Batch:

@@ -226,24 +226,24 @@ class Runner:
         logprobs: list[tuple[list[Request | PromptRows], list[int], Download]],
     ) -> Sampling:
         """Sample a token for each place from its row of logits, which are overwritten if no other row is left."""
-        requests, rows, ahead, streams = places
+        requests, rows, seats, lengths = places
         if len(rows) != len(logits):
-            [index] = upload(self.device, [np.array(rows)])
+            [index] = upload(self.device, [rows])
             logits = logits[index]
-        is_plain = streams is not None and streams.is_plain
+        is_plain = all(request.is_plain for request in requests)
         kept = None if is_plain else self._kept_logits(requests, logits)
         wanted = [] if is_plain else [i for i, r in enumerate(requests) if r.params.logprobs is not None]
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
             raw = logits[index]  # the model's logits, before penalties
-        tokens = sample(logits, requests, self.decoder.ops, self._seats, ahead, streams)
+        tokens = sample(logits, requests, self.decoder.ops, self._seats, seats, lengths)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
             found = token_logprobs(raw, tokens[index], max(top))
             logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
         # A step with drafts has several tokens of a seat. The next step knows its tokens, so any of them may stay.
-        [seats] = upload(self.device, [places.seats])
-        self._last_tokens.index_copy_(0, seats, tokens)
+        [index] = upload(self.device, [seats])
+        self._last_tokens.index_copy_(0, index, tokens)
         chosen = mark_not_finite(tokens, logits)
         return Sampling(requests, Download([chosen]), logprobs, kept)
 

@@ -16,7 +16,6 @@ from engine.execution.masks import constrain
 from engine.execution.seats import AllowedTable, DrawTable, TokenTable
 from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
-from engine.scheduling.plan import Streams
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
 from kernels.ops import Ops
 from kernels.platform import platform_of
@@ -44,21 +43,21 @@ def sample(
     requests: Sequence[Request],
     ops: Ops,
     seats: Seats,
-    ahead: np.ndarray | int = 0,
-    streams: Streams | None = None,
+    index: np.ndarray | None = None,
+    lengths: np.ndarray | None = None,
 ) -> Tensor:
     """Return `[n]` int64, the token of each row. logits: `[n, vocab]` fp32, edited in place; row i is `requests[i]`'s.
+    Plain requests may have several rows, each after tokens that the request lacks.
 
-    ahead: number of tokens before each row's that its request lacks; above 0 only for plain requests, which may have
-    several rows. streams: the requests, if they are streams.
+    index, lengths: each row's seat, and its number of tokens before; see `DrawTable.columns`.
     """
-    is_plain = all(request.is_plain for request in requests) if streams is None else streams.is_plain
+    is_plain = all(request.is_plain for request in requests)
     if not is_plain:
         _change(logits, requests, ops, seats)
-    if all(request.params.temperature == 0 for request in requests) if streams is None else streams.is_greedy:
+    if all(request.params.temperature == 0 for request in requests):
         tokens = likeliest(logits)
     else:
-        tokens = ops.sample(logits, *seats.draws.upload(logits.device, seats.draws.columns(requests, ahead, streams)))
+        tokens = ops.sample(logits, *seats.draws.upload(logits.device, seats.draws.columns(requests, index, lengths)))
     if seats.tokens is not None and not is_plain:
         seats.tokens.add(requests, tokens)
     return tokens

@@ -1,6 +1,8 @@
 """Sampling state of each seat, kept between steps, so that a step does no work for parameters that did not change."""
 
 from collections.abc import Sequence
+from itertools import compress
+from operator import is_not
 from typing import NamedTuple
 
 import numpy as np
@@ -9,7 +11,6 @@ from torch import Tensor
 
 from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
-from engine.scheduling.plan import Streams
 from engine.scheduling.request import Request
 from kernels.ops import Ops
 from kernels.reference import IN_PROMPT
@@ -45,25 +46,28 @@ class DrawTable:
         self._floats = np.zeros((3, max_num_seqs), np.float32)
         self._top_k = np.zeros(max_num_seqs, np.int32)
         self._seeds = np.zeros(max_num_seqs, np.uint64)
-        self._kept: tuple[Streams, int, DrawColumns] | None = None
+        self._num_prompt_tokens = np.zeros(max_num_seqs, np.int64)
+        # The last requests, their seats, the lengths of their prompts, and their columns.
+        self._kept: tuple[Sequence[Request], np.ndarray, np.ndarray, DrawColumns] | None = None
         self._uploaded: tuple[np.ndarray, list[Tensor]] | None = None
 
     def columns(
-        self, requests: Sequence[Request], ahead: np.ndarray | int = 0, streams: Streams | None = None
+        self, requests: Sequence[Request], seats: np.ndarray | None = None, lengths: np.ndarray | None = None
     ) -> DrawColumns:
         """Return the parameters of the requests' draws, in the order of a backend's `sample`. The position of a draw is
-        that of its token in the output, from 1. ahead: number of tokens before each draw that its request lacks.
-        streams: the requests, if they are streams; then the arrays are kept for their next step.
+        that of its token in the output, from 1.
+
+        seats, lengths: each request's seat, and its number of tokens before the draw; None: read from the requests. The
+        arrays are kept for the next call with the same list and the same array of seats.
         """
-        if streams is None:
-            return self._columns(requests, ahead)
-        if self._kept is not None and self._kept[0] is streams:
-            _, step, columns = self._kept
-            columns = columns._replace(positions=columns.positions + (streams.step - step))
-        else:
-            columns = self._columns(requests, 0)
-        self._kept = streams, streams.step, columns
-        return columns
+        if seats is None:
+            seats = np.array([request.seat for request in requests], np.int64)
+        if lengths is None:
+            lengths = np.array([request.num_tokens for request in requests], np.int64)
+        if self._kept is None or self._kept[0] is not requests or self._kept[1] is not seats:
+            self._kept = requests, seats, *self._columns(requests, seats)
+        _, _, prompts, columns = self._kept
+        return columns._replace(positions=lengths - prompts + 1)
 
     def upload(self, device: torch.device, columns: DrawColumns) -> list[Tensor]:
         """Return the columns on the device. Those that are the last call's arrays are not copied again."""
@@ -74,16 +78,14 @@ class DrawTable:
             [last] = upload(device, [columns.positions])
         return [*self._uploaded[1], last]
 
-    def _columns(self, requests: Sequence[Request], ahead: np.ndarray | int) -> DrawColumns:
-        seats = [request.seat for request in requests]
-        for seat, request in zip(seats, requests, strict=True):
-            if self._owners[seat] is not request:
-                self._write(seat, request)
+    def _columns(self, requests: Sequence[Request], seats: np.ndarray) -> tuple[np.ndarray, DrawColumns]:
+        """Return the lengths of the prompts, and the columns without positions."""
+        owners = [self._owners[seat] for seat in seats.tolist()]
+        for request in compress(requests, map(is_not, requests, owners)):
+            self._write(request.seat, request)
         temperature, top_p, min_p = (column[seats] for column in self._floats)  # each contiguous
-        # The same as `num_output_tokens + 1`, without a call for every stream in every step.
-        positions = np.array([len(r.token_ids) + r.num_pending - r.num_prompt_tokens + 1 for r in requests], np.int64)
-        seeds = self._seeds[seats].view(np.int64)
-        return DrawColumns(temperature, self._top_k[seats], top_p, min_p, seeds, positions + ahead)
+        seeds, prompts = self._seeds[seats].view(np.int64), self._num_prompt_tokens[seats]
+        return prompts, DrawColumns(temperature, self._top_k[seats], top_p, min_p, seeds, prompts)
 
     def _write(self, seat: int, request: Request) -> None:
         p = request.params
@@ -91,6 +93,7 @@ class DrawTable:
         self._floats[:, seat] = p.temperature, p.top_p, p.min_p
         self._top_k[seat] = p.top_k
         self._seeds[seat] = request.seed & _LARGEST_U64
+        self._num_prompt_tokens[seat] = request.num_prompt_tokens
 
 
 class TokenTable:

@@ -75,7 +75,7 @@ class SimulatedRunner:
         layout = self._planner.lay_out(plan)
         num_tokens, step_time = len(layout.token_ids), self._step_time
         if layout.new_blocks.size:
-            upload(DEVICE, [*layout.new_blocks])
+            upload(DEVICE, [layout.new_blocks])
         rows = max(self._max_num_seqs, len(layout.logits_rows))
         upload(DEVICE, [pack_fields(layout, Shape(num_tokens, rows, num_tokens))])
         seconds = step_time.fixed + step_time.per_token * num_tokens
@@ -101,7 +101,7 @@ class SimulatedRunner:
             return SimulatedTokens([], [], launched.ends)
         draws = self._draws(launched.layout, places)
         tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
-        if places.streams is None or not places.streams.is_plain:
+        if not all(request.is_plain for request in requests):
             for i, request in enumerate(requests):
                 if not request.is_plain:
                     tokens[i] = self._finish_token(request, int(draws[i]), tokens[i])
@@ -117,7 +117,7 @@ class SimulatedRunner:
 
     def _draws(self, layout: Layout, places: Places) -> np.ndarray:
         """Return each place's hash, uint64 `[n]`."""
-        columns = self._draw_table.columns(places.requests, places.ahead, places.streams)
+        columns = self._draw_table.columns(places.requests, places.seats, places.lengths)
         self._draw_table.upload(DEVICE, columns)
         rows = layout.logits_rows[places.rows]
         token_ids = layout.token_ids[rows]

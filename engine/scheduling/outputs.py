@@ -1,12 +1,9 @@
 """The outputs of one step of the engine."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
 
-import numpy as np
-
-from engine.scheduling.request import Request, RequestOutput
+from engine.scheduling.request import NOT_FINITE, Request, RequestOutput, Status
 
 
 @dataclass(slots=True)
@@ -22,14 +19,47 @@ class StepOutputs:
     token_ids: Sequence[int] = ()
 
     @classmethod
-    def of(cls, requests: Sequence[Request], token_ids: Sequence[int], rows: Sequence[int]) -> "StepOutputs":
-        """Return the outputs of requests with a new token each. rows: those that have ended or have news."""
-        if not rows:
+    def of(
+        cls,
+        requests: Sequence[Request],
+        token_ids: Sequence[int],
+        commit: Callable[[Mapping[Request, int]], Sequence[Request]],
+    ) -> "StepOutputs":
+        """Commit a step without drafts, a token of each request, and return its outputs. commit: see
+        `Scheduler.commit`.
+
+        The loop runs for every stream in every step, so it does what `commit` does for a request that goes on.
+        """
+        running, not_finite = Status.RUNNING, NOT_FINITE  # members of enumerations are slow to look up
+        others = list[int]()
+        for row, (request, token) in enumerate(zip(requests, token_ids, strict=True)):
+            known = request.token_ids
+            if (
+                request.has_news
+                or request.status is not running
+                or token in request.stop_ids
+                or token == not_finite
+                or len(known) + 1 >= request.max_num_tokens
+            ):
+                others.append(row)
+            else:
+                known.append(token)
+                request.num_pending = 0
+        if not others:
             return cls([], requests, token_ids)
-        whole = [requests[row].output([token_ids[row]] if token_ids[row] >= 0 else []) for row in rows]
-        is_plain = np.ones(len(requests), np.bool_)
-        is_plain[rows] = False
-        return cls(whole, list(compress(requests, is_plain)), list(compress(token_ids, is_plain)))
+        whole, plain, plain_ids = list[RequestOutput](), [*requests], [*token_ids]
+        for row in reversed(others):
+            del plain[row], plain_ids[row]
+        for row in others:
+            request, token = requests[row], token_ids[row]
+            if not commit({request: token}):
+                continue
+            if request.has_news:
+                whole.append(request.output([token] if token != NOT_FINITE else []))
+            else:
+                plain.append(request)
+                plain_ids.append(token)
+        return cls(whole, plain, plain_ids)
 
     def add(self, later: "StepOutputs") -> None:
         """Append a later step's outputs."""

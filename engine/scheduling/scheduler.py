@@ -11,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 
 from adapters.tiers.device_pool import AdapterPool, Residency
 from engine.core.errors import Fault
@@ -20,7 +21,7 @@ from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.nearness import Nearness
 from engine.scheduling.pacing import Pacer, PromptBudget, patience
-from engine.scheduling.plan import Plan, StepLimits, Streams
+from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
 from engine.scheduling.policies.tenants import TenantState
@@ -28,6 +29,7 @@ from engine.scheduling.preemption_counts import PreemptionCounts
 from engine.scheduling.reclaim import find_page_victims, find_victims
 from engine.scheduling.request import FinishReason, Request, Status
 from engine.scheduling.seats import Seats
+from engine.scheduling.streams import Streams
 
 # Share of max_num_batched_tokens at which a step takes no further prompt. More prompt tokens would cost the same in the
 # next step, and here they would delay the first tokens of the prompts that end in this step.
@@ -73,7 +75,7 @@ class Scheduler:
         self.num_over_target = 0
         self.num_decodes = 0  # streams in the last plan
         self.is_short = False  # whether the last plan left streams out; the pacer must not observe such a step
-        self._streams: Streams | None = None  # those of the last plan
+        self._streams = Streams(limits.max_num_seqs, self._seats, cache, self.policy)
         self._limits = limits
         self._chunked = limits.enable_chunked_prefill
         self._pacer = pacer if self._chunked else None
@@ -113,26 +115,30 @@ class Scheduler:
             self.policy.charge_tenant(tenant_id, load_cost(num_bytes / self.adapters.page_bytes))
         for request, claimant in find_page_victims(self.running, self.adapters, self.policy):
             self._preempt(request, plan, claimant)
-        streams, prompts = self._streams, list[Request]()
-        if streams is not None and streams.move_on(self.cache, self.policy):
-            plan.update(dict.fromkeys(streams.requests, 1))
-        else:
-            streams, prompts = None, self._decode(plan)
+        num_preemptions = self.num_preemptions
+        planned = self._streams.plan(self._limits.max_num_batched_tokens)
+        rows, prompts = (None, self._decode(plan)) if planned is None else planned
+        if rows is not None:
+            plan.update(dict.fromkeys(rows.requests, 1))
         if prompts or self.num_waiting:
             most = self._limits.max_num_batched_tokens - len(plan)
-            self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most), prompts))
-            self.num_decodes = sum(r.is_decoding for r in plan)
+            self._shorten(plan, self._prefill(plan, self._budget_prompts(plan, most, prompts), prompts))
         else:
-            self.num_decodes, self.is_short = len(plan), False
+            self.is_short = False
+        if rows is not None and (self.is_short or self.num_preemptions != num_preemptions):
+            rows = None
+        num_streams = 0 if rows is None else len(rows.requests)
+        self.num_decodes = num_streams + sum(r.is_decoding for r in islice(plan, num_streams, None))
         may_draft = may_draft and len(plan) == self.num_decodes and not self.is_short
         has_drafts = self.drafter is not None and self.drafter.extend(plan, may_draft=may_draft)
-        is_whole = 0 < len(plan) == self.num_decodes == len(self.running)
-        plan.streams = self._streams = Streams.of(plan, self._seats, streams) if is_whole and not has_drafts else None
+        plan.streams = None if has_drafts else rows
+        self._streams.keep(plan.streams)
         return plan
 
     def advance(self, plan: Plan) -> None:
         """Record a launched step. The step before it must be committed."""
         plan.advance(self.cache)
+        self._streams.record_launch(plan.streams)
 
     def commit(self, sampled: Mapping[Request, int]) -> list[Request]:
         """Append a step's tokens to its requests, one to each. Return the requests that received one: those that had
@@ -142,15 +148,6 @@ class Scheduler:
         for request in moved:
             self._append(request, sampled[request])
         return moved
-
-    def commit_streams(self, streams: Streams, token_ids: Sequence[int]) -> list[int]:
-        """Append a token to each of the streams, as `commit` does. Return the rows of those that may have ended or have
-        news. Needs `Streams.none_ends_by_length`.
-        """
-        rows = streams.append(token_ids)
-        for row in rows:
-            self._append(streams.requests[row], token_ids[row])
-        return rows
 
     def _append(self, request: Request, token_id: int) -> None:
         before = request.status  # waiting if it was preempted while its token was in flight
@@ -211,10 +208,11 @@ class Scheduler:
         request.charged = cost = step_cost(request, num_tokens)
         self.policy.charge(request, cost)
 
-    def _budget_prompts(self, plan: Plan, most: int) -> PromptBudget:
+    def _budget_prompts(self, plan: Plan, most: int, prompts: Sequence[Request]) -> PromptBudget:
         if self._pacer is None:
             return PromptBudget(most, most)
-        return self._pacer.budget(len(plan), most, self._patience(plan), self.policy.step_target(self._clock()))
+        target = self.policy.step_target(self._clock())
+        return self._pacer.budget(len(plan), most, self._patience(plan, prompts), target)
 
     def _prefill(self, plan: Plan, budget: PromptBudget, prompts: list[Request]) -> set[str]:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
@@ -273,7 +271,7 @@ class Scheduler:
 
     def _shorten(self, plan: Plan, giving_way: set[str]) -> None:
         """Move the decodes of tenants that give way to the next step, if that saves `SAVED_S`; never twice in a row."""
-        rows = [r for r in plan if r.is_decoding and r.tenant_id in giving_way]
+        rows = [r for r in plan if r.is_decoding and r.tenant_id in giving_way] if giving_way else []
         is_worth_it = self._pacer is not None and self._pacer.seconds_of(len(rows)) >= SAVED_S
         self.is_short = is_worth_it and not self.is_short
         for request in rows if self.is_short else ():
@@ -335,12 +333,13 @@ class Scheduler:
                 request.fault = fault
                 self._failed.append(request)
 
-    def _patience(self, streams: Plan) -> float:
+    def _patience(self, plan: Plan, in_progress: Sequence[Request]) -> float:
         """See `pacing.patience`."""
-        prompts = Counter(r.tenant_id for r in self.running if not r.is_decoding)
-        for tenant_id in {r.tenant_id for r in streams}:
+        prompts = Counter(r.tenant_id for r in in_progress)
+        streams = Counter([r.tenant_id for r in plan])
+        for tenant_id in streams:
             prompts[tenant_id] += min(self.policy.num_waiting(tenant_id), self._seats.num_free)
-        return patience(prompts, Counter(r.tenant_id for r in streams))
+        return patience(prompts, streams)
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):

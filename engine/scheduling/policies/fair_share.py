@@ -108,7 +108,7 @@ class FairShare(TenantPolicy):
         twice its running requests per weight, this request included.
         """
         weights = {r.tenant_id: r.weight for r in running}
-        seats = Counter(r.tenant_id for r in running)
+        seats = Counter([r.tenant_id for r in running])
         own = seats.pop(request.tenant_id, 0) + (request.seat < 0)
         counter = self.counter(request.tenant_id)
         return {

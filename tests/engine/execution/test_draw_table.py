@@ -1,15 +1,12 @@
-"""Parameters of draws: those that a table keeps for streams equal those that a new table reads from the requests."""
+"""Parameters of draws: those that a table keeps for the same requests equal those that a new table reads from them."""
 
 import random
-from typing import Any, cast
 
 import numpy as np
 import torch
 
 from engine.execution.seats import DrawColumns, DrawTable
-from engine.scheduling.plan import Streams
 from engine.scheduling.request import NewRequest, Request, SamplingParams
-from engine.scheduling.seats import Seats
 
 CPU = torch.device("cpu")
 
@@ -21,8 +18,9 @@ def make_request(seat: int, seed: int) -> Request:
     return request
 
 
-def check(table: DrawTable, requests: list[Request], streams: Streams | None) -> None:
-    found: DrawColumns = table.columns(requests, streams=streams)
+def check(table: DrawTable, requests: list[Request], seats: np.ndarray | None) -> None:
+    lengths = None if seats is None else np.array([request.num_tokens for request in requests])
+    found: DrawColumns = table.columns(requests, seats, lengths)
     uploaded = table.upload(CPU, found)
     expected = DrawTable(4).columns(requests)
     for name, column, tensor, wanted in zip(DrawColumns._fields, found, uploaded, expected, strict=True):
@@ -32,17 +30,15 @@ def check(table: DrawTable, requests: list[Request], streams: Streams | None) ->
 
 def test_streams_that_alternate_with_others_and_with_plain_calls() -> None:
     """The two streams and the plain call have seats in common, and several steps may pass between two calls."""
-    chance, seats = random.Random(1), cast(Any, Seats)(4, None, None)
-    table = DrawTable(4)
+    chance, table = random.Random(1), DrawTable(4)
     groups = [[make_request(seat, 10 * i + seat + 1) for seat in taken] for i, taken in enumerate([(0, 1), (1, 2, 3)])]
     alone = [make_request(seat, 30 + seat) for seat in (3, 0)]
-    streams = [Streams(requests, seats) for requests in groups]
+    seats = [np.array([request.seat for request in requests]) for requests in groups]
     for _ in range(200):
         turn = chance.randrange(3)
         requests = alone if turn == 2 else groups[turn]
-        check(table, requests, None if turn == 2 else streams[turn])
-        num_steps = chance.choice([0, 1, 1, 3])
+        check(table, requests, None if turn == 2 else seats[turn])
         for request in requests:
-            request.token_ids += [5] * num_steps
-        if turn < 2:
-            streams[turn].step += num_steps
+            request.token_ids += [5] * chance.choice([0, 1, 1, 3])
+        if turn < 2 and chance.random() < 0.1:  # another request in a seat: streams have a new list then
+            groups[turn] = [make_request(request.seat, chance.randrange(1, 60)) for request in requests]

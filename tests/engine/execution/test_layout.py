@@ -12,13 +12,12 @@ import pytest
 from engine.execution.layout import Layout, Planner, rows_by_slot
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.streams import StreamRows
 from engine.speculative_config import SpeculativeConfig
 from testing.tiny_engines import Make
 
 # The next step changes them.
 TABLES = ("tables", "new_blocks")
-# Only a layout from kept arrays goes on with streams.
-STREAMS = "streams"
 
 
 def receipts(plan: Plan) -> dict[Request, tuple[str | None, bool]]:
@@ -26,7 +25,9 @@ def receipts(plan: Plan) -> dict[Request, tuple[str | None, bool]]:
 
 
 class CheckedPlanner:
-    """Compare each layout of an engine with its slow twin, that of a new planner, and count both kinds."""
+    """Compare each layout of an engine with its slow twin, that of a new planner which lays out each request by itself.
+    Count those with the seats of the layout before, and the others.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.counts: Counter[str] = Counter()
@@ -42,13 +43,13 @@ class CheckedPlanner:
         self.planner = planner
         # The twin records the same receipts, so they are taken back before the engine's own planner runs.
         before = receipts(plan)
-        twin = self._lay_out(Planner(*self._device.shape, planner._slot_digests), plan)
+        twin = self._lay_out(Planner(*self._device.shape, planner._slot_digests), Plan(plan))  # without streams
         expected_receipts = receipts(plan)
         for request in plan:
             request.served_digest, request.has_news = before[request]
         layout = self._lay_out(planner, plan)
         assert receipts(plan) == expected_receipts
-        for name in {field.name for field in fields(Layout)} - {*TABLES, STREAMS}:
+        for name in {field.name for field in fields(Layout)} - {*TABLES}:
             found, expected = getattr(layout, name), getattr(twin, name)
             if isinstance(expected, np.ndarray):
                 np.testing.assert_array_equal(found, expected, err_msg=name, strict=True)
@@ -104,9 +105,9 @@ def test_kept_arrays_are_those_of_a_new_layout(
     assert engine.state().num_preemptions
 
 
-@pytest.mark.parametrize("change", ["streams", "step", "adapter"])
+@pytest.mark.parametrize("change", ["streams", "adapter"])
 def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
-    """Other streams, a plan between the last layout and this one, another adapter in a slot."""
+    """Other streams, another adapter in a slot."""
     checked = CheckedPlanner(monkeypatch)
     engine, digests = make_simulated(async_scheduling=False)
     for i in (0, 1):  # load the adapters, so that the four requests start together
@@ -125,18 +126,27 @@ def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.M
     engine.step()
     assert checked.counts["made"] == made
     if change == "streams":
-        engine.scheduler._streams = None
-    elif change == "step":
-        assert engine.scheduler._streams is not None
-        engine.scheduler._streams.step += 1
+        engine.scheduler._streams.keep(None)
     else:
         digests_by_slot = [*engine.adapters.slot_digests]
         digests_by_slot[engine.scheduler.running[0].adapter_slot] = "0" * 64
         checked.planner._slot_digests = digests_by_slot
     engine.step()
-    assert checked.counts["made"] == made + 1
     if change == "adapter":
         assert engine.scheduler.running[0].served_digest == "mixed"
+    else:
+        assert checked.counts["made"] == made + 1
+
+
+def test_a_plan_between_two_layouts_leaves_no_block_out() -> None:
+    planner, request = Planner(2, 4), Request(NewRequest("0", [1] * 9, SamplingParams()))
+    request.seat, request.blocks, request.num_computed, request.num_pending = 1, [5], 9, 1
+    for number, block in ((1, 5), (3, 6)):
+        plan, seats = Plan({request: 1}), np.array([1])
+        plan.streams = StreamRows([request], seats, np.array([10]), [request] if number == 1 else [], number)
+        layout = planner.lay_out(plan)
+        assert layout.tables[1].max() == layout.new_blocks[2].max() == block
+        request.blocks.append(block + 1)
 
 
 def test_a_stream_resumed_beside_streams_with_tokens_in_flight(

@@ -1,8 +1,9 @@
-"""Streams: a plan that is the last one moved on by a token equals the plan of the scheduler's loop in every respect."""
+"""Streams: a plan from arrays by seat equals the plan of the scheduler's loop in every respect."""
 
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,20 @@ from engine.answering.in_flight import InFlight
 from engine.core.messages import Stepped, decode_event, encode
 from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.outputs import StepOutputs
-from engine.scheduling.plan import Plan, Streams
-from engine.scheduling.request import NEVER, Grammar, NewRequest, RequestOutput, SamplingParams
+from engine.scheduling.plan import Plan
+from engine.scheduling.request import (
+    NEVER,
+    NOT_FINITE,
+    Grammar,
+    NewRequest,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    Status,
+)
+from engine.scheduling.streams import StreamRows, Streams
 from engine.speculative_config import SpeculativeConfig
 from testing.tiny_engines import Make, regex_grammar
 from testing.virtual_engine import HOST_S, VirtualClock
@@ -158,6 +170,24 @@ def serve(engine: Engine, digests: list[str], seed: int, grammar: Grammar, count
     return trace
 
 
+def commit_together(requests: Sequence[Request], token_ids: Sequence[int], commit: Any) -> StepOutputs:
+    """Commit a step's tokens, then make its outputs: the twin of `StepOutputs.of`."""
+    sampled = dict(zip(requests, token_ids, strict=True))
+    moved = commit(sampled)
+    plain = [request for request in moved if not request.has_news]
+    whole = [r.output([sampled[r]] if sampled[r] != NOT_FINITE else []) for r in moved if r.has_news]
+    return StepOutputs(whole, plain, [sampled[request] for request in plain])
+
+
+def advance_each(plan: Plan, cache: KVCache) -> None:
+    """Record the tokens of a launched step one request after the other: the twin of `Plan.advance`."""
+    for request, num_tokens in plan.items():
+        if request.status is Status.RUNNING:
+            request.charged = 0.0
+            if not request.num_drafted:
+                cache.advance(request, request.num_computed + num_tokens)
+
+
 DRAFTS = {"speculative_config": SpeculativeConfig(method="ngram", num_speculative_tokens=3)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True},
@@ -176,13 +206,17 @@ def test_streams_are_planned_as_by_the_loop(
 ) -> None:
     """Over arrivals, ends, aborts, preemptions, drafts, grammars and penalties, whatever changes in a step."""
     grammar, counts, traces = regex_grammar(short_model), Counter[str](), []
-    move_on = Streams.move_on
+    plan_streams = Streams.plan
 
-    def counted(streams: Streams, *args: Any) -> bool:
-        counts[str(moved := move_on(streams, *args))] += 1
-        return moved
+    def counted(streams: Streams, most: int) -> tuple[StreamRows, list[Request]] | None:
+        last, planned = streams._last if streams._is_launched else None, plan_streams(streams, most)
+        if planned is None:
+            counts["loop"] += 1
+        elif last is not None and last.requests:
+            counts["same" if planned[0].requests is last.requests else "changed"] += 1
+        return planned
 
-    for function in (counted, lambda *_: False):
+    for is_twin in (False, True):
         with pytest.MonkeyPatch.context() as patch:
             clock = VirtualClock(1e7)  # later than the loads
             engine, digests = make_simulated(device="simulated:5,0.1", preempt_after=0.2, **options)
@@ -192,18 +226,22 @@ def test_streams_are_planned_as_by_the_loop(
             patch.setattr(engine.scheduler, "_clock", clock.now)
             # Admission expects no growth, so that blocks run out.
             patch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
-            patch.setattr(Streams, "move_on", function)
+            patch.setattr(Streams, "plan", (lambda *_: None) if is_twin else counted)
+            if is_twin:
+                patch.setattr(StepOutputs, "of", commit_together)
+                patch.setattr(Plan, "advance", advance_each)
             traces.append(serve(engine, digests, seed, grammar, counts))
     for number, (found, expected) in enumerate(zip(*traces, strict=True)):
         assert found == expected, f"step {number}"
-    assert counts["True"] > 100
-    assert counts["False"] > 20
+    assert counts["same"] > 100
+    assert counts["changed"] > 50
+    assert counts["loop"], "blocks ran out"
     assert counts["plain tokens"] > 100
     assert traces[0][-1][2][6] > 0, "requests were preempted"
 
 
-def test_a_token_without_its_launch_is_planned_by_the_loop(make_simulated: Make) -> None:
-    """A plan that no step has launched, or whose tokens were not sampled, is not moved on."""
+def test_a_plan_without_its_launch_is_planned_again(make_simulated: Make) -> None:
+    """After a plan that no step has launched, the counts of all requests are read again."""
     engine, _ = make_simulated(async_scheduling=False)
     for number in range(3):
         params = SamplingParams(max_tokens=30, ignore_eos=True)
@@ -212,8 +250,9 @@ def test_a_token_without_its_launch_is_planned_by_the_loop(make_simulated: Make)
         engine.step()
     first = engine.scheduler.schedule()
     assert first.streams is not None
-    assert first.streams.step > 0
+    assert first.streams.changed == []
     again = engine.scheduler.schedule()
     assert again == first
     assert again.streams is not None
-    assert again.streams.step == 0
+    assert again.streams.changed == [*first]
+    assert again.streams.ends.tolist() == first.streams.ends.tolist()
