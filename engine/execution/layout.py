@@ -85,7 +85,7 @@ class Layout:
     @property
     def context(self) -> int:
         """Return the number of tokens of all requests, those of this step included."""
-        return int(self.firsts.sum()) + self.num_tokens
+        return int(np.add.reduce(self.firsts)) + self.num_tokens
 
     @property
     def adapter_slots(self) -> tuple[int, ...]:
@@ -198,7 +198,7 @@ class Planner:
                 part = _Part(*map(np.concatenate, zip(part, found, strict=True)))
                 sampled = sampled + sampled_others
         starts = np.zeros(len(plan) + 1, np.int32)
-        np.cumsum(part.counts, out=starts[1:])
+        part.counts.cumsum(out=starts[1:])
         return Layout(
             query_start=starts,
             tables=self._tables,

@@ -68,6 +68,7 @@ class SimulatedRunner:
         self._max_num_seqs = limits.max_num_seqs
         self._draw_table = DrawTable(limits.max_num_seqs)
         self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
+        self._slots = np.zeros(limits.max_num_seqs, np.int64)  # of the adapters, by seat
         self._busy_until = 0.0
 
     def forward(self, plan: Plan) -> Pass:
@@ -101,10 +102,11 @@ class SimulatedRunner:
             return SimulatedTokens([], [], launched.ends)
         draws = self._draws(launched.layout, places)
         tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
-        if not all(request.is_plain for request in requests):
-            for i, request in enumerate(requests):
-                if not request.is_plain:
-                    tokens[i] = self._finish_token(request, int(draws[i]), tokens[i])
+        are_plain = [request.is_plain for request in requests]
+        if not all(are_plain):
+            for i, is_plain in enumerate(are_plain):
+                if not is_plain:
+                    tokens[i] = self._finish_token(requests[i], int(draws[i]), tokens[i])
         self._last_tokens[places.seats] = tokens
         return SimulatedTokens(requests, tokens, launched.ends)
 
@@ -122,7 +124,9 @@ class SimulatedRunner:
         rows = layout.logits_rows[places.rows]
         token_ids = layout.token_ids[rows]
         before = np.where(token_ids < 0, self._last_tokens[places.seats], token_ids)
-        slots = layout.token_adapters(layout.positions())[rows].tolist()
+        # The adapter of a request's last token in the step is that of all its places.
+        self._slots[layout.seats] = layout.adapters
+        slots = self._slots[places.seats].tolist()
         hashes = {slot: self._adapter_hash(slot) for slot in set(slots)}
         # A greedy answer does not depend on the seed.
         seeds = np.where(columns.temperature == 0, 0, columns.seeds)

@@ -20,6 +20,11 @@ def upload(device: torch.device, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     platform = platform_of(device)
     if platform.is_host:
         return [torch.from_numpy(array) for array in arrays]
+    if len(arrays) == 1:  # usual, and quicker without a view
+        [array] = arrays
+        buffer = platform.staging(array.shape, _torch_dtype(array.dtype))
+        buffer.numpy()[...] = array
+        return [buffer.to(device, non_blocking=True)]
     return unpack(pack(arrays, platform).to(device, non_blocking=True), arrays)
 
 
@@ -37,7 +42,8 @@ def unpack(buffer: Tensor, arrays: Sequence[np.ndarray]) -> list[Tensor]:
     """Return the parts of a packed buffer on any device, with the shapes and dtypes of the packed arrays."""
     found, at = [], 0
     for array in arrays:
-        found.append(buffer[at : at + array.nbytes].view(_torch_dtype(array.dtype)).view(array.shape))
+        part = buffer[at : at + array.nbytes].view(_torch_dtype(array.dtype))
+        found.append(part if array.ndim == 1 else part.view(array.shape))
         at += _aligned(array.nbytes)
     return found
 

@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from itertools import islice
 
-import numpy as np
-
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.request import Request, Status
 from engine.scheduling.streams import StreamRows
@@ -41,7 +39,7 @@ class Plan(dict[Request, int]):
                 if request.status is running:  # else it ended while this step was being launched
                     request.charged = 0.0
                     request.num_computed += 1
-            for i in np.flatnonzero(rows.ends % block_size == 0).tolist():
+            for i in (rows.ends % block_size == 0).nonzero()[0].tolist():
                 if rows.requests[i].status is running:
                     cache.register(rows.requests[i])
         num_streams = 0 if rows is None else len(rows.requests)

@@ -76,7 +76,7 @@ class Streams:
             self._counts, self._costs = self._counts_by_seat[:, seats], self._costs_by_seat[seats]
         ends, room, left, payers = self._counts
         ends += 1
-        short = np.flatnonzero(ends > room)
+        short = (ends > room).nonzero()[0]
         if len(short) > cache.num_free:
             return None
         grown = [requests[i] for i in short.tolist()]
@@ -84,7 +84,7 @@ class Streams:
             cache.grow(request, end)
         room[short] += cache.block_size
         left -= 1
-        self._ending = [requests[i] for i in np.flatnonzero(left == 0).tolist()]
+        self._ending = [requests[i] for i in (left == 0).nonzero()[0].tolist()]
         self._charge(requests, payers)
         self._number += 1
         return StreamRows(requests, seats, ends.copy(), joined + grown, self._number), prompts
@@ -142,7 +142,7 @@ class Streams:
         """Charge the next token of each stream to its tenant."""
         self._costs += 1 / CONTEXT_TOKENS
         sums = np.bincount(payers, self._costs)
-        for payer in np.flatnonzero(sums).tolist():
+        for payer in sums.nonzero()[0].tolist():
             self._policy.charge(self._payers[payer], float(sums[payer]))
         for request, cost in zip(requests, self._costs.tolist(), strict=True):
             request.charged = cost
