@@ -256,3 +256,21 @@ def test_a_plan_without_its_launch_is_planned_again(make_simulated: Make) -> Non
     assert again.streams is not None
     assert again.streams.changed == [*first]
     assert again.streams.ends.tolist() == first.streams.ends.tolist()
+
+
+def test_a_request_that_ends_while_another_starts_is_no_stream(make_simulated: Make) -> None:
+    """The number of running requests stays the same."""
+    engine, _ = make_simulated(async_scheduling=True)
+
+    def add(request_id: str) -> None:
+        engine.add_request(NewRequest(request_id, [1, 2, 3], SamplingParams(max_tokens=30, ignore_eos=True)))
+
+    for request_id in "abc":
+        add(request_id)
+    for _ in range(8):
+        engine.step()
+    add("d")
+    engine.step()
+    assert [request.request_id for request in engine.scheduler.running] == [*"abcd"]
+    engine.abort("a")
+    assert [request.request_id for request in engine.scheduler.schedule()] == [*"bcd"]
