@@ -147,12 +147,12 @@ class _Part(NamedTuple):
     """Some requests' arrays of a layout; see there."""
 
     token_ids: np.ndarray
-    logits_rows: np.ndarray
     seats: np.ndarray
-    firsts: np.ndarray
     counts: np.ndarray
+    firsts: np.ndarray
     adapters: np.ndarray
     adapter_starts: np.ndarray
+    logits_rows: np.ndarray
     sampled_rows: np.ndarray
 
 
@@ -224,7 +224,7 @@ class Planner:
             _record_served(requests, slots, receipts)
             rows, ones, adapters = np.arange(len(slots)), np.ones(len(slots), np.int64), np.array(slots, np.int64)
             starts = self._adapter_starts[streams.seats]
-            part = _Part(rows, rows, streams.seats, rows, ones, adapters, starts, rows)
+            part = _Part(rows, streams.seats, ones, rows, adapters, starts, rows, rows)
             kept = self._kept = _Kept(requests, slots, receipts, part)
         # The step before sampled all of the same streams, so either all their newest tokens are in flight, or none.
         if all(request.num_pending for request in (requests[:1] if is_same else requests)):
@@ -275,7 +275,7 @@ class Planner:
                 sampled.append(request)
                 sampled_rows.append(num_rows + len(rows) - 1 - len(drafts))
         seats, counts = [request.seat for request in plan], plan.values()
-        columns = (token_ids, rows, seats, firsts, [*counts], adapters, adapter_starts, sampled_rows)
+        columns = (token_ids, seats, [*counts], firsts, adapters, adapter_starts, rows, sampled_rows)
         return _Part(*(np.array(column, np.int64) for column in columns)), sampled, prompt_rows
 
     def _take_new(self) -> np.ndarray:
