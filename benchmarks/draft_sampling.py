@@ -48,7 +48,8 @@ class Sampler:
         """Sample all places. logits: `[streams * (1 + drafts), vocab]`."""
         owners = [request for request in self.requests for _ in range(1 + drafts)]
         ahead = np.tile(np.arange(1 + drafts), len(self.requests))
-        self._read(sample(logits, owners, self._ops, self._seats, ahead))
+        lengths = np.array([request.num_tokens for request in owners]) + ahead
+        self._read(sample(logits, owners, self._ops, self._seats, lengths=lengths))
 
     def by_place(self, logits: Tensor, numbers: Sequence[int]) -> None:
         """Sample the first `numbers[i]` places of request i, those of one number together."""

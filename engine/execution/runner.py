@@ -236,7 +236,7 @@ class Runner:
         if wanted:
             [index] = upload(self.device, [np.array(wanted)])
             raw = logits[index]  # the model's logits, before penalties
-        tokens = sample(logits, requests, self.decoder.ops, self._seats, seats, lengths)
+        tokens = sample(logits, requests, self.decoder.ops, self._seats, index=seats, lengths=lengths)
         if wanted:
             top = [requests[i].params.logprobs or 0 for i in wanted]
             found = token_logprobs(raw, tokens[index], max(top))

@@ -43,6 +43,7 @@ def sample(
     requests: Sequence[Request],
     ops: Ops,
     seats: Seats,
+    *,
     index: np.ndarray | None = None,
     lengths: np.ndarray | None = None,
 ) -> Tensor:
