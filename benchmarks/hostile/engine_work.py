@@ -68,7 +68,7 @@ async def plain(attacker: Attacker) -> None:
 @attack(
     "dear-grammars",
     "48 dear grammars at once, always new ones, beside a neighbour's small one",
-    # As for dear-regexes.
+    # The grammars' own cost is judged, as for dear-regexes.
     honest="plain-completions",
 )
 async def grammars(attacker: Attacker) -> None:
