@@ -47,7 +47,7 @@ REPORTED_TENANTS = 20
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
     perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests. prompts: those of them whose prompts get log-probabilities.
+    rows. context: tokens of its requests. prompts: requests whose prompt log-probabilities it computes.
     """
 
     sampling: StepTokens
@@ -218,7 +218,7 @@ class Engine:
         if step is None:
             return StepOutputs()
         outputs = self._accept(step) if step.launched is None else self._accept_drafts(step)
-        # A long prompt's log-probabilities leave step by step: together they would stall the step loop and the front.
+        # A long prompt's log-probabilities are sent after each step: together they would stall step loop and front.
         parts = [each for each in step.prompts if each.prompt_logprobs and each.status is Status.RUNNING]
         outputs.whole += [request.output([]) for request in parts]
         drafter = self.scheduler.drafter
@@ -237,7 +237,7 @@ class Engine:
 
     def _accept(self, step: StepInFlight) -> StepOutputs:
         """Commit the tokens of a step without drafts, one of each request, and return the outputs."""
-        outputs = StepOutputs.of(step.sampling.requests, step.sampling.wait(), self.scheduler.commit)
+        outputs = StepOutputs.commit(step.sampling.requests, step.sampling.wait(), self.scheduler.commit)
         self._num_generated_tokens += len(outputs)
         return outputs
 

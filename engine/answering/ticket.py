@@ -40,7 +40,7 @@ class Ticket:
         self.total_generated = 0
         self._last: list[RequestOutput | None] = [None] * len(ids)
         self._news: list[tuple[int, RequestOutput]] = []
-        # The log-probabilities of prompts that are not computed to their end, by sequence.
+        # Log-probabilities of unfinished prompts, by sequence.
         self._prompts: dict[int, list[TokenLogprobs | None]] = {}
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None

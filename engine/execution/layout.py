@@ -103,9 +103,9 @@ class Layout:
             requests, rows = list(compress(requests, is_running)), rows[is_running]
         if not self.has_drafts:
             is_whole = len(requests) == len(self.seats)
-            return (
-                Places(requests, rows, self.seats, self.firsts + self.counts) if is_whole else Places.of(requests, rows)
-            )
+            if is_whole:
+                return Places(requests, rows, self.seats, self.firsts + self.counts)
+            return Places.of(requests, rows)
         counts = [1 + len(request.drafts) if request.is_plain else 1 for request in requests]
         ahead = np.concatenate([np.arange(count) for count in counts])
         owners = [request for request, count in zip(requests, counts, strict=True) for _ in range(count)]
@@ -144,7 +144,7 @@ def rows_by_slot(adapters: np.ndarray, slots: Container[int]) -> dict[int, np.nd
 
 
 class _Part(NamedTuple):
-    """Some requests' arrays of a layout; see there."""
+    """Arrays of a `Layout` for some of its requests."""
 
     token_ids: np.ndarray
     seats: np.ndarray
@@ -218,7 +218,7 @@ class Planner:
         self._number = streams.number
         slots = [request.adapter_slot for request in requests]
         receipts = self._receipts(slots)
-        # A change of a slot or of its adapter during a request would be a defect elsewhere; the receipts name it.
+        # A slot or its adapter never changes during a request; a defect would show in the receipts.
         is_same = kept is not None and kept.requests is requests and (kept.slots, kept.receipts) == (slots, receipts)
         if kept is None or not is_same:
             _record_served(requests, slots, receipts)
@@ -239,8 +239,8 @@ class Planner:
         )
 
     def _others_part(self, plan: Mapping[Request, int], num_rows: int) -> tuple[_Part, list[Request], list[PromptRows]]:
-        """Return the arrays of requests behind so many streams, and those of them that receive a token. Write their new
-        blocks and record their receipts.
+        """Return the arrays of the requests that follow `num_rows` streams, the requests that receive a token, and the
+        rows of log-probabilities of prompts. Write new blocks and record receipts.
         """
         slots = [request.adapter_slot for request in plan]
         _record_served(plan, slots, self._receipts(slots))

@@ -50,7 +50,7 @@ def sample(
     """Return `[n]` int64, the token of each row. logits: `[n, vocab]` fp32, edited in place; row i is `requests[i]`'s.
     Plain requests may have several rows, each after tokens that the request lacks.
 
-    index, lengths: each row's seat, and its number of tokens before; see `DrawTable.columns`.
+    index, lengths: each row's seat, and the number of tokens before it; see `DrawTable.columns`.
     """
     is_plain = all(request.is_plain for request in requests)
     if not is_plain:

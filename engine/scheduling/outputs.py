@@ -19,16 +19,16 @@ class StepOutputs:
     token_ids: Sequence[int] = ()
 
     @classmethod
-    def of(
+    def commit(
         cls,
         requests: Sequence[Request],
         token_ids: Sequence[int],
-        commit: Callable[[Mapping[Request, int]], Sequence[Request]],
+        commit_some: Callable[[Mapping[Request, int]], Sequence[Request]],
     ) -> "StepOutputs":
-        """Commit a step without drafts, a token of each request, and return its outputs. commit: see
-        `Scheduler.commit`.
+        """Commit a step without drafts, a token of each request, and return its outputs.
 
-        The loop runs for every stream in every step, so it does what `commit` does for a request that goes on.
+        commit_some: `Scheduler.commit`. The loop runs for every stream in every step, so it does by itself what
+        `commit_some` does for a request that goes on.
         """
         running, not_finite = Status.RUNNING, NOT_FINITE  # members of enumerations are slow to look up
         others = list[int]()
@@ -52,7 +52,7 @@ class StepOutputs:
             del plain[row], plain_ids[row]
         for row in others:
             request, token = requests[row], token_ids[row]
-            if not commit({request: token}):
+            if not commit_some({request: token}):
                 continue
             if request.has_news:
                 whole.append(request.output([token] if token != NOT_FINITE else []))

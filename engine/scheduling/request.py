@@ -95,7 +95,7 @@ class TokenLogprobs(NamedTuple):
 class RequestOutput(NamedTuple):
     """The result of one step for one request. `token_ids` holds the new tokens only.
 
-    prompt_logprobs: those that are new; the first entry of a prompt is None. A preempted prompt begins again.
+    prompt_logprobs: new entries; the first one of a prompt is None. After a preemption, all are sent again.
     error_param: the request's parameter that caused `error`, None if none did. fault: the error of the adapter's load.
     started_at: start of the work on the prompt (time.time()). served_digest: see `Request`. logits: `[vocab]` in fp32.
     """
@@ -396,5 +396,5 @@ class Request:
         )
         if self.logprobs or self.prompt_logprobs:
             self.logprobs, self.prompt_logprobs = [], []
-        self.has_news = not (self.is_plain and token_ids)  # without a token, the prompt's log-probabilities go on
+        self.has_news = not (self.is_plain and token_ids)  # without a token, more of the prompt follows
         return out

@@ -1,7 +1,7 @@
 """Streams: the running requests that decode, whose counts are arrays by seat.
 
-A step plans the next token of all streams at once. Only the requests that begin or stop to decode between two plans are
-looked at one by one, so a step costs little for each of the others. The scheduler's loop over the running requests is
+A step plans the next token of all streams at once. Only the requests that begin or stop decoding between two plans are
+read one by one, so a step costs little for each of the others. The scheduler's loop over the running requests is
 the twin of `Streams.plan`: both plan the same tokens and blocks. Their charges to a tenant are equal up to rounding,
 because the loop divides the cost of each request by the weight, and `Streams` divides the sum. Where the weights are
 powers of two, the charges are exactly equal.
@@ -22,9 +22,9 @@ from engine.scheduling.seats import Seats
 class StreamRows(NamedTuple):
     """The streams of a plan, one token of each.
 
-    requests: in the order in which they started. The next plan has the same list if it has the same streams. seats:
-    their seats, int64 `[n]`. ends: tokens of each whose keys and values are computed after the plan, int64 `[n]`.
-    changed: those that were not in the plan before, or have a new block. number: number of this plan.
+    requests: in the order in which they started. The next plan has the same list if all running requests are these and
+    none has ended. seats: their seats, int64 `[n]`. ends: tokens of each whose keys and values are computed after the
+    plan, int64 `[n]`. changed: those that were not in the plan before, or have a new block. number: of this plan.
     """
 
     requests: list[Request]
@@ -39,8 +39,8 @@ class Streams:
 
     def __init__(self, num_seats: int, seats: Seats, cache: KVCache, policy: Policy) -> None:
         self._seats, self._cache, self._policy = seats, cache, policy
-        # By seat, and in the rows of the last plan: computed tokens after the plan, tokens that the blocks hold, output
-        # tokens that are left, and the index of the payer; and the cost of the plan's token.
+        # Rows: computed tokens after the plan, tokens that fit into the blocks, output tokens left, index of the payer.
+        # `_costs`: cost of the plan's token. Both are kept by seat, and in the order of the last plan.
         self._counts_by_seat = np.zeros((4, num_seats), np.int64)
         self._costs_by_seat = np.zeros(num_seats)
         self._counts, self._costs = self._counts_by_seat[:, :0], self._costs_by_seat[:0]
@@ -49,7 +49,7 @@ class Streams:
         self._payer_of: dict[tuple[str, float], int] = {}
         self._most_payers = 2 * num_seats
         self._last: StreamRows | None = None
-        self._ending: list[Request] = []  # those of the last plan whose last token it computes
+        self._ending: list[Request] = []  # streams that reach `max_tokens` with the last plan
         self._num_moves = 0  # of the seats, after the last plan
         self._is_launched = False
         self._number = 0
@@ -90,8 +90,8 @@ class Streams:
         return StreamRows(requests, seats, ends.copy(), joined + grown, self._number), prompts
 
     def keep(self, rows: StreamRows | None) -> None:
-        """Record the streams of a complete plan, None if it is not `plan`'s any more: requests were left out, preempted
-        or have drafts.
+        """Record the streams of a complete plan; None if it differs from that of `plan`: requests were left out or
+        preempted, or have drafts.
         """
         self._last, self._num_moves = rows, self._seats.num_moves
 
@@ -127,7 +127,9 @@ class Streams:
                 prompts.append(request)
             elif (left := request.params.max_tokens - request.num_output_tokens) > 0:
                 payer = self._payer_of.setdefault((request.tenant_id, request.weight), len(self._payers))
-                self._payers[payer : payer + 1] = [request]
+                if payer == len(self._payers):
+                    self._payers.append(request)
+                self._payers[payer] = request
                 self._counts_by_seat[:, request.seat] = (
                     request.num_computed,
                     len(request.blocks) * block_size,

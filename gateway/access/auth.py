@@ -220,7 +220,7 @@ class Authenticator:
             raise await self.problem_of(principal.watched) from error
 
     async def problem_of(self, keys: Iterable[str]) -> GatewayError:
-        """Return the reason why a running request with these keys was ended."""
+        """Return the error of a running request that was ended because of these keys."""
         problems = [_problem((await self._find(each)).key) for each in keys]
         return next(filter(None, problems), InvalidKey("This API key is not valid any more."))
 

@@ -31,7 +31,7 @@ class RunningRequests:
 
     @contextmanager
     def add(self, keys: tuple[str, ...], limit: asyncio.Timeout) -> Iterator[RunningRequest]:
-        """Hold a request for the block, which is inside of its time limit."""
+        """Register a request during the block. Enter it inside of `limit`."""
         request = RunningRequest(keys, limit)
         self._requests.add(request)
         self.present.set()
@@ -43,7 +43,7 @@ class RunningRequests:
                 self.present.clear()
 
     def end(self, invalid: set[str]) -> None:
-        """End the requests with one of these keys, as their time limits would."""
+        """Expire the time limits of the requests with one of these keys."""
         now = asyncio.get_running_loop().time()
         for request in self._requests:
             if not invalid.isdisjoint(request.keys) and not request.limit.expired():

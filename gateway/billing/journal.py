@@ -43,23 +43,29 @@ def journal_folder(root: Path, database_url: str) -> Path:
 def report_others(folder: Path) -> None:
     """Log the usage that dead processes have left in the folders of other databases, beside `folder`.
 
-    After a change of the database's host, nobody would read it. It is not read without the operator, because another
-    database may have other tenants.
+    After a change of the database's host, no process reads it. The operator must move it, because the other database
+    may have other tenants.
     """
     for path in sorted(folder.parent.glob(f"*/*{SUFFIX}")):
         if path.parent == folder:
             continue
-        with contextlib.suppress(OSError):
-            if (file := JournalFile.adopt(path)) is not None:
-                if file.size:
-                    log.error(
-                        "usage journal %s holds %d bytes of usage of another LORAPLEX_DATABASE_URL; to write them into "
-                        "this database, move the file to %s",
-                        path,
-                        file.size,
-                        folder,
-                    )
-                file.close()
+        try:
+            if (file := JournalFile.adopt(path)) is None:
+                continue
+            size = file.size
+            file.close()
+            if size:
+                # A file of the folder's name would be in the journal's way.
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                log.error(
+                    "usage journal %s holds %d bytes of usage of another LORAPLEX_DATABASE_URL; to write them into "
+                    "this database, move the file into the folder %s",
+                    path,
+                    size,
+                    folder,
+                )
+        except OSError as error:
+            log.error("usage journal %s of another LORAPLEX_DATABASE_URL cannot be read: %s", path, error.strerror)
 
 
 class JournalFile:

@@ -45,9 +45,12 @@ READ_ONLY = "25006"
 RETRY_SECONDS = 0.5
 # SQLSTATE classes.
 DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
+# SQLSTATE of a lock that was not free within `lock_timeout`.
+LOCK_NOT_AVAILABLE = "55P03"
 # Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
 MIGRATION_LOCK = 0x6C_70_78_6D
-# Maximum waits of a migration: for another one, and for a table, behind which every other statement on it waits too.
+# Maximum waits of a migration for another migration, and for a table's lock. Other statements on the table queue
+# behind the second wait.
 MIGRATION_SECONDS, TABLE_LOCK_SECONDS = 600.0, 10.0
 
 
@@ -202,6 +205,7 @@ class Database:
             event.listen(engine.sync_engine, "connect", _prepare_postgresql)
             try:
                 async with self._writing(engine) as connection:
+                    await connection.execute(text("SET LOCAL statement_timeout = 0"))
                     await connection.execute(_lock_timeout(MIGRATION_SECONDS))
                     await connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": MIGRATION_LOCK})
                     await connection.execute(_lock_timeout(TABLE_LOCK_SECONDS))
@@ -241,8 +245,9 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except Unavailable as error:
-        cause = _cause(error.__cause__)
-        raise NotUsableNow("LORAPLEX_DATABASE_URL", f"the database cannot be reached: {cause}") from error
+        is_locked = sql_state(error.__cause__) == LOCK_NOT_AVAILABLE
+        problem = "another transaction keeps a lock" if is_locked else "the database cannot be reached"
+        raise NotUsableNow("LORAPLEX_DATABASE_URL", f"{problem}: {_cause(error.__cause__)}") from error
     except (DBAPIError, sqlite3.Error) as error:
         raise NotUsableNow("LORAPLEX_DATABASE_URL", f"the schema cannot be read or made: {_cause(error)}") from error
 

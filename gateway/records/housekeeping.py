@@ -1,7 +1,6 @@
 """Hourly chores of the installation: collecting adapters and sweeping old records, in one elected process.
 
-A process whose clock is wrong does none: by a clock that is ahead, all records are old, and the removal of usage rows
-cannot be undone.
+A process with a wrong clock runs none: if the clock is ahead, every record seems old, and removed usage rows are lost.
 """
 
 import asyncio
@@ -22,7 +21,7 @@ TURN = "loraplex:housekeeping"
 EVERY_SECONDS = 3600.0
 # Pause between two attempts of a process to get the turn.
 ASK_SECONDS = 60.0
-# Maximum difference between the clocks of this process and of Redis, whose time the usage rows have.
+# Maximum difference between this process's clock and Redis', whose time the usage rows have.
 CLOCK_SECONDS = 3600.0
 # A key routes the script to one node of a cluster.
 TIME = "return redis.call('TIME')"

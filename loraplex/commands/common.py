@@ -79,7 +79,7 @@ def settings_errors() -> Iterator[None]:
 
 @contextmanager
 def cleaning_up() -> Iterator[None]:
-    """End the block on SIGTERM as on Ctrl-C, so that it removes the file that it has begun. The exit code is 143."""
+    """End the block on SIGTERM as on Ctrl-C, so that its unfinished file is removed. The exit code is 143."""
 
     def end(number: int, _: object) -> None:
         click.echo("Terminated", err=True)

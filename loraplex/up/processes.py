@@ -82,7 +82,7 @@ class ProcessGroup:
         self.logs = logs
         self.stop_seconds = stop_seconds
         self.children: list[Child] = []
-        # Running restarts of `first_death`.
+        # Restarts in progress, by child.
         self._revivals: dict[Child, asyncio.Task[ChildError | None]] = {}
 
     async def start(self, name: str, argv: Sequence[str], env: Mapping[str, str], cpus: Sequence[int] = ()) -> Child:

@@ -42,7 +42,7 @@ DEFAULT_MAX_RANK = 64
 UNUSED_SECONDS = 3600.0
 # References are looked up in batches of this size.
 COLLECT_AT_ONCE = 200
-# Number of unknown adapters that are looked up in the audit log, together.
+# Number of unknown adapters looked up in the audit log in one query.
 SAMPLE = 20
 
 
@@ -209,26 +209,25 @@ class AdapterIntake:
         return await self._collect(await self._stored(), dry_run=dry_run)
 
     async def collect_if_known(self) -> tuple[int, int]:
-        """Collect, unless most of the stored adapters are unknown to the database.
+        """Collect. If most of the stored adapters are unknown to the database, collect only the others.
 
-        Such a database is hardly this store's: a wrong one by its URL, or a new one in place of a lost one. By it, the
-        adapters of all tenants would be unused.
+        Such a database probably belongs to another store: its URL is wrong, or it replaces a lost one. Collecting by it
+        would remove every tenant's adapters.
         """
-        stored, unknown = await self._stored(), []
+        stored, known = await self._stored(), set[str]()
         for start in range(0, len(stored), COLLECT_AT_ONCE):
-            some = stored[start : start + COLLECT_AT_ONCE]
-            unknown += sorted(set(some) - await self._catalog.known(some))
-        known = len(stored) - len(unknown)
+            known |= await self._catalog.known(stored[start : start + COLLECT_AT_ONCE])
+        unknown = [digest for digest in stored if digest not in known]
         # Adapters of deleted tenants are in the audit log only.
         sample = random.sample(unknown, min(len(unknown), SAMPLE))
-        if 2 * known < len(stored) and 2 * await self._catalog.were_pushed(sample) < len(sample):
+        if 2 * len(known) < len(stored) and 2 * await self._catalog.were_pushed(sample) < len(sample):
             log.error(
-                "no adapter is removed from the store, because the database knows %d of the %d adapters there: check "
-                "LORAPLEX_DATABASE_URL and LORAPLEX_ADAPTER_STORE; `loraplex adapter collect` removes the others",
-                known,
+                "the database knows %d of the %d adapters in the store; the unknown ones are not removed: check "
+                "LORAPLEX_DATABASE_URL and LORAPLEX_ADAPTER_STORE; `loraplex adapter collect` removes the unknown ones",
+                len(known),
                 len(stored),
             )
-            return 0, 0
+            return await self._collect(sorted(known))
         return await self._collect(stored)
 
     async def _stored(self) -> list[str]:

@@ -69,7 +69,7 @@ async def read_shared(request: web.Request, share: BodyShare, most: int | None =
         raise web.HTTPRequestEntityTooLarge(limit, length)
     share.take(length)
     try:
-        # A small body has usually come with its head; then nothing waits for the client.
+        # A small body usually arrives with its headers; it needs no time-out.
         has_come = request.content.is_eof()
         async with nullcontext() if has_come else asyncio.timeout(request.config_dict[BODY_TIMEOUT]):
             is_compressed = http_body.is_compressed(request)

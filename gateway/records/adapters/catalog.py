@@ -269,15 +269,18 @@ class Catalog:
             return on_record | await removed_since(connection, digests, since)
 
     async def known(self, digests: Sequence[str]) -> set[str]:
-        """Return those of the digests that a version of a present tenant has or ever had. digests: as above."""
+        """Return those of the digests that a version of a present tenant has or ever had.
+
+        digests: a few hundred at most.
+        """
         async with self._database.read() as connection:
             found = [await connection.execute(select(each).where(each.in_(digests)).distinct()) for each in DIGESTS]
             return {digest for rows in found for digest in rows.scalars()}
 
     async def were_pushed(self, digests: Sequence[str]) -> int:
-        """Return the number of the digests that the audit log has, also of deleted tenants. It reads the whole log.
+        """Return how many of the digests the audit log contains, including those of deleted tenants.
 
-        digests: a few.
+        digests: a few, because it reads all entries of pushes.
         """
         found = [audit.c.detail.contains(digest) for digest in digests]
         query = select(audit.c.detail).where(audit.c.action == "adapter.push", or_(*found)).distinct()

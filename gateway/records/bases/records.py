@@ -34,7 +34,7 @@ class BaseRecords:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction that no other change of the table overlaps, because it checks all other rows."""
+        """Open a transaction that excludes other changes of the table, because each change checks all rows."""
         async with self._database.write() as connection:
             if self._database.dialect == "postgresql":
                 await connection.execute(text("LOCK TABLE bases IN SHARE ROW EXCLUSIVE MODE"))

@@ -1,4 +1,4 @@
-"""Groups of a ranking of usage: what identifies them, their sums, and the part of the usage that is theirs."""
+"""Groups of a ranking of usage: their identities, their sums, and the part of the usage that is theirs."""
 
 from collections.abc import Collection, Sequence
 from datetime import datetime
@@ -116,5 +116,5 @@ class Part(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def identity_of(group: Any, group_by: GroupBy) -> Identity:
-    """Return what identifies a group. group: a RankedGroup or a row of the group's columns."""
+    """Return a group's identity. group: a RankedGroup or a row of the group's columns."""
     return tuple(getattr(group, name) for name in KEYS[group_by])

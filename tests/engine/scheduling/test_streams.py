@@ -171,7 +171,7 @@ def serve(engine: Engine, digests: list[str], seed: int, grammar: Grammar, count
 
 
 def commit_together(requests: Sequence[Request], token_ids: Sequence[int], commit: Any) -> StepOutputs:
-    """Commit a step's tokens, then make its outputs: the twin of `StepOutputs.of`."""
+    """Commit a step's tokens, then make its outputs: the twin of `StepOutputs.commit`."""
     sampled = dict(zip(requests, token_ids, strict=True))
     moved = commit(sampled)
     plain = [request for request in moved if not request.has_news]

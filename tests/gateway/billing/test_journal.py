@@ -177,8 +177,7 @@ async def test_usage_left_under_another_host_of_the_database_is_reported_and_can
     [path] = files(before)
     [line] = [record.getMessage() for record in caplog.records if "another LORAPLEX_DATABASE_URL" in record.message]
     assert str(path) in line
-    assert line.endswith(f"move the file to {now}")
-    now.mkdir()
+    assert line.endswith(f"move the file into the folder {now}")
     path.rename(now / path.name)
     assert await read(journal) == [b"usage of the outage"]
     assert await read(other) == [b"of another"]

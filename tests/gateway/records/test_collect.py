@@ -120,7 +120,7 @@ async def test_a_gateway_collects_by_itself(
         await until(collected)
 
 
-async def test_a_gateway_with_another_database_removes_nothing_by_itself(
+async def test_a_gateway_with_another_database_removes_only_that_databases_adapters_by_itself(
     serve: Any, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     """A wrong or empty database, such as before the restore of a lost one, knows none of the adapters in the store."""
@@ -134,8 +134,10 @@ async def test_a_gateway_with_another_database_removes_nothing_by_itself(
     # `serve` copies an empty database over the former one.
     async with serve() as gateway:
         other = await gateway.tenant("other")
-        own = (await push(other, "own", files(9))).json["digest"][7:]
+        own, unused = [(await push(other, f"own-{n}", files(n))).json["digest"][7:] for n in (8, 9)]
+        assert (await other.call("DELETE", "/v1/adapters/own-9")).status == 200
         await make_old(tmp_path)
+        assert unused in stored(tmp_path)
         caplog.clear()
 
         async def is_refused() -> bool:

@@ -295,7 +295,7 @@ async def test_a_restarted_child_keeps_its_cpu_and_the_other_lives(tmp_path, mon
 
 
 async def test_a_child_that_is_paused_while_it_would_be_started_again_stays_stopped(tmp_path, monkeypatch):
-    """An engine that dies just before its base model sleeps: a later start would have a twin that nobody stops."""
+    """If an engine dies just before its base model sleeps, a later restart would leave a second process running."""
     monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.5, 0.5, 0.5))
     said: list[str] = []
     group = ProcessGroup(tmp_path, announce=said.append)
