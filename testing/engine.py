@@ -4,7 +4,7 @@ import asyncio
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from wire.telemetry.spans import Tracing
 if TYPE_CHECKING:
     from engine.core.service import CoreService
     from engine.engine import Engine
-    from engine.scheduling.request import RequestOutput
+    from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 
 def outputs_until_idle(engine: "Engine") -> Iterator["RequestOutput"]:
@@ -26,6 +26,17 @@ def outputs_until_idle(engine: "Engine") -> Iterator["RequestOutput"]:
         yield from engine.step()
         if engine.is_waiting_for_adapters:
             time.sleep(0.001)
+
+
+def whole_prompt_logprobs(outputs: "Iterable[RequestOutput]") -> "list[TokenLogprobs | None]":
+    """Return a request's prompt log-probabilities, which its outputs have in parts."""
+    found: list[TokenLogprobs | None] = []
+    for output in outputs:
+        entries = output.prompt_logprobs or []
+        if entries and entries[0] is None:  # the prompt begins, perhaps again after a preemption
+            found = []
+        found += entries
+    return found
 
 
 class RunningServer:

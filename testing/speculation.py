@@ -12,7 +12,7 @@ from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.proposer import PromptLookups, Proposal
 from engine.scheduling.request import Grammar, NewRequest, Request, RequestOutput, SamplingParams
 from engine.scheduling.step_times import StepTimes
-from testing.engine import outputs_until_idle
+from testing.engine import outputs_until_idle, whole_prompt_logprobs
 
 if TYPE_CHECKING:
     from engine.engine import Engine
@@ -68,7 +68,7 @@ def run(engine: "Engine", requests: list[NewRequest]) -> Answers:
             [token for o in outputs for token in o.token_ids],
             *outputs[-1][2:6],
             [entry for o in outputs for entry in o.logprobs or []],
-            [entry for o in outputs for entry in o.prompt_logprobs or []],
+            whole_prompt_logprobs(outputs),
             *outputs[-1][8:10],
             outputs[-1].served_digest,
         )

@@ -9,7 +9,7 @@ from engine.engine import Engine
 from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.structured.compiler import GrammarCompiler
-from testing.engine import outputs_until_idle
+from testing.engine import outputs_until_idle, whole_prompt_logprobs
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters
 from wire.errors import BadRequest
 from wire.structured import GrammarSpec
@@ -73,7 +73,7 @@ def join(said: dict[str, list[RequestOutput]]) -> dict[str, Any]:
             outputs[-1].finish_reason,
             outputs[-1].num_output_tokens,
             [entry for o in outputs for entry in o.logprobs or []],
-            [entry for o in outputs for entry in o.prompt_logprobs or []],
+            whole_prompt_logprobs(outputs),
         )
         for request_id, outputs in said.items()
     }

@@ -228,7 +228,7 @@ def test_streams_are_planned_as_by_the_loop(
             patch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
             patch.setattr(Streams, "plan", (lambda *_: None) if is_twin else counted)
             if is_twin:
-                patch.setattr(StepOutputs, "of", commit_together)
+                patch.setattr(StepOutputs, "commit", commit_together)
                 patch.setattr(Plan, "advance", advance_each)
             traces.append(serve(engine, digests, seed, grammar, counts))
     for number, (found, expected) in enumerate(zip(*traces, strict=True)):
