@@ -65,7 +65,7 @@ class BackupWriter:
         info = tarfile.TarInfo(name)
         info.size, info.mode = num_bytes, 0o600
         reader = _Hashing(file)
-        with _file_errors(name):
+        with file_errors(name):
             self._tar.addfile(info, reader)  # type: ignore[arg-type]  # it only reads
         self._sums[name] = reader.hexdigest()
 
@@ -76,18 +76,18 @@ class BackupWriter:
         A member's size precedes it, so the lines are collected in a temporary file without a name.
         """
         encode = msgspec.json.Encoder().encode
-        with _file_errors(name):
+        with file_errors(name):
             spool = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
         with spool:
             # mtime: the same rows give the same bytes.
             packed = gzip.GzipFile(fileobj=spool, mode="wb", compresslevel=COMPRESSION, mtime=0)
 
             def write(line: list[Any]) -> None:
-                with _file_errors(name):
+                with file_errors(name):
                     packed.write(encode(line) + b"\n")
 
             yield write
-            with _file_errors(name):
+            with file_errors(name):
                 packed.close()
                 num_bytes = spool.tell()
                 spool.seek(0)
@@ -107,7 +107,7 @@ def new_backup(path: Path) -> Iterator[BackupWriter]:
     if path.exists():
         raise BackupError(f"{path}: exists already; expected the name of a new file")
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
-    with _file_errors(path):
+    with file_errors(path):
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -115,10 +115,10 @@ def new_backup(path: Path) -> Iterator[BackupWriter]:
                 writer = BackupWriter(tar, path.parent)
                 yield writer
                 writer.finish()
-            with _file_errors(path):
+            with file_errors(path):
                 file.flush()
                 os.fsync(file.fileno())
-        with _file_errors(path):
+        with file_errors(path):
             os.link(temporary, path)  # unlike a rename it never replaces a file
             sync_directory(path.parent)
     finally:
@@ -179,7 +179,7 @@ class BackupFile:
 
     def copy_adapter(self, digest: str, name: str, target: Path) -> None:
         """Write a file of an adapter to `target`, and to the disk. Raises BackupError."""
-        with self._open(f"{ADAPTERS}{digest}/{name}") as source, _file_errors(target), target.open("xb") as file:
+        with self._open(f"{ADAPTERS}{digest}/{name}") as source, file_errors(target), target.open("xb") as file:
             while chunk := source.read(CHUNK):
                 file.write(chunk)
             file.flush()
@@ -244,8 +244,11 @@ class _Hashing:
 
 
 @contextmanager
-def _file_errors(name: object) -> Iterator[None]:
-    """Raise BackupError for an OSError of a file."""
+def file_errors(name: object) -> Iterator[None]:
+    """Raise BackupError for an OSError of a file or of the adapter store, so that it is not reported as the database's.
+
+    name: the file, or the option with the problem.
+    """
     try:
         yield
     except OSError as error:

@@ -1,7 +1,6 @@
 """Restoring of a backup (gateway/records/backup_file.py) into an empty installation, in one transaction."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from datetime import datetime
 from itertools import islice
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from adapters.checkpoint import open_checkpoint
 from adapters.manifest import AdapterError
 from adapters.store import FILES, AdapterStore, sync_directory
 from gateway.records.backup import LEFT_OUT, check_revision, reflected, table_names, used_digests
-from gateway.records.backup_file import BackupError, BackupFile
+from gateway.records.backup_file import BackupError, BackupFile, file_errors
 from gateway.records.database import Database, upgrade_schema
 from gateway.records.partitions import has_partitions, make_months
 from gateway.records.tables import usage
@@ -51,7 +50,7 @@ async def restore_backup(backup: BackupFile, database: Database, store: AdapterS
         await _make_schema(connection, revision)
         # Content under its digest harms no installation, so it may precede the rows, which refer to it.
         for digest in backup.stored_digests:
-            with _store_errors(f"the adapter {digest} cannot be written"):
+            with file_errors(f"--adapter-store: the adapter {digest} cannot be written"):
                 _restore_adapter(backup, store, digest)
         rows = 0
         for table in await reflected(connection, _carried(backup, revision)):
@@ -60,7 +59,7 @@ async def restore_backup(backup: BackupFile, database: Database, store: AdapterS
         # Gateways that run already forget everything that they have cached.
         await connection.execute(text("UPDATE access_changes SET changes = changes + 1"))
         used = await used_digests(connection)
-        with _store_errors("it cannot be listed"):
+        with file_errors("--adapter-store: it cannot be listed"):
             stored = set(store.list())
     return Restored(rows, len(backup.stored_digests), [digest for digest in used if digest not in stored])
 
@@ -135,12 +134,3 @@ def _restore_adapter(backup: BackupFile, store: AdapterStore, digest: str) -> No
         sync_directory(folder)
         store.stage(folder, digest)
         store.publish(folder, digest)
-
-
-@contextmanager
-def _store_errors(problem: str) -> Iterator[None]:
-    """Raise BackupError for an OSError of the adapter store, which `Database` would take for one of its server."""
-    try:
-        yield
-    except OSError as error:
-        raise BackupError(f"--adapter-store: {problem}: {error.strerror or error}") from error

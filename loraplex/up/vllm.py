@@ -19,7 +19,7 @@ KEY = "VLLM_API_KEY"
 REQUESTS, ADAPTERS = ("--max-num-seqs", "64"), ("--max-cpu-loras", "64")
 DEFAULTS = (*REQUESTS, *ADAPTERS, "--max-loras", "8", "--max-lora-rank", "64")
 # Variables that the plugin reads, beside the store's.
-PLUGINS = ("LORAPLEX_ADAPTER_CACHE", "LORAPLEX_ADAPTER_CACHE_BYTES", "LORAPLEX_BASE_DIGEST")
+PLUGIN_VARIABLES = ("LORAPLEX_ADAPTER_CACHE", "LORAPLEX_ADAPTER_CACHE_BYTES", "LORAPLEX_BASE_DIGEST")
 
 
 def find_program(config: UpConfig) -> str:
@@ -44,13 +44,17 @@ def command(config: UpConfig, base: str, model: str, port: int) -> tuple[str, ..
     )
 
 
-def environment(store: Path, internal_token: str, inherited: Mapping[str, str] = {}) -> dict[str, str]:
+def environment(store: Path, internal_token: str, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the server's variables: its key, and the store for Loraplex's plugin, if that is installed there.
 
     inherited: variables of this process. The server gets none of the gateway's settings, several of which are secrets.
     """
     return {
-        **{name: text for name, text in inherited.items() if not name.startswith("LORAPLEX_") or name in PLUGINS},
+        **{
+            name: text
+            for name, text in inherited.items()
+            if not name.startswith("LORAPLEX_") or name in PLUGIN_VARIABLES
+        },
         "DO_NOT_TRACK": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",

@@ -33,7 +33,7 @@ def test_the_operators_flags_replace_the_defaults_and_bound_the_gateway(tmp_path
 
 
 def test_a_server_gets_a_key_of_its_own_and_the_store(tmp_path: Path):
-    own = vllm.environment(tmp_path, "the-internal-token")
+    own = vllm.environment(tmp_path, "the-internal-token", {})
     assert own["LORAPLEX_ADAPTER_STORE"] == str(tmp_path)
     assert own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
     assert "the-internal-token" not in str(own)
