@@ -24,6 +24,7 @@ from gateway.records.adapters.saved_mixtures import SavedMixtures
 from gateway.records.adapters.uploads import unfinished_bytes
 from gateway.records.adapters.versions import Push, Versions
 from gateway.records.bases.base import FIRST, BaseRetired, Binding, suspect_name
+from gateway.records.bases.current import taken_by_base
 from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes
 from gateway.records.database import Database
@@ -172,7 +173,7 @@ class Catalog:
                 param="name",
             )
         if self.bases.is_reserved(name):
-            raise BadRequest(f"'{name}' is a base model's name; choose another for the adapter.", param="name")
+            raise taken_by_base(name, "adapter")
 
     async def resolve(self, tenant: Tenant, text: str, user: str | None = None) -> Model:
         """Return the model that a tenant means by `name`, `name@3` or `name:alias`.

@@ -15,6 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import BadRequest, ModelNotFound, RecordNotFound
 from gateway.records.adapters.rows import lock_name, lock_tenant, versions_of
 from gateway.records.audit import record_change
+from gateway.records.bases.current import check_not_base
 from gateway.records.bases.registry import Bases
 from gateway.records.changes import Changes, count_change
 from gateway.records.database import Database
@@ -142,6 +143,7 @@ class SavedMixtures:
             tag = secrets.token_hex(8)
             if before is None:
                 await _check_free(connection, tenant.id, name)
+                await check_not_base(connection, name)
                 after = SavedMixture(name=name, model=model, tag=tag, created_at=datetime.now(UTC))
                 row = {"tenant_id": tenant.id, **msgspec.structs.asdict(after)}
                 await connection.execute(insert(saved_mixtures).values(**row))

@@ -40,6 +40,7 @@ from gateway.records.adapters.rows import (
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
 from gateway.records.bases.base import FIRST
+from gateway.records.bases.current import check_base
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.events.events import record_event
@@ -116,12 +117,14 @@ class Versions:
             present = await versions_of(connection, tenant.id, name)
             current = None if own is None else present.get(own.current_version)
             if current is not None and current.is_served and (current.digest, current.base) == (push.digest, push.base):
+                await check_base(connection, name)
                 await push.publish()
                 return current, None
             is_new = not any(each.digest for each in present.values())
             await check_room(connection, tenant.id, push.digest, push.num_bytes, new_name=is_new)
             if is_new:
                 await check_not_saved(connection, tenant.id, name)
+            await check_base(connection, name)
             own = own or await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, present)
             row = {"adapter_id": own.id, "version": number, "created_at": now, "state": push.state, **content}

@@ -4,17 +4,17 @@ Every gateway process reloads the copy after a change, so that no request waits 
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.errors import Unavailable
 from gateway.records.bases.base import Base
+from gateway.records.bases.current import reserved_names
 from gateway.records.bases.records import BaseRecords
 from gateway.records.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
 from wire.digests import digest_name
-from wire.model_names import parse_reference
 
 # Seconds after which every gateway that reaches the database knows a change.
 KNOWN_SECONDS = TRUST_SECONDS + LOOK_SECONDS
@@ -86,7 +86,7 @@ class Bases:
         return None if base is None else base.name
 
     def is_reserved(self, name: str) -> bool:
-        """Return whether no adapter may have the name (see `_reserved`)."""
+        """Return whether no adapter may have the name (see `reserved_names`)."""
         return name in self._reserved
 
     def served_by(self, model: str | None, digest: str | None) -> Base:
@@ -176,13 +176,4 @@ class Bases:
         self._all = tuple(found)
         self._by_name = {base.name: base for base in found}
         self._by_id = {base.id: base for base in found}
-        self._reserved = _reserved(self.names)
-
-
-def _reserved(names: Collection[str]) -> frozenset[str]:
-    """Return the names that no adapter may have: the bases' names, and the name part of those that look like
-    a reference, such as `name@3`.
-    """
-    lowered = {name.lower() for name in names}
-    references = (parse_reference(name) for name in lowered)
-    return frozenset(lowered | {each.name for each in references if each is not None})
+        self._reserved = reserved_names(self.names)
