@@ -117,14 +117,14 @@ class Versions:
             present = await versions_of(connection, tenant.id, name)
             current = None if own is None else present.get(own.current_version)
             if current is not None and current.is_served and (current.digest, current.base) == (push.digest, push.base):
-                await check_base(connection, name)
+                await check_base(connection, name, push.base)
                 await push.publish()
                 return current, None
             is_new = not any(each.digest for each in present.values())
             await check_room(connection, tenant.id, push.digest, push.num_bytes, new_name=is_new)
             if is_new:
                 await check_not_saved(connection, tenant.id, name)
-            await check_base(connection, name)
+            await check_base(connection, name, push.base)
             own = own or await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, present)
             row = {"adapter_id": own.id, "version": number, "created_at": now, "state": push.state, **content}

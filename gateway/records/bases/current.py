@@ -1,4 +1,4 @@
-"""Checks against the present base models, within a transaction that adds a name of a tenant.
+"""Checks against the present base models, within a transaction that adds a name or a version of a tenant.
 
 A gateway's copy in memory (registry.py) may lack a change that was committed up to KNOWN_SECONDS ago.
 """
@@ -36,9 +36,16 @@ def taken_by_base(name: str, kind: str) -> BadRequest:
     return BadRequest(f"'{name}' is a base model's name; choose another for the {kind}.", param="name")
 
 
-async def check_base(connection: AsyncConnection, name: str) -> None:
-    """Check that no base model has the name of an adapter, until the transaction ends. Raises BadRequest."""
-    _check_free(await _hold(connection), name, "adapter")
+async def check_base(connection: AsyncConnection, name: str, base_id: str) -> None:
+    """Check that no base model has the name of an adapter, and that its own accepts adapters. Raises BadRequest.
+
+    No base model changes until the transaction ends.
+    """
+    found = await _hold(connection)
+    _check_free(found, name, "adapter")
+    own = next((row for row in found if row.id == base_id), None)
+    if own is not None and own.state != "active":
+        raise BadRequest(f"base: the base model '{own.name}' is {own.state} and takes no new adapters.", param="base")
 
 
 async def check_not_base(connection: AsyncConnection, name: str) -> None:

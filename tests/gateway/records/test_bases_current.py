@@ -74,6 +74,40 @@ async def test_no_base_of_a_name_that_is_being_uploaded(database: Database, acme
     assert (await stale.resolve(acme, "pirate")).digest == CONTENT["digest"]
 
 
+@pytest.mark.parametrize("state", ["draining", "retired"])
+async def test_no_adapter_of_a_base_that_was_just_closed(database: Database, acme: Tenant, stale: Catalog, state: str):
+    await stale.add_version(acme, "poet", **CONTENT)
+    await BaseRecords(database).change("llama", {"state": state}, "op", force=True)
+    published: list[str] = []
+
+    async def publish() -> None:
+        published.append("content")
+
+    for name, digest in (("pirate", "b" * 64), ("poet", "b" * 64), ("poet", CONTENT["digest"])):
+        with pytest.raises(BadRequest, match=f"base: the base model 'llama' is {state}") as refused:
+            await stale.add_version(acme, name, **CONTENT | {"digest": digest}, publish=publish)
+        assert (refused.value.param, refused.value.status) == ("base", 400)
+    assert published == []
+    [poet] = await stale.versions.list(acme, "poet")
+    assert poet.version == 1
+
+
+async def test_a_retirement_sees_the_adapter_that_is_being_uploaded(database: Database, acme: Tenant, stale: Catalog):
+    """The base was drained at another gateway while the upload ran."""
+    records = BaseRecords(database)
+    async with uploading(stale, acme, "pirate") as going_on:
+
+        async def retire() -> None:
+            await records.change("llama", {"state": "draining"}, "op")
+            await records.change("llama", {"state": "retired"}, "op")
+
+        retiring = asyncio.create_task(retire())
+        await asyncio.wait({retiring}, timeout=0.5)
+        going_on.set()
+        with pytest.raises(Conflict, match="1 versions of adapters belong to 'llama': acme/pirate@1"):
+            await retiring
+
+
 async def test_uploads_do_not_wait_for_each_other(acme: Tenant, stale: Catalog, database: Database):
     if database.dialect == "sqlite":
         pytest.skip("SQLite has one writer at a time")
