@@ -8,7 +8,6 @@ from typing import Any
 
 import msgspec
 from sqlalchemy import ColumnElement, Row, func, insert, or_, select, text, update
-from sqlalchemy.exc import IntegrityError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import Conflict, NameTaken, RecordNotFound
@@ -51,14 +50,7 @@ class BaseRecords:
 
         Raises Conflict if there are several bases and none has the name.
         """
-        try:
-            await self._ensure(own)
-        except IntegrityError:
-            # Another process stored it after the read (PostgreSQL).
-            await self._ensure(own)
-
-    async def _ensure(self, own: Base) -> None:
-        async with self._database.write() as connection:
+        async with self._changing() as connection:
             known = await _all(connection)
             before = next((each for each in known if each.name == own.name), known[0] if len(known) == 1 else None)
             if before is None and known:

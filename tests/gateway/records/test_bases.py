@@ -17,6 +17,7 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.bases.base import FIRST, BaseRetired
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases, NoBase
+from gateway.records.bases.table import bases as bases_table
 from gateway.records.changes import Changes
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenants
@@ -207,3 +208,30 @@ async def test_two_operators_never_give_one_name_or_one_digest_to_two_bases(migr
     finally:
         for database in gateways:
             await database.close()
+
+
+async def test_gateways_that_start_at_one_moment_store_one_base(migrated_url: str):
+    """Each has LORAPLEX_BASE_MODEL, and the database has no base yet."""
+    gateways = [Database(migrated_url) for _ in range(4)]
+    try:
+        await asyncio.gather(*(each.ping() for each in gateways))
+        await asyncio.gather(*(BaseRecords(each).ensure(one_base("llama")) for each in gateways))
+        [base] = await BaseRecords(gateways[0]).list()
+        assert (base.id, base.name) == (FIRST, "llama")
+    finally:
+        for database in gateways:
+            await database.close()
+
+
+async def test_a_start_waits_for_a_base_that_is_being_added(database: Database, records: BaseRecords):
+    """With a second base, the first is not renamed to the new value of LORAPLEX_BASE_MODEL."""
+    await records.add(one_base("llama"), "op")
+    async with database.write() as connection:
+        row = {column.name: column for column in bases_table.columns if column.name not in ("id", "name")}
+        copied = sqlalchemy.select(sqlalchemy.literal("other"), sqlalchemy.literal("qwen"), *row.values())
+        await connection.execute(sqlalchemy.insert(bases_table).from_select(["id", "name", *row], copied))
+        starting = asyncio.create_task(records.ensure(one_base("renamed")))
+        await asyncio.wait({starting}, timeout=0.5)
+    with pytest.raises(Conflict, match=r"base on record \(llama, qwen\)"):
+        await starting
+    assert [base.name for base in await records.list()] == ["llama", "qwen"]
