@@ -78,7 +78,9 @@ async def test_known_times_are_measured(api):
     assert (every["completed"], every["failed"], every["output_tokens"], every["prompt_tokens"]) == (6, 0, 30, 48)
     assert 0.1 <= every["ttft"]["p50"] < 2
     assert 0.02 <= every["inter_token"]["mean"] < 1
-    assert 0.03 <= every["tpot"]["p50"] < 1
+    # Of answers of equal lengths. A token that is read late shortens the time after it.
+    assert every["tpot"]["mean"] == pytest.approx(every["inter_token"]["mean"])
+    assert 0.02 <= every["tpot"]["p50"] < 1
     assert every["ttft"]["p50"] + 0.12 <= every["latency"]["max"]
     assert every["latency"]["p50"] >= 0.22
     assert every["counts"]["events_per_token"] == 1
@@ -292,11 +294,11 @@ async def test_ctrl_c_writes_the_report_of_what_was_measured(tmp_path):
 
 async def test_requests_in_flight_are_cut_after_the_drain():
     """They count as unfinished, which neither interrupts the run nor fails it."""
-    double = Double(gap=0.01)
-    load = replace(short(n=4, concurrency=4, output_tokens=50_000), seconds=1.0, drain=0.5)
+    double = Double(gap=0.05)
+    load = replace(short(n=4, concurrency=4, output_tokens=50_000), seconds=4.0, drain=0.5)
     async with double.serving() as url:
         report = await run(url, load)
     [measured] = report["runs"]
     assert (measured["all"]["unfinished"], measured["all"]["failed"], measured["interrupted"]) == (4, 0, False)
-    assert 1.4 <= measured["seconds"] < 40
+    assert 4.4 <= measured["seconds"] < 40
     assert len(measured["ttft_points"]["acme"]) + len(measured["ttft_points"]["globex"]) == 4

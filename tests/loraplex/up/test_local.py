@@ -11,8 +11,9 @@ import redis.exceptions
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
-from loraplex.up.local import LocalService, check_redis, free_ports
+from loraplex.up.local import LocalService, check_redis
 from loraplex.up.ports import UpError, check_port
+from testing.ports import free_port
 
 
 def command_line(pid: int) -> str:
@@ -32,7 +33,7 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
         port = taken.getsockname()[1]
         with pytest.raises(UpError, match=rf"127\.0\.0\.1 port {port}: Address already in use; choose another"):
             check_port("127.0.0.1", port)
-    check_port("127.0.0.1", free_ports(1)[0])
+    check_port("127.0.0.1", free_port())
 
 
 @pytest.mark.usefixtures("starts_servers")

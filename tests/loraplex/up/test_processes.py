@@ -16,7 +16,8 @@ from loraplex.up import processes
 from loraplex.up.processes import ChildError, ProcessGroup
 from testing.gateway.running import until
 
-SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(60)")
+# It outlives every deadline here, so that no test takes its own end for the end that is tested.
+SLEEPER = (sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)")
 
 
 def alive(pid: int) -> bool:
@@ -24,7 +25,7 @@ def alive(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # the latter if it ends between `open` and `read`
         return False
 
 
@@ -140,7 +141,9 @@ def test_children_die_when_the_parent_is_killed(tmp_path):
     deadline = time.monotonic() + 60
     while alive(orphan) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not alive(orphan)
+    if is_left := alive(orphan):
+        os.kill(orphan, signal.SIGKILL)
+    assert not is_left
 
 
 def counting(runs: str, *, dies_after: int) -> tuple[str, ...]:
@@ -297,14 +300,20 @@ async def test_a_restarted_child_keeps_its_cpu_and_the_other_lives(tmp_path, mon
 async def test_a_child_that_is_paused_while_it_would_be_started_again_stays_stopped(tmp_path, monkeypatch):
     """If an engine dies just before its base model sleeps, a later restart would leave a second process running."""
     monkeypatch.setattr(processes, "BACKOFF_SECONDS", (0.5, 0.5, 0.5))
-    said: list[str] = []
-    group = ProcessGroup(tmp_path, announce=said.append)
+    pauses: list[asyncio.Task[None]] = []
+
+    def pause(line: str) -> None:
+        """Pause the child, as the first line about it says that it will be started again."""
+        if not pauses:
+            pauses.append(asyncio.create_task(group.pause(child)))
+
+    group = ProcessGroup(tmp_path, announce=pause)
     started = tmp_path / "started"
     note = f"import os, time; open({str(started)!r}, 'a').write(f'{{os.getpid()}} ')"
     script = f"{note}; print('up', flush=True); time.sleep(60)"
 
-    async def is_started_again() -> bool:
-        return bool(said)
+    async def is_paused() -> bool:
+        return bool(pauses) and pauses[0].done()
 
     def pids() -> list[int]:
         return [int(pid) for pid in started.read_text().split()]
@@ -315,8 +324,8 @@ async def test_a_child_that_is_paused_while_it_would_be_started_again_stays_stop
     watch = asyncio.create_task(group.first_death())
     try:
         os.kill(child.process.pid, signal.SIGKILL)
-        await until(is_started_again)
-        await group.pause(child)
+        await until(is_paused)
+        await pauses[0]
         await asyncio.sleep(1.5)
         assert len(pids()) == 1
         await group.resume(child, lambda: has_printed(child), 60)

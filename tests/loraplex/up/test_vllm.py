@@ -15,6 +15,7 @@ from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
 from loraplex.up.local import LocalService
 from loraplex.up.pins import Pin
+from testing.ports import free_port
 
 
 def test_the_operators_flags_replace_the_defaults_and_bound_the_gateway(tmp_path: Path):
@@ -63,6 +64,7 @@ async def test_a_server_inherits_no_secret_of_the_gateway(tmp_path: Path, monkey
     assert given["VLLM_API_KEY"] == vllm.key(service.secrets.internal_token)["VLLM_API_KEY"]
 
 
+@pytest.mark.usefixtures("starts_servers")
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -72,7 +74,7 @@ async def test_a_server_inherits_no_secret_of_the_gateway(tmp_path: Path, monkey
     ],
 )
 def test_a_missing_program_is_one_line(arguments: list[str], words: str):
-    done = CliRunner().invoke(main, ["up", "--model", "/models/tiny", "--port", "8397", *arguments])
+    done = CliRunner().invoke(main, ["up", "--model", "/models/tiny", "--port", str(free_port()), *arguments])
     assert done.exit_code != 0
     assert words in done.output
     assert done.output.count("\n") == 1
