@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from engine.engine import Engine
     from engine.scheduling.request import RequestOutput, TokenLogprobs
 
+# Fields of a request whose steps each take at least so many seconds, with the fixture `slow_steps` or in a process of
+# `testing.broken_core`. A request of 3,500 tokens thus runs for 70 s, however fast the machine.
+SLOW: dict[str, Any] = {"cache_salt": "slow"}
+SLOW_STEP_S = 0.02
+
 
 def outputs_until_idle(engine: "Engine") -> Iterator["RequestOutput"]:
     """Run steps until the engine has no work and yield their outputs. Sleep while all work waits for adapters."""

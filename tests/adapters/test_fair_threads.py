@@ -4,13 +4,14 @@ import os
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
-from adapters import fair_threads
+from adapters import fair_threads, recent_use
 from adapters.fair_threads import FairThreads, TooManyPending, Yielding
 
-TIMEOUT = 20
+TIMEOUT = 60
 
 
 @pytest.fixture
@@ -53,32 +54,43 @@ def test_a_second_tenant_starts_at_once_behind_many_of_the_first(threads):
     assert [job.result(TIMEOUT) for job in greedy] == ["greedy"] * 48
 
 
-def test_turns_go_to_the_tenant_with_the_least_use():
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the time of the pools and of recent use, which moves on request only."""
+    now = [1000.0]
+    for module in (fair_threads, recent_use):
+        monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time) | {"monotonic": lambda: now[0]}))
+    return now
+
+
+def test_turns_go_to_the_tenant_with_the_least_use(clock):
     pool, gate = FairThreads(1, "test", max_pending=100, max_pending_per_tenant=50), Gate()
+
+    def work_long() -> None:
+        clock[0] += 0.5
+
     try:
-        pool.submit("heavy", lambda: time.sleep(0.5)).result(TIMEOUT)
+        pool.submit("heavy", work_long).result(TIMEOUT)
         blocker = pool.submit("blocker", gate.work("blocker"))
-        for tenant_id in ("heavy", "heavy", "light", "heavy", "light"):
-            pool.submit(tenant_id, gate.work(tenant_id, wait=False))
+        order = ("heavy", "heavy", "light", "heavy", "light", "heavy")
+        jobs = [pool.submit(tenant_id, gate.work(tenant_id, wait=False)) for tenant_id in order]
         gate.open.set()
-        last = pool.submit("heavy", gate.work("heavy"))
-        blocker.result(TIMEOUT)
-        last.result(TIMEOUT)
+        for job in (blocker, *jobs):
+            job.result(TIMEOUT)
         assert gate.ran == ["blocker", "light", "light", "heavy", "heavy", "heavy", "heavy"]
     finally:
+        gate.open.set()
         pool.close()
 
 
-def test_turns_follow_the_tenants_weights(monkeypatch):
+def test_turns_follow_the_tenants_weights(clock):
     """Jobs of equal length: a tenant of weight 3 has three turns for each turn of another."""
-    now = [1000.0]
-    monkeypatch.setattr(fair_threads.time, "monotonic", lambda: now[0])
     pool = FairThreads(1, "test", max_pending=100, max_pending_per_tenant=50, yielding=None)
     gate, ran = Gate(), list[str]()
 
     def work(tenant_id: str):
         def run() -> None:
-            now[0] += 0.01
+            clock[0] += 0.01
             ran.append(tenant_id)
 
         return run
@@ -100,17 +112,15 @@ def test_turns_follow_the_tenants_weights(monkeypatch):
         pool.close()
 
 
-def test_use_is_forgotten(threads, monkeypatch):
-    threads.submit("once", lambda: time.sleep(0.02)).result(TIMEOUT)
-    deadline = time.monotonic() + TIMEOUT
-    while not len(threads._used):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    now = time.monotonic()
-    monkeypatch.setattr(fair_threads.time, "monotonic", lambda: now + 100 * fair_threads.HALF_LIFE_S)
+def test_use_is_forgotten(threads, clock):
+    def work() -> None:
+        clock[0] += 0.02
+
+    threads.submit("once", work).result(TIMEOUT)
+    until(lambda: len(threads._used))
+    clock[0] += 100 * fair_threads.HALF_LIFE_S
     threads.submit("other", int).result(TIMEOUT)
-    while threads._running:
-        time.sleep(0.001)
+    until(lambda: not threads._running)
     assert threads._used.of("once") == 0
     assert len(threads._used) <= 1
 
@@ -155,18 +165,17 @@ def burn(seconds: float) -> None:
         pass
 
 
-def wait_until(holds) -> None:
-    deadline = time.monotonic() + TIMEOUT
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
-def test_cpu_time_is_limited_by_tenant_and_given_back(monkeypatch):
+def test_cpu_time_is_limited_by_tenant_and_given_back(clock):
     pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, max_cpu_seconds=0.05)
     try:
         gate = Gate()
-        jobs = [pool.submit("greedy", lambda: burn(0.06)), pool.submit("greedy", gate.work("late", wait=False))]
+
+        def work() -> None:
+            gate.open.wait(TIMEOUT)
+            burn(0.06)
+
+        jobs = [pool.submit("greedy", work), pool.submit("greedy", gate.work("late", wait=False))]
+        gate.open.set()  # both were accepted before any CPU time was used
         jobs[0].result(TIMEOUT)
         with pytest.raises(TooManyPending, match=r"used 0\.[01] s of CPU time recently; 0\.05 s are allowed"):
             jobs[1].result(TIMEOUT)
@@ -179,8 +188,7 @@ def test_cpu_time_is_limited_by_tenant_and_given_back(monkeypatch):
         for _ in range(2):
             pool.submit("neighbour", lambda: time.sleep(0.06)).result(TIMEOUT)
         assert pool.submit("neighbour", lambda: 1).result(TIMEOUT) == 1
-        later = time.monotonic() + refused.value.retry_after
-        monkeypatch.setattr("adapters.recent_use.time.monotonic", lambda: later)
+        clock[0] += refused.value.retry_after
         assert pool.submit("greedy", lambda: 2).result(TIMEOUT) == 2
     finally:
         pool.close()
@@ -247,7 +255,7 @@ def test_a_panic_reaches_the_caller_and_ends_no_thread_for_good(threads):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
-def test_a_tenant_of_much_recent_use_runs_at_low_priority():
+def test_a_tenant_of_much_recent_use_runs_at_low_priority(clock):
     yielding = Yielding(after_seconds=0.01, nice=12)
     threads = FairThreads(3, "test", max_pending=9, max_pending_per_tenant=9, yielding=yielding)
 
@@ -256,33 +264,53 @@ def test_a_tenant_of_much_recent_use_runs_at_low_priority():
 
     normal = nice()
     assert threads.submit("greedy", nice).result(TIMEOUT) == normal
-    threads.submit("greedy", lambda: time.sleep(0.05)).result(TIMEOUT)
-    deadline = time.monotonic() + TIMEOUT
-    while not threads.is_heavy("greedy"):
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
+
+    def work() -> None:
+        clock[0] += 0.05
+
+    threads.submit("greedy", work).result(TIMEOUT)
+    until(lambda: threads.is_heavy("greedy"))
     assert threads.submit("greedy", nice).result(TIMEOUT) == yielding.nice
     assert threads.submit("neighbour", nice).result(TIMEOUT) == normal
     threads.close()
 
 
-def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait():
+def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait(clock, monkeypatch):
+    """A heavy tenant's next job starts when a timer of four times its last job's CPU time has ended."""
     yielding = Yielding(after_seconds=0.01, rest=4.0)
     pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, yielding=yielding)
+    rests: list[threading.Timer] = []
+    start = threading.Timer.start
+
+    def start_or_keep(timer: threading.Timer) -> None:
+        if timer.function == pool._end_rest:
+            rests.append(timer)
+        else:
+            start(timer)
+
+    monkeypatch.setattr(threading.Timer, "start", start_or_keep)
+
+    def work() -> None:
+        burn(0.02)
+        clock[0] += 0.02
+
     try:
-        began = time.monotonic()
-        jobs = [pool.submit("greedy", lambda: burn(0.02)) for _ in range(11)]
-        jobs[1].result(TIMEOUT)
-        for _ in range(5):
-            pool.submit("neighbour", int).result(TIMEOUT)
-        assert not jobs[-1].done()
-        jobs[-1].result(TIMEOUT)
-        # Ten rests of 4 * 0.02 s.
-        assert time.monotonic() - began >= 0.8
+        jobs = [pool.submit("greedy", work) for _ in range(4)]
+        for number, job in enumerate(jobs):
+            job.result(TIMEOUT)
+            until(lambda number=number: len(rests) == number + 1)
+            for _ in range(5):
+                pool.submit("neighbour", int).result(TIMEOUT)
+            assert [each.done() for each in jobs].count(True) == number + 1
+            assert 4 * 0.02 <= rests[-1].interval <= fair_threads.MAX_REST_SECONDS
+            until(lambda: not pool._running)  # otherwise the neighbour is charged for the time that passes
+            clock[0] += rests[-1].interval
+            rests[-1].function(*rests[-1].args)
         # Work of no tenant never rests.
         for _ in range(3):
-            pool.submit("", lambda: burn(0.02)).result(TIMEOUT)
-        wait_until(lambda: not pool._rests)
+            pool.submit("", work).result(TIMEOUT)
+        assert len(rests) == len(jobs)
+        assert not pool._rests
     finally:
         pool.close()
 
@@ -291,15 +319,16 @@ def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait():
 def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, monkeypatch):
     monkeypatch.setattr(fair_threads, "LONG_SECONDS", 0.05)
 
-    def slowed() -> tuple[int, int]:
-        before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # which a new thread has too
+
+    def slowed() -> int:
         deadline = time.monotonic() + TIMEOUT
         while (now := os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == before:
             assert time.monotonic() < deadline
             time.sleep(0.001)
-        return before, now
+        return now
 
-    before, after = threads.submit("light", slowed).result(TIMEOUT)
+    after = threads.submit("light", slowed).result(TIMEOUT)
     assert after == Yielding().nice > before
     now = threads.submit("light", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(TIMEOUT)
     assert now == before

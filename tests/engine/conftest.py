@@ -1,13 +1,14 @@
 """The session's tiny model, and a server on it per module, configured as the test file needs."""
 
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 import pytest
 
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, SLOW_STEP_S, Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
 if TYPE_CHECKING:
@@ -60,6 +61,23 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
     running = RunningServer(model, tmp_path_factory.mktemp("store"))
     yield running
     running.close()
+
+
+@pytest.fixture
+def slow_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Let steps with a request of `SLOW` take long, so that it still runs when the test looks. The event ends that."""
+    from engine.execution.runner import Runner  # takes seconds with torch, so it is not imported at collection
+
+    plain, is_over = Runner.forward, threading.Event()
+
+    def forward(runner: Runner, plan: Any) -> Any:
+        if any(request.cache_salt == SLOW["cache_salt"] for request in plan):
+            is_over.wait(SLOW_STEP_S)
+        return plain(runner, plan)
+
+    monkeypatch.setattr(Runner, "forward", forward)
+    yield is_over
+    is_over.set()
 
 
 @pytest.fixture

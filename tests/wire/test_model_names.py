@@ -1,7 +1,7 @@
 """References to adapters: each form parses to its parts, and every other text to none."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from wire.model_names import ADAPTER_NAME, ALIAS_NAME, MAX_VERSION, Reference, parse_reference
@@ -18,6 +18,7 @@ def test_the_three_forms():
     assert parse_reference("pirate:prod") == Reference("pirate", alias="prod")
 
 
+@settings(deadline=None, derandomize=True)
 @given(REFERENCES)
 def test_a_references_text_parses_to_it(reference: Reference):
     assert parse_reference(str(reference)) == reference

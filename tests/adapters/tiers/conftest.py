@@ -1,6 +1,5 @@
 """Pools and adapters of a small base model, and a clock that moves on request."""
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,11 +52,11 @@ def adapter(host: HostCache, tmp_path: Path) -> Callable[..., str]:
 
 @pytest.fixture
 def later(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Return a function that moves the pool's clock forward."""
-    ahead, real = [0.0], time.monotonic
+    """Stop the clock and return a function that moves it forward: real waits end no reservation."""
+    now = [1000.0]
 
     def move(seconds: float) -> None:
-        ahead[0] += seconds
+        now[0] += seconds
 
-    monkeypatch.setattr("adapters.tiers.device_pool.time.monotonic", lambda: real() + ahead[0])
+    monkeypatch.setattr("adapters.tiers.device_pool.time.monotonic", lambda: now[0])
     return move

@@ -158,6 +158,7 @@ ACTION = st.one_of(
     max_examples=150,
     phases=[Phase.explicit, Phase.generate],
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(actions=st.lists(ACTION, max_size=120))

@@ -1,10 +1,12 @@
 """Allowances: a gateway's bound on a running request's tokens, and the report of a whole answer that needs more."""
 
 import asyncio
+import itertools
 import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from engine.answering.running import Run
 from engine.answering.ticket import Ticket
 from engine.core.step_thread import StepThread
 from engine.scheduling.request import RequestOutput
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, Client, RunningServer
 from wire.responses import ASK_TOKENS
 
 TOKEN = "internal"
@@ -105,20 +107,21 @@ async def test_an_answer_ends_at_its_allowance(client: Client):
     assert await finished(client, "bounded") == (100, "length")
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_raised_allowance_lets_the_answer_go_on_to_its_own_end(client: Client):
-    # A busy machine may delay each raise, so the request is repeated.
-    deadline, number = time.monotonic() + 30, 0
+    # A busy machine may delay a raise by more steps than the allowance has left, so the request is repeated.
+    body, deadline, number = BODY | {"max_tokens": 90}, time.monotonic() + 90, 0
     while True:
-        reported = Reported(client, f"raised-{number}", 20, [150, 10, 300])
+        reported = Reported(client, f"raised-{number}", 20, [50, 10, 90])
         try:
-            await reported.read(BODY)
+            await reported.read(body | SLOW)
             break
         except TooLateError:
             assert time.monotonic() < deadline
             number += 1
-    plain = await client.ok("/v1/completions", BODY, **allowed("plain"))
+    plain = await client.ok("/v1/completions", body, **allowed("plain"))
     assert reported.answer["choices"] == plain["choices"]
-    assert reported.answer["usage"]["completion_tokens"] == 300
+    assert reported.answer["usage"]["completion_tokens"] == 90
     assert "ended_by_allowance" not in reported.answer["loraplex"]
     gone = {"id": reported.request_id, "tokens": 400}
     assert await client.ok("/allowances", gone, **allowed("gateway")) == {"is_running": False}
@@ -130,11 +133,14 @@ async def test_an_answer_whose_allowance_lasts_is_plain(client: Client):
     assert answer["usage"]["completion_tokens"] == 30
 
 
+@pytest.mark.usefixtures("_reads_each_step")
 async def test_a_long_answer_is_reported_from_time_to_time(client: Client, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(report, "REPORT_SECONDS", 0.02)
+    """By a clock that moves on by a second with each step."""
+    monkeypatch.setattr(report, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(report, "REPORT_SECONDS", 50)
     reported = Reported(client, "long", 10_000, [])
     await reported.read(BODY)
-    assert len(reported.totals) > 2
+    assert reported.totals == [*range(50, 301, 50), 300]
     assert reported.answer["usage"]["completion_tokens"] == 300
 
 

@@ -83,4 +83,4 @@ async def test_sequences_that_cannot_be_sent_leave_nothing_in_flight() -> None:
     with pytest.raises(OverflowError):
         in_flight.submit([NewRequest("a", [1, 2], SamplingParams(), priority=10**30)])
     assert in_flight.number == 0
-    await asyncio.wait_for(in_flight.wait_idle(), 5)
+    await asyncio.wait_for(in_flight.wait_idle(), 60)

@@ -1,61 +1,79 @@
 """Pauses between jobs without urgency: of a loop, and between loads by name beside a running request."""
 
 import asyncio
-import time
-from contextlib import closing
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import aiohttp
 import pytest
 
+from engine.answering import pauses as pauses_module
 from engine.answering.pauses import Pauses
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
 SHARE = 0.1
 
 
 async def test_a_rest_ends_early_on_an_idle_engine_and_is_limited(monkeypatch: pytest.MonkeyPatch):
-    idle = asyncio.Event()
+    idle, clock, limits = asyncio.Event(), [1000.0], list[float]()
+    monkeypatch.setattr(pauses_module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
 
-    async def wait_idle() -> None:
-        await idle.wait()
+    @asynccontextmanager
+    async def timeout(seconds: float) -> AsyncIterator[None]:
+        """Record the longest pause, which is over at once."""
+        limits.append(seconds)
+        async with asyncio.timeout(0):
+            yield
 
-    pauses = Pauses(SHARE, wait_idle)
+    monkeypatch.setattr(pauses_module, "asyncio", SimpleNamespace(timeout=timeout))
+    pauses = Pauses(SHARE, idle.wait)
 
-    async def fail() -> None:
+    def run(seconds: float, *, fails: bool = False) -> None:
         with pauses.after():
-            await asyncio.sleep(0.02)
-            raise ValueError("broken")
+            clock[0] += seconds
+            if fails:
+                raise ValueError("broken")
 
     with pytest.raises(ValueError, match="broken"):
-        await fail()
-    started = time.monotonic()
+        run(0.02, fails=True)
     await pauses.wait()
-    assert time.monotonic() - started >= 0.02 * (1 / SHARE - 1) - 0.01, "a job that fails counts too"
-    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 0.1)
-    with pauses.after():
-        await asyncio.sleep(0.1)
-    started = time.monotonic()
+    assert limits.pop() == pytest.approx(0.02 * (1 / SHARE - 1)), "a job that fails counts too"
+    clock[0] += 0.1
     await pauses.wait()
-    assert time.monotonic() - started < 0.1 * (1 / SHARE - 1), "not nine times its time"
-    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 3600.0)
+    assert limits.pop() == pytest.approx(0.02 * (1 / SHARE - 1) - 0.1)
+    clock[0] += 1.0
+    await pauses.wait()
+    assert limits.pop() == 0.0
+    monkeypatch.setattr(pauses_module, "MAX_PAUSE_S", 0.1)
+    run(0.1)
+    await pauses.wait()
+    assert limits.pop() == pytest.approx(0.1), "not nine times its time"
+
+
+async def test_a_pause_ends_at_once_where_the_engine_is_idle(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pauses_module, "MAX_PAUSE_S", 36_000.0)
+    idle = asyncio.Event()
+    pauses = Pauses(1e-9, idle.wait)
     with pauses.after():
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.01)
+    waiting = asyncio.create_task(pauses.wait())
+    await asyncio.sleep(0.1)
+    assert not waiting.done()
     idle.set()
-    started = time.monotonic()
-    await pauses.wait()
-    assert time.monotonic() - started < 3
+    await asyncio.wait_for(waiting, 60)
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_loads_by_name_pause_while_a_request_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("engine.answering.model_names.NAMED_SHARE", 1e-9)
-    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 3600.0)
+    monkeypatch.setattr(pauses_module, "MAX_PAUSE_S", 36_000.0)
     save_model(tmp_path / "base")
     save_adapter(tmp_path / "adapter")
     load = {"lora_name": "mine", "lora_path": str(tmp_path / "adapter"), "load_inplace": True}
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
-    checks = 0
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
     with closing(RunningServer(tmp_path / "base")) as server:
         async with aiohttp.ClientSession() as session:
             client = Client(session, server.url)
@@ -64,12 +82,9 @@ async def test_loads_by_name_pause_while_a_request_runs(tmp_path: Path, monkeypa
             running = asyncio.create_task(client.ok("/v1/completions", body))
             await client.wait_for(lambda state: state["running"] == 1)
             loading = asyncio.create_task(client.ok("/v1/load_lora_adapter", load))
-            while True:
+            for _ in range(20):
                 is_loaded = loading.done()
-                if not (await client.state())["running"]:
-                    break
+                assert (await client.state())["running"], "the request outlasts the checks"
                 assert not is_loaded
-                checks += 1
+            running.cancel()
             await loading
-            await running
-    assert checks

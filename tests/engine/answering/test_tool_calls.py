@@ -1,10 +1,10 @@
 """The two forms of tool calls, whole and split at any position: every split gives the same outcome."""
 
 import random
-import time
 
 import pytest
 
+from engine.answering.call_scanner import CallScanner
 from engine.answering.tool_calls import FORMATS, HERMES, LLAMA3_JSON, ToolCallParser, ToolFormat, format_of
 from tests.engine.answering.tools import TEMPLATES
 from wire.chat import FunctionDefinition, Tool
@@ -76,17 +76,25 @@ def test_without_parallel_calls_the_first_one_counts():
     assert read(HERMES, [text], parallel=False) == ("", [("f", "{}")])
 
 
-def test_a_long_value_costs_the_same_late_as_early():
-    """Sixteen times the characters take about sixteen times as long, not 256 times: an adapter writes what it likes."""
+def test_a_long_value_costs_the_same_late_as_early(monkeypatch: pytest.MonkeyPatch):
+    """Each character is read once, and what was read before is not copied: an adapter writes what it likes."""
+    read, plain, longest = 0, CallScanner._read, 0
 
-    def seconds(length: int) -> float:
-        parser = ToolCallParser(HERMES, NAMES)
-        start = time.thread_time()
-        parser.push('<tool_call>{"arguments": {"x": "' + "a" * length)
-        return time.thread_time() - start
+    def counted(scanner: CallScanner, char: str, out: list[str]) -> None:
+        nonlocal read, longest
+        read += 1
+        plain(scanner, char, out)
+        longest = max([longest, *map(len, scanner._token[-1:])])
 
-    once = min(seconds(40_000) for _ in range(3))
-    assert min(seconds(640_000) for _ in range(2)) < 64 * once
+    monkeypatch.setattr(CallScanner, "_read", counted)
+    parser, text = ToolCallParser(HERMES, NAMES), '{"arguments": {"x": "' + "a" * 20_000
+    parser.push("<tool_call>")
+    for start in range(0, len(text), 10):
+        parser.push(text[start : start + 10])
+        assert len(parser._buffer) < 10
+        assert len(parser._scanner._raw[-1]) <= 10
+    assert read == len(text)
+    assert longest == 1, "a text that grows by appending is copied each time"
 
 
 @pytest.mark.parametrize("name", FORMATS)

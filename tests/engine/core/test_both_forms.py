@@ -12,7 +12,7 @@ from adapters.store import DirectoryStore
 from engine.config import EngineConfig
 from engine.core import process
 from engine.core.process import form_of
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
 
 INTERNAL = {"x-loraplex-internal-token": "secret", "x-loraplex-tenant": "acme"}
@@ -72,7 +72,7 @@ async def tell(url: str, session: aiohttp.ClientSession, digest: str) -> list[An
 
 async def leave(url: str, session: aiohttp.ClientSession) -> dict[str, Any]:
     """Leave a stream, and return the state once it is over."""
-    body = {"model": "tiny", "prompt": "x", "max_tokens": 3500, "ignore_eos": True, "stream": True}
+    body = {"model": "tiny", "prompt": "x", "max_tokens": 3500, "ignore_eos": True, "stream": True} | SLOW
     async with session.post(url + "/v1/completions", data=json.dumps(body), headers=INTERNAL) as response:
         await response.content.readline()
         response.close()
@@ -83,7 +83,11 @@ async def leave(url: str, session: aiohttp.ClientSession) -> dict[str, Any]:
     return {key: state[key] for key in ("adapters_resident", "adapters_host", "adapter_loads", "max_adapter_bytes")}
 
 
-async def test_both_forms_answer_alike(session: aiohttp.ClientSession, model: Path, tmp_path: Path):
+@pytest.mark.usefixtures("slow_steps")
+async def test_both_forms_answer_alike(
+    session: aiohttp.ClientSession, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(process, "CHILD", "testing.broken_core")  # its steps are slow too for the request that is left
     modules = {}
     for seed, name in enumerate(("one", "two", "called"), 1):
         config = {"alora_invocation_tokens": [40, 41]} if name == "called" else {}

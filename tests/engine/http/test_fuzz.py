@@ -21,7 +21,7 @@ from tests.engine.http.bodies import bodies
 
 AT_ONCE = 4
 BODIES = int(os.environ.get("LORAPLEX_FUZZ_BODIES", "200"))
-STUCK_S = 30.0
+STUCK_S = 90.0
 
 
 class Fuzzer:
@@ -66,7 +66,7 @@ def server(starts_servers: None, tmp_path_factory: pytest.TempPathFactory) -> It
     running.close()
 
 
-@pytest.mark.timeout(3600 if BODIES > 1000 else 120)
+@pytest.mark.timeout(3600 if BODIES > 1000 else 300)
 def test_fuzzed_bodies_are_answered_and_leave_nothing_behind(server):
     fuzzer = Fuzzer(server.url)
     with asyncio.Runner() as runner:
@@ -83,18 +83,20 @@ def test_fuzzed_bodies_are_answered_and_leave_nothing_behind(server):
             runner.run(fuzzer.send(group))
 
         fuzz()
-        state = runner.run(_rest(server.url))
+        state = runner.run(_rest(server))
     print(f"{fuzzer.statuses.total()} bodies: {dict(fuzzer.statuses)}")
     assert fuzzer.statuses.total() >= BODIES // 2
     assert fuzzer.statuses[200] > fuzzer.statuses.total() // 20, "too few are served for this to mean anything"
     assert state["kv_blocks_free"] == state["kv_blocks_total"]
     assert state["adapter_pages_free"] == state["adapter_pages_total"]
-    assert server.server._in_flight.number == 0
 
 
-async def _rest(url: str) -> Any:
+async def _rest(server: RunningServer) -> Any:
     async with aiohttp.ClientSession() as session:
-        client = Client(session, url)
-        state = await client.wait_for(lambda state: not state["running"] and not state["waiting"], 30)
+        client = Client(session, server.url)
         assert (await client.complete(prompt="still here", max_tokens=2))["choices"]
-        return state
+
+        def is_idle(state: Any) -> bool:
+            return not state["running"] and not state["waiting"] and server.server._in_flight.number == 0
+
+        return await client.wait_for(is_idle)

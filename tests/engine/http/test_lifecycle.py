@@ -19,18 +19,19 @@ from engine.config import EngineConfig, ServerConfig
 from engine.core.messages import Loading
 from engine.core.service import CoreService
 from engine.program import run
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, Client, RunningServer
 from testing.gateway.running import until
 from testing.ports import free_port
 from wire.errors import ConfigError
 
-LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0}
+LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0} | SLOW
 
 
 def is_idle(state: dict) -> bool:
     return not state["running"] and not state["waiting"] and state["kv_blocks_free"] == state["kv_blocks_total"]
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_stream_whose_client_leaves_frees_its_request(client):
     async with client.session.post(client.url + "/v1/completions", json=LONG | {"stream": True}) as response:
         await response.content.readline()
@@ -40,6 +41,7 @@ async def test_a_stream_whose_client_leaves_frees_its_request(client):
     assert state["generated_tokens"] < 3500
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_client_that_leaves_without_a_stream_frees_its_requests(client):
     before = (await client.state())["generated_tokens"]
     asking = asyncio.create_task(client.post("/v1/completions", LONG | {"n": 3}))
@@ -49,6 +51,7 @@ async def test_a_client_that_leaves_without_a_stream_frees_its_requests(client):
     assert state["generated_tokens"] - before < 3 * 3500
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_client_that_leaves_while_waiting_leaves_the_queue(client):
     running = [asyncio.create_task(client.post("/v1/completions", LONG | {"stream": True})) for _ in range(8)]
     await client.wait_for(lambda state: state["running"] == 8)
@@ -61,6 +64,7 @@ async def test_a_client_that_leaves_while_waiting_leaves_the_queue(client):
     await client.wait_for(is_idle)
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_full_queue_refuses_and_says_when_to_come_back(session, model):
     server = RunningServer(model, config={"max_num_seqs": 1}, max_waiting=1)
     try:
@@ -79,6 +83,7 @@ async def test_a_full_queue_refuses_and_says_when_to_come_back(session, model):
         server.close()
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model, monkeypatch, caplog):
     server = RunningServer(model)
     try:
@@ -216,6 +221,7 @@ async def test_metrics_count_what_was_done(client, session):
     assert after["loraplex_engine_kv_blocks"] == (await client.state())["kv_blocks_total"]
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_stopping_lets_requests_end_and_aborts_the_rest(session, model):
     server = RunningServer(model)
     client = Client(session, server.url)

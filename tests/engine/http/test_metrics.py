@@ -9,10 +9,10 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
 
-ENDLESS = {"model": "tiny", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True}
+ENDLESS = {"model": "tiny", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True} | SLOW
 
 
 async def reading(client: Client, name: str) -> float:
@@ -32,6 +32,7 @@ async def test_refused_loads_by_path_are_counted(client: Client, tmp_path: Path)
         assert await reading(client, failures) == before + 1
 
 
+@pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_is_an_abort(client: Client, stream: bool):
     ended = 'loraplex_engine_requests_finished_total{finish_reason="abort"}'

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from testing.engine import Client, RunningServer
+from testing.engine import SLOW, Client, RunningServer
 from wire.service import MAX_TENANTS
 
 TOKEN = "internal"
@@ -21,10 +21,11 @@ def server(model: Path) -> Iterator[RunningServer]:
     running.close()
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_only_tenants_with_requests_are_charged(client: Client):
     assert await client.ok("/service", {"tenants": {"acme": 10.5}}, **INTERNAL) == {"num_charged": 0}
     headers = INTERNAL["headers"] | {"x-loraplex-tenant": "acme", "x-loraplex-weight": "2"}
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3000, "ignore_eos": True, "stream": True} | SLOW
     async with client.session.post(client.url + "/v1/completions", data=json.dumps(body), headers=headers) as response:
         assert response.status == 200
         charged = await client.ok("/service", {"tenants": {"acme": 1e6, "globex": 1}}, **INTERNAL)

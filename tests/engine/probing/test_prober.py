@@ -2,12 +2,13 @@
 
 import asyncio
 import hashlib
+import itertools
 import json
-import statistics
-import time
-from collections.abc import Iterator
-from contextlib import closing
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -17,9 +18,10 @@ from safetensors.torch import load_file, save_file
 
 from adapters.manifest import BaseShape
 from adapters.store import DirectoryStore
+from engine.answering import pauses
 from engine.probing.base_digest import base_digest
-from engine.probing.prober import MAX_OF_TENANT, compare, fixed_prompts
-from testing.engine import Client, RunningServer
+from engine.probing.prober import MAX_OF_TENANT, NUM_PROMPTS, SHARE, Prober, compare, fixed_prompts
+from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter, save_model
 
 TOKEN = "internal"
@@ -107,71 +109,81 @@ async def test_wrong_probes(client: Client):
     assert (await client.post("/probe", {"model": "sha256:" + "0" * 64}))[0] == 401
 
 
-async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(client: Client, put):
-    name = put(7)
-    many = [client.post("/probe", {"model": name}, headers=HEADERS) for _ in range(MAX_OF_TENANT + 4)]
-    other = client.post("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "globex"})
-    *of_acme, of_globex = await asyncio.gather(*many, other)
-    assert of_globex[0] == 200
-    statuses = sorted(status for status, _ in of_acme)
-    assert statuses.count(200) == MAX_OF_TENANT
-    assert set(statuses) == {200, 429}
-    assert (await client.state(headers=HEADERS))["running"] == 0
+async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(
+    client: Client, put, monkeypatch: pytest.MonkeyPatch
+):
+    name, gate, plain = put(7), threading.Event(), Prober._probe
+
+    async def held(*given: Any) -> Any:
+        assert await asyncio.to_thread(gate.wait, 60)
+        return await plain(*given)
+
+    monkeypatch.setattr(Prober, "_probe", held)
+    many = [
+        asyncio.create_task(client.post("/probe", {"model": name}, headers=HEADERS)) for _ in range(MAX_OF_TENANT + 4)
+    ]
+    try:
+        # Those beyond the limit are refused while the first one is held.
+        await client.wait_for(lambda _: sum(each.done() for each in many) == 4, headers=HEADERS)
+        other = client.post("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "globex"})
+        of_globex = asyncio.create_task(other)
+    finally:
+        gate.set()
+    assert (await of_globex)[0] == 200
+    statuses = sorted(status for status, _ in await asyncio.gather(*many))
+    assert statuses == [200] * MAX_OF_TENANT + [429] * 4
+    await client.wait_for(lambda state: state["running"] == 0, headers=HEADERS)
 
 
-async def test_probes_beside_a_running_request_rest_between_them(client: Client, put):
-    name = put(8)
+@pytest.mark.usefixtures("slow_steps")
+async def test_probes_beside_a_running_request_rest_between_them(client: Client, put, monkeypatch: pytest.MonkeyPatch):
+    """A rest is nine times as long as the job before it: by a clock that moves on by a second with each reading."""
+    name, limits = put(8), list[float]()
 
-    async def seconds() -> float:
-        """Return the median time of a probe, the first one without a rest before it left out."""
-        times = []
-        for _ in range(7):
-            started = time.perf_counter()
-            await client.ok("/probe", {"model": name}, headers=HEADERS)
-            times.append(time.perf_counter() - started)
-        return statistics.median(times[1:])
+    @asynccontextmanager
+    async def timeout(seconds: float) -> AsyncIterator[None]:
+        """Record the longest rest, which is over at once."""
+        limits.append(seconds)
+        async with asyncio.timeout(0):
+            yield
 
-    alone = await seconds()
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 240, "ignore_eos": True}
-    others = HEADERS | {"x-loraplex-tenant": "globex"}
-    is_over = False
-
-    async def run() -> None:
-        while not is_over:
-            await client.ok("/v1/completions", body, headers=others)
-
-    running = [asyncio.create_task(run()) for _ in range(2)]
-    beside = await seconds()
-    is_over = True
-    await asyncio.gather(*running)
-    # Ten times its own time, which is no shorter beside others.
-    assert beside > 4 * alone
+    monkeypatch.setattr(pauses, "time", SimpleNamespace(monotonic=itertools.count().__next__))
+    monkeypatch.setattr(pauses, "asyncio", SimpleNamespace(timeout=timeout))
+    monkeypatch.setattr(pauses, "MAX_PAUSE_S", 3600.0)
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
+    running = asyncio.create_task(client.ok("/v1/completions", body, headers=HEADERS | {"x-loraplex-tenant": "globex"}))
+    await client.wait_for(lambda state: state["running"] == 1, headers=HEADERS)
+    for _ in range(2):
+        await client.ok("/probe", {"model": name}, headers=HEADERS)
+    # The load, the first pass, and one for each prompt. A second of the rest is over when it is waited for.
+    assert len(limits) == 2 * (2 + NUM_PROMPTS)
+    assert limits[1:] == pytest.approx([1 / SHARE - 1 - 1] * (len(limits) - 1))
+    running.cancel()
+    await client.wait_for(lambda state: state["running"] == 0, headers=HEADERS)
 
 
+@pytest.mark.usefixtures("slow_steps")
 async def test_a_probe_rests_after_each_of_its_passes(
     server: RunningServer, model: Path, put, monkeypatch: pytest.MonkeyPatch
 ):
     """A request beside it is delayed by one pass, not by all of them."""
     monkeypatch.setattr("engine.probing.prober.SHARE", 1e-9)
-    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 3600.0)
+    monkeypatch.setattr("engine.answering.pauses.MAX_PAUSE_S", 36_000.0)
     name = put(9)
-    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 600, "ignore_eos": True}
-    checks = 0
+    body = {"model": "tiny", "prompt": "Hi", "max_tokens": 3500, "ignore_eos": True} | SLOW
     with closing(RunningServer(model, server.store, internal_token=TOKEN)) as other:
         async with aiohttp.ClientSession() as session:
             client = Client(session, other.url)
             running = asyncio.create_task(client.ok("/v1/completions", body, headers=HEADERS))
             await client.wait_for(lambda state: state["running"] == 1, headers=HEADERS)
+            monkeypatch.setattr("engine.probing.prober.PROBE_S", 600.0)
             probing = asyncio.create_task(client.ok("/probe", {"model": name}, headers=HEADERS))
-            while True:
+            for _ in range(20):
                 is_probed = probing.done()
-                if not (await client.state(headers=HEADERS))["running"]:
-                    break
+                assert (await client.state(headers=HEADERS))["running"], "the request outlasts the checks"
                 assert not is_probed
-                checks += 1
+            running.cancel()
             assert (await probing)["reasons"] == []
-            await running
-    assert checks
 
 
 def test_prompts_are_valid_for_any_vocabulary():

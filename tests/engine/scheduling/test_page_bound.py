@@ -132,8 +132,9 @@ requests = st.builds(
 @pytest.mark.usefixtures("takes_a_core")
 @settings(
     max_examples=15,
-    phases=[Phase.explicit, Phase.reuse, Phase.generate],
+    phases=[Phase.explicit, Phase.generate],
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(
