@@ -51,7 +51,7 @@ from gateway.api.uploads.validating import Validation
 from gateway.api.webhook_manager import WebhookManager
 from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.own_engines import OwnEngines
-from gateway.billing.recovery import Abandoned
+from gateway.billing.recovery import LeaseRecovery
 from gateway.fleet.addresses import own_fields
 from gateway.metrics import Metrics
 from gateway.pages.adapters.build import AdapterParts, build_adapter_page
@@ -83,7 +83,7 @@ class Gateway:
     records: Records
     billing: Billing
     serving: Serving
-    abandoned: Abandoned
+    recovery: LeaseRecovery
     deliveries: Deliveries
     idempotency: Idempotency
     intake: AdapterIntake
@@ -144,7 +144,7 @@ async def build(settings: Settings) -> Gateway:
         records,
         billing,
         serving,
-        abandoned=_build_recovery(resources, billing, serving),
+        recovery=_build_recovery(resources, billing, serving),
         deliveries=deliveries,
         idempotency=idempotency,
         intake=intake,
@@ -185,12 +185,12 @@ def _served(resources: Resources, serving: Serving, base: str) -> Served:
     return served(serving.registry.engines, resources.settings.max_lora_rank, base)
 
 
-def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> Abandoned:
+def _build_recovery(resources: Resources, billing: Billing, serving: Serving) -> LeaseRecovery:
     def listed() -> dict[str, bool]:
         return {engine.url: engine.address.traits.has_usage_log for engine in serving.registry.engines}
 
     seconds, engines = resources.settings.lease_seconds / 3, OwnEngines(listed)
-    return Abandoned(
+    return LeaseRecovery(
         billing.quota, billing.stream, billing.ledger, resources.metrics, billing.finished, engines, seconds
     )
 

@@ -233,8 +233,8 @@ class TooMuchRefused(GatewayError):
 
     def __init__(self, retry_after: int) -> None:
         message = (
-            f"Too many of your requests were refused after their prompts were counted. Correct what their errors name, "
-            f"and try again in {retry_after} s."
+            f"Too many of your recent requests were refused after their prompts were counted. Their errors name the "
+            f"causes. Try again in {retry_after} s."
         )
         super().__init__(message, headers={"Retry-After": str(retry_after)})
 

@@ -143,7 +143,7 @@ class Lifecycle:
 
     async def _usage(self, _: web.Application) -> AsyncIterator[None]:
         ledger, refusals = self._gateway.billing.ledger, self._gateway.records.refusals
-        async with running(ledger.run()), running(self._gateway.abandoned.run()), running(refusals.run()):
+        async with running(ledger.run()), running(self._gateway.recovery.run()), running(refusals.run()):
             yield
         try:
             async with asyncio.timeout(FLUSH_SECONDS):

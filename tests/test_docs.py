@@ -368,7 +368,7 @@ def test_every_design_page_has_a_figure_and_the_effects_of_failures(path):
 
 def test_the_readme_says_what_this_is_and_shows_output_before_code():
     text = (ROOT / "README.md").read_text()
-    assert text.splitlines()[2].startswith("Loraplex serves base models, each with many")
+    assert text.splitlines()[2].startswith("Loraplex serves many customers' LoRA adapters on shared base models")
     output = text.split("```python")[0].split("```")[-2].strip().splitlines()
     assert len(output) >= 5
 

@@ -139,8 +139,8 @@ class AdapterPool:
         return self._residents.readable_among(digests)
 
     def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
-        """Return whether the adapter is usable in this step; if not, start loading it. Never blocks. Takes O(1), except
-        when it evicts.
+        """Return the adapter's residency in this step, and start loading it if it has none. Never blocks. Takes O(1),
+        except when it evicts.
 
         Call it in the order in which requests should be served. An adapter that does not fit beside those in use gets a
         reservation, one per tenant, and NO_ROOM is returned until its pages are free. tenant_id, weight: those of the

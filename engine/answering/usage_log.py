@@ -183,6 +183,14 @@ def _text(padded: bytes) -> str:
     return padded.rstrip(b"\0").decode("ascii", "replace")
 
 
+def _allocate(descriptor: int, size: int) -> None:
+    # Allocated blocks fail on a full disk now, instead of with SIGBUS later. macOS has only files with holes.
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size)
+    else:
+        os.ftruncate(descriptor, size)
+
+
 def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
     """Return the memory, and the descriptor whose lock keeps other engines away until this process ends."""
     if path is None:
@@ -193,7 +201,7 @@ def _map(path: Path | None, size: int) -> tuple[mmap.mmap, int | None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.fstat(descriptor).st_size not in (0, size):
             raise ValueError(f"{path}: expected a file of {size} bytes, or none")
-        os.posix_fallocate(descriptor, 0, size)  # fails on a full disk now, instead of with SIGBUS later
+        _allocate(descriptor, size)
         return mmap.mmap(descriptor, size), descriptor
     except BlockingIOError as error:
         os.close(descriptor)

@@ -23,8 +23,8 @@ MIN_CHUNK = 4
 # Number of steps with prompts after which one step has decodes only, because the decode time that was learnt may be out
 # of date.
 STEPS_UNTIL_ALONE = 16
-# The room for prompts grows with this power of `patience`: 32 times at patience 2. The total waiting time would be
-# least with no room below patience 1 and all room above it; a power keeps decodes moving near 1.
+# The room for prompts grows with this power of their pressure: 32 times at pressure 2. A switch from no room to all
+# room at pressure 1 would minimise the total waiting time; a steep power comes near it without stalling decodes.
 STEEPNESS = 5
 # Number of rows (streams and prompt tokens) for which a step may exceed its target, up to MAX_STEP_S seconds. Smaller
 # steps would spend too much of their time on what they cost at any size.
@@ -64,7 +64,7 @@ class PromptBudget:
         return (self.most if is_light else self.paced) - self.num_planned
 
 
-def patience(prompts: Counter[str], streams: Counter[str]) -> float:
+def prompt_pressure(prompts: Counter[str], streams: Counter[str]) -> float:
     """Return how strongly waiting prompts should slow down decoding: per tenant `(2 * prompts - 1) / streams`, the
     minimum over tenants with decoding streams. A tenant's decodes are slowed only for its own prompts.
 
@@ -94,11 +94,11 @@ class Pacer:
         self._steps_since_trial = 0
         self._trial_interval = FIRST_TRIAL
 
-    def prompt_budget(self, num_decodes: int, most: int, patience: float = 1.0) -> int:
+    def prompt_budget(self, num_decodes: int, most: int, prompt_pressure: float = 1.0) -> int:
         """Return the number of prompt tokens that a step with `num_decodes` decodes may compute, at most `most`.
 
-        patience: weight of the prompts against the decodes, from `Scheduler`; values below 1 count as 1. Above 1,
-        delaying the decodes costs less in total than delaying the prompts.
+        prompt_pressure: see the function of this name; values below 1 count as 1. Above 1, delaying the decodes costs
+        less in total than delaying the prompts.
         """
         if self._steps_since_alone >= STEPS_UNTIL_ALONE:
             return 0
@@ -107,7 +107,7 @@ class Pacer:
         each = self._each
         # Corrects for decodes that joined or left since the last step without prompts.
         grown = self._decode_seconds + (num_decodes - self._decodes) * each
-        room = (self._stretch - 1) * max(patience, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
+        room = (self._stretch - 1) * max(prompt_pressure, 1.0) ** STEEPNESS * max(grown, 0.5 * self._decode_seconds)
         chunk = max(self._min_chunk, int(room / each))
         if self._is_trial_due:
             chunk *= 2
@@ -115,13 +115,13 @@ class Pacer:
             chunk = max(self._floor, chunk // 2)  # the fixed cost may be gone
         return min(most, chunk)
 
-    def budget(self, num_decodes: int, most: int, patience: float, target: float | None) -> PromptBudget:
+    def budget(self, num_decodes: int, most: int, prompt_pressure: float, target: float | None) -> PromptBudget:
         """Return the budget of a step with `num_decodes` decodes.
 
-        target: time in seconds that light tenants' prompts may take, and up to which `patience` may enlarge the chunks
-        of others; None: no such limits. See also `MIN_ROWS`.
+        target: time in seconds that light tenants' prompts may take, and up to which `prompt_pressure` may enlarge the
+        chunks of others; None: no such limits. See also `MIN_ROWS`.
         """
-        paced = self.prompt_budget(num_decodes, most, patience) if num_decodes else most
+        paced = self.prompt_budget(num_decodes, most, prompt_pressure) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
             # Light tenants' prompts were in every step. A step without prompts is due, or `prompt_budget` stays 0.
             return PromptBudget(0, 0)
@@ -189,7 +189,7 @@ class Pacer:
             if usual.tokens <= self._min_chunk and share > HARDLY_FIXED:
                 self._set_min_chunk(step)
         elif not self._is_trial_due:
-            self._recent.clear()  # another prompt's chunk, or a change of patience
+            self._recent.clear()  # another prompt's chunk, or a change of prompt_pressure
         elif share < MOSTLY_FIXED:
             self._set_min_chunk(step)
             self._trial_interval = FIRST_TRIAL

@@ -30,11 +30,15 @@ class _Held:
 
 
 def find_victims(
-    claimant: Request, debtors: Sequence[Request], running: Sequence[Request], cache: KVCache, lacking: tuple[int, int]
+    claimant: Request,
+    preemptible: Sequence[Request],
+    running: Sequence[Request],
+    cache: KVCache,
+    lacking: tuple[int, int],
 ) -> list[Request] | None:
     """Return the requests whose seats and blocks make room for the claimant; None if there are not enough.
 
-    debtors: the requests that may give way, in order. lacking: the missing seats and blocks. If both are 0, the
+    preemptible: the requests that may give way, in order. lacking: the missing seats and blocks. If both are 0, the
     claimant fits, but only into blocks that running requests are expected to need; then a tenant with nothing running
     is admitted without victims.
 
@@ -43,14 +47,14 @@ def find_victims(
     """
     seats, blocks = lacking
     if not seats and not blocks:
-        return [] if debtors and all(r.tenant_id != claimant.tenant_id for r in running) else None
+        return [] if preemptible and all(r.tenant_id != claimant.tenant_id for r in running) else None
     need = cache.blocks_for(claimant.num_tokens)
     held: defaultdict[str, _Held] = defaultdict(_Held)
     for request in running:
         held[request.tenant_id].add(request)
     own = held[claimant.tenant_id]
     victims: list[Request] = []
-    for request in debtors:
+    for request in preemptible:
         theirs = held[request.tenant_id]
         if own.seats:
             ratio = request.weight / claimant.weight

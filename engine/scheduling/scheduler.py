@@ -20,7 +20,7 @@ from engine.scheduling.drafter import Drafter, is_doubtful
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.nearness import Nearness
-from engine.scheduling.pacing import Pacer, PromptBudget, patience
+from engine.scheduling.pacing import Pacer, PromptBudget, prompt_pressure
 from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.policy import Policy
@@ -212,7 +212,7 @@ class Scheduler:
         if self._pacer is None:
             return PromptBudget(most, most)
         target = self.policy.step_target(self._clock())
-        return self._pacer.budget(len(plan), most, self._patience(plan, prompts), target)
+        return self._pacer.budget(len(plan), most, self._prompt_pressure(plan, prompts), target)
 
     def _prefill(self, plan: Plan, budget: PromptBudget, prompts: list[Request]) -> set[str]:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
@@ -306,8 +306,8 @@ class Scheduler:
         """
         if self._num_reclaimed >= RECLAIMED:
             return False
-        debtors = self.policy.debtors(request, self.running, self._clock(), keeps_blocks=not lacking[1])
-        victims = find_victims(request, debtors, self.running, self.cache, lacking)
+        preemptible = self.policy.preemptible(request, self.running, self._clock(), keeps_blocks=not lacking[1])
+        victims = find_victims(request, preemptible, self.running, self.cache, lacking)
         if victims is None:
             return False
         self._num_reclaimed += 1
@@ -333,13 +333,13 @@ class Scheduler:
                 request.fault = fault
                 self._failed.append(request)
 
-    def _patience(self, plan: Plan, in_progress: Sequence[Request]) -> float:
-        """See `pacing.patience`."""
+    def _prompt_pressure(self, plan: Plan, in_progress: Sequence[Request]) -> float:
+        """See `pacing.prompt_pressure`."""
         prompts = Counter(r.tenant_id for r in in_progress)
         streams = Counter([r.tenant_id for r in plan])
         for tenant_id in streams:
             prompts[tenant_id] += min(self.policy.num_waiting(tenant_id), self._seats.num_free)
-        return patience(prompts, streams)
+        return prompt_pressure(prompts, streams)
 
     def _grow_or_preempt(self, request: Request, num_tokens: int, plan: Plan) -> bool:
         while not self.cache.grow(request, num_tokens):

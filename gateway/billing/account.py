@@ -35,13 +35,13 @@ log = logging.getLogger(__name__)
 # slower settlement continues in the background.
 SETTLE_PATIENCE_SECONDS = 1.0
 # Maximum wait for an engine's final count after an answer was cut off: the engine stops within a step, or was killed
-# and is restarted. After it `Abandoned` settles the request: it waits longer, with the tenant's slot released.
+# and is restarted. After it `LeaseRecovery` settles the request: it waits longer, with the tenant's slot released.
 OUTCOME_PATIENCE_SECONDS = 10.0
 
 
 @dataclass(slots=True)
-class HoldEnd:
-    """End of an answer whose token rates have no more room.
+class RateEnd:
+    """End of an answer that reached the limit of its token rates.
 
     by_engine: whether the engine ended the answer. is_handled: whether the gateway has counted the end. cut: the error
     for which the gateway stopped an engine that keeps no allowance.
@@ -77,7 +77,7 @@ class Account:
         self.hold = reservation.hold
         if self.hold is not None:
             self.hold.weight = asked.weights.completion
-        self.hold_end = HoldEnd()
+        self.rate_end = RateEnd()
         # Indices of the choices that have ended.
         self.ended_choices: set[int] = set()
         self.attempts = Attempts()
@@ -114,9 +114,9 @@ class Account:
     @property
     def is_beyond_hold(self) -> bool:
         """Return whether the answer needs more tokens than its hold, and this has not been handled yet."""
-        if self.hold is None or self.hold_end.is_handled:
+        if self.hold is None or self.rate_end.is_handled:
             return False
-        return self.hold_end.by_engine or self.hold.pace.is_used_up
+        return self.rate_end.by_engine or self.hold.pace.is_used_up
 
     @property
     def status(self) -> str:
@@ -180,7 +180,7 @@ class Account:
         choices = decode_choices(event)
         if isinstance(progress, dict):
             self.observe_receipt(progress.get("adapter_digest"))
-            self.hold_end.by_engine = progress.get("ended_by_allowance") is True
+            self.rate_end.by_engine = progress.get("ended_by_allowance") is True
         if isinstance(usage, dict):
             self._count(usage, (usage.get("prompt_tokens_details") or {}).get("cached_tokens"))
         elif isinstance(progress, dict):
@@ -324,7 +324,7 @@ class Accounting:
             try:
                 outcome = await self._finished.outcome(engine, account.reservation.request_id, OUTCOME_PATIENCE_SECONDS)
             except TimeoutError:
-                if await self._leave(account, engine, ended):
+                if await self._hand_over(account, engine, ended):
                     return
             if outcome is not None:
                 account.attempts.engine = engine
@@ -354,15 +354,15 @@ class Accounting:
         else:
             self._ledger.settled(entry_id, row)
 
-    async def _leave(self, account: Account, engine: str, ended: float) -> bool:
-        """Leave the settlement to `Abandoned`, with the counts that apply if the engine stays away.
+    async def _hand_over(self, account: Account, engine: str, ended: float) -> bool:
+        """Hand the settlement over to `LeaseRecovery`, with the counts that apply if the engine stays away.
 
         ended: on the clock of the account's `arrived`. Returns whether that is possible.
         """
         row = account.row(account.charge(None), ended)
         end = LeaseEnd(**{name: getattr(row, name) for name in LeaseEnd.__struct_fields__})
         received = account.used if account.ending in CUT else Used()
-        is_free = account.ending.may_be_lost
+        is_free = account.ending.is_unanswered
         try:
             self._quota.progress(
                 account.reservation, engine, received.prompt, received.completion, is_free=is_free, end=end

@@ -34,7 +34,7 @@ class Attempts:
     def to_ask(self, ending: Ending) -> list[str]:
         """Return the engines whose work on the request may be unknown to this gateway, the likeliest first."""
         served = self.engine if ending.asks_engine and self._remembers else None
-        lost = self.lost if ending.may_be_lost else None
+        lost = self.lost if ending.is_unanswered else None
         return list(dict.fromkeys(url for url in (served, lost) if url is not None))
 
     @property

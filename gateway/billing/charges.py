@@ -62,8 +62,8 @@ class Ending(Enum):
         return self in (*CUT, Ending.NOT_BEGUN)
 
     @property
-    def may_be_lost(self) -> bool:
-        """Return whether no engine served the request. An engine that died with it is then asked for its counts."""
+    def is_unanswered(self) -> bool:
+        """Return whether no engine answered the request. An engine that died with it is then asked for its counts."""
         return self in (Ending.NOT_BEGUN, *UNANSWERED)
 
 
@@ -167,7 +167,7 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
         rate_tokens = max(rate_tokens, weights.tokens(asked_prompt, 0))
     counts = was_lost or ending not in (Ending.UNABLE, Ending.UNSERVED, Ending.MISMATCHED)
     is_recorded = was_lost or ending is not Ending.UNSERVED
-    return Charge(int(counts), rate_tokens, used, is_free=ending.may_be_lost, is_recorded=is_recorded)
+    return Charge(int(counts), rate_tokens, used, is_free=ending.is_unanswered, is_recorded=is_recorded)
 
 
 def ending_after(error: Exception) -> Ending:

@@ -33,6 +33,11 @@ SUFFIX = ".journal"
 BATCH = 500
 
 
+def _sync(descriptor: int) -> None:
+    # fdatasync leaves out the times of the file. macOS lacks it.
+    getattr(os, "fdatasync", os.fsync)(descriptor)
+
+
 def journal_folder(root: Path, database_url: str) -> Path:
     """Return the folder beneath `root` for a database. Each has its own, so that no event reaches another database."""
     url = make_url(database_url)
@@ -115,7 +120,7 @@ class JournalFile:
             written = 0
             while written < len(data):
                 written += os.pwrite(self._descriptor, data[written:], self.size + written)
-            os.fdatasync(self._descriptor)
+            _sync(self._descriptor)
         except OSError:
             # A partial record would make those after it unreadable.
             os.ftruncate(self._descriptor, self.size)

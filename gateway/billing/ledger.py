@@ -126,8 +126,8 @@ class Ledger:
     ) -> None:
         """Do the work at each event and about every `seconds`; retry with growing delays while a part is away.
 
-        work: returns False if it was another process's turn. describe: returns the amount that waits for the work as
-        text, empty if there is none; only then is an outage not logged.
+        work: returns False if it was another process's turn. describe: returns the amount of work that waits, as
+        text. An outage is logged only if some work waits.
         """
         delay = FIRST_RETRY_SECONDS
         outage = Outage(log, "writing usage rows")

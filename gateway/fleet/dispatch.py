@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 # Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
 MAX_FAILURES = 2
 ENGINES_DIED = (
-    "The engines died while they worked on this request. It costs nothing, but the tokens computed for it count "
-    "against the token rates."
+    "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
+    "count against your limits of tokens per minute and per day."
 )
 NO_ADAPTERS = "The available engines serve the base model only, no adapters."
 ONLY_ADAPTERS = (

@@ -1,9 +1,9 @@
 """Waiting requests of a queue: ordered by priority with ageing, then by fair share, then by deadline within a tenant.
 
 A priority's level improves by one for each PRIORITY_S in which its requests waited and none was admitted. So no
-priority starves another for ever: beside requests of priority 0 without end, priority p has an admission after
-`PRIORITY_S * (p + 1)` of waiting, and its tenants take turns by their service. Ageing counts by priority and not by
-request, because old requests of a flood would otherwise pass the fresh ones of a less served tenant of the same
+priority starves another for ever: beside an endless flow of requests of priority 0, a request of priority p is admitted
+after `PRIORITY_S * (p + 1)` of waiting, and the tenants of p take turns by their service. Ageing counts by priority and
+not by request, because old requests of a flood would otherwise pass the fresh ones of a less served tenant of the same
 priority. A time-out does not reset the clock, so that a client that tries again gets its turn; the clock stops while no
 request of the priority waits.
 
@@ -103,7 +103,7 @@ class Waiting(Generic[W]):
                 self._ranks[priority].place(line, self._counter(each))
 
     def first(self, may_enter: Callable[[str], bool] = everybody) -> W | None:
-        """Return the request to admit next: that of the next line with the earliest deadline; None if there is none.
+        """Return the request to admit next: in the line whose turn it is, the earliest deadline. None if nobody waits.
 
         may_enter: returns whether a tenant's requests may be chosen.
         """

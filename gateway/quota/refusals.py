@@ -19,8 +19,8 @@ States = Sequence[tuple[int, int, int]]
 _OF_REQUESTS = {kind.letter for kind in REQUEST_KINDS}
 HEADERS = {"requests": TAKES_ONE & WINDOW_BY_LETTER.keys() & _OF_REQUESTS, "tokens": TOKEN_RATE & _OF_REQUESTS}
 WHOLE_ANSWER = (
-    " Behind an engine without allowances, such as vLLM, an answer that is not streamed holds all of max_tokens: "
-    "stream it, and its hold grows with it."
+    " Non-streaming requests to this model reserve all of max_tokens. A streaming request reserves less at first, and "
+    "more as its answer grows."
 )
 
 

@@ -4,8 +4,8 @@
 Each admission and each prompt chunk goes to the tenant with the least service per weight, and is charged before the
 next one is chosen. Independent of blocks and adapters.
 
-A running stream of a tenant that is ahead gives way to a waiting request of one that is behind (`debtors`), so that no
-tenant's `max_tokens` bounds another tenant's wait; docs/design/step-loop.md states the bound.
+A running stream of a tenant that is ahead gives way to a waiting request of one that is behind (`preemptible`), so
+that no tenant's `max_tokens` bounds another tenant's wait; docs/design/step-loop.md states the bound.
 """
 
 from bisect import bisect_right, insort
@@ -76,7 +76,7 @@ class FairShare(TenantPolicy):
         """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
         return max(running, key=lambda r: (r.had_quantum, self.counter(r.tenant_id), r.arrival))
 
-    def debtors(
+    def preemptible(
         self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
     ) -> list[Request]:
         """Return streams of tenants that are ahead, if they have had their quantum: furthest ahead first, then newest.

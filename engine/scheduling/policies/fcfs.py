@@ -31,7 +31,7 @@ class FirstCome(TenantPolicy):
     def victim(self, running: Sequence[Request]) -> Request:
         return max(running, key=_arrival)
 
-    def debtors(
+    def preemptible(
         self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
     ) -> list[Request]:
         return []

@@ -1,7 +1,7 @@
 """Interface of a scheduling policy: the order of waiting requests and prompts, and the streams that give way.
 
 The scheduler owns seats, blocks and adapters; a policy owns the queue and each tenant's account. A new policy is a
-class here and a line in `policies.registry`.
+module in this folder, a line in `registry.py` and a name in `engine.config.PolicyName`.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
@@ -99,7 +99,7 @@ class Policy(Protocol):
         """Return the running request that gives way when no block is left for a running request's next token."""
         ...
 
-    def debtors(
+    def preemptible(
         self, claimant: Request, running: Sequence[Request], now: float, *, keeps_blocks: bool
     ) -> list[Request]:
         """Return the running requests that may be preempted for the waiting claimant, the first choice first. The list

@@ -50,7 +50,7 @@ TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 class Completions:
-    """Inference routes. Errors pass through, and `gateway.errors` turns them into HTTP responses."""
+    """Inference routes. Errors pass through; `gateway.error_boundary` turns them into responses."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class Completions:
                 raise
             except Exception as raised:
                 # The status line is already sent: an event reports the error.
-                error = account.hold_end.cut or raised
+                error = account.rate_end.cut or raised
                 if isinstance(error, EngineLost) and await answering.check_cut_off():
                     self._deliveries.cut(delivery, "its engine, or a proxy, cut the answer off")
                     raise ClientGone from raised
@@ -227,14 +227,14 @@ class Completions:
         """
         assert account.hold is not None
         try:
-            if account.hold_end.by_engine:
+            if account.rate_end.by_engine:
                 raise account.hold.refused()
             await account.hold.cover()
         except RateLimited as refusal:
             self._limited(account, refusal)
             if account.principal.tenant.on_token_limit != "shorten":
                 raise
-            if account.hold_end.by_engine:
+            if account.rate_end.by_engine:
                 # The engine has ended the answer itself, as if it had reached its maximum length.
                 return True
             account.finish_reason = "length"
@@ -246,7 +246,7 @@ class Completions:
 
     def _limited(self, account: Account, refusal: RateLimited) -> None:
         """Count an answer that ends because its token rates have no more room."""
-        account.hold_end.is_handled = True
+        account.rate_end.is_handled = True
         self._metrics.refused(account.principal.tenant.name, refusal.kind)
 
     @contextmanager
@@ -276,7 +276,7 @@ def _hold_back(account: Account, answering: Answering) -> None:
 
     def cut(refusal: RateLimited) -> None:
         if not answering.engine.keeps_allowances:
-            account.hold_end.cut = refusal
+            account.rate_end.cut = refusal
             answering.response.close()
 
     if account.hold is not None:

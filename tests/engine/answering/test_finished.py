@@ -121,7 +121,10 @@ async def test_a_request_id_that_is_none(client):
     assert (status, answer["error"]["param"]) == (400, "x-request-id")
 
 
-async def test_the_ring_forgets_the_oldest(tmp_path: Path):
+@pytest.mark.parametrize("lacking", ["", "posix_fallocate"], ids=["linux", "macos"])
+async def test_the_ring_forgets_the_oldest(lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    if lacking:
+        monkeypatch.delattr(os, lacking)
     ring = UsageLog(tmp_path / "f", num_slots=3)
     running = ring.open("r0", 7)
     for i in range(1, 4):

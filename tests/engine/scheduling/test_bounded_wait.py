@@ -385,7 +385,7 @@ def test_a_wait_is_bounded_whatever_the_others_max_tokens(
 def test_without_preemption_for_fairness_the_bound_does_not_hold(blocks: int, preempts: bool) -> None:
     policy = FairShare(preempt_after=PREEMPT_AFTER_S)
     if not preempts:
-        policy.debtors = lambda *_, **__: []  # type: ignore[method-assign]
+        policy.preemptible = lambda *_, **__: []  # type: ignore[method-assign]
     # A request of a or b has all blocks or, with 2,000 blocks, four have all seats.
     asked = [Asked(i, "ab"[i % 2], 1.0, 20, 900 if blocks == 60 else 2000) for i in range(8)]
     asked.append(Asked(30, "c", 2.0, 20, 10))

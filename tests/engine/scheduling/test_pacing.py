@@ -65,9 +65,9 @@ def test_more_prompts_than_streams_get_longer_steps() -> None:
         pacer.observe(0.020, 2, 0)
         pacer.observe(0.020 + 64 * 0.0002, 2, 64)
     alone = pacer.prompt_budget(2, 4096)
-    assert pacer.prompt_budget(2, 4096, patience=0.1) == alone
-    assert abs(pacer.prompt_budget(2, 4096, patience=2.0) - 32 * alone) <= 32
-    assert pacer.prompt_budget(2, 4096, patience=1e6) == 4096
+    assert pacer.prompt_budget(2, 4096, prompt_pressure=0.1) == alone
+    assert abs(pacer.prompt_budget(2, 4096, prompt_pressure=2.0) - 32 * alone) <= 32
+    assert pacer.prompt_budget(2, 4096, prompt_pressure=1e6) == 4096
 
 
 class Machine:

@@ -23,7 +23,12 @@ async def read(journal: Journal) -> list[bytes]:
     return [event async for batch in journal.batches() for event in batch]
 
 
-async def test_what_was_appended_is_read_once_and_the_disk_is_free_again(tmp_path: Path):
+@pytest.mark.parametrize("lacking", ["", "fdatasync"], ids=["linux", "macos"])
+async def test_what_was_appended_is_read_once_and_the_disk_is_free_again(
+    lacking: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if lacking:
+        monkeypatch.delattr(os, lacking)
     journal = Journal(tmp_path / "j", ROOM)
     events = [b"%d" % i * (i % 50) for i in range(1300)]
     await asyncio.gather(*(journal.append(event) for event in events))

@@ -374,7 +374,7 @@ async def test_a_whole_answer_of_an_engine_without_allowances_needs_all_of_max_t
         tenant = await gateway.tenant("acme", tokens_per_minute=100)
         refused = await tenant.chat(max_tokens=240, x_engine={"tokens": 60})
         assert (refused.status, refused.json["error"]["code"]) == (400, "request_exceeds_limit")
-        assert "an answer that is not streamed holds all of max_tokens: stream it" in refused.json["error"]["message"]
+        assert "Non-streaming requests to this model reserve all of max_tokens." in refused.json["error"]["message"]
         got = await tenant.chat(stream=True, max_tokens=240, x_engine={"tokens": 60, "delay": 0.005})
         assert len(text_of(got.events)) == 60
 

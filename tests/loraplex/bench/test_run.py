@@ -78,7 +78,7 @@ async def test_known_times_are_measured(api):
     assert (every["completed"], every["failed"], every["output_tokens"], every["prompt_tokens"]) == (6, 0, 30, 48)
     assert 0.1 <= every["ttft"]["p50"] < 2
     assert 0.02 <= every["inter_token"]["mean"] < 1
-    # Of answers of equal lengths. A token that is read late shortens the time after it.
+    # All answers have equal lengths. A token that is read late shortens the time after it.
     assert every["tpot"]["mean"] == pytest.approx(every["inter_token"]["mean"])
     assert 0.02 <= every["tpot"]["p50"] < 1
     assert every["ttft"]["p50"] + 0.12 <= every["latency"]["max"]
