@@ -18,6 +18,19 @@ if TYPE_CHECKING:
 NAMED = 3
 
 
+class AdaptersMissing(click.ClickException):
+    """The restored installation has adapters whose files the store lacks."""
+
+    exit_code = 3
+
+    def __init__(self, digests: list[str]) -> None:
+        count = "1 adapter" if len(digests) == 1 else f"{len(digests)} adapters"
+        super().__init__(
+            f"the adapter store lacks the files of {count}, and requests for these fail; all else is restored. Copy "
+            "the folders of these digests from the old store, then start the gateways:\n" + "\n".join(digests)
+        )
+
+
 def _options(command: Callable[..., None]) -> Callable[..., None]:
     store = click.option(
         "--adapter-store",
@@ -62,7 +75,11 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
 @click.command(epilog=examples("loraplex restore /backups/2026-11-23.loraplex"))
 @_options
 def restore(file: Path, adapter_store: str) -> None:
-    """Restore FILE into the empty database at LORAPLEX_DATABASE_URL, and migrate it to the newest schema."""
+    """Restore FILE into the empty database at LORAPLEX_DATABASE_URL, and migrate it to the newest schema.
+
+    Exit with 3 if all is restored except files of adapters that neither the backup nor the store has, and list these
+    adapters on stderr.
+    """
     from gateway.records.backup_file import BackupFile
     from gateway.records.backup_restore import check_peppers, restore_backup
     from gateway.records.database import Database
@@ -83,7 +100,7 @@ def restore(file: Path, adapter_store: str) -> None:
     if not pepper_fingerprints():
         click.echo(f"Start the gateways with the backup's LORAPLEX_KEY_PEPPER (fingerprint: {needed}).")
     if done.missing:
-        click.echo(f"The adapter store lacks {_named(done.missing)}: copy the old store's files into it.", err=True)
+        raise AdaptersMissing(done.missing)
 
 
 def pepper_fingerprints() -> tuple[str, ...]:

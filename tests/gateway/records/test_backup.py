@@ -37,7 +37,7 @@ async def run(command: str, file: Path, url: str, store: str | Path, *options: s
     arguments = [command, str(file), "--adapter-store", str(store), *options]
     result = await asyncio.to_thread(CliRunner().invoke, main, arguments, env=env)
     assert result.exit_code == code, result.output
-    if code:
+    if code == 1:
         assert len(result.output.strip().splitlines()) == 1
         assert result.output.startswith("Error: ")
     return result.output
@@ -331,8 +331,11 @@ async def test_adapters_of_a_bucket(
         s3.client("backed-up").delete([each for each in s3.keys("backed-up") if gone in each])
         lacking = await asyncio.to_thread(_output_of_partial, tmp_path, of.database_url, old)
     assert f"the adapter store lacks 1 adapters ({gone})" in lacking
-    said = await run("restore", tmp_path / "list", f"sqlite:///{tmp_path}/a.db", new)
-    assert "The adapter store lacks 3 adapters" in said
+    said = await run("restore", tmp_path / "list", f"sqlite:///{tmp_path}/a.db", new, code=3)
+    assert "Error: the adapter store lacks the files of 3 adapters" in said
+    assert await rows(f"sqlite:///{tmp_path}/a.db") == await rows(of.database_url)
+    with BackupFile(tmp_path / "list") as listed:
+        assert said.splitlines()[-3:] == sorted(listed.digests)
     said = await run("restore", tmp_path / "whole", f"sqlite:///{tmp_path}/b.db", new)
     assert "lacks" not in said
     with BackupFile(tmp_path / "list") as listed, BackupFile(tmp_path / "whole") as whole:
