@@ -45,6 +45,8 @@ class Aside(Protocol):
 class AdapterStore(Protocol):
     """A store. root: a local folder for spools. parts: the bytes of unfinished uploads.
 
+    list: yields the digests of all adapters; incomplete: also of those with a part of their files, for the collector.
+
     Methods raise OSError if the store cannot be read or written, and AdapterNotFound for a malformed digest.
     """
 
@@ -54,7 +56,7 @@ class AdapterStore(Protocol):
     def path(self, digest: str) -> Path | None: ...
     def use(self, digest: str) -> AbstractContextManager[Path | None]: ...
     def discard(self, digest: str) -> None: ...
-    def list(self) -> Iterator[str]: ...
+    def list(self, *, incomplete: bool = False) -> Iterator[str]: ...
     def spool(self) -> Spool: ...
     def stage(self, folder: Path, digest: str) -> None: ...
     def publish(self, folder: Path, digest: str) -> None: ...
@@ -208,7 +210,8 @@ class DirectoryStore:
             return None
         return aside
 
-    def list(self) -> Iterator[str]:
+    def list(self, *, incomplete: bool = False) -> Iterator[str]:
+        """Yield the digests of all adapters. None is incomplete, because a folder is moved into place as a whole."""
         for folder in sorted(self.root.glob("[0-9a-f][0-9a-f]/*")):
             if _DIGEST.fullmatch(folder.name) and (folder / WEIGHTS_NAME).is_file():
                 yield folder.name

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -265,13 +266,13 @@ class S3Store:
         aside.num_bytes = size
         return aside
 
-    def list(self) -> Iterator[str]:
-        """Yield the digests of all adapters, also of incomplete ones."""
-        last = ""
-        for each in self._bucket.list():
-            digest = each["path"].split("/")[1] if each["path"].count("/") == 2 else ""
-            if digest != last and _DIGEST.fullmatch(digest):
-                last = digest
+    def list(self, *, incomplete: bool = False) -> Iterator[str]:
+        """Yield the digests of all adapters. incomplete: also of those whose upload or removal did not end."""
+        # The service lists keys in their order, so the objects of an adapter follow each other.
+        paths = (each["path"].split("/") for each in self._bucket.list())
+        for digest, found in groupby(paths, key=lambda path: path[1] if len(path) == 3 else ""):
+            names = {path[2] for path in found}
+            if _DIGEST.fullmatch(digest) and (incomplete or names.issuperset(FILES)):
                 yield digest
 
     def sweep(self) -> int:

@@ -128,6 +128,21 @@ def test_copies_are_bounded_and_those_in_use_stay(open_at: Open, tmp_path: Path)
     assert sum(file.stat().st_size for file in (tmp_path / "small").rglob("*") if file.is_file()) <= 2 * size + 100
 
 
+def test_an_upload_that_did_not_end_is_no_adapter(open_at: Open, s3: S3Server, prefix: str, tmp_path: Path):
+    """Neither file alone is an adapter, nor is a removal's mark. The collector sees all three."""
+    store = open_at()
+    whole, weights, config = sorted(
+        put(store, write(tmp_path / f"{i}", tensors(seed=i)), BASE).digest for i in range(3)
+    )
+    marked = f"{'f' * 63}e"
+    s3.client(prefix).delete(f"{weights[:2]}/{weights}/{store_s3.CONFIG_NAME}")
+    s3.client(prefix).delete(f"{config[:2]}/{config}/{store_s3.WEIGHTS_NAME}")
+    s3.client(prefix).put(f"ff/{marked}/{store_s3.MARK}", b"")
+    assert list(store.list()) == [whole]
+    assert list(store.list(incomplete=True)) == sorted([whole, weights, config, marked])
+    assert [store.path(digest) is not None for digest in (whole, weights, config)] == [True, False, False]
+
+
 def test_what_a_killed_engine_downloaded_goes_at_the_next_start(open_at: Open):
     """The bound of the local copies does not count it."""
     killed, running = open_at().spool(), open_at().spool()

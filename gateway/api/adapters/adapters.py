@@ -231,7 +231,7 @@ class AdapterIntake:
         return await self._collect(stored)
 
     async def _stored(self) -> list[str]:
-        return await asyncio.to_thread(lambda: list(self._store.list()))
+        return await asyncio.to_thread(lambda: list(self._store.list(incomplete=True)))
 
     async def _collect(self, stored: Sequence[str], *, dry_run: bool = False) -> tuple[int, int]:
         since = datetime.now(UTC) - timedelta(seconds=UNUSED_SECONDS)

@@ -40,6 +40,21 @@ async def test_a_deleted_tenants_weights_leave_the_bucket_and_the_local_folder(
         assert bytes(s3.client("collected").get(key).bytes()) != b"{}"
 
 
+async def test_what_a_killed_upload_wrote_leaves_the_bucket(
+    serve: Any, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    async with serve(adapter_store=s3.url("killed"), adapter_cache=tmp_path / "cache") as running:
+        acme = await running.tenant("acme")
+        whole = (await push(acme, "a", files())).json["digest"][7:]
+        s3.client("killed").put(f"ab/ab{'c' * 62}/adapter_model.safetensors", b"weights")
+        monkeypatch.setattr(gateway.api.adapters.adapters, "UNUSED_SECONDS", -5.0)
+        done = (await running.admin.post(COLLECT)).json
+        assert (done["removed"], done["bytes"]) == (1, len(b"weights"))
+        assert {key.split("/")[1] for key in s3.keys("killed")} == {whole}
+
+
 async def test_an_outage_refuses_uploads_and_nothing_else(
     serve: Any, s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
