@@ -1,14 +1,15 @@
 """Sessions of browsers: log-in, guard of pages, and every way in which a session ends."""
 
-import asyncio
-import time
+from datetime import timedelta
 from typing import Any
 
 import pytest
 
+from gateway.access import sessions as sessions_module
 from gateway.access.page_guard import safe_next
 from gateway.api.routes import ROUTES
-from testing.gateway.running import ADMIN_KEY, PEPPER, Browser, Gateway, until
+from testing.gateway.clocks import clock_ahead
+from testing.gateway.running import ADMIN_KEY, PEPPER, Browser, Gateway
 
 SCOPES = ["adapters", "inference", "keys", "usage"]
 
@@ -98,23 +99,24 @@ async def test_a_session_ends_with_its_key_and_its_tenant(gateway: Gateway):
     assert not any(each["tenant"] == "acme" for each in await sessions(gateway))
 
 
-async def test_a_session_ends_in_any_case(serve: Any):
-    async with serve(session_seconds=2.0) as gateway, gateway.browser() as browser:
-        assert await is_in(browser)
-
-        async def is_out() -> bool:
-            return not await is_in(browser)
-
-        await until(is_out)
+def pass_minutes(monkeypatch: pytest.MonkeyPatch, minutes: int) -> None:
+    """Set the clock of the sessions so far ahead. The browser's cookies keep their time."""
+    monkeypatch.setattr(sessions_module, "datetime", clock_ahead(timedelta(minutes=minutes)))
 
 
-async def test_a_session_ends_without_use(serve: Any):
-    async with serve(session_idle_seconds=2.0) as gateway, gateway.browser() as busy, gateway.browser() as idle:
+async def test_a_session_ends_in_any_case(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    async with serve(session_seconds=1800.0) as gateway, gateway.browser() as browser:
+        for minutes, expected in ((0, True), (25, True), (31, False)):
+            pass_minutes(monkeypatch, minutes)
+            assert await is_in(browser) == expected
+
+
+async def test_a_session_ends_without_use(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    async with serve(session_idle_seconds=1800.0) as gateway, gateway.browser() as busy, gateway.browser() as idle:
         kept = {"Cookie": f"loraplex_session={idle.cookie()}"}
-        started = time.monotonic()
-        while time.monotonic() - started < 3.0:
+        for minutes in (0, 10, 20, 31, 45):
+            pass_minutes(monkeypatch, minutes)
             assert await is_in(busy)
-            await asyncio.sleep(0.1)
         got = await gateway.nobody.get("/admin/", headers=kept, allow_redirects=False)
         assert got.status == 303
 

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-from datetime import UTC, datetime, timedelta, tzinfo
-from typing import Any, Self
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from sqlalchemy import func, select
@@ -15,26 +14,16 @@ from gateway.records.housekeeping import TURN, Housekeeping
 from gateway.records.retention import Retention
 from gateway.records.tables import usage
 from gateway.redis.client import Client
+from testing.gateway.clocks import clock_ahead
 from testing.gateway.rows import row
 from testing.gateway.running import until
 
 KEPT = timedelta(days=90)
 
 
-def clock(ahead: timedelta) -> Any:
-    """Return `datetime` on a machine whose clock is ahead."""
-
-    class Shifted(datetime):
-        @classmethod
-        def now(cls, tz: tzinfo | None = None) -> Self:
-            return super().now(tz) + ahead
-
-    return Shifted
-
-
 def set_clock(monkeypatch: pytest.MonkeyPatch, ahead: timedelta) -> None:
     for module in (housekeeping, retention):
-        monkeypatch.setattr(module, "datetime", clock(ahead))
+        monkeypatch.setattr(module, "datetime", clock_ahead(ahead))
 
 
 async def test_a_machine_whose_clock_is_ahead_removes_no_usage_row(

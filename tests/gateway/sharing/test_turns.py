@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import pytest
 
+from gateway.sharing import turns as turns_module
 from gateway.sharing.turns import Turns
 
 
@@ -35,7 +36,7 @@ async def test_no_owner_has_more_than_its_places_whoever_leaves(places: int, eac
     assert not [result for result in results if isinstance(result, Exception)]
     assert max(most.values()) <= each
     # No slot is lost: the same number is free at once.
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         for owner in held:
             for _ in range(min(each, places)):
                 await turns.turn(owner).__aenter__()
@@ -52,6 +53,18 @@ async def test_an_owner_rests_after_its_turn_and_no_other_does():
         async with turns.turn("a"):
             began.append(time.monotonic())
             await asyncio.sleep(0.1)
-        async with asyncio.timeout(0.2), turns.turn(f"other {len(began)}"):
+        async with turns.turn(f"other {len(began)}"):
             pass
     assert all(later - earlier >= 0.4 for earlier, later in pairwise(began))
+
+
+async def test_an_owner_does_not_wait_for_anothers_rest(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(turns_module, "MAX_REST_SECONDS", 3600.0)
+    turns = Turns(1, rest=10**6)
+    async with turns.turn("a"):
+        await asyncio.sleep(0.1)
+    async with asyncio.timeout(30), turns.turn("other"):
+        pass
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1), turns.turn("a"):
+            pass
