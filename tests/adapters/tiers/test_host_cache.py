@@ -3,6 +3,7 @@
 import threading
 import time
 from concurrent.futures import Future, wait
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, key, tensors, write
 
 SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32
-TIMEOUT = 20
+TIMEOUT = 60
 
 
 @pytest.fixture
@@ -89,19 +90,19 @@ def test_the_least_recently_used_goes_first_and_the_bound_holds(make, digests):
     assert (stats.num_adapters, stats.num_bytes, stats.loads, stats.evictions) == (3, 3 * SIZE, 4, 1)
 
 
-def test_the_bound_holds_while_all_load_at_once(make, digests):
-    cache, seen, done = make(2 * SIZE), [], threading.Event()
+def test_the_bound_holds_while_all_load_at_once(make, digests, monkeypatch):
+    cache, seen, read = make(2 * SIZE), [], AdapterReader.read
 
-    def watch() -> None:
-        while not done.is_set():
-            seen.append(cache.stats().num_bytes)
+    def watched(*call):
+        """Look while an adapter is being read and once it has been."""
+        seen.append(cache.stats().num_bytes)
+        adapter = read(*call)
+        seen.append(cache.stats().num_bytes)
+        return adapter
 
-    watcher = threading.Thread(target=watch)
-    watcher.start()
+    monkeypatch.setattr(AdapterReader, "read", watched)
     futures = [cache.fetch(digest) for _ in range(20) for digest in digests]
     assert {future.result(TIMEOUT).digest for future in futures} == set(digests)
-    done.set()
-    watcher.join()
     assert 0 < max(seen) <= 2 * SIZE
 
 
@@ -124,7 +125,10 @@ def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
 
 def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(make, store, digests, monkeypatch):
     """Loads of tenants a and b, which find no room, fill all threads for a bounded time; c's adapter would fit."""
-    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 1.5)
+    ahead, is_over = [0.0], threading.Event()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
+    monkeypatch.setattr(host_cache, "time", clock)
+    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 3600.0)
     cache = make(2 * SIZE)
     load(cache, digests[0])
     cache.pin(digests[0])
@@ -132,10 +136,23 @@ def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(m
     check = HostCache._check
     monkeypatch.setattr(HostCache, "_check", lambda self, given: check(self, given) + SIZE * (given.digest in large))
     stuck = [cache.fetch(digest, tenant_id) for digest, tenant_id in zip(large, "aab", strict=True)]
-    assert wait(stuck, 0.2).done == set()
-    started = time.monotonic()
-    assert cache.fetch(digests[4], "c").result(TIMEOUT).digest == digests[4]
-    assert time.monotonic() - started < 10
+    late = cache.fetch(digests[4], "c")
+    assert wait([*stuck, late], 0.2).done == set()
+
+    def pass_time() -> None:
+        while not is_over.wait(0.01):
+            ahead[0] += 3600.0
+            with cache._changed:
+                cache._changed.notify_all()  # wakes the loads, as the end of their time would
+
+    passing = threading.Thread(target=pass_time)
+    passing.start()
+    try:
+        assert late.result(TIMEOUT).digest == digests[4]
+        wait(stuck, TIMEOUT)
+    finally:
+        is_over.set()
+        passing.join()
     for each in stuck:
         with pytest.raises(OSError, match="host memory is full"):
             each.result(TIMEOUT)
@@ -317,6 +334,8 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, m
     monkeypatch.setattr(
         verified_files, "open_checkpoint", lambda folder, known=None: (opened.append(folder), really(folder, known))[1]
     )
+    now = [1000.0]
+    monkeypatch.setattr(host_cache, "time", SimpleNamespace(monotonic=lambda: now[0]))
     for _ in range(20):
         with pytest.raises(AdapterError, match="its files have changed"):
             load(cache, digests[0])
@@ -324,8 +343,7 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, m
     weights.write_bytes(whole)
     with pytest.raises(AdapterError, match="its files have changed"):
         load(cache, digests[0])
-    now = time.monotonic()
-    monkeypatch.setattr(host_cache.time, "monotonic", lambda: now + host_cache.FAILURE_SECONDS + 1)
+    now[0] += host_cache.FAILURE_SECONDS + 1
     assert load(cache, digests[0]).digest == digests[0]
 
 

@@ -26,7 +26,7 @@ from testing.adapter_files import BASE, CONFIG, tensors, write
 from wire.mixtures import Mixture, Term
 
 RANKS = (4, 8, 16, 4, 8)
-PAGES, TIMEOUT_S = 3, 20.0
+PAGES, TIMEOUT_S = 3, 60.0
 INDEX = st.integers(0, len(RANKS) - 1)
 
 

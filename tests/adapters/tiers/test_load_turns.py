@@ -10,7 +10,7 @@ from adapters.fair_threads import FairThreads
 from adapters.tiers.adapter_reader import AdapterReader
 from adapters.tiers.host_cache import HostCache
 
-TIMEOUT = 20
+TIMEOUT = 60
 
 
 def test_loads_join_their_tenants_queue_with_its_weight(

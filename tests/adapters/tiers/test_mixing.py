@@ -14,7 +14,7 @@ from testing.adapter_files import BASE, CONFIG, tensors, write
 from wire.mixtures import Mixture, Term
 
 SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32
-TIMEOUT = 20
+TIMEOUT = 60
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from engine.core.grammars import Grammars
 from engine.structured.compiler import Grammar
 from wire.structured import GrammarSpec
 
-TIMEOUT = 20
+TIMEOUT = 60
 
 
 @contextmanager

@@ -38,7 +38,7 @@ class SlowStore(DirectoryStore):
             self.now_reading += digest in self.held
             self.most_reading = max(self.most_reading, self.now_reading)
         if digest in self.held:
-            self.opened.wait(60)
+            self.opened.wait(200)
             with self._lock:
                 self.now_reading -= 1
         return super().path(digest)
@@ -78,6 +78,7 @@ async def ask(client: Client, tenant_id: str, digest: str) -> tuple[int, str]:
     return status, answer.get("error", {}).get("code", "")
 
 
+@pytest.mark.timeout(300)
 async def test_500_adapters_of_one_tenant_in_a_slow_store(
     client: Client, server: RunningServer, store: SlowStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,19 +98,22 @@ async def test_500_adapters_of_one_tenant_in_a_slow_store(
     store.held = set(many)
     asking = [asyncio.create_task(ask(client, "slow", digest)) for digest in many]
     # Loads count against max_waiting: the tenant has half of the places, and the rest is refused at once.
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         while sum(task.done() for task in asking) < len(many) - HALF:  # noqa: ASYNC110 - polls other tasks
             await asyncio.sleep(0.01)
     assert {task.result() for task in asking if task.done()} == {(429, "engine_share_used")}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(90):
         # Nothing that the slow reads hold up is needed for a resident, or for another tenant's load.
         assert [await ask(client, "neighbour", mine) for _ in range(5)] == [(200, "")] * 5
         assert await ask(client, "other", others) == (200, "")
+    async with asyncio.timeout(90):
+        while store.most_reading < 2:  # noqa: ASYNC110 - read on other threads
+            await asyncio.sleep(0.01)
     assert store.most_reading == 2, "a thread of three is left to other tenants"
     host = server.core.host_cache
     store.opened.set()
     most = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(90):
         while not all(task.done() for task in asking):
             most = max(most, host.stats().num_bytes)
             await asyncio.sleep(0.001)

@@ -14,6 +14,7 @@ from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.scheduling.streams import StreamRows
 from engine.speculative_config import SpeculativeConfig
+from testing.engine import outputs_until_idle
 from testing.tiny_engines import Make
 
 # The next step changes them.
@@ -83,6 +84,9 @@ def test_kept_arrays_are_those_of_a_new_layout(
     """Over arrivals, ends, aborts and preemptions of streams with and without adapters, logprobs and drafts."""
     checked, chance = CheckedPlanner(monkeypatch), random.Random(1)
     engine, digests = make_simulated(**options)
+    for digest in digests:  # load the adapters, so that the counts below do not depend on their arrival
+        engine.add_request(NewRequest(digest, [1], SamplingParams(max_tokens=1), adapter_digest=digest))
+    list(outputs_until_idle(engine))
     # Admission expects no growth, so that blocks run out.
     monkeypatch.setattr("engine.scheduling.growth.Growth.peak", lambda self, requests: 0)
     for number in range(50):
@@ -113,8 +117,7 @@ def test_a_change_makes_a_new_layout(make_simulated: Make, monkeypatch: pytest.M
     for i in (0, 1):  # load the adapters, so that the four requests start together
         params = SamplingParams(max_tokens=1)
         engine.add_request(NewRequest(f"load {i}", [1], params, adapter_digest=digests[i]))
-    while engine.has_work():
-        engine.step()
+    list(outputs_until_idle(engine))
     for i in range(4):
         prompt = [3 + i] * (20 + i)
         params = SamplingParams(max_tokens=60, ignore_eos=True)

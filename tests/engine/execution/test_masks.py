@@ -90,7 +90,7 @@ def test_rows_with_and_without_a_grammar_stand_in_one_batch(vocabulary: Vocabula
 
 
 def test_a_free_row_is_untouched_and_a_bound_one_keeps_what_is_allowed(vocabulary: Vocabulary) -> None:
-    logits = torch.randn(3, vocabulary.width)
+    logits = torch.randn(3, vocabulary.width, generator=torch.Generator().manual_seed(0))
     before = logits.clone()
     free, bound = vocabulary.request(temperature=0.0), vocabulary.request("regex", "a", temperature=0.0)
     sample_rows(logits, [free, bound, free])
@@ -104,7 +104,7 @@ def test_a_free_row_is_untouched_and_a_bound_one_keeps_what_is_allowed(vocabular
 def test_both_ways_to_apply_a_mask_are_what_it_says(share: float) -> None:
     allowed = torch.rand(1000, generator=torch.Generator().manual_seed(0)) < share
     bits = np.packbits(np.resize(allowed.numpy(), 1024), bitorder="little").view(np.uint32)
-    logits = torch.randn(1000)
+    logits = torch.randn(1000, generator=torch.Generator().manual_seed(1))
     expected = torch.where(allowed, logits, -torch.inf)
     on_cpu = logits.clone()
     masks._forbid(on_cpu.numpy(), bits)
@@ -130,7 +130,7 @@ def test_masks_that_are_copied_to_a_device_are_those_of_the_host(
         vocabulary.request(allowed=AllowedTokens([3, 40])),
         vocabulary.request("json", {"type": "object"}),
     ]
-    logits = torch.randn(4, vocabulary.width)
+    logits = torch.randn(4, vocabulary.width, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
     masks.constrain(expected, [request.mask for request in requests], TorchOps())
     monkeypatch.setattr(masks, "platform_of", lambda _: DirtyCard(1))
