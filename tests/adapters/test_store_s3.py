@@ -214,12 +214,18 @@ def test_an_upload_that_meets_a_removal_is_stored(
         make_old(ahead)
         aside = store.set_aside(digest, 3600)
         assert aside is not None
+    looks, looked = S3Store._marked, list[bool]()
+    monkeypatch.setattr(S3Store, "_marked", lambda *given: looked.append(looks(*given)) or looked[-1])
     uploading = threading.Thread(target=put, args=(open_at("other"), tmp_path / "a", BASE))
     uploading.start()
-    time.sleep(0.5)
+    deadline = time.monotonic() + 60
+    while len(looked) < 10:  # it looks again and again while the mark is there
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all(looked)
     assert uploading.is_alive()
     aside.remove()
-    uploading.join(30)
+    uploading.join(60)
     assert len(s3.keys(prefix)) == 2
     assert store.path(digest) is not None
 
@@ -239,15 +245,19 @@ def test_a_removal_between_staging_and_publishing_refuses_the_upload_at_once(
         act()
 
 
-def test_an_upload_that_came_first_is_new_for_the_collector(open_at: Open, tmp_path: Path):
+def test_an_upload_that_came_first_is_new_for_the_collector(
+    open_at: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     store = open_at()
     digest = put(store, write(tmp_path / "a"), BASE).digest
-    stored = time.time()
-    time.sleep(2)  # S3 counts in seconds
-    assert store.unused_bytes(digest, time.time() - stored) is not None
+    # The collector's clock stands still, one second after the first upload: S3 counts in seconds.
+    stands = store_s3.datetime.now(store_s3.UTC) + store_s3.timedelta(seconds=1)
+    monkeypatch.setattr(store_s3, "datetime", type("Stands", (), {"now": staticmethod(lambda _: stands)}))
+    assert store.unused_bytes(digest, 0) is not None
+    time.sleep(3)
     put(store, tmp_path / "a", BASE)
-    assert store.unused_bytes(digest, time.time() - stored) is None
-    assert store.set_aside(digest, time.time() - stored) is None
+    assert store.unused_bytes(digest, 0) is None
+    assert store.set_aside(digest, 0) is None
 
 
 def test_wrong_urls_are_refused_and_not_quoted(tmp_path: Path):

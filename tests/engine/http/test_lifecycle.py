@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 
 import aiohttp
 import pytest
@@ -118,15 +119,28 @@ async def test_a_failing_step_fails_all_in_flight_and_the_health(session, model,
         server.close()
 
 
-async def test_no_work_costs_no_processor_time(client):
+async def test_no_work_wakes_neither_the_engine_nor_its_event_loop(client, server, monkeypatch):
     await client.complete(prompt="hi", max_tokens=2)
+    await client.wait_for(is_idle)
+    engine, looks, turns = server.core.engine, Counter(), Counter()
+    has_work, select = engine.has_work, server._event_loop._selector.select
 
-    async def spent() -> float:
-        before = time.process_time()
-        await asyncio.sleep(0.5)
-        return time.process_time() - before
+    def looked() -> bool:
+        looks["engine"] += 1
+        return has_work()
 
-    assert min([await spent() for _ in range(3)]) < 0.1
+    def selected(timeout: float | None = None) -> object:
+        turns["loop"] += 1
+        return select(timeout)
+
+    monkeypatch.setattr(engine, "has_work", looked)
+    monkeypatch.setattr(server._event_loop._selector, "select", selected)
+    began = time.monotonic()
+    await asyncio.sleep(0.5)
+    # A log line, a follower's news and what is left of the requests before take a few; a poll would take hundreds.
+    most = 20 + 10 * (time.monotonic() - began)
+    assert turns["loop"] <= most
+    assert looks["engine"] <= most
 
 
 async def is_answered(client: Client, path: str, expected: tuple[int, dict[str, str]]) -> bool:
