@@ -119,11 +119,15 @@ class GatewayClient:
 
     async def tenants(self, **query: str) -> list[dict[str, Any]]:
         """Return all tenants that match. query: plan, tag, suspended, over_budget, q, idle_days, sort, order."""
+        return await self._all_pages("/admin/api/tenants", query)
+
+    async def _all_pages(self, path: str, query: dict[str, str]) -> list[dict[str, Any]]:
+        """Return the entries of all pages of a list."""
         found: list[dict[str, Any]] = []
         while True:
-            page = await self.call("GET", "/admin/api/tenants", params=query)
+            page = await self.call("GET", path, params=query)
             found += page["data"]
-            # A gateway of the previous release sends all tenants in one page, without `next`.
+            # A gateway of the previous release sends all entries in one page, without `next`.
             if page.get("next") is None:
                 return found
             query = query | {"after": page["next"]}
@@ -291,7 +295,7 @@ class GatewayClient:
         return (await self.call("POST", f"{path}/check", params=engine_query(engine), timeout=UPLOAD_TIMEOUT))["checks"]
 
     async def bases(self) -> list[dict[str, Any]]:
-        return await self.listed("/admin/api/bases")
+        return await self._all_pages("/admin/api/bases", {})
 
     async def usage(self, **query: str) -> Any:
         """Return the usage of all tenants or of one. query: tenant, since, until and group_by."""

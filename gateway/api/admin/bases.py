@@ -3,11 +3,12 @@
 import asyncio
 import json
 import re
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from aiohttp import web
@@ -17,7 +18,7 @@ from adapters.manifest import BaseShape
 from gateway.access.auth import Authenticator
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
-from gateway.api.requests.fields import check_text, json_response, read_body, read_flag
+from gateway.api.requests.fields import check_text, json_response, read_body, read_flag, read_limit
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
 from gateway.records.adapters.probes import Probes
@@ -31,6 +32,8 @@ from wire.model_names import version_name
 from wire.text.tokenizer import Tokenizer, TokenizerError
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+# Rows of a page, at most and by default.
+MAX_ROWS = 1000
 Folder = Annotated[str, Meta(min_length=1, max_length=1024)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 
@@ -106,8 +109,25 @@ class ListedBase(Struct, frozen=True, kw_only=True):
 
 
 class BaseList(Struct, frozen=True, kw_only=True):
+    """Page of rows. total: their number on all pages. next: `after` of the next page; null on the last one."""
+
     object: Literal["list"] = "list"
     data: list[ListedBase]
+    total: int
+    next: str | None
+
+
+class _Place(NamedTuple):
+    """Place of a row in the list: the bases on record, the oldest first, each with its present weights first. Then
+    engines without a base. added: seconds since the epoch. is_other: not the present weights. A cursor is the place of
+    its page's last row.
+    """
+
+    is_lost: bool
+    added: float
+    id: str
+    is_other: bool
+    digest: str
 
 
 class AdminBases:
@@ -129,10 +149,20 @@ class AdminBases:
         self._known = known
         self._auth = auth
 
-    async def list(self, _: web.Request) -> web.Response:
+    async def list(self, request: web.Request) -> web.Response:
         """List the base models with one row per digest of their weights: the engines that serve these weights now, and
         the versions bound to them. Engines without a base model on record have rows without a name.
         """
+        limit, after = read_limit(request, MAX_ROWS, MAX_ROWS), _read_cursor(request.query.get("after"))
+        rows = await self._rows()
+        places = [place for place in sorted(rows) if after is None or place > after]
+        shown = places[:limit]
+        data = [rows[place] for place in shown]
+        following = _cursor(shown[-1]) if len(places) > limit else None
+        return json_response(BaseList(data=data, total=len(rows), next=following))
+
+    async def _rows(self) -> dict[_Place, ListedBase]:
+        """Return all rows of the list by their places."""
         engines: dict[tuple[str | None, str | None], list[str]] = defaultdict(list)
         versions: dict[tuple[str | None, str | None], list[BoundVersion]] = defaultdict(list)
         for engine in self._registry.engines:
@@ -141,17 +171,20 @@ class AdminBases:
         for bound in await self._probes.bound():
             name = f"{bound.tenant}/{version_name(bound.name, bound.version)}"
             versions[bound.base, bound.base_digest].append(BoundVersion(name=name, state=bound.state))
-        data = []
+        rows = {}
         for base in self._bases.all:
             found = {digest for base_id, digest in (*engines, *versions) if base_id == base.id} | base.digests
-            for digest in sorted(found or {None}, key=lambda each: (each != base.digest, each or "")):
+            added = 0.0 if base.created_at is None else base.created_at.timestamp()
+            for digest in found or {None}:
                 shown = msgspec.structs.asdict(describe_base(base, digest))
                 urls = sorted(engines[base.id, digest])
-                data.append(ListedBase(**shown, engines=urls, versions=versions[base.id, digest]))
-        lost = [(digest, urls) for (base_id, digest), urls in engines.items() if base_id is None]
-        for digest, urls in sorted(lost, key=lambda each: each[0] or ""):
-            data.append(ListedBase(name=None, digest=_named(digest), engines=sorted(urls), versions=[]))
-        return json_response(BaseList(data=data))
+                place = _Place(False, added, base.id, digest != base.digest, digest or "")
+                rows[place] = ListedBase(**shown, engines=urls, versions=versions[base.id, digest])
+        for (base_id, digest), urls in engines.items():
+            if base_id is None:
+                lost = ListedBase(name=None, digest=_named(digest), engines=sorted(urls), versions=[])
+                rows[_Place(True, 0.0, "", False, digest or "")] = lost
+        return rows
 
     async def add(self, request: web.Request) -> web.Response:
         """Add a base model and return 201."""
@@ -226,6 +259,20 @@ def describe_base(base: Base, digest: str | None) -> ShownBase:
         created_at=base.created_at,
         updated_at=base.updated_at,
     )
+
+
+def _cursor(place: _Place) -> str:
+    return urlsafe_b64encode(msgspec.json.encode(place)).decode().rstrip("=")
+
+
+def _read_cursor(cursor: str | None) -> _Place | None:
+    """Return the place in a cursor; None without one. Raises BadRequest."""
+    if cursor is None:
+        return None
+    try:
+        return msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=_Place)
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise BadRequest("after: expected the `next` of another page.", param="after") from error
 
 
 def _named(digest: str | None) -> str | None:

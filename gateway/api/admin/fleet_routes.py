@@ -57,6 +57,7 @@ FLEET_ROUTES: Mapping[type, tuple[Route, ...]] = {
             "/admin/api/bases",
             AdminBases.list,
             "List base models with their engines and adapters.",
+            query=("limit", "after"),
             response=BaseList,
         ),
         _admin(
