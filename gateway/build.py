@@ -64,6 +64,7 @@ from gateway.process.connections import ConnectionLimiter
 from gateway.process.disks import Disks
 from gateway.process.drain import Drain
 from gateway.process.store_probe import StoreProbe
+from gateway.process.workers import is_first_worker
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
 from gateway.records.cached_query import CachedQuery
@@ -275,7 +276,7 @@ def _build_housekeeping(
         "refused requests removed": lambda: records.refusals.prune(refused_kept, datetime.now(UTC)),
         "sessions removed": records.sessions.sweep,
     }
-    return Housekeeping(resources.redis, settings.redis_timeout, chores)
+    return Housekeeping(resources.redis, settings.redis_timeout, chores, logs_clock=is_first_worker())
 
 
 def _build_webhook_manager(settings: Settings, records: Records, alerts: Alerts) -> WebhookManager:

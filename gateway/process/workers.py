@@ -26,6 +26,9 @@ LAST_RESTART_SECONDS = 10.0
 # Time that a worker gets to end, beyond its own drain and shutdown times.
 STOP_SECONDS = 60.0
 
+# Beginning of the workers' process names, before their number.
+NAME = "gateway-"
+
 # Function that serves until it is stopped. Arguments: the settings, a descriptor that becomes readable when the parent
 # dies, and a callback that receives the URL once requests are accepted.
 Serve = Callable[[Settings, int, Callable[[str], None]], None]
@@ -73,7 +76,7 @@ class Supervisor:
         """Start a worker. It sends its URL on the connection once it accepts requests, or the error of its start."""
         ours, theirs = multiprocessing.Pipe()
         context = multiprocessing.get_context("fork")
-        process = context.Process(target=self._work, args=(number, port, theirs), name=f"gateway-{number}")
+        process = context.Process(target=self._work, args=(number, port, theirs), name=f"{NAME}{number}")
         process.start()
         theirs.close()
         self._workers[number], self._started[number] = process, time.monotonic()
@@ -138,6 +141,12 @@ class Supervisor:
                 log.critical("worker %s did not exit in time and was killed", process.name)
                 process.kill()
                 process.join()
+
+
+def is_first_worker() -> bool:
+    """Return whether this process is the only or the first worker of its gateway, which logs what concerns all."""
+    name = multiprocessing.current_process().name
+    return not name.startswith(NAME) or name == f"{NAME}0"
 
 
 def reserve_port(host: str, port: int) -> socket.socket:

@@ -6,6 +6,7 @@ A process with a wrong clock runs none: if the clock is ahead, every record seem
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
@@ -23,6 +24,8 @@ EVERY_SECONDS = 3600.0
 ASK_SECONDS = 60.0
 # Maximum difference between this process's clock and Redis', whose time the usage rows have.
 CLOCK_SECONDS = 3600.0
+# Minimum pause between two log lines about a clock that stays wrong.
+LOG_SECONDS = 3600.0
 # A key routes the script to one node of a cluster.
 TIME = "return redis.call('TIME')"
 # A separate generator, because the shared generator's state belongs to the program.
@@ -32,9 +35,17 @@ Chore = Callable[[], Awaitable[object]]
 
 
 class Housekeeping:
-    """Runner of the chores, by name. The first process that asks for the turn gets it for EVERY_SECONDS."""
+    """Runner of the chores, by name. The first process that asks for the turn gets it for EVERY_SECONDS.
 
-    def __init__(self, redis: Client, redis_timeout: float, chores: Mapping[str, Chore]) -> None:
+    logs_clock: whether this process logs a wrong clock; one process of a machine is enough.
+    """
+
+    def __init__(
+        self, redis: Client, redis_timeout: float, chores: Mapping[str, Chore], *, logs_clock: bool = True
+    ) -> None:
+        self._logs_clock = logs_clock
+        # Time of the last log line about a wrong clock; None while the clock is right.
+        self._clock_logged_at: float | None = None
         self._redis = redis
         self._redis_timeout = redis_timeout
         self._chores = chores
@@ -60,14 +71,24 @@ class Housekeeping:
         if answer is None:
             return False
         ahead = datetime.now(UTC).timestamp() - int(answer[0])
-        if abs(ahead) > CLOCK_SECONDS:
+        if self._logs_clock:
+            self._log_clock(ahead)
+        return abs(ahead) <= CLOCK_SECONDS
+
+    def _log_clock(self, ahead: float) -> None:
+        """Log a wrong clock at its beginning, every LOG_SECONDS, and at its end."""
+        logged_at, now = self._clock_logged_at, time.monotonic()
+        if abs(ahead) <= CLOCK_SECONDS:
+            if logged_at is not None:
+                log.warning("housekeeping goes on: the clock of this machine agrees with that of Redis again")
+            self._clock_logged_at = None
+        elif logged_at is None or now - logged_at >= LOG_SECONDS:
+            self._clock_logged_at = now
             log.error(
                 "housekeeping is postponed: the clock of this machine is %.0f h %s that of Redis; correct one of them",
                 abs(ahead) / 3600,
                 "ahead of" if ahead > 0 else "behind",
             )
-            return False
-        return True
 
     async def _is_elected(self) -> bool:
         return bool(await self._ask(is_first(self._redis, TURN, EVERY_SECONDS)))

@@ -1,15 +1,17 @@
 """Several processes on one port: one ready line, dead workers replaced, all ended together."""
 
 import asyncio
+import multiprocessing
 import os
 import signal
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import aiohttp
 import psutil
 import pytest
 
-from gateway.process.workers import reserve_port
+from gateway.process.workers import NAME, is_first_worker, reserve_port
 from gateway.settings import SettingsError
 from testing.gateway.program import START_SECONDS, program
 from testing.gateway.running import Gateway, settings, until
@@ -84,3 +86,20 @@ def test_several_workers_need_ports_for_their_metrics(tmp_path: Path, model_dir:
     with pytest.raises(SettingsError) as refused:
         settings(tmp_path, model_dir, ["http://127.0.0.1:1"], "redis://127.0.0.1:1", workers=2)
     assert refused.value.field == "LORAPLEX_METRICS_PORT"
+
+
+def test_the_first_worker_logs_for_all():
+    """A gateway of one process has no workers beside it."""
+    assert is_first_worker()
+    context, found = multiprocessing.get_context("fork"), {}
+    for number in (0, 1, 10):
+        ours, theirs = multiprocessing.Pipe()
+        process = context.Process(target=_send_first, args=(theirs,), name=f"{NAME}{number}")
+        process.start()
+        found[number] = ours.recv()
+        process.join()
+    assert found == {0: True, 1: False, 10: False}
+
+
+def _send_first(connection: Connection) -> None:
+    connection.send(is_first_worker())

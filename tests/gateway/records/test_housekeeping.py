@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -41,8 +42,11 @@ async def test_a_machine_whose_clock_is_ahead_removes_no_usage_row(
         async with database.read() as connection:
             return int((await connection.execute(select(func.count()).select_from(usage))).scalar_one())
 
+    def lines() -> list[str]:
+        return [record.message for record in caplog.records if "clock of this machine" in record.message]
+
     async def is_refused() -> bool:
-        return sum("the clock of this machine is" in record.message for record in caplog.records) >= 2
+        return bool(lines())
 
     async def is_pruned() -> bool:
         return await left() == 3
@@ -50,13 +54,56 @@ async def test_a_machine_whose_clock_is_ahead_removes_no_usage_row(
     set_clock(monkeypatch, timedelta(days=3650))
     task = asyncio.create_task(chores.run())
     try:
-        with caplog.at_level(logging.ERROR):
+        with caplog.at_level(logging.WARNING):
             await until(is_refused)
+            await asyncio.sleep(0.5)
         assert await left() == 5
         assert "is 87600 h ahead of that of Redis" in caplog.text
         set_clock(monkeypatch, timedelta())
         await until(is_pruned)
+        [begun, ended] = lines()
+        assert begun.endswith("h ahead of that of Redis; correct one of them")
+        assert ended == "housekeeping goes on: the clock of this machine agrees with that of Redis again"
     finally:
         task.cancel()
         await asyncio.wait([task])
         await redis.delete(TURN)
+
+
+async def test_a_clock_that_stays_wrong_is_logged_again_by_one_process(
+    redis: Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.02)
+    monkeypatch.setattr(housekeeping, "LOG_SECONDS", 0.3)
+    set_clock(monkeypatch, timedelta(hours=-5))
+    asked = dict.fromkeys((True, False), 0)
+
+    def process(logs_clock: bool) -> Housekeeping:
+        chores = Housekeeping(redis, 30.0, {}, logs_clock=logs_clock)
+        is_on_time = chores._is_on_time
+
+        async def count() -> bool:
+            asked[logs_clock] += 1
+            return await is_on_time()
+
+        monkeypatch.setattr(chores, "_is_on_time", count)
+        return chores
+
+    def lines() -> list[str]:
+        return [record.message for record in caplog.records if "clock" in record.message]
+
+    async def is_logged_again() -> bool:
+        return len(lines()) >= 2 and min(asked.values()) > 6
+
+    begun = time.monotonic()
+    tasks = [asyncio.create_task(process(logs_clock).run()) for logs_clock in asked]
+    try:
+        with caplog.at_level(logging.WARNING):
+            await until(is_logged_again)
+            found, seconds = lines(), time.monotonic() - begun
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+    assert len(found) <= 1 + seconds / housekeeping.LOG_SECONDS
+    assert all("is 5 h behind that of Redis" in line for line in found)
