@@ -14,6 +14,7 @@ from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.database import Database
 from gateway.records.events.tables import event_deliveries, events, webhooks
+from gateway.records.name_locks import lock_name_of
 from gateway.records.tables import tenants
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.unchanged import check_unchanged
@@ -102,6 +103,8 @@ class Webhooks:
         values: dict[str, Any] = {"url": url, "types": _as_text(types)}
         values |= {"failures": 0, "retry_at": None, "error": None}
         async with self._database.write() as connection:
+            # One lock for all names, because the number of webhooks is bounded too.
+            await lock_name_of(connection, "webhooks")
             this = webhooks.c.name == name
             before = (await connection.execute(select(webhooks).where(this).with_for_update())).one_or_none()
             if seen is not None:

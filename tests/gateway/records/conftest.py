@@ -16,3 +16,14 @@ def catalog(database: Database) -> Catalog:
 @pytest.fixture
 async def acme(database: Database) -> Tenant:
     return await Tenants(database).create("acme", {}, "op")
+
+
+@pytest.fixture
+async def connected(database: Database) -> Database:
+    """Return a database whose pool is full, so that no change waits for the connection of its transaction."""
+    held = [database.read() for _ in range(8)]
+    for each in held:
+        await each.__aenter__()
+    for each in held:
+        await each.__aexit__(None, None, None)
+    return database
