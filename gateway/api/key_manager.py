@@ -154,7 +154,8 @@ class KeyManager:
             family_id=old.family_id,
             key_id=new_id,
         )
-        await self._keys.replace(new, key_id, now + timedelta(seconds=grace_seconds), actor, bounded=by is not None)
+        until = now + timedelta(seconds=grace_seconds)
+        new = await self._keys.replace(new, key_id, until, actor, bounded=by is not None)
         await self._auth.catch_up()
         return new, clear
 

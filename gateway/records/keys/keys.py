@@ -166,8 +166,9 @@ class Keys:
 
     async def replace(
         self, new: ApiKey, old_id: str, expires_at: datetime, actor: str, *, bounded: bool = False
-    ) -> None:
-        """Add `new`. The old key ends at `expires_at`, or at its own end if that is earlier.
+    ) -> ApiKey:
+        """Add `new` with the old key's label and limits, and return it. The old key ends at `expires_at`, or at its own
+        end if that is earlier.
 
         bounded: as in `add`. Raises BadRequest if the old key is not valid, KeyLimitExceeded, KeyExists.
         """
@@ -178,6 +179,8 @@ class Keys:
             await _check_new(connection, new)
             if not old.valid(datetime.now(UTC)):
                 raise BadRequest("This key is revoked or expired; make a new one instead.", param="id")
+            # `new` was made before the lock, and a change of the old key may have been stored since.
+            new = msgspec.structs.replace(new, label=old.label, limits=old.limits)
             until = expires_at if old.expires_at is None else min(expires_at, old.expires_at)
             await connection.execute(update(api_keys).where(api_keys.c.id == old_id).values(expires_at=until))
             if bounded:
@@ -186,6 +189,7 @@ class Keys:
             detail = _detail(new) | {"old": old_id, "old_expires_at": until.isoformat()}
             await record_change(connection, actor, "key.rotate", new.id, detail, tenant=_owner(new))
             await count_change(connection, new.scope)
+        return new
 
     async def touch(self, used: Mapping[str, datetime]) -> None:
         """Store the times of the keys' last uses. An older time never replaces a newer one."""
