@@ -14,6 +14,7 @@ from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
+from gateway.records.name_locks import lock_name_of
 from gateway.records.tables import tenants
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
@@ -61,23 +62,26 @@ class SessionRecords:
         self._database = database
 
     async def add(self, session: Session) -> None:
-        """Store a session. Ends the subject's oldest ones beyond MAX_OF_SUBJECT."""
+        """Store a session. Ends the subject's oldest ones beyond MAX_OF_SUBJECT, in whatever scope they are."""
         values = msgspec.structs.asdict(session)
         tenant = values.pop("tenant")
         owner = None if tenant is None else tenant.name
         async with self._database.write() as connection:
+            # Two log-ins at once would not see each other's session.
+            await lock_name_of(connection, "sessions", session.subject)
             await connection.execute(insert(sessions).values(**values, tenant_id=tenant and tenant.id))
-            own = select(sessions.c.id).where(sessions.c.subject == session.subject)
+            own = select(sessions.c.id, sessions.c.tenant_id).where(sessions.c.subject == session.subject)
             newest = (
                 own.order_by(sessions.c.created_at.desc(), sessions.c.id).offset(MAX_OF_SUBJECT).limit(SWEPT_AT_ONCE)
             )
-            oldest = list((await connection.execute(newest)).scalars())
+            oldest = (await connection.execute(newest)).all()
             if oldest:
-                await connection.execute(delete(sessions).where(sessions.c.id.in_(oldest)))
+                await connection.execute(delete(sessions).where(sessions.c.id.in_([row.id for row in oldest])))
             detail = {"role": session.role, "label": session.label}
             await record_change(connection, session.subject, "session.open", session.id, detail, tenant=owner)
             if oldest:
-                await count_change(connection, session.scope)
+                # The ended ones may be of other scopes: a person may have roles of operators and of several tenants.
+                await count_change(connection, *(row.tenant_id for row in oldest))
 
     async def find(self, token_hash: str) -> Session | None:
         """Return the session of a token, over or not; None if there is none."""
