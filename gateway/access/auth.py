@@ -27,6 +27,7 @@ from gateway.access.caller import note_key
 from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
 from gateway.access.running import RunningRequests
+from gateway.access.validity import problem_of
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, IDLE_SECONDS, Changes
 from gateway.records.keys.keys import ApiKey, Keys
@@ -58,7 +59,8 @@ class TenantPrincipal(msgspec.Struct, frozen=True, kw_only=True):
     """Verified key of a tenant, with the required scope; or an operator who sends requests on the tenant's behalf.
 
     key_family: the id under which the key's limits are counted; a rotated key keeps its predecessor's. label, scopes,
-    expires_at: end of the key's life. watched: ids of keys, or TENANT_ITSELF and the tenant's, that must stay valid.
+    expires_at: end of the key's life. watched: what must stay valid: ids of keys, or of the tenant or the session, with
+    their prefixes (`gateway/records/keys/watched.py`).
     """
 
     key_id: str
@@ -193,7 +195,7 @@ class Authenticator:
             if last is None or not may_be_stale:
                 raise
             known = last
-        return None if _problem(known.key) else known.key
+        return None if problem_of(key_id, known.key) else known.key
 
     def seal(self, purpose: str, text: str) -> str:
         """Return a text's HMAC-SHA256 under the pepper, in hexadecimal. Each purpose has hashes of its own."""
@@ -221,7 +223,7 @@ class Authenticator:
 
     async def problem_of(self, keys: Iterable[str]) -> GatewayError:
         """Return the error of a running request that was ended because of these keys."""
-        problems = [_problem((await self._find(each)).key) for each in keys]
+        problems = [problem_of(each, (await self._find(each)).key) for each in keys]
         return next(filter(None, problems), InvalidKey("This API key is not valid any more."))
 
     async def watch(self) -> None:
@@ -260,8 +262,8 @@ class Authenticator:
         self._end_known_invalid()
 
     def _end_known_invalid(self) -> None:
-        running = ((key_id, self._known.get(key_id)) for key_id in self.running.keys)
-        if invalid := {key_id for key_id, known in running if known is not None and _problem(known.key) is not None}:
+        known = {key_id: found for key_id in self.running.keys if (found := self._known.get(key_id)) is not None}
+        if invalid := {key_id for key_id, found in known.items() if problem_of(key_id, found.key) is not None}:
             self.running.end(invalid)
 
     async def _recognise(self, presented: str) -> ApiKey:
@@ -282,7 +284,7 @@ class Authenticator:
         pepper = None if key is None else self._peppers.match(key_id, random + check, key.secret_hash)
         if key is None or pepper is None:
             raise WrongKey
-        tenant, problem = key.tenant, _problem(key)
+        tenant, problem = key.tenant, problem_of(key.id, key)
         names = (None, None) if tenant is None else (tenant.name, tenant.id)
         note_key(key.id, *names, is_refused=problem is not None)
         if problem is not None:
@@ -369,19 +371,6 @@ def principal_of(key: ApiKey, tenant: Tenant) -> TenantPrincipal:
         scopes=key.scopes,
         expires_at=key.expires_at,
     )
-
-
-def _problem(key: ApiKey | None) -> GatewayError | None:
-    """Return the error for a key whose secret is right but that is not valid, None if it is valid."""
-    if key is None:
-        return InvalidKey("This API key does not exist any more: its tenant has been deleted.")
-    if key.revoked_at is not None:
-        return InvalidKey("This API key has been revoked.")
-    if not key.valid(datetime.now(UTC)):
-        return InvalidKey("This API key has expired.")
-    if key.tenant is not None and key.tenant.suspended:
-        return Forbidden("This tenant is suspended; ask the operator.", code="tenant_suspended")
-    return None
 
 
 def _bearer(authorization: str | None) -> str:

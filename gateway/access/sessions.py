@@ -21,8 +21,9 @@ from gateway.access.caller import CALLER, note_key
 from gateway.access.roles import AdminRole, Role, TenantRole, admin_role, home_of, tenant_role, tenant_scopes
 from gateway.errors import Unavailable
 from gateway.records.changes import Changes
-from gateway.records.keys.keys import TENANT_ITSELF, ApiKey
+from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.sessions import Session, SessionRecords
+from gateway.records.keys.watched import SESSION_ITSELF, TENANT_ITSELF
 from gateway.records.lookups import Lookups
 from gateway.records.tenants.tenants import Tenant
 from wire.bounded_dict import BoundedDict
@@ -286,11 +287,13 @@ def _rights(
         role = admin_role(key.scopes) if key is not None else cast(AdminRole, session.role)
         assert role is not None  # only admin keys open operators' sessions
         return role, frozenset(), None
+    itself = f"{SESSION_ITSELF}{session.id}"
     if key is not None:
-        return tenant_role(key.scopes), key.scopes, principal_of(key, tenant)
+        principal = msgspec.structs.replace(principal_of(key, tenant), watched=(key.id, itself))
+        return tenant_role(key.scopes), key.scopes, principal
     of_tenant = cast(TenantRole, session.role)
     scopes = tenant_scopes(of_tenant)
-    watched = (f"{TENANT_ITSELF}{tenant.id}",)
+    watched = (f"{TENANT_ITSELF}{tenant.id}", itself)
     return of_tenant, scopes, TenantPrincipal(key_id=session.subject, tenant=tenant, scopes=scopes, watched=watched)
 
 

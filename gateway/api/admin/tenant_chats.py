@@ -12,13 +12,15 @@ from msgspec import UNSET, Struct, UnsetType
 from gateway.access.auth import TenantPrincipal
 from gateway.access.caller import OPERATOR_KEY, note_key
 from gateway.access.scopes import ACTOR, PRINCIPAL
+from gateway.access.sessions import VISITOR
 from gateway.api.inference.completions import Completions
 from gateway.api.requests.fields import json_response
 from gateway.errors import Forbidden
 from gateway.records.adapters.list import AdapterList
 from gateway.records.audit import Audit
 from gateway.records.bases.registry import Bases
-from gateway.records.keys.keys import KEY_ID, TENANT_ITSELF
+from gateway.records.keys.keys import KEY_ID
+from gateway.records.keys.watched import SESSION_ITSELF, TENANT_ITSELF
 from gateway.records.tenants.tenants import Tenant, Tenants
 
 # Most characters of a `key_id`.
@@ -86,12 +88,19 @@ class TenantChats:
         tenant = await self._tenants.get(request.match_info["tenant"])
         if tenant.suspended:
             raise Forbidden("This tenant is suspended; resume it first.", code="tenant_suspended")
-        principal = request[PRINCIPAL] = operators_principal(tenant, request[ACTOR])
+        visitor = request.get(VISITOR)
+        session_id = None if visitor is None else visitor.session_id
+        principal = request[PRINCIPAL] = operators_principal(tenant, request[ACTOR], session_id)
         await self._audit.add(request[ACTOR], "playground.request", tenant.name, {}, tenant=tenant.name)
         note_key(principal.key_id, tenant.name, tenant.id)
 
 
-def operators_principal(tenant: Tenant, actor: str) -> TenantPrincipal:
-    """Return the principal of an operator who acts for a tenant. Only the tenant's limits apply to it."""
-    watched = (f"{TENANT_ITSELF}{tenant.id}", *([actor] if KEY_ID.fullmatch(actor) else []))
+def operators_principal(tenant: Tenant, actor: str, session_id: str | None = None) -> TenantPrincipal:
+    """Return the principal of an operator who acts for a tenant. Only the tenant's limits apply to it.
+
+    session_id: of the operator's browser; None for a request with a key.
+    """
+    key = [actor] if KEY_ID.fullmatch(actor) else []
+    session = [] if session_id is None else [f"{SESSION_ITSELF}{session_id}"]
+    watched = (f"{TENANT_ITSELF}{tenant.id}", *key, *session)
     return TenantPrincipal(key_id=f"{OPERATOR_KEY}{actor}"[:MAX_KEY_ID], tenant=tenant, watched=watched)

@@ -14,6 +14,7 @@ from gateway.errors import BadRequest, Conflict, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
+from gateway.records.keys.watched import Watched, find_watched
 from gateway.records.pieces import read_rows
 from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
 from gateway.records.tenants.limits import Limits, read_limits, write_limits
@@ -21,8 +22,6 @@ from gateway.records.tenants.tenants import Tenant, read_tenant
 from gateway.records.unchanged import check_unchanged
 
 KEY_ID = re.compile(r"[0-9a-f]{16}")
-# Prefix of a tenant's id in place of a key's id, for requests that need the tenant but have none of its keys.
-TENANT_ITSELF = "tenant:"
 # Most ids in one query.
 MAX_IDS = 500
 # Maximum valid keys of a tenant that makes keys itself, and maximum of its ended keys on record.
@@ -98,17 +97,16 @@ class Keys:
         return (await self.find_all([key_id])).get(key_id)
 
     async def find_all(self, key_ids: Sequence[str]) -> dict[str, ApiKey]:
-        """Return those of the keys that exist, by id. For a tenant's id after TENANT_ITSELF: a key without scopes."""
+        """Return those of the keys that exist, by id; for the id of a tenant or session with its prefix, a key without
+        scopes.
+        """
         found = {}
         async with self._database.read() as connection:
             for first in range(0, len(key_ids), MAX_IDS):
                 some = key_ids[first : first + MAX_IDS]
                 rows = await connection.execute(KEYS.where(api_keys.c.id.in_(some)))
                 found.update({row.key_id: read_key(row) for row in rows})
-                themselves = [each.removeprefix(TENANT_ITSELF) for each in some if each.startswith(TENANT_ITSELF)]
-                if themselves:
-                    rows = await connection.execute(select(tenants).where(tenants.c.id.in_(themselves)))
-                    found.update({f"{TENANT_ITSELF}{row.id}": _itself(read_tenant(row)) for row in rows})
+                found.update({each.id: _itself(each) for each in await find_watched(connection, some)})
         return found
 
     async def list(self, tenant: Tenant | None) -> Sequence[ApiKey]:
@@ -346,10 +344,9 @@ def _detail(key: ApiKey) -> dict[str, Any]:
     }
 
 
-def _itself(tenant: Tenant) -> ApiKey:
-    """Return a tenant in the form of a key that no secret matches."""
-    name = f"{TENANT_ITSELF}{tenant.id}"
-    return ApiKey(id=name, tenant=tenant, label="", scopes=frozenset(), secret_hash="", created_at=tenant.created_at)
+def _itself(watched: Watched) -> ApiKey:
+    """Return a tenant or a session in the form of a key that no secret matches."""
+    return ApiKey(**watched._asdict(), label="", scopes=frozenset(), secret_hash="")
 
 
 def read_key(row: Row[Any]) -> ApiKey:
