@@ -103,7 +103,7 @@ class Webhooks:
         values: dict[str, Any] = {"url": url, "types": _as_text(types)}
         values |= {"failures": 0, "retry_at": None, "error": None}
         async with self._database.write() as connection:
-            # One lock for all names, because the number of webhooks is bounded too.
+            # All names share a lock, because the number of webhooks is bounded too.
             await lock_name_of(connection, "webhooks")
             this = webhooks.c.name == name
             before = (await connection.execute(select(webhooks).where(this).with_for_update())).one_or_none()
