@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
+from sqlalchemy.exc import IntegrityError
 
 from adapters.manifest import AdapterError
 from wire.errors import BadRequest as ProtocolError
@@ -300,6 +301,10 @@ class EngineShareUsed(Unavailable):
     status, kind, code = 429, "concurrency", "engine_share_used"
 
 
+# SQLSTATE, or SQLite's name, of a violation that another change can cause after a transaction's reads: the row exists
+# now, or the row that it refers to was deleted.
+RACES = ("23505", "23503", "SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_FOREIGNKEY")
+
 # Length limits of quoted text, which keep an error response below 2 KB.
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1200, 200
 
@@ -359,6 +364,10 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
+def _is_race(error: IntegrityError) -> bool:
+    return any(getattr(error.orig, name, None) in RACES for name in ("sqlstate", "sqlite_errorname"))
+
+
 def translate(error: Exception, request_id: str) -> GatewayError:
     """Convert an exception into the error for the client. Log unexpected ones, whose details only the operator sees."""
     if isinstance(error, GatewayError):
@@ -377,5 +386,8 @@ def translate(error: Exception, request_id: str) -> GatewayError:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"Method {error.method} is not allowed here; use {allowed}."
         return MethodNotAllowed(message, headers={"Allow": allowed})
+    if isinstance(error, IntegrityError) and _is_race(error):
+        log.warning("request %s conflicts with another change: %s", request_id, type(error.orig).__name__)
+        return Conflict("Another change, which conflicts with this one, was saved at the same moment. Try again.")
     log.error("request %s failed", request_id, exc_info=error)
     return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")

@@ -2,11 +2,18 @@
 
 import asyncio
 from collections.abc import Awaitable
+from datetime import UTC, datetime
 from typing import Any
 
+import pytest
+from sqlalchemy import insert
+from sqlalchemy.exc import IntegrityError
+
+from gateway.errors import GatewayError, translate
 from gateway.records.database import Database
 from gateway.records.events.webhooks import MAX_OF_TENANT, Webhooks
 from gateway.records.money.prices import Price, Prices
+from gateway.records.tables import plans
 from gateway.records.tenants.plans import Plans
 from gateway.records.tenants.tenants import Tenants
 from gateway.records.tenants.terms import NO_TERMS
@@ -19,10 +26,10 @@ async def at_once(*changes: Awaitable[Any]) -> list[Any]:
 
 
 async def test_first_puts_of_a_plan_all_succeed(connected: Database):
-    plans = Plans(connected)
-    made = await at_once(*(plans.put("gold", NO_TERMS, {"*": Price(input=n)}, "op") for n in range(AT_ONCE)))
+    table = Plans(connected)
+    made = await at_once(*(table.put("gold", NO_TERMS, {"*": Price(input=n)}, "op") for n in range(AT_ONCE)))
     assert [type(each).__name__ for each in made] == ["Plan"] * AT_ONCE
-    assert [each.name for each in await plans.list()] == ["gold"]
+    assert [each.name for each in await table.list()] == ["gold"]
 
 
 async def test_first_puts_of_a_price_all_succeed(connected: Database):
@@ -44,3 +51,28 @@ async def test_webhooks_that_are_added_at_once_stay_within_the_limit(connected: 
     webhooks = Webhooks(connected)
     await at_once(*(webhooks.put(f"hook{n}", "https://h/", None, acme, "op") for n in range(AT_ONCE)))
     assert len(await webhooks.all()) == MAX_OF_TENANT
+
+
+async def test_a_row_that_another_change_made_or_deleted_is_a_conflict(database: Database):
+    """Without a lock a change can meet a new row of the same name, or refer to a row that is gone."""
+    acme = await Tenants(database).create("acme", {}, "op")
+    await Tenants(database).delete("acme", "op", [])
+    row = {"name": "gold", "terms": "{}", "prices": "{}", "updated_at": datetime.now(UTC)}
+
+    async def add(**values: Any) -> None:
+        async with database.write() as connection:
+            await connection.execute(insert(plans).values(**values))
+
+    await add(**row)
+    found = [await failure(add(**row))]
+    found.append(await failure(Webhooks(database).put("hook", "https://h/", None, acme, "op")))
+    assert [(each.status, each.code) for each in found] == [(409, "conflict")] * 2
+    # A row that no other change explains is a fault of the gateway.
+    assert (await failure(add(**row | {"name": "silver", "terms": None}))).status == 500
+
+
+async def failure(change: Awaitable[Any]) -> GatewayError:
+    """Return the answer to a change that the database refuses."""
+    with pytest.raises(IntegrityError) as raised:
+        await change
+    return translate(raised.value, "req_1")
