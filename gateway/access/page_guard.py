@@ -68,6 +68,13 @@ async def check_form(request: web.Request, visitor: Visitor) -> None:
         raise Forbidden(FORGED, param=FIELD, code="csrf_mismatch")
 
 
+def form_of(request: web.Request) -> MultiDictProxy[str]:
+    """Return the form of a page's POST. Raises BadRequest for a body of another type."""
+    if FORM not in request:
+        raise BadRequest("Expected an urlencoded form.")
+    return request[FORM]
+
+
 def refuse_other_sites(request: web.Request) -> None:
     """Raise Forbidden if the browser says that another site made the request."""
     if request.headers.get("Sec-Fetch-Site", "same-origin") not in ("same-origin", "none"):

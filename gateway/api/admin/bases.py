@@ -288,13 +288,16 @@ def _bare(digest: str) -> str:
 
 def _read_folder(folder: str | None) -> dict[str, Any] | None:
     """Return the config.json of a tokenizer's folder; None if it is not on this machine. Raises BadRequest."""
-    path = None if folder is None else Path(folder).expanduser()
-    if path is None or not path.is_dir():
+    if folder is None:
         return None
     try:
+        # RuntimeError: `~name` without such a person. OSError: a path that the system refuses, such as a longer one.
+        path = Path(folder).expanduser()
+        if not path.is_dir():
+            return None
         Tokenizer.from_dir(path)
         config = json.loads((path / "config.json").read_text("utf-8"))
-    except (TokenizerError, OSError, ValueError) as error:
+    except (TokenizerError, OSError, ValueError, RuntimeError) as error:
         raise BadRequest(f"tokenizer: {error}.", param="tokenizer") from error
     return config if isinstance(config, dict) else None
 

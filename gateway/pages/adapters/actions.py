@@ -7,7 +7,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
+from gateway.access.page_guard import form_of
 from gateway.access.scopes import ACTOR
 from gateway.api.adapters.use import AdapterUseRoutes
 from gateway.api.adapters.versions import AdapterVersions
@@ -115,7 +115,7 @@ class AdapterActs:
 
     async def act(self, request: web.Request) -> web.StreamResponse:
         """Run the action of a form and redirect to the adapter's page. An error is shown on the page with the form."""
-        adapter, form = await self._adapter(request), request[FORM]
+        adapter, form = await self._adapter(request), form_of(request)
         act = form.get("act", "")
         do: Callable[[web.Request, PageAdapter, Mapping[str, str]], Awaitable[None]] | None = {
             "retire": self._change,

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
+from gateway.access.page_guard import form_of
 from gateway.access.sessions import VISITOR
 from gateway.api.admin.engines import AdminEngines, find_engine
 from gateway.api.admin.fleet_views import ResidentRow, Residents
@@ -171,7 +171,7 @@ class EnginePages:
         return self._confirm(request, find_engine(self._registry, request.query.get("url", "")), None)
 
     async def drain(self, request: web.Request) -> web.Response:
-        form = request[FORM]
+        form = form_of(request)
         engine = find_engine(self._registry, form.get("url", ""))
         if form.get("typed", "") != engine.url:
             return self._confirm(request, engine, "This is not the engine's URL. Type it as it stands above.")
@@ -179,7 +179,7 @@ class EnginePages:
         return _back("/admin/engines")
 
     async def resume(self, request: web.Request) -> web.Response:
-        await self._acts.resume_engine(request[FORM].get("url", ""), request[VISITOR].subject)
+        await self._acts.resume_engine(form_of(request).get("url", ""), request[VISITOR].subject)
         return _back("/admin/engines")
 
     def _confirm(self, request: web.Request, engine: EngineRecord, error: str | None) -> web.Response:

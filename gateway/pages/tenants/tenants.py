@@ -6,7 +6,7 @@ from urllib.parse import urlencode
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
+from gateway.access.page_guard import form_of
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import TenantChanges, read_filter
 from gateway.api.requests.fields import read_fields
@@ -88,7 +88,7 @@ class TenantPages:
 
     async def bulk(self, request: web.Request) -> web.StreamResponse:
         """Show the effects of a change of all matching tenants; with a confirmed form, make it."""
-        form = request[FORM]
+        form = form_of(request)
         filters = {name: form[name] for name in FILTERS if form.get(name)}
         which = read_filter(filters | ({"plan": ""} if filters.get("plan") == "none" else {}))
         change = _bulk_change(form)

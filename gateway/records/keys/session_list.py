@@ -9,6 +9,7 @@ from sqlalchemy import ColumnElement, func, or_, select
 from gateway.errors import RecordNotFound
 from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
+from gateway.records.keys.sessions import SESSION_ID
 from gateway.records.tables import tenants
 
 Sort = Literal["label", "role", "tenant", "created_at", "last_used_at", "expires_at"]
@@ -75,8 +76,10 @@ class SessionLists:
 
     async def get(self, session_id: str) -> SessionRow:
         """Return a session. Raises RecordNotFound."""
-        async with self._database.read() as connection:
-            row = (await connection.execute(_QUERY.where(sessions.c.id == session_id))).one_or_none()
+        row = None
+        if SESSION_ID.fullmatch(session_id):
+            async with self._database.read() as connection:
+                row = (await connection.execute(_QUERY.where(sessions.c.id == session_id))).one_or_none()
         if row is None:
             raise RecordNotFound("There is no session with this id.", param="id")
         return SessionRow(**row._mapping)
