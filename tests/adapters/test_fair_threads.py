@@ -316,7 +316,7 @@ def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait(clock
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
-def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, monkeypatch):
+def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, clock, monkeypatch):
     monkeypatch.setattr(fair_threads, "LONG_SECONDS", 0.05)
 
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # which a new thread has too
@@ -330,6 +330,7 @@ def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, monkeypatch
 
     after = threads.submit("light", slowed).result(TIMEOUT)
     assert after == Yielding().nice > before
+    monkeypatch.setattr(fair_threads, "LONG_SECONDS", 3600.0)
     now = threads.submit("light", lambda: os.getpriority(os.PRIO_PROCESS, threading.get_native_id())).result(TIMEOUT)
     assert now == before
 
