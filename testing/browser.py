@@ -1,6 +1,7 @@
 """A real browser for tests: Debian's Chromium, driven by Playwright, and the checks that every page must pass."""
 
 import shutil
+import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from importlib.util import find_spec
@@ -14,6 +15,8 @@ RUN_AXE = """options => axe.run(document, options).then(({violations}) => violat
     [id, nodes.slice(0, 3).map(node => node.html.slice(0, 160)).join("; ")]))"""
 WIDTHS = (1280, 390)
 SCHEMES = ("light", "dark")
+# Longest wait for a state of a page. Playwright's own 5 s are too short where two cores run several tests.
+PATIENCE_MS = 60_000
 
 
 def can_browse() -> bool:
@@ -30,6 +33,17 @@ async def chromium() -> AsyncIterator[Any]:
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         await browser.close()
+
+
+def expect(actual: Any) -> Any:
+    """Return Playwright's assertions about a locator or a page, which poll until they hold or PATIENCE_MS have passed.
+
+    A read by `count`, `inner_text` or `evaluate` does not wait for the page that a click opens.
+    """
+    from playwright.async_api import expect
+
+    expect.set_options(timeout=PATIENCE_MS)
+    return expect(actual)
 
 
 class Person:
@@ -61,16 +75,29 @@ class Person:
         await self.page.goto(self.url + path)
 
     async def text(self) -> str:
-        """Return the visible text of the page."""
+        """Return the visible text of the page, once it is loaded."""
+        await self.page.wait_for_load_state()
         return await self.page.inner_text("body")
+
+    async def sees(self, text: str, where: str = "body") -> None:
+        """Wait until the element shows the text. Unlike `text`, it waits for the page that a click opens."""
+        await expect(self.page.locator(where)).to_contain_text(text, use_inner_text=True)
+
+    async def find(self, path: str, selector: str) -> None:
+        """Open a page, and again until it shows the element: the ledger and the engines' reports follow later."""
+        deadline = time.monotonic() + PATIENCE_MS / 1000
+        await self.open(path)
+        while not await self.page.locator(selector).count():
+            assert time.monotonic() < deadline, f"{path} never showed {selector}: {await self.text()}"
+            await self.page.wait_for_timeout(50)
+            await self.open(path)
 
 
 @asynccontextmanager
 async def person(browser: Any, url: str, *, width: int = 1280, scheme: str = "light") -> AsyncIterator[Person]:
     """Open a window. scheme: "light" or "dark"."""
     context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
-    # Raised from 5 s: two cores may run several tests.
-    context.set_default_timeout(30_000)
+    context.set_default_timeout(PATIENCE_MS)
     try:
         yield Person(context, await context.new_page(), url)
     finally:

@@ -82,25 +82,27 @@
   }
 
   /* Live fragments: one request brings the new page, and each marked element that changed is replaced by its id. An
-     element with the focus, an open menu or a selection inside stays as it is until the next time. */
-  let lastRefresh = Date.now();
+     element with the focus, an open menu or a selection inside, or under a pressed button of the mouse, stays as it is
+     until the next time. One request at a time: the answer to an earlier one may come later. */
+  let lastRefresh = Date.now(), isRefreshing = false;
   async function refreshFragments() {
     const marked = [...document.querySelectorAll("[data-live][id]")];
     if (!marked.length || document.hidden || sayEnded.done) return;
     const period = 1000 * Math.min(...marked.map((element) => Number(element.dataset.live)));
-    if (Date.now() - lastRefresh < period) return;
+    if (isRefreshing || Date.now() - lastRefresh < period) return;
     lastRefresh = Date.now();
+    isRefreshing = true;
     let text;
     try {
-      const answer = await fetch(location.href, { headers: { "X-Live": "1" }, redirect: "manual" });
+      const answer = await fetch(location.href, { headers: { "X-Live": "1" }, redirect: "manual", signal: AbortSignal.timeout(30000) });
       if (answer.type === "opaqueredirect") sayEnded();
       if (!answer.ok) return;
       text = await answer.text();
-    } catch { return; }
+    } catch { return; } finally { isRefreshing = false; }
     const page = new DOMParser().parseFromString(text, "text/html");
     for (const element of marked) {
       const fresh = page.getElementById(element.id);
-      const isBusy = element.contains(document.activeElement) || element.querySelector("details[open]") ||
+      const isBusy = element.contains(document.activeElement) || element.querySelector("details[open]") || element.matches(":active") ||
         (getSelection().type === "Range" && element.contains(getSelection().anchorNode));
       if (!fresh || isBusy) continue;
       if ("chart" in element.dataset) {
@@ -131,19 +133,25 @@
     sayEnded.done = true;
   }
 
+  /* Shows the newest strip. It waits while the strip is pressed: if the pressed element is replaced, the click is lost. */
+  let strips = 0;
+  function showStrip(text, number = ++strips) {
+    const strip = document.querySelector("[data-strip]");
+    if (number < strips || sayEnded.done) return;
+    if (strip.matches(":active")) { setTimeout(showStrip, 50, text, number); return; }
+    const isOpen = strip.querySelector("details[open]") !== null;
+    const hadFocus = strip.contains(document.activeElement);
+    strip.innerHTML = text;
+    const details = strip.querySelector("details");
+    if (details && isOpen) details.open = true;
+    if (details && hadFocus) details.querySelector("summary").focus();
+  }
+
   function follow() {
     const url = document.body.dataset.events;
     if (!url || !window.EventSource || sayEnded.done) return;
     const source = new EventSource(url);
-    source.addEventListener("strip", (event) => {
-      const strip = document.querySelector("[data-strip]");
-      const isOpen = strip.querySelector("details[open]") !== null;
-      const hadFocus = strip.contains(document.activeElement);
-      strip.innerHTML = event.data;
-      const details = strip.querySelector("details");
-      if (details && isOpen) details.open = true;
-      if (details && hadFocus) details.querySelector("summary").focus();
-    });
+    source.addEventListener("strip", (event) => showStrip(event.data));
     source.addEventListener("tick", refreshFragments);
     source.addEventListener("end", (event) => {
       source.close();

@@ -167,9 +167,16 @@
     for (const figure of document.querySelectorAll("[data-chart]")) draw(figure);
   }
 
+  /* Also again with the page's own font, if the browser still loads it: a canvas keeps the font that it was drawn with. */
+  function begin() {
+    drawAll();
+    const font = `11.5px ${style("--font")}`;
+    if (drawn.size && !document.fonts.check(font)) document.fonts.load(font).then(drawAll, () => {});
+  }
+
   let waiting = 0;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 120); });
-  document.addEventListener("DOMContentLoaded", drawAll);
+  document.addEventListener("DOMContentLoaded", begin);
   document.addEventListener("loraplex:theme", drawAll);
   document.addEventListener("loraplex:charts", drawAll);
   document.addEventListener("loraplex:chart", (event) => draw(event.detail));

@@ -56,8 +56,14 @@ document.addEventListener("DOMContentLoaded", () => {
     if (!draft) return;
     /* The page that answers a conflict has newer values and digests than the draft of the form that was sent. */
     if (location.pathname.includes("/answers/") && draft.shown !== now) return;
-    const changed = fieldsOf(form).filter(([key, field]) => key in draft.fields && draft.fields[key] !== valueOf(field));
-    if (!changed.length) return;
+    /* What the person typed before this script ran is newer than the draft. */
+    const typed = fieldsOf(form).filter(([key, field]) => valueOf(field) !== initial(field) && draft.fields[key] !== valueOf(field));
+    const changed = fieldsOf(form).filter((each) => each[0] in draft.fields && draft.fields[each[0]] !== valueOf(each[1]) && !typed.some(([key]) => key === each[0]));
+    if (changed.length) fillIn(form, changed, draft, shown, now);
+    if (typed.length) keep(form);
+  }
+
+  function fillIn(form, changed, draft, shown, now) {
     for (const [key, field] of changed) {
       if (isBox(field)) field.checked = draft.fields[key];
       else field.value = draft.fields[key];

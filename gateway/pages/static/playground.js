@@ -72,7 +72,7 @@ document.addEventListener("DOMContentLoaded", () => {
       this.clear();
       this.controller = new AbortController();
       this.begun = performance.now();
-      this.first = this.last = this.usage = null;
+      this.first = this.last = this.usage = this.reason = null;
       this.part("answer").classList.add("is-running");
       this.say("state", "waiting");
       try {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from testing.browser import Person, faults, faults_of_pages, person
+from testing.browser import Person, expect, faults, faults_of_pages, person
 from testing.gateway.running import ADMIN_KEY, Client, Gateway
 from tests.gateway.api.test_adapters import files, push
 
@@ -61,16 +61,18 @@ async def test_an_operator_uploads_a_version_and_rolls_an_alias_back(gateway, up
         await operator.open("/admin/adapters?q=pir")
         await operator.page.click("th a:has-text('pirate')")
         await operator.page.click("text=Upload a version")
+        await operator.page.wait_for_selector("#f-files")
+        await operator.page.wait_for_load_state()  # the script sends the form
         await operator.page.set_input_files("#f-files", [tmp_path / name for name in files()])
         await operator.page.click("button:has-text('Upload')")
         await operator.page.wait_for_url(f"**{HOME}?version=4&done=upload")
-        assert "Requests for this name use version 4." in await operator.text()
+        await operator.sees("Requests for this name use version 4.")
         await operator.page.click("tr:has-text('prod') >> text=Roll back")
-        assert "version 1 (90 %), version 2 (10 %)" in await operator.text()
+        await operator.sees("version 1 (90 %), version 2 (10 %)")
         await operator.page.click("button:has-text('Roll back')")
         await operator.page.wait_for_url(f"**{HOME}?done=rollback")
         await operator.page.click("a:has-text('Changes')")
-        assert "rolled back" in await operator.text()
+        await operator.sees("rolled back")
         assert not operator.problems
     [prod] = [each for each in (await acme.get("/v1/adapters/pirate/aliases")).json["data"] if each["alias"] == "prod"]
     assert [target["version"] for target in prod["targets"]] == [1]
@@ -128,5 +130,5 @@ async def test_stop_ends_both_requests(gateway, upstream, browser):
         await operator.page.click("#stop")
         for side in ("a", "b"):
             await operator.page.wait_for_selector(f"#side-{side} [data-part=state]:has-text('stopped')")
-        assert await operator.page.is_enabled("#run")
+        await expect(operator.page.locator("#run")).to_be_enabled()
     upstream.holds = False

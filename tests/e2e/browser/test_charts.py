@@ -1,19 +1,22 @@
-"""Charts in a real browser: the steps of an engine, by second, in the colours of the scheme."""
+"""Charts in a real browser: the steps of an engine, by second, in the colours of the scheme and the page's font."""
 
+import asyncio
 import time
+from typing import Any
 
 import pytest
-from playwright.async_api import expect
 
-from testing.browser import faults, person
+from testing.browser import expect, faults, person
 from testing.gateway.running import ADMIN_KEY, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+STOP = "document.querySelectorAll('[data-live]').forEach(each => delete each.dataset.live)"
 DRAWN = "document.querySelector('#step-times canvas').toDataURL()"
 
 
-async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway, upstream, browser):
+async def report_steps(gateway, upstream) -> None:
+    """Let the engine report the steps of five seconds, and wait until the gateway knows them."""
     now = int(time.time())
     upstream.recent_steps = [
         {"at": now - i, "steps": 9, "seconds": 0.5, "longest": 0.2, "prompt_tokens": 90, "decodes": 30, "roofline": 0.3}
@@ -25,6 +28,20 @@ async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway,
         return sum(each["steps"] for each in history["steps"]) == 45
 
     await until(is_known)
+
+
+async def drawn_again(page: Any, before: str) -> str:
+    """Wait until the chart is not drawn as before, and return the new drawing."""
+
+    async def is_new() -> bool:
+        return await page.evaluate(DRAWN) != before
+
+    await until(is_new)
+    return await page.evaluate(DRAWN)
+
+
+async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway, upstream, browser):
+    await report_steps(gateway, upstream)
     async with person(browser, gateway.url, scheme="light") as operator:
         page = operator.page
         await operator.log_in("/admin", ADMIN_KEY)
@@ -34,17 +51,37 @@ async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway,
         assert "2.5 %" in await page.inner_text(".tile:has-text('Engine load')")
         # Live charts follow the clock, so the page is stopped.
         await page.wait_for_selector("#step-times canvas")
-        await page.evaluate("document.querySelectorAll('[data-live]').forEach(each => delete each.dataset.live)")
+        await page.evaluate(STOP)
         await page.click("#step-times summary")
         # The table is written in the event that follows the click.
         await expect(page.locator("#step-times tbody tr", has_text="55.6")).to_have_count(5)
         light = await page.evaluate(DRAWN)
         await page.emulate_media(color_scheme="dark")
-        while (dark := await page.evaluate(DRAWN)) == light:
-            await page.wait_for_timeout(20)
+        dark = await drawn_again(page, light)
         # The button's first step is light, whatever the system has.
         await page.click("[data-theme-switch]")
         assert await page.evaluate(DRAWN) == light
         await page.click("[data-theme-switch]")
         assert await page.evaluate(DRAWN) == dark
         assert await faults(operator) == []
+
+
+async def test_a_chart_is_drawn_again_with_a_font_that_comes_late(gateway, upstream, browser):
+    await report_steps(gateway, upstream)
+    may_load = asyncio.Event()
+
+    async def late(route: Any) -> None:
+        await may_load.wait()
+        await route.continue_()
+
+    async with person(browser, gateway.url) as operator:
+        page = operator.page
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.context.route("**/*.woff2*", late)
+        # The event "load" waits for the font.
+        await page.goto(f"{gateway.url}/admin/engines/one?url={upstream.url}", wait_until="domcontentloaded")
+        await page.wait_for_selector("#step-times canvas")
+        await page.evaluate(STOP)
+        before = await page.evaluate(DRAWN)
+        may_load.set()
+        await drawn_again(page, before)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from testing.browser import Person, person
+from testing.browser import Person, expect, person
 from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import CONFIG, files, push
@@ -78,17 +78,19 @@ async def push_two_versions(who: Person, folder: Path) -> None:
     await click(who, "Models and adapters", "nav")
     await click(who, "Upload an adapter")
     await who.page.fill("#f-name", "pirate")
+    await who.page.wait_for_load_state()  # the script sends the form
     await who.page.evaluate(WATCH)
     await upload(who, folder, files(1))
     await who.page.wait_for_url(f"**{ADAPTER}?version=1&done=upload")
     assert any(re.match(r"Received. It is being checked and probed. 1$", each) for each in said), said
-    shown = await who.text()
-    assert "Requests for this name use version 1." in shown
-    assert "passed: it changes the base model's answers" in shown
+    await who.sees("Requests for this name use version 1.")
+    await who.sees("passed: it changes the base model's answers")
     await click(who, "Upload a version")
+    await who.page.wait_for_selector("#f-files")
+    await who.page.wait_for_load_state()
     await upload(who, folder, {**files(2), CONFIG: b'{"r": "<b>"}'})
     await who.page.wait_for_selector("#problem:visible")
-    assert "peft_type" in await who.page.inner_text("#problem")
+    await who.sees("peft_type", "#problem")
     await who.open(f"{ADAPTER}?version=2")
     assert "It was rejected." in await who.text()
 
@@ -104,6 +106,7 @@ async def manage_a_key(who: Person, gateway: Gateway) -> None:
         secrets.append(await who.page.locator(".copyable code").inner_text())
         await click(who, "Done")
         await who.page.wait_for_selector("tr:has-text('robot')")
+        await who.page.wait_for_load_state()
         assert secrets[-1] not in await who.page.content()
         assert (await gateway.client(secrets[-1]).get("/v1/models")).status == 200
         if change == "made":
@@ -112,7 +115,7 @@ async def manage_a_key(who: Person, gateway: Gateway) -> None:
             await click(who, "Rotate")
     assert (await gateway.client(secrets[0]).get("/v1/models")).status == 401
     await who.page.click(f"tr:has-text('{secrets[1].split('_')[1]}') >> text=Revoke")
-    assert await who.page.locator("main button.danger").is_disabled()
+    await expect(who.page.locator("main button.danger")).to_be_disabled()
     await who.page.fill("input[name=typed]", "robot")
     await click(who, "Revoke")
     await who.page.wait_for_url("**/console/keys?done=revoked")
@@ -133,6 +136,7 @@ async def test_an_admin_uploads_asks_and_manages_keys(gateway, upstream, browser
 
         await click(who, "Try it")
         await page.fill("[name=prompt]", "Why is the sky blue?")
+        await page.wait_for_load_state()  # the script sends the form
         await page.fill("[name=max_tokens]", "2")
         await page.click("#run")
         await page.wait_for_selector("#side-a [data-part=state]:text-is('complete')")
@@ -141,25 +145,15 @@ async def test_an_admin_uploads_asks_and_manages_keys(gateway, upstream, browser
         assert upstream.requests[-1][1]["model"].startswith("sha256:")
 
         for path, selector in (("requests", f"a[href$='{request_id}']"), ("usage?by=model", "tr:has-text('pirate')")):
-            await see(who, f"/console/{path}", selector)
+            await who.find(f"/console/{path}", selector)
         await who.open(f"/console/requests/{request_id}")
         assert "completed" in await who.text()
 
         await manage_a_key(who, gateway)
         await click(who, "Audit", "nav")
         for action in ("adapter.push", "key.create", "key.rotate", "key.revoke"):
-            assert await page.locator(f"tr:has-text('{action}')").count(), action
+            await expect(page.locator(f"tr:has-text('{action}')").first).to_be_visible()
         assert who.problems == []
-
-
-async def see(who: Person, path: str, selector: str) -> None:
-    """Open a page, and again until it shows the element, because the ledger follows within a second."""
-    for _ in range(100):
-        await who.open(path)
-        if await who.page.locator(selector).count():
-            return
-        await who.page.wait_for_timeout(50)
-    raise AssertionError(f"{path} never showed {selector}: {await who.text()}")
 
 
 async def test_a_member_sees_and_does_what_its_scopes_allow(gateway, upstream, browser):

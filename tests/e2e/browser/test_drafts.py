@@ -1,5 +1,6 @@
 """Drafts of long forms in a real browser: kept over the end of a session, for the same person, and never secrets."""
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -30,6 +31,7 @@ async def log_in_here(who: Person, key: str) -> None:
     await who.page.fill("input[name=key]", key)
     await who.page.click("main button")
     await who.page.wait_for_selector("[data-person]")
+    await who.page.wait_for_load_state()  # the script fills in the draft
 
 
 async def type_and_lose_the_session(gateway: Gateway, who: Person) -> None:
@@ -79,6 +81,7 @@ async def test_a_conflict_is_solved_by_sending_the_form_again(gateway: Gateway, 
         await gateway.admin.call("PATCH", tenant, json={"requests_per_minute": 65, "display_name": "Acme"})
         await page.click("main .button.primary")
         await page.wait_for_selector("#e-requests_per_minute:has-text('the present value is 65')")
+        await page.wait_for_load_state()
         operator.problems.clear()
         assert await page.locator(NOTE).count() == 0
         # A value that is typed on the answer is a draft like any other.
@@ -138,6 +141,30 @@ async def test_a_draft_ends_by_cancel_discard_and_log_out(gateway: Gateway, brow
                 await page.click(end)
                 await page.wait_for_url("**/admin/tenants/acme")
             assert await stored(operator) == "[]", end
+
+
+async def test_what_is_typed_before_the_script_runs_is_newer_than_the_draft(gateway: Gateway, browser: Any):
+    await gateway.tenant("acme")
+    may_load = asyncio.Event()
+
+    async def late(route: Any) -> None:
+        await may_load.wait()
+        await route.continue_()
+
+    async with person(browser, gateway.url) as operator:
+        page = operator.page
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open(EDIT)
+        await page.fill(LIMIT, "70")
+        await page.fill("[name=note]", "mine")
+        await operator.context.route("**/drafts.js*", late)
+        await page.goto(operator.url + EDIT, wait_until="commit")
+        await page.fill(LIMIT, "80")
+        may_load.set()
+        await page.wait_for_load_state()
+        assert (await page.input_value(LIMIT), await page.input_value("[name=note]")) == ("80", "mine")
+        assert await page.locator(NOTE).count() == 1
+        assert "80" in await stored(operator)
 
 
 async def test_forms_of_keys_keep_nothing(gateway: Gateway, browser: Any):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from testing.browser import Person, person
+from testing.browser import Person, expect, person
 from testing.gateway.running import ADMIN_KEY, Gateway
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,6 +31,11 @@ async def reload(who: Person) -> str:
     return await who.page.inner_text("main h1")
 
 
+async def heading(who: Person, text: str) -> None:
+    """Wait until the page that a click opens has the heading."""
+    await expect(who.page.locator("main h1")).to_have_text(text)
+
+
 @asynccontextmanager
 async def operator_at(gateway: Gateway, browser: Any, path: str) -> AsyncIterator[Person]:
     """Yield an operator's page at a path, after a log-in. There is a tenant acme."""
@@ -44,9 +49,9 @@ async def operator_at(gateway: Gateway, browser: Any, path: str) -> AsyncIterato
 async def test_back_after_a_saved_edit_shows_its_review_then_the_form(gateway: Gateway, browser):
     async with operator_at(gateway, browser, EDIT) as operator:
         await fill_and_send(operator, requests_per_minute="many")
-        assert await operator.page.inner_text("#e-requests_per_minute") != ""
+        await expect(operator.page.locator("#e-requests_per_minute")).not_to_be_empty()
         await fill_and_send(operator, requests_per_minute="70")
-        assert await operator.page.inner_text("main h1") == "Changes of acme"
+        await heading(operator, "Changes of acme")
         assert await reload(operator) == "Changes of acme"
         await operator.page.click("main .button.primary")
         await operator.page.wait_for_url("**/admin/tenants/acme?done=changed")
@@ -76,11 +81,11 @@ async def test_back_passes_a_refused_log_in(gateway: Gateway, browser):
         await operator.open("/admin/login?next=/admin/keys")
         await operator.page.fill("[name=key]", "wrong")
         await operator.page.click("main button")
-        assert "not valid" in await operator.page.inner_text("main [role=alert]")
+        await operator.sees("not valid", "main [role=alert]")
         assert await reload(operator) == "Operator log-in"
         await operator.page.fill("[name=key]", ADMIN_KEY)
         await operator.page.click("main button")
-        await operator.page.wait_for_url("**/admin/keys")
+        await operator.page.wait_for_url(f"{operator.url}/admin/keys")
         assert await back(operator) == "Operator log-in"
 
 
@@ -88,8 +93,9 @@ async def test_an_act_that_failed_can_be_left_by_back(gateway: Gateway, browser)
     """The page of the problem has its own URL, and Reload does not repeat the act."""
     async with operator_at(gateway, browser, "/admin/plans/-/new") as operator:
         await fill_and_send(operator, name="gold")
+        await operator.page.wait_for_url("**/admin/plans?done=saved")
         await operator.open("/admin/plans/-/new")
         await fill_and_send(operator, name="gold")
-        assert "exists" in await operator.page.inner_text("main")
+        await operator.sees("exists", "main")
         assert await reload(operator) == "New plan"
         assert await back(operator) == "New plan"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from testing.browser import faults, faults_of_pages, person
+from testing.browser import expect, faults, faults_of_pages, person
 from testing.gateway.running import ADMIN_KEY, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -80,10 +80,11 @@ async def test_an_edit_is_shown_before_it_is_saved(gateway, browser):
         await operator.page.fill("#f-model_limits", "base: max_concurrent=2\n*: budget_per_30_days=1.50")
         await operator.page.click("button:has-text('Review the changes')")
         await operator.page.wait_for_selector("button:has-text('Save')")
-        assert "1 (inherited)" in await operator.text()
+        await operator.sees("1 (inherited)")
+        await operator.page.wait_for_load_state()
         assert not await faults(operator)
         await operator.page.click("button:has-text('Back to the form')")
-        assert await operator.page.input_value("#f-weight") == "3"
+        await expect(operator.page.locator("#f-weight")).to_have_value("3")
         await operator.page.click("button:has-text('Review the changes')")
         await operator.page.click("button:has-text('Save')")
         await operator.page.wait_for_url("**/admin/tenants/acme?done=changed")
@@ -97,7 +98,7 @@ async def test_an_operator_drains_and_resumes_an_engine(gateway, upstream, brows
         await operator.open("/admin/engines")
         await operator.page.click("a.button:has-text('Drain')")
         button = operator.page.locator("button.danger")
-        assert await button.is_disabled()
+        await expect(button).to_be_disabled()
         await operator.page.fill("input[name=typed]", upstream.url)
         await button.click()
         await operator.page.wait_for_url("**/admin/engines")
@@ -110,6 +111,21 @@ async def test_an_operator_drains_and_resumes_an_engine(gateway, upstream, brows
         assert not operator.problems
     audit = (await gateway.admin.get("/admin/api/audit")).json["data"]
     assert [entry["action"] for entry in audit[:2]] == ["engine.resume", "engine.drain"]
+
+
+async def test_a_click_on_the_strip_counts_although_it_changes_meanwhile(gateway, upstream, browser):
+    async with person(browser, gateway.url) as operator:
+        page = operator.page
+        await operator.log_in("/admin", ADMIN_KEY)
+        await page.hover("#strip summary")
+        await page.mouse.down()
+        assert (await gateway.admin.post("/admin/api/engines/drain", {"url": upstream.url})).status == 200
+        # The strip is sent within a second of the change.
+        await page.wait_for_timeout(2500)
+        await page.mouse.up()
+        await expect(page.locator("#strip details")).to_have_attribute("open", "")
+        await expect(page.locator("#strip summary")).to_contain_text("0/1 engines up")
+        await expect(page.locator("#strip details")).to_have_attribute("open", "")
 
 
 async def test_the_engines_fit_a_page_of_1280_px(gateway, upstream, browser):

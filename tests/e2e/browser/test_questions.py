@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from testing.browser import person
+from testing.browser import expect, person
 from testing.gateway.running import ADMIN_KEY, until
 from tests.gateway.api.test_adapters import files, push
 
@@ -44,7 +44,7 @@ async def test_the_four_questions_are_answered_by_clicks(gateway, upstream, brow
         await page.click(".tile:has-text('Cost')")
         await page.click(".segments a:text-is('7 d')")
         await page.wait_for_selector(".segments a[aria-current=true]:text-is('7 d')")
-        assert await page.locator("#usage tbody th").first.inner_text() == "acme"
+        await expect(page.locator("#usage tbody th").first).to_have_text("acme", use_inner_text=True)
 
         # The reason for acme's 429s at a time such as 10:40.
         await page.click(".brand")
@@ -53,8 +53,8 @@ async def test_the_four_questions_are_answered_by_clicks(gateway, upstream, brow
         await page.fill("#f-at", at)
         await page.click("button:text-is('Apply')")
         await page.wait_for_url("**/admin/refusals?*at=*")
-        finding = await page.inner_text(".findings li")
-        assert "acme: 2 requests were refused by the limit requests per minute of the tenant" in finding
+        refused = "acme: 2 requests were refused by the limit requests per minute of the tenant"
+        await expect(page.locator(".findings li").first).to_contain_text(refused, use_inner_text=True)
 
         # The engine on which the adapter pirate is resident.
         await page.click(".brand")
@@ -71,7 +71,7 @@ async def test_the_four_questions_are_answered_by_clicks(gateway, upstream, brow
         await page.click("tr:has-text(':latest') a:text-is('Roll back')")
         await page.click("main form button:has-text('Roll back')")
         await page.wait_for_selector(".banner.good:has-text('rolled back')")
-        assert "Requests for this name use version 1." in await operator.text()
+        await operator.sees("Requests for this name use version 1.")
         assert operator.problems == []
     aliases = (await gateway.admin.get("/admin/api/tenants/acme/adapters/pirate/aliases")).json["data"]
     assert [alias["targets"][0]["version"] for alias in aliases if alias["alias"] == "latest"] == [1]

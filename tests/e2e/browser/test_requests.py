@@ -2,7 +2,7 @@
 
 import pytest
 
-from testing.browser import faults, person
+from testing.browser import expect, faults, person
 from testing.gateway.running import ADMIN_KEY, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -16,8 +16,9 @@ async def test_an_operator_finds_out_why_a_tenant_got_429s(gateway, browser):
     assert statuses.count(429) == 3
 
     async def is_recorded() -> bool:
-        answer = await gateway.admin.get("/admin/api/requests?limit_name=requests_per_minute")
-        return len(answer.json["data"]) == 3
+        refused = await gateway.admin.get("/admin/api/requests?limit_name=requests_per_minute")
+        every = await gateway.admin.get("/admin/api/requests?tenant=acme")
+        return (len(refused.json["data"]), len(every.json["data"])) == (3, 5)
 
     await until(is_recorded)
     async with person(browser, gateway.url) as operator:
@@ -28,17 +29,16 @@ async def test_an_operator_finds_out_why_a_tenant_got_429s(gateway, browser):
         await page.press("[data-search]", "Enter")
         await page.wait_for_url("**/admin/tenants/acme")
         await page.click("nav a:has-text('Why 429')")
-        assert "3 requests were refused by the limit requests per minute of the tenant" in await operator.text()
+        await operator.sees("3 requests were refused by the limit requests per minute of the tenant")
         await page.click("a:has-text('See the requests')")
-        await page.wait_for_selector("#requests")
-        assert await page.locator("#requests tbody tr").count() == 3
+        await expect(page.locator("#requests tbody tr")).to_have_count(3)
         await page.locator("#requests tbody th a").first.click()
         await page.wait_for_selector(".waterfall")
-        assert "The limit requests per minute of the tenant is 2." in await operator.text()
-        assert HOSTILE in await operator.text()
+        await operator.sees("The limit requests per minute of the tenant is 2.")
+        await operator.sees(HOSTILE)
         await page.click("a:has-text('Requests of this tenant within a minute')")
-        await page.wait_for_selector("#requests")
-        assert await page.locator("#requests tbody tr").count() == 5
+        await expect(page.locator("#requests tbody tr")).to_have_count(5)
+        await page.wait_for_load_state()
         assert await faults(operator) == []
 
 

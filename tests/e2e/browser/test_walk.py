@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from testing.browser import Person, person
+from testing.browser import Person, expect, person
 from testing.stack import ROOT, Stack, http
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -31,7 +31,7 @@ async def click(who: Person, text: str, within: str = "main") -> None:
 async def confirm(who: Person, name: str) -> None:
     """Type the name on a page that asks for it. Its button is disabled before."""
     button = who.page.locator("main button.danger")
-    assert await button.is_disabled()
+    await expect(button).to_be_disabled()
     await who.page.fill("input[name=typed]", name)
     await button.click()
 
@@ -42,6 +42,7 @@ async def shown_secret(who: Person) -> str:
     assert SECRET.fullmatch(secret)
     await click(who, "Done")
     await who.page.wait_for_selector("#keys")
+    await who.page.wait_for_load_state()
     assert secret not in await who.page.content()
     return secret
 
@@ -87,10 +88,10 @@ async def test_an_operator_takes_a_tenant_from_its_start_to_its_suspension(stack
         await who.open("/admin/playground?tenant=initech")
         assert await ask(who, "pirate", "Why is the sky blue?")
 
-        await see(who, "/admin/tenants/initech", "table tr:has-text('pirate')")
-        await see(who, "/admin/engines/residency", "tr:has-text('initech/pirate') .cell-device")
+        await who.find("/admin/tenants/initech", "table tr:has-text('pirate')")
+        await who.find("/admin/engines/residency", "tr:has-text('initech/pirate') .cell-device")
         for action in ("tenant.create", "key.create", "adapter.push"):
-            await see(who, "/admin/audit", f"tr:has-text('{action}'):has-text('initech')")
+            await who.find("/admin/audit", f"tr:has-text('{action}'):has-text('initech')")
 
         await who.open("/admin/tenants/initech?tab=keys")
         await click(who, "Rotate")
@@ -129,16 +130,6 @@ def _part(edge: str, about: str, content: bytes) -> bytes:
 
 def _json(**fields: str) -> bytes:
     return json.dumps(fields).encode()
-
-
-async def see(who: Person, path: str, selector: str) -> None:
-    """Open a page, and again until it shows the element: the ledger and the engines' reports follow within a second."""
-    for _ in range(100):
-        await who.open(path)
-        if await who.page.locator(selector).count():
-            return
-        await who.page.wait_for_timeout(100)
-    raise AssertionError(f"{path} never showed {selector}: {await who.text()}")
 
 
 # Prices belong to the role billing, with their deletion.
