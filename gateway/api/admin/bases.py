@@ -36,6 +36,13 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 MAX_ROWS = 1000
 Folder = Annotated[str, Meta(min_length=1, max_length=1024)]
 Tokens = Annotated[int, Meta(ge=1, le=2**31 - 1)]
+# Fields of the base of LORAPLEX_BASE_MODEL that every gateway with this setting reads from its settings, not from the
+# table, with the place where it reads them.
+FROM_SETTINGS: Mapping[str, str] = {
+    "context_length": "LORAPLEX_MAX_MODEL_LEN, by default from the config.json in LORAPLEX_MODEL_DIR",
+    "tokenizer": "LORAPLEX_MODEL_DIR",
+    "config": "the config.json in LORAPLEX_MODEL_DIR",
+}
 
 
 class NewBase(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -233,6 +240,8 @@ class AdminBases:
         Raises BadRequest, Conflict, NameTaken, RecordNotFound, Changed.
         """
         changes = {field: value for field, value in msgspec.structs.asdict(given).items() if value is not UNSET}
+        if self._bases.own is not None and self._bases.own.name == name:
+            _check_settings(self._bases.own, changes)
         if "digest" in changes:
             changes["digest"] = _bare(changes["digest"])
         config = changes.pop("config", None)
@@ -273,6 +282,21 @@ def _read_cursor(cursor: str | None) -> _Place | None:
         return msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=_Place)
     except (ValueError, msgspec.MsgspecError) as error:
         raise BadRequest("after: expected the `next` of another page.", param="after") from error
+
+
+def _check_settings(own: Base, changes: Mapping[str, Any]) -> None:
+    """Raise BadRequest for a change that would have no effect at gateways that read the field from their settings.
+
+    Folder and config of new weights come with their digest; they are on record for gateways without the setting.
+    """
+    for field, place in FROM_SETTINGS.items():
+        is_of_weights = field != "context_length" and "digest" in changes
+        if field in changes and not is_of_weights and changes[field] != getattr(own, field, None):
+            raise BadRequest(
+                f"{field}: '{own.name}' is the base model of LORAPLEX_BASE_MODEL, so gateways read it from {place}. "
+                "Change it there and restart them.",
+                param=field,
+            )
 
 
 def _named(digest: str | None) -> str | None:

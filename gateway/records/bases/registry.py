@@ -41,6 +41,11 @@ class Bases:
         self._set([] if own is None else [own])
 
     @property
+    def own(self) -> Base | None:
+        """Return the base of LORAPLEX_BASE_MODEL; None without the setting."""
+        return self._own
+
+    @property
     def all(self) -> Sequence[Base]:
         """Return all bases, the oldest first."""
         return self._all

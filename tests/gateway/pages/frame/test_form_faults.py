@@ -40,7 +40,7 @@ async def every_form(gateway: Gateway) -> dict[str, dict[str, str]]:
         f"/admin/keys/{key['id']}/rotate": {"grace": "0"},
         "/admin/alerts/-/new": {"name": "mail", **hook},
         f"{TARGET}/edit": {"types": "budget.exhausted"},
-        "/admin/engines/bases/edit?name=base": {"context_length": "64"},
+        "/admin/engines/bases/edit?name=base": {"digest": "ab" * 32},
         "/admin/engines/bases/drain": {"name": "base", "typed": "base"},
         f"{ADAPTER}/act": {"act": "delete", "typed": "pirate"},
     }
