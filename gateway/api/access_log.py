@@ -144,7 +144,8 @@ def _note_refusal(refusals: RefusalLog, request: web.Request, caller: Caller, ro
 
 def _shown_model(model: str) -> str | None:
     """Return the requested model for records; None for a text with spaces, which may be a prompt in the wrong field."""
-    return None if len(model.split()) > 1 else printable(model, MAX_MODEL)
+    # A text of 8 MiB has millions of words, so only the first space is looked for.
+    return None if len(model.split(maxsplit=1)) > 1 else printable(model, MAX_MODEL)
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:

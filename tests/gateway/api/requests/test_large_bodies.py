@@ -1,6 +1,10 @@
 """Large bodies: their memory is estimated in parts, and they are read in large pieces once they have a share."""
 
+import asyncio
+import io
+import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -8,6 +12,7 @@ import pytest
 from gateway.api.requests.memory import CONTAINER_BYTES, FREE_BYTES, VALUE_BYTES
 from gateway.api.requests.prompts import COUNTED_BYTES, COUNTED_INLINE_BYTES, _decoded_bytes
 from gateway.process.reads import READ_BYTES, BoundedReads
+from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream
 
 WIDE = 4
@@ -51,3 +56,21 @@ async def test_a_body_with_a_share_is_read_in_large_pieces(
         assert (await acme.complete(user="a" * size)).status in (200, 400)
     assert (max(reads) > READ_BYTES) == is_large
     assert sum(reads) > size
+
+
+async def test_megabytes_as_a_models_name_do_not_hold_the_event_loop(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    data = json.dumps({"model": "ab " * 2**21, "prompt": "Hi"}).encode()
+    stalls = []
+    # Three times, because a busy machine may take the core away once.
+    for _ in range(3):
+        asking = asyncio.ensure_future(
+            acme.call("POST", "/v1/completions", data=io.BytesIO(data), headers={"Content-Type": "application/json"})
+        )
+        longest, last = 0.0, time.perf_counter()
+        while not asking.done():
+            await asyncio.sleep(0.001)
+            longest, last = max(longest, time.perf_counter() - last), time.perf_counter()
+        assert (await asking).error["code"] == "model_not_found"
+        stalls.append(longest)
+    assert min(stalls) < 0.1, f"the loop stood still for so many seconds: {stalls}"
