@@ -40,8 +40,9 @@ RATE_SECONDS = 1.0
 MAX_RATES = 50_000
 # Factor between this process's requests and those of all gateways, at most.
 MAX_PROCESSES = 64
-# Leading characters, or tokens, of a prompt that identify its conversation.
+# Leading characters, or tokens, of a prompt that identify its conversation, and leading parts of a message.
 PREFIX_CHARS = 1024
+PREFIX_PARTS = 8
 MAX_PREFIXES = 50_000
 # Prompt tokens from which an activated LoRA's request goes to the engine that served the base model's turn.
 LONG_PROMPT = 256
@@ -181,15 +182,24 @@ def rank(key: bytes, url: str) -> bytes:
 def prefix_key(tenant_id: str, digest: str | None, body: dict[str, Any]) -> bytes:
     """Return a key for requests that share cached prompt blocks.
 
-    It is made of the tenant, the adapter, and OpenAI's `prompt_cache_key` or, without it, a conversation's first two
-    messages or a prompt's beginning.
+    It is made of the tenant, the adapter, and OpenAI's `prompt_cache_key` or, without it, the beginnings of a
+    conversation's first two messages or of a prompt. Other fields of a message may have megabytes.
     """
     messages = body.get("messages")
-    beginning = messages[:2] if isinstance(messages, list) else body.get("prompt")
+    beginning = [*map(_opening, messages[:2])] if isinstance(messages, list) else body.get("prompt")
     said = body.get("prompt_cache_key") or beginning
-    if isinstance(said, str | list):
+    if isinstance(said, msgspec.Raw):
+        said = bytes(memoryview(said)[:PREFIX_CHARS])
+    elif isinstance(said, str | list):
         said = said[:PREFIX_CHARS]
     return blake2b(msgspec.json.encode([tenant_id, digest, said]), digest_size=16).digest()
+
+
+def _opening(message: dict[str, Any]) -> list[str | None]:
+    """Return a chat message's role and the beginning of its text."""
+    content = message.get("content") or ""
+    parts = content[:PREFIX_PARTS] if isinstance(content, list) else ({"text": content},)
+    return [message.get("role"), *((part.get("text") or "")[:PREFIX_CHARS] for part in parts)]
 
 
 class Rates:

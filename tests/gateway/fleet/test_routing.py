@@ -1,7 +1,9 @@
 """The choice of an engine, as a function of the known state of each."""
 
+import time
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 
 from benchmarks.routing import POLICIES, measure, seconds_to_engines
@@ -169,6 +171,23 @@ def test_what_a_conversation_is_known_by(one: dict[str, object], other: dict[str
     assert (prefix_key("t", "d", one) == prefix_key("t", "d", other)) is same
     assert prefix_key("t", "d", one) != prefix_key("another tenant", "d", one)
     assert prefix_key("t", "d", one) != prefix_key("t", None, one)
+
+
+def test_a_conversations_key_does_not_read_megabytes():
+    large = "\n" * 2**22
+    slow: list[dict[str, object]] = [
+        {"messages": [{"role": "user", "content": "a", "another_field": large}] * 2},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": large, "x": large}]}]},
+        {"prompt_cache_key": msgspec.Raw(msgspec.json.encode(large)), "prompt": "a"},
+    ]
+    # Three times, because a busy machine may take the core away once.
+    for body in slow:
+        seconds = []
+        for _ in range(3):
+            began = time.perf_counter()
+            prefix_key("t", "d", body)
+            seconds.append(time.perf_counter() - began)
+        assert min(seconds) < 0.002, "one encoding of 8 MiB takes 10 to 40 ms"
 
 
 def test_conversations_are_remembered_up_to_a_number():
