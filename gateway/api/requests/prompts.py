@@ -153,6 +153,9 @@ class PromptReader:
         if request.max_new_tokens is None:
             # Sent explicitly, so that the engine stops at the reservation's limit.
             body["max_tokens"] = max_tokens
+        elif request.max_new_tokens_field != "max_tokens":
+            # Servers differ in which of the two fields they prefer, and the reservation counts one.
+            body.pop("max_tokens", None)
         if request.stream:
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return InferenceRequest(

@@ -148,6 +148,21 @@ async def test_only_declared_fields_are_sent_at_every_depth(sglang_gateway: tupl
     }
 
 
+@pytest.mark.parametrize("on_token_limit", ["refuse", "shorten"])
+async def test_a_server_gets_only_the_maximum_that_is_reserved(
+    sglang_gateway: tuple[Gateway, SglangDouble], on_token_limit: str
+):
+    """A server that prefers `max_tokens` would generate more than the reservation of `max_completion_tokens`."""
+    gateway, sglang = sglang_gateway
+    acme = await gateway.tenant("acme", tokens_per_minute=100, on_token_limit=on_token_limit)
+    most = 2 if on_token_limit == "refuse" else 200
+    got = await acme.chat(max_completion_tokens=most, max_tokens=200)
+    assert got.status == 200, got.body
+    body = sglang.requests.pop()[1]
+    assert "max_tokens" not in body
+    assert 1 <= body["max_completion_tokens"] <= min(most, 99)
+
+
 def test_tools_are_sent_as_declared():
     tool = {"type": "function", "function": {"name": "f", "defer_loading": True}, "defer_loading": True}
     assert sent({"tools": [tool]})["tools"] == [{"type": "function", "function": {"name": "f"}}]
