@@ -244,7 +244,7 @@ def test_a_model_by_folder_without_the_demo(tmp_path: Path):
         assert not (tmp_path / "demo.json").exists()
         local = json.loads((tmp_path / "local.json").read_text())
         place = (local["gateway"], local["admin_key"])
-        # One engine is enough for the gateway to be ready; it learns of the other a moment later.
+        # The gateway is ready with one engine; it learns of the other a moment later.
         wait_for(lambda: [e["healthy"] for e in engines_of(*place)] == [True] * 2)
         assert [e["state"]["max_num_seqs"] for e in engines_of(*place)] == [7] * 2
         flags = ("--data-dir", str(tmp_path))
