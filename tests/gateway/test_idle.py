@@ -1,6 +1,7 @@
 """Work of a gateway without requests: few commands and statements, and full speed as soon as a request runs."""
 
 import asyncio
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -50,15 +51,17 @@ async def test_an_idle_gateway_asks_seldom(
         # The exchange of service ends its first interval.
         await asyncio.sleep(0.5)
         statements.clear()
-        before = await commands(redis)
+        before, began = await commands(redis), time.monotonic()
         await asyncio.sleep(SECONDS)
         sent, asked = await commands(redis) - before, Counter(statements)
+        # Longer than SECONDS on a busy machine.
+        seconds = time.monotonic() - began
     await redis.aclose()
-    assert 0 < asked["changes"] <= SECONDS / IDLE_SECONDS + 1
-    assert asked["others"] <= 12 * SECONDS
+    assert 0 < asked["changes"] <= seconds / IDLE_SECONDS + 1
+    assert asked["others"] <= 12 * seconds
     # The wait for reports of deaths, and the scripts of all periodic tasks.
-    assert 0 < sent["xread"] <= SECONDS + 1
-    assert sent["evalsha"] <= 2 * SECONDS
+    assert 0 < sent["xread"] <= seconds + 1
+    assert sent["evalsha"] <= 2 * seconds
 
 
 async def test_a_running_request_ends_the_idle_interval(

@@ -23,7 +23,9 @@ from gateway.records.tables import api_keys, usage_daily
 from gateway.records.tenants.budgeted import BudgetedTenants
 from gateway.records.tenants.tenants import Tenant, Tenants
 
-MONTH = {"period": "month", "since": f"{datetime.now(UTC):%Y-%m}-01"}
+
+def this_month() -> dict[str, str]:
+    return {"period": "month", "since": f"{datetime.now(UTC):%Y-%m}-01"}
 
 
 class Gateway:
@@ -89,7 +91,7 @@ async def test_thresholds_of_a_budget_are_one_event_each(database: Database):
     last = (await all_events(database))[-1]
     assert (last.tenant, last.data) == (
         "acme",
-        {**MONTH, "threshold": 1, "budget": 1000, "spent": 1000},
+        {**this_month(), "threshold": 1, "budget": 1000, "spent": 1000},
     )
     # A raised budget has thresholds of its own.
     await tenants.update("acme", {"budget_per_month": 1250}, "a")

@@ -63,7 +63,7 @@ async def test_a_body_that_never_ends(serve: Any, upstream: Upstream):
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_that_never_ends(stream: bool, serve: Any, upstream: Upstream):
-    async with serve(request_timeout=2.0) as gateway:
+    async with serve(request_timeout=5.0) as gateway:
         acme = await gateway.tenant("acme")
         got = await acme.complete(stream=stream, max_tokens=200, x_engine={"tokens": 200, "delay": 0.1})
         error = got.events[-1]["error"] if stream else got.error
@@ -106,9 +106,9 @@ async def test_a_reader_that_stops_stops_the_engine(serve: Any, upstream: Upstre
 
 async def test_a_whole_answer_may_take_longer_than_an_engines_silence(serve: Any, upstream: Upstream):
     """A whole answer's first byte is its last, so it may take longer; a stream's engine must not be silent as long."""
-    async with serve(engine_timeout=1.0) as gateway:
+    async with serve(engine_timeout=4.0) as gateway:
         acme = await gateway.tenant("acme")
-        assert (await acme.complete(x_engine={"tokens": 1, "delay": 3.0})).status == 200
+        assert (await acme.complete(x_engine={"tokens": 1, "delay": 6.0})).status == 200
         late = await acme.complete(stream=True, x_engine={"tokens": 2, "pause": True})
         assert late.events[-1]["error"]["code"] == "engine_error"
         upstream.paused = False

@@ -29,6 +29,7 @@ from testing.gateway.principals import principal
 from testing.gateway.rows import NOON
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS, TOKEN, Upstream
+from testing.ports import free_port
 from wire.responses import FinishedRequest
 
 ENGINE, OTHER = "http://engine", "http://other"
@@ -168,14 +169,20 @@ async def test_what_cannot_be_read_is_set_aside_and_stops_nobody(
                 return "loraplex_gateway_ledger_rejected_events 1.0" in metrics
 
             await until(is_set_aside, 60)
-            assert await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
+
+            async def has_no_lease() -> bool:
+                return await redis.zcard(f"loraplex:{{{who.tenant.id}}}:leases") == 0
+
+            await until(has_no_lease)
 
 
 @pytest.mark.usefixtures("starts_servers")
 async def test_an_engine_that_was_killed_is_asked_again_once_it_is_back():
     """A living gateway asks the restarted engine, which counted tokens that never reached the gateway."""
-    async with Upstream().serving() as gone:
-        port = int(gone.url.rpartition(":")[2])
+    # No outgoing connection of another test takes this port meanwhile.
+    port = free_port()
+    async with Upstream().serving(port) as gone:
+        pass
     async with aiohttp.ClientSession() as session:
         client = FinishedClient(session, TOKEN)
         with pytest.raises(TimeoutError):

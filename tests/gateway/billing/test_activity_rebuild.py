@@ -1,5 +1,6 @@
 """Sums for charts of rows from an earlier release: rebuilt exactly, whatever gateways of both releases have written."""
 
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -17,6 +18,12 @@ from testing.gateway.rows import row
 NOW = datetime.now(UTC)
 MODELS = (("base", None), ("pirate", "d"), ("pirate*0.5+terse*0.5", "d"), ("pirate*0.4+terse*0.6", None))
 STATUSES = ("ok", "cancelled", "error", "limited", "of a later release")
+
+
+@pytest.fixture(autouse=True)
+def at_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set NOW at the beginning of each test, which may run an hour after the import."""
+    monkeypatch.setattr(sys.modules[__name__], "NOW", datetime.now(UTC))
 
 
 @pytest.fixture(autouse=True)

@@ -80,7 +80,13 @@ async def test_a_settled_row_is_written_and_its_entry_deleted(database: Database
         for i in range(700):
             ledger.settled(await add(redis, row(f"r{i}", tenant_id=f"t{i % 3}")), row(f"r{i}", tenant_id=f"t{i % 3}"))
         await until(lambda: is_count(database, 700), PATIENCE)
-    assert [await redis.xlen(stream_key(f"t{i}")) for i in range(3)] == [0, 0, 0]
+
+        async def are_deleted() -> bool:
+            return [await redis.xlen(stream_key(f"t{i}")) for i in range(3)] == [0, 0, 0]
+
+        # Entries are deleted after the commit of their rows.
+        await until(are_deleted, PATIENCE)
+    assert await count(database) == 700
 
 
 async def test_what_a_dead_process_left_behind_is_swept_poison_set_aside(

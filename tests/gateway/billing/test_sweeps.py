@@ -34,6 +34,12 @@ async def redis(redis_url: str) -> AsyncIterator[Redis]:
     await redis.aclose()
 
 
+@pytest.fixture(autouse=True)
+def long_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a turn to sweep outlast a stall of this process."""
+    monkeypatch.setattr(ledger_module, "SWEEP_SECONDS", 600.0)
+
+
 @pytest.fixture
 def ledgers(database: Database, redis: Redis, tmp_path: Path) -> list[Ledger]:
     """Start the ledgers of eight gateways."""

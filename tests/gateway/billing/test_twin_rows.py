@@ -69,8 +69,8 @@ async def test_a_request_whose_reservation_was_not_answered(
     who, need, request_id = principal(tenant={"max_concurrent": 5}), Need(0, 1), ids.new()
     assert request_id.startswith("req_g") == partitioned
     async with deaf.listening() as url:
-        clients = [connect(url, 1.0), connect(redis_url, 30.0)]
-        own, other = Quota(clients[0], 0.5, 1, parse_fallback(["open"])), Quota(clients[1], 30.0, 1)
+        clients = [connect(url, 5.0), connect(redis_url, 30.0)]
+        own, other = Quota(clients[0], 2.0, 1, parse_fallback(["open"])), Quota(clients[1], 30.0, 1)
         await own.release(await own.acquire(who, "base", ids.new(), need))
         deaf.is_deaf = True
         reservation = await own.acquire(who, "base", request_id, need)

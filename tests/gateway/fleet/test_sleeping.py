@@ -149,9 +149,11 @@ async def test_an_idle_base_sleeps_and_a_request_wakes_it_within_its_retry_after
     assert bench.bases["beta"].state == "asleep", "only the base that was asked for wakes"
 
     # Requests keep it awake, also those between two looks of the supervisor.
+    # Longer than a stall from here on.
+    bench.bases["alpha"]._sleep_after = idle = 3 * SLEEP_AFTER
     for _ in range(6):
         assert (await ask(acme, "alpha")).status == 200
-        await asyncio.sleep(SLEEP_AFTER / 4)
+        await asyncio.sleep(idle / 4)
     assert bench.bases["alpha"].state == "awake"
     events = (await bench.gateway.admin.get("/admin/api/events")).json["data"]
     assert not [event for event in events if event["type"] == "engine.down"]

@@ -58,7 +58,7 @@ async def test_garbage_stays_while_many_requests_run_and_goes_at_a_calm_moment(m
 
 async def test_garbage_goes_after_a_while_without_a_calm_moment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(garbage, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(garbage, "BUSY_SECONDS", 0.3)
+    monkeypatch.setattr(garbage, "BUSY_SECONDS", 3600.0)
     garbage.reduce_pauses()
     dead = dead_cycle()
     for _ in range(garbage.DUE_AFTER):
@@ -66,6 +66,7 @@ async def test_garbage_goes_after_a_while_without_a_calm_moment(monkeypatch: pyt
     async with running(garbage.collect_when_calm(lambda: 10 * garbage.CALM_REQUESTS)):
         await asyncio.sleep(0.1)
         assert dead() is not None
+        monkeypatch.setattr(garbage, "BUSY_SECONDS", 0.3)
         await until_freed(dead)
 
 
@@ -111,7 +112,7 @@ async def test_objects_that_stay_are_excluded_more_and_more_rarely(monkeypatch: 
     async with running(garbage.collect_when_calm(lambda: 0)):
 
         async def twice() -> bool:
-            return len(frozen_at) == 2
+            return len(frozen_at) >= 2
 
         await until(twice)
     assert gc.get_freeze_count() >= frozen + len(kept)

@@ -28,6 +28,7 @@ async def test_uploads_at_once_are_limited_and_each_end_frees_a_place(quota: Quo
     assert set(await dump(redis, principal(tenant_id=tenant))) == set()
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_changes_a_minute_are_limited_and_the_rate_is_not_given_back(quota: Quota):
     tenant = principal().tenant.id
     for number in range(5):
@@ -80,6 +81,7 @@ async def test_an_upload_that_fails_or_whose_client_leaves_frees_its_place(quota
     await until(free)
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_bytes_count_whatever_becomes_of_the_upload_and_their_size_is_held(quota: Quota, redis: Client):
     who = principal()
     size = UploadSize(60, bytes_per_minute=100)
@@ -108,6 +110,7 @@ async def _add_all(received: ReceivedBytes, num_bytes: int) -> None:
         await received.add(1000)
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_an_upload_of_unknown_size_is_cut_off_where_the_limit_ends(quota: Quota, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("gateway.quota.uploading.FIRST_BYTES", 1000)
     tenant, size = principal().tenant.id, UploadSize(10**6, bytes_per_minute=20_000, is_known=False)
@@ -124,6 +127,7 @@ async def test_an_upload_of_unknown_size_is_cut_off_where_the_limit_ends(quota: 
             pass
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_an_upload_above_the_whole_limit_takes_all_of_it_and_is_paid_off(quota: Quota):
     tenant = principal().tenant.id
     for is_known in (True, False):
@@ -158,12 +162,20 @@ async def test_the_place_of_a_gateway_that_died_is_free_after_its_lease(redis: C
 
 
 async def test_a_long_upload_keeps_its_place(redis: Client):
-    quota = Quota(redis, timeout=30.0, lease_seconds=2.0)
+    # The lease outlives a stall of some seconds.
+    quota = Quota(redis, timeout=30.0, lease_seconds=6.0)
     tenant = principal().tenant.id
+
+    async def end() -> float:
+        """Return when the lease ends, in seconds."""
+        [(_, milliseconds)] = await redis.zrange(f"loraplex:{{{tenant}}}:leases", 0, -1, withscores=True)
+        return milliseconds / 1000
+
     keeper = asyncio.create_task(quota.keep_leases())
     try:
         async with quota.upload(tenant, "a", None, 1):
-            for _ in range(13):
+            first = await end()
+            while await end() < first + 3.0:
                 await asyncio.sleep(0.2)
                 with pytest.raises(RateLimited):
                     await _try(quota, tenant)

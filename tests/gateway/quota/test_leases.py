@@ -38,7 +38,8 @@ async def test_a_lease_that_nobody_extends_frees_its_slot_and_waits_to_be_settle
 
 
 async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: Client):
-    quota = Quota(redis, timeout=30.0, lease_seconds=1.5)
+    # Extended every two seconds, so that it outlives a stall of some seconds.
+    quota = Quota(redis, timeout=30.0, lease_seconds=6.0)
     who = principal(tenant={"max_concurrent": 1})
     running = await take(quota, who, request_id="a")
     quota.progress(running, "http://engine", 7, 9)
@@ -51,6 +52,8 @@ async def test_a_lease_that_is_kept_does_not_end_and_says_how_far_it_is(redis: C
     finally:
         keeper.cancel()
         await asyncio.wait({keeper})
+    quota._leases._lease_ms = 10
+    await quota._leases.extend(who.tenant.id)
     await until(lambda: quota.expired(who.tenant.id))
     [found] = await quota.expired(who.tenant.id)
     assert found.progress is not None

@@ -135,6 +135,7 @@ class Ledger:
         return [(until.replace(minute=0, second=0, microsecond=0), 600 if tokens else 3)]
 
 
+@pytest.mark.usefixtures("stopped_clock")
 async def test_usage_that_redis_does_not_know_is_read_from_the_ledger_and_not_stored(redis: Client):
     quota = Quota(redis, timeout=30.0, lease_seconds=30, past=Ledger())
     who = principal(

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import shutil
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -26,6 +27,12 @@ from tests.gateway.conftest import BOTH, new_database
 NOW = datetime.now(UTC)
 MODELS = ("base", "pirate", "terse", "pirate*0.5+terse*0.5", "pirate*0.4+terse*0.6")
 STATUSES = ("ok", "ok", "ok", "cancelled", "error", "limited")
+
+
+@pytest.fixture(autouse=True)
+def at_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set NOW at the beginning of each test, which may run an hour after the import."""
+    monkeypatch.setattr(sys.modules[__name__], "NOW", datetime.now(UTC))
 
 
 def some_rows(number: int, days: float) -> list[UsageRow]:

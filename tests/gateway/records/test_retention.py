@@ -1,8 +1,10 @@
 """Retention: old sums by minute and old usage rows go, sums by hour and day stay exact."""
 
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import pytest
 from sqlalchemy import Table, func, select
 
 from gateway.billing.writer import UsageWriter
@@ -17,6 +19,12 @@ from gateway.records.tables import usage, usage_daily
 from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)
+
+
+@pytest.fixture(autouse=True)
+def at_present(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Set NOW at the beginning of each test, which may run an hour after the import."""
+    monkeypatch.setattr(sys.modules[__name__], "NOW", datetime.now(UTC))
 
 
 async def fill(database: Database) -> None:

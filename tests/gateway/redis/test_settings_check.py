@@ -83,7 +83,7 @@ def test_an_unknown_mode_names_the_setting(tmp_path: Path, model_dir: Path):
 
 
 async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url: str):
-    """Leases are extended in few round trips: at 30 ms each, 300 tenants would take 9 s one after the other."""
+    """Leases are extended in few round trips: at 0.2 s each, 300 tenants would take 60 s one after the other."""
     host, _, port = redis_url.removeprefix("redis://").partition(":")
     async with await asyncio.start_server(lambda *streams: relay(*streams, host, int(port)), "127.0.0.1", 0) as proxy:
         far = f"redis://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
@@ -95,7 +95,7 @@ async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url:
             await near.set(f"loraplex:{{{tenants[0].tenant.id}}}:leases", "no sorted set")
             before = asyncio.get_running_loop().time()
             await quota._leases.extend_all()
-            assert asyncio.get_running_loop().time() - before < 4.5
+            assert asyncio.get_running_loop().time() - before < 30
             await near.delete(f"loraplex:{{{tenants[0].tenant.id}}}:leases")
             await quota._leases.extend_all()
             with pytest.raises(RateLimited):
@@ -105,12 +105,12 @@ async def test_leases_of_many_tenants_are_extended_in_few_round_trips(redis_url:
 
 
 async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str, port: int) -> None:
-    """Relay bytes both ways, each 15 ms late."""
+    """Relay bytes both ways, each 0.1 s late."""
     other_reader, other_writer = await asyncio.open_connection(host, port)
 
     async def pump(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         while data := await source.read(2**20):
-            await asyncio.sleep(0.015)
+            await asyncio.sleep(0.1)
             sink.write(data)
         sink.close()
 

@@ -273,7 +273,7 @@ async def test_gateways_take_turns_and_a_tenant_rests_after_its_check(
         await until(checked(2, "1.2"))
 
         # A gateway takes the turn and dies in the middle. Nobody checks until its turn's lifetime is over.
-        await until(lambda: is_first(redis, upgrades.TURN, 4.0))
+        await until(lambda: is_first(redis, upgrades.TURN, 8.0))
         await redis.delete(*rests)
         upstream.version = "1.3"
         await asyncio.sleep(0.3)
