@@ -63,8 +63,8 @@ class Drafter:
         return False
 
     def extend(self, plan: MutableMapping[Request, int], *, may_draft: bool) -> bool:
-        """Add drafts to a plan as long as they pay. Return whether a request has drafts, or blocks for them until
-        `end_step`. may_draft: whether the plan has decodes only, and all tokens of its requests are known.
+        """Add drafts to a plan as long as they pay. Return whether a request has drafts, or had blocks for them.
+        may_draft: whether the plan has decodes only, and all tokens of its requests are known.
         """
         num_decodes, self.is_typical = len(plan), True
         if not may_draft or not self._may_pay(num_decodes):
@@ -152,6 +152,8 @@ class Drafter:
     def _plan(self, request: Request, proposal: Proposal, plan: MutableMapping[Request, int]) -> None:
         drafts = proposal.drafts
         request.drafts, request.num_drafted = drafts, len(drafts)
+        # A step without drafts may run while the next one is planned, whose streams count all blocks as their own.
+        self._cache.truncate(request, request.num_tokens + len(drafts))
         self._drafted.append(request)
         self._count(request)[0] += len(drafts)
         plan[request] += len(drafts)

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from engine.execution.draft_model import DraftModel
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
 from engine.scheduling.request import Grammar, NewRequest, SamplingParams
+from engine.scheduling.step_times import StepTimes
 from engine.sizing import estimate
 from engine.sizing_speed import ExpectedLoad
 from engine.speculative_config import SpeculativeConfig
@@ -282,3 +284,41 @@ def test_a_model_that_cannot_draft_is_refused_by_name(tiny: Path, make_engine: M
             make_engine(str(folder))
     with pytest.raises(ConfigError, match="speculative_config: method: expected ngram: a simulated device"):
         make_engine("other", device="simulated:0,0")
+
+
+def test_a_stream_does_not_write_into_blocks_that_it_had_for_drafts_only(
+    make_engine: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the draft model catches up, a plan has blocks for drafts and none of them. If the next step is planned
+    before these blocks are free, its streams must not count them.
+    """
+    stream, leaving = requests_of(2, prompt=109, tokens=140)
+    leaving = replace(leaving, params=replace(leaving.params, max_tokens=30))  # too short for drafts
+    other = NewRequest("other", [*range(40, 80)], SamplingParams(max_tokens=40, ignore_eos=True, seed=3), tenant_id="o")
+    plain, _ = make_engine(enable_prefix_caching=False)
+    expected = [run(plain, [new])[new.request_id][0] for new in (stream, other)]
+    monkeypatch.setattr(StepTimes, "may_draft", lambda _, num_decodes: num_decodes == 2)
+    monkeypatch.setattr(StepTimes, "pays", lambda *_: True)
+    engine, _ = make_engine("base", async_scheduling=True, enable_prefix_caching=False)
+    found: dict[str, list[int]] = {"0": [], "1": [], "other": []}
+
+    def step() -> None:
+        for output in engine.step():
+            found[output.request_id] += output.token_ids
+
+    engine.add_request(leaving)
+    while not found["1"]:
+        step()
+    engine.add_request(stream)
+    grown: list[int] = []
+    grow = engine.scheduler.cache.grow
+    monkeypatch.setattr(engine.scheduler.cache, "grow", lambda r, n: grown.append(n) or grow(r, n))
+    while 114 not in grown:
+        step()
+    assert not counts(engine)[0], "blocks for the 110 tokens and four drafts, but no draft"
+    monkeypatch.setattr(StepTimes, "may_draft", lambda *_: False)
+    engine.abort("1")
+    engine.add_request(other)
+    while engine.has_work():
+        step()
+    assert [found["0"], found["other"]] == expected
