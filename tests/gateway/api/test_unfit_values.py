@@ -161,3 +161,28 @@ def forms(route: Route, csrf: str) -> list[dict[str, Any]]:
         return [{}]
     header = {"x-csrf": csrf}
     return [{"data": {"csrf": csrf}}, {"headers": header}, {"headers": header, "json": {"a": 1}}]
+
+
+FORMS = (
+    *("/admin/tenants/-/new", "/admin/tenants/globex/edit", "/admin/tenants/globex/budget", "/admin/plans/-/new"),
+    *("/admin/plans/gold", "/admin/plans/gold/prices", "/admin/prices", "/admin/alerts/-/new", "/admin/keys/new"),
+    *("/admin/engines/bases/new", "/admin/tenants/globex/keys/new", "/console/keys/new"),
+)
+TYPED = ("nul%00", "%ED%A0%80", "9" * 30, "-1", "1e400", "x" * 3000, "https://[", "~no-such-user/x")
+# Values of the fields without which a form's other fields are not used.
+NEEDED = {"name": "other", "url": "https://hooks.example/"}
+
+
+@pytest.mark.parametrize("path", FORMS)
+async def test_no_text_in_a_form_is_an_internal_error(path: str, browsers: dict[bool, Browser]):
+    browser = browsers[path.startswith("/admin")]
+    page = (await browser.get(path)).body.decode()
+    names = set(re.findall(r'<(?:input|textarea|select)[^>]*\sname="(\w+)"', page)) - {"csrf", "shown", "once"}
+    assert len(names) > 1
+    head, headers = f"csrf={await browser.csrf()}", {"Content-Type": "application/x-www-form-urlencoded"}
+    for text in TYPED:
+        # A form reports the errors of several fields at once.
+        for fields in (names, *({name} for name in names)):
+            values = {name: NEEDED[name] for name in names & NEEDED.keys()} | dict.fromkeys(fields, text)
+            content = "&".join([head, *(f"{name}={value}" for name, value in values.items())])
+            check(await browser.call("POST", path, data=content, headers=headers), (path, content))
