@@ -7,13 +7,42 @@ from typing import Any
 import pytest
 import torch
 
+from adapters.manifest import BaseShape
+from adapters.store import DirectoryStore
 from adapters.tiers.device_pool import AdapterPool
 from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, CONFIG, tensors, write
 from testing.device_pools import Make
 
+# Bytes of an adapter of `digests` in float32.
+HOST_BYTES = sum(len(data) for _, _, data in tensors().values())
 DEVICE = torch.device("cpu")
 ALL = tuple((layer, p) for layer in range(BASE.num_layers) for p in BASE.projections)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "store")
+
+
+@pytest.fixture
+def digests(store: DirectoryStore, tmp_path: Path) -> list[str]:
+    return [store.put(write(tmp_path / str(seed), tensors(seed=seed)), BASE).digest for seed in range(6)]
+
+
+@pytest.fixture
+def make_cache(store: DirectoryStore) -> Iterator[Callable[..., HostCache]]:
+    caches: list[HostCache] = []
+
+    def make_cache(
+        max_bytes: int = 3 * HOST_BYTES, dtype: torch.dtype = torch.float32, base: BaseShape = BASE
+    ) -> HostCache:
+        caches.append(HostCache(store, base, max_bytes, dtype))
+        return caches[-1]
+
+    yield make_cache
+    for cache in caches:
+        cache.close()
 
 
 @pytest.fixture

@@ -10,47 +10,22 @@ import torch
 
 from adapters import verified_files
 from adapters.checkpoint import open_checkpoint
-from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError, AdapterNotFound, BaseShape
-from adapters.store import DirectoryStore
 from adapters.tiers import host_cache
 from adapters.tiers.adapter_reader import AdapterReader, HostAdapter
 from adapters.tiers.host_cache import HostCache
 from testing.adapter_files import BASE, key, tensors, write
+from tests.adapters.tiers.conftest import HOST_BYTES as SIZE
 
-SIZE = sum(len(data) for _, _, data in tensors().values())  # of one adapter in float32
 TIMEOUT = 60
-
-
-@pytest.fixture
-def store(tmp_path):
-    return DirectoryStore(tmp_path / "store")
-
-
-@pytest.fixture
-def digests(store, tmp_path):
-    return [store.put(write(tmp_path / str(seed), tensors(seed=seed)), BASE).digest for seed in range(6)]
-
-
-@pytest.fixture
-def make(store):
-    caches: list[HostCache] = []
-
-    def make(max_bytes: int = 3 * SIZE, dtype: torch.dtype = torch.float32, base: BaseShape = BASE) -> HostCache:
-        caches.append(HostCache(store, base, max_bytes, dtype))
-        return caches[-1]
-
-    yield make
-    for cache in caches:
-        cache.close()
 
 
 def load(cache: HostCache, digest: str) -> HostAdapter:
     return cache.fetch(digest).result(TIMEOUT)
 
 
-def test_the_tensors_are_those_of_the_file(make, digests):
-    cache = make()
+def test_the_tensors_are_those_of_the_file(make_cache, digests):
+    cache = make_cache()
     assert cache.get(digests[0]) is None
     adapter = load(cache, digests[0])
     assert cache.get(digests[0]) is adapter
@@ -65,22 +40,22 @@ def test_the_tensors_are_those_of_the_file(make, digests):
 
 @pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_tensors_come_in_the_caches_dtype(make, store, tmp_path, source, dtype):
+def test_tensors_come_in_the_caches_dtype(make_cache, store, tmp_path, source, dtype):
     file_dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[source]
     content, expected = {}, {}
     for name, (_, shape, data) in tensors().items():
         values = torch.frombuffer(bytearray(data), dtype=torch.float32).view(shape).to(file_dtype)
         content[name] = (source, shape, values.view(torch.uint8).numpy().tobytes())
         expected[name] = values.to(dtype)
-    adapter = load(make(dtype=dtype), store.put(write(tmp_path / "x", content), BASE).digest)
+    adapter = load(make_cache(dtype=dtype), store.put(write(tmp_path / "x", content), BASE).digest)
     assert adapter.num_bytes == SIZE // 4 * dtype.itemsize
     for (layer, projection), module in adapter.modules.items():
         assert torch.equal(module.a, expected[key(layer, projection, "A")])
         assert torch.equal(module.b, expected[key(layer, projection, "B")])
 
 
-def test_the_least_recently_used_goes_first_and_the_bound_holds(make, digests):
-    cache = make(3 * SIZE + SIZE // 2)
+def test_the_least_recently_used_goes_first_and_the_bound_holds(make_cache, digests):
+    cache = make_cache(3 * SIZE + SIZE // 2)
     for digest in digests[:3]:
         load(cache, digest)
     assert cache.get(digests[0]) is not None
@@ -90,8 +65,8 @@ def test_the_least_recently_used_goes_first_and_the_bound_holds(make, digests):
     assert (stats.num_adapters, stats.num_bytes, stats.loads, stats.evictions) == (3, 3 * SIZE, 4, 1)
 
 
-def test_the_bound_holds_while_all_load_at_once(make, digests, monkeypatch):
-    cache, seen, read = make(2 * SIZE), [], AdapterReader.read
+def test_the_bound_holds_while_all_load_at_once(make_cache, digests, monkeypatch):
+    cache, seen, read = make_cache(2 * SIZE), [], AdapterReader.read
 
     def watched(*call):
         """Look while an adapter is being read and once it has been."""
@@ -106,8 +81,8 @@ def test_the_bound_holds_while_all_load_at_once(make, digests, monkeypatch):
     assert 0 < max(seen) <= 2 * SIZE
 
 
-def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
-    cache = make(2 * SIZE)
+def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make_cache, digests):
+    cache = make_cache(2 * SIZE)
     for digest in digests[:2]:
         load(cache, digest)
         cache.pin(digest)
@@ -123,51 +98,16 @@ def test_pinned_adapters_stay_and_a_load_waits_for_their_room(make, digests):
         cache.unpin(digests[0])
 
 
-def test_tenants_whose_loads_wait_for_room_hold_the_threads_for_a_bounded_time(make, store, digests, monkeypatch):
-    """Loads of tenants a and b, which find no room, fill all threads for a bounded time; c's adapter would fit."""
-    ahead, is_over = [0.0], threading.Event()
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + ahead[0])
-    monkeypatch.setattr(host_cache, "time", clock)
-    monkeypatch.setattr(host_cache, "ROOM_SECONDS", 3600.0)
-    cache = make(2 * SIZE)
-    load(cache, digests[0])
-    cache.pin(digests[0])
-    large = {digest: _size(cache, digest) for digest in digests[1:4]}
-    check = HostCache._check
-    monkeypatch.setattr(HostCache, "_check", lambda self, given: check(self, given) + SIZE * (given.digest in large))
-    stuck = [cache.fetch(digest, tenant_id) for digest, tenant_id in zip(large, "aab", strict=True)]
-    late = cache.fetch(digests[4], "c")
-    assert wait([*stuck, late], 0.2).done == set()
-
-    def pass_time() -> None:
-        while not is_over.wait(0.01):
-            ahead[0] += 3600.0
-            with cache._changed:
-                cache._changed.notify_all()  # wakes the loads, as the end of their time would
-
-    passing = threading.Thread(target=pass_time)
-    passing.start()
-    try:
-        assert late.result(TIMEOUT).digest == digests[4]
-        wait(stuck, TIMEOUT)
-    finally:
-        is_over.set()
-        passing.join()
-    for each in stuck:
-        with pytest.raises(OSError, match="host memory is full"):
-            each.result(TIMEOUT)
-
-
-def test_a_pin_before_arrival_counts(make, digests):
-    cache = make(2 * SIZE)
+def test_a_pin_before_arrival_counts(make_cache, digests):
+    cache = make_cache(2 * SIZE)
     cache.pin(digests[0])
     for digest in digests[:4]:
         load(cache, digest)
     assert cache.get(digests[0]) is not None
 
 
-def test_one_load_serves_all_who_ask(make, digests, monkeypatch):
-    cache, gate, reads = make(), threading.Event(), []
+def test_one_load_serves_all_who_ask(make_cache, digests, monkeypatch):
+    cache, gate, reads = make_cache(), threading.Event(), []
     read = AdapterReader.read
 
     def slow(self, checkpoint, size):
@@ -189,8 +129,8 @@ def test_one_load_serves_all_who_ask(make, digests, monkeypatch):
     assert reads == [digests[0]]
 
 
-def test_an_adapter_that_was_not_there_is_found_as_soon_as_it_is(make, store, tmp_path):
-    cache, folder = make(), write(tmp_path / "late", tensors(seed=9))
+def test_an_adapter_that_was_not_there_is_found_as_soon_as_it_is(make_cache, store, tmp_path):
+    cache, folder = make_cache(), write(tmp_path / "late", tensors(seed=9))
     digest = open_checkpoint(folder).digest
     with pytest.raises(AdapterNotFound, match="no adapter with digest"):
         load(cache, digest)
@@ -199,8 +139,8 @@ def test_an_adapter_that_was_not_there_is_found_as_soon_as_it_is(make, store, tm
     assert cache.stats().num_bytes == SIZE
 
 
-def test_a_failed_read_gives_its_room_back(make, digests, monkeypatch):
-    cache = make(SIZE)
+def test_a_failed_read_gives_its_room_back(make_cache, digests, monkeypatch):
+    cache = make_cache(SIZE)
 
     def broken(self, checkpoint, size):
         raise OSError("disk on fire")
@@ -214,31 +154,31 @@ def test_a_failed_read_gives_its_room_back(make, digests, monkeypatch):
     assert load(cache, digests[0]).digest == digests[0]
 
 
-def test_damage_at_rest_is_noticed(make, store, digests):
+def test_damage_at_rest_is_noticed(make_cache, store, digests):
     weights = store.path(digests[0]) / "adapter_model.safetensors"
     raw = bytearray(weights.read_bytes())
     raw[-1] ^= 1
     weights.write_bytes(bytes(raw))
     with pytest.raises(AdapterError, match="its files have changed"):
-        load(make(), digests[0])
+        load(make_cache(), digests[0])
 
 
-def test_what_can_never_fit_is_refused(make, digests):
+def test_what_can_never_fit_is_refused(make_cache, digests):
     with pytest.raises(AdapterError, match=f"takes {SIZE} bytes of host memory, the limit is {SIZE - 1}"):
-        load(make(SIZE - 1), digests[0])
+        load(make_cache(SIZE - 1), digests[0])
 
 
-def test_another_bases_adapter_is_refused(make, digests):
+def test_another_bases_adapter_is_refused(make_cache, digests):
     with pytest.raises(AdapterError, match="another model"):
-        load(make(base=BaseShape(1, BASE.projections)), digests[0])
+        load(make_cache(base=BaseShape(1, BASE.projections)), digests[0])
 
 
-def test_values_too_large_for_the_dtype_are_refused(make, store, tmp_path):
+def test_values_too_large_for_the_dtype_are_refused(make_cache, store, tmp_path):
     name = key(0, "q_proj", "A")
     large = (torch.full((4, 16), 70000.0)).numpy().tobytes()
     digest = store.put(write(tmp_path / "x", {**tensors(), name: ("F32", [4, 16], large)}), BASE).digest
-    assert load(make(), digest).rank == 4
-    cache = make(dtype=torch.float16)
+    assert load(make_cache(), digest).rank == 4
+    cache = make_cache(dtype=torch.float16)
     with pytest.raises(AdapterError, match=r"too large for torch\.float16"):
         load(cache, digest)
     assert cache.stats().num_bytes == 0
@@ -265,8 +205,8 @@ def test_folders_outside_the_store(tmp_path):
         cache.close()
 
 
-def test_drop_waits_for_the_pins(make, digests):
-    cache = make()
+def test_drop_waits_for_the_pins(make_cache, digests):
+    cache = make_cache()
     load(cache, digests[0])
     cache.pin(digests[0])
     cache.drop(digests[0])
@@ -277,8 +217,8 @@ def test_drop_waits_for_the_pins(make, digests):
     assert cache.stats().num_bytes == 0
 
 
-def test_drop_during_a_load_keeps_nothing(make, digests, monkeypatch):
-    cache, gate, begun = make(), threading.Event(), threading.Event()
+def test_drop_during_a_load_keeps_nothing(make_cache, digests, monkeypatch):
+    cache, gate, begun = make_cache(), threading.Event(), threading.Event()
     read = AdapterReader.read
 
     def slow(self, checkpoint, size):
@@ -297,7 +237,7 @@ def test_drop_during_a_load_keeps_nothing(make, digests, monkeypatch):
     assert load(cache, digests[0]) is cache.get(digests[0])
 
 
-def test_fetch_returns_at_once(make, digests, monkeypatch):
+def test_fetch_returns_at_once(make_cache, digests, monkeypatch):
     read, gate = AdapterReader.read, threading.Event()
 
     def slow(self, checkpoint, size):
@@ -305,15 +245,15 @@ def test_fetch_returns_at_once(make, digests, monkeypatch):
         return read(self, checkpoint, size)
 
     monkeypatch.setattr(AdapterReader, "read", slow)
-    cache = make()
+    cache = make_cache()
     futures = [cache.fetch(digest) for digest in digests[:3]]
     assert not any(future.done() for future in futures)
     gate.set()
     assert len(wait(futures, TIMEOUT).done) == 3
 
 
-def test_close_ends_loads_that_wait(make, digests):
-    cache = make(SIZE)
+def test_close_ends_loads_that_wait(make_cache, digests):
+    cache = make_cache(SIZE)
     load(cache, digests[0])
     cache.pin(digests[0])
     waiting = cache.fetch(digests[1])
@@ -326,11 +266,11 @@ def test_close_ends_loads_that_wait(make, digests):
         waiting.result(TIMEOUT)
 
 
-def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, monkeypatch):
+def test_a_failing_adapter_is_read_once_for_all_who_wait(make_cache, store, digests, monkeypatch):
     weights = store.path(digests[0]) / "adapter_model.safetensors"
     whole = weights.read_bytes()
     weights.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
-    cache, opened, really = make(), [], verified_files.open_checkpoint
+    cache, opened, really = make_cache(), [], verified_files.open_checkpoint
     monkeypatch.setattr(
         verified_files, "open_checkpoint", lambda folder, known=None: (opened.append(folder), really(folder, known))[1]
     )
@@ -347,68 +287,10 @@ def test_a_failing_adapter_is_read_once_for_all_who_wait(make, store, digests, m
     assert load(cache, digests[0]).digest == digests[0]
 
 
-def test_what_the_device_cannot_place_is_refused_before_it_is_read(make, digests, monkeypatch):
-    cache = make()
+def test_what_the_device_cannot_place_is_refused_before_it_is_read(make_cache, digests, monkeypatch):
+    cache = make_cache()
     cache.refuse_beyond(max_rank=3, max_outside_bytes=0)
     monkeypatch.setattr(AdapterReader, "read", lambda *_: pytest.fail("it was read"))
     for _ in range(2):
         with pytest.raises(AdapterError, match="its rank is 4, the limit is 3"):
             load(cache, digests[0])
-
-
-def test_a_tenants_loads_wait_for_themselves_only(make, digests, monkeypatch):
-    cache, gates = make(10 * SIZE), {digest: threading.Event() for digest in digests}
-    read = AdapterReader.read
-    begun = []
-
-    def slow(self, checkpoint, size):
-        begun.append(checkpoint.digest)
-        gates[checkpoint.digest].wait(TIMEOUT)
-        return read(self, checkpoint, size)
-
-    monkeypatch.setattr(AdapterReader, "read", slow)
-    greedy = [cache.fetch(digest, "greedy") for digest in digests[:5]]
-    gates[digests[5]].set()
-    assert cache.fetch(digests[5], "neighbour").result(TIMEOUT).digest == digests[5]
-    # A load that a second tenant requests is in that tenant's queue as well.
-    gates[digests[4]].set()
-    assert cache.fetch(digests[4], "neighbour").result(TIMEOUT).digest == digests[4]
-    assert not any(load.done() for load in greedy[:4])
-    for gate in gates.values():
-        gate.set()
-    assert [load.result(TIMEOUT).digest for load in greedy] == digests[:5]
-
-
-def test_a_load_that_nobody_waits_for_leaves_the_queue(make, digests, monkeypatch):
-    cache, gate = make(10 * SIZE), threading.Event()
-    read = AdapterReader.read
-    monkeypatch.setattr(AdapterReader, "read", lambda *call: gate.wait(TIMEOUT) and read(*call))
-    running = [cache.fetch(digest, "a") for digest in digests[:2]]
-    waiting, again = cache.fetch(digests[2], "a"), cache.fetch(digests[2], "a")
-    assert waiting is again
-    cache.stop_waiting(digests[2], waiting)
-    assert not waiting.cancelled()
-    cache.stop_waiting(digests[2], waiting)
-    assert waiting.cancelled()
-    gate.set()
-    assert load(cache, digests[2]).digest == digests[2]
-    assert all(future.result(TIMEOUT) for future in running)
-
-
-def test_a_tenant_has_a_bounded_number_of_loads_waiting(make, digests, monkeypatch):
-    monkeypatch.setattr(host_cache, "MAX_PENDING_PER_TENANT", 2)
-    cache, gate = make(10 * SIZE), threading.Event()
-    read = AdapterReader.read
-    monkeypatch.setattr(AdapterReader, "read", lambda *call: gate.wait(TIMEOUT) and read(*call))
-    for digest in digests[:4]:
-        cache.fetch(digest, "greedy")
-    with pytest.raises(TooManyPending, match="2 requests of this tenant"):
-        cache.fetch(digests[4], "greedy")
-    neighbours = cache.fetch(digests[4], "neighbour")
-    gate.set()
-    assert neighbours.result(TIMEOUT).digest == digests[4]
-
-
-def _size(cache: HostCache, digest: str) -> int:
-    with cache._open(digest) as checkpoint:
-        return cache._check(checkpoint)
