@@ -333,7 +333,10 @@ async def test_adapters_of_a_bucket(
     assert f"the adapter store lacks 1 adapters ({gone})" in lacking
     said = await run("restore", tmp_path / "list", f"sqlite:///{tmp_path}/a.db", new, code=3)
     assert "Error: the adapter store lacks the files of 3 adapters" in said
-    assert await rows(f"sqlite:///{tmp_path}/a.db") == await rows(of.database_url)
+    restored, before = await rows(f"sqlite:///{tmp_path}/a.db"), await rows(of.database_url)
+    # The gateway's end, after the backup, writes the last uses of keys.
+    for table in ("tenants", "plans", "prices", "adapters", "adapter_versions", "adapter_aliases", "audit"):
+        assert restored[table] == before[table] != [], table
     with BackupFile(tmp_path / "list") as listed:
         assert said.splitlines()[-3:] == sorted(listed.digests)
     said = await run("restore", tmp_path / "whole", f"sqlite:///{tmp_path}/b.db", new)
