@@ -199,6 +199,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const end = () => { for (const side of running) side.controller.abort(); };
 
   form.addEventListener("submit", (event) => { event.preventDefault(); start(); });
+  run.disabled = false;
   form.addEventListener("input", showCurl);
   stop.addEventListener("click", end);
   addEventListener("pagehide", end);

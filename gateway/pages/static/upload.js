@@ -31,6 +31,7 @@ document.addEventListener("DOMContentLoaded", () => {
     return body;
   }
 
+  form.querySelector("button").disabled = false;
   form.addEventListener("submit", (event) => {
     event.preventDefault();
     const files = [...form.elements.files.files], size = files.reduce((sum, file) => sum + file.size, 0);

@@ -132,3 +132,31 @@ async def test_stop_ends_both_requests(gateway, upstream, browser):
             await operator.page.wait_for_selector(f"#side-{side} [data-part=state]:has-text('stopped')")
         await expect(operator.page.locator("#run")).to_be_enabled()
     upstream.holds = False
+
+
+@pytest.mark.parametrize(
+    ("path", "script"),
+    [
+        ("/admin/playground?tenant=acme", "playground.js"),
+        ("/admin/tenants/acme/adapter-upload?name=pirate", "upload.js"),
+    ],
+)
+async def test_a_form_without_its_script_sends_nothing(gateway, browser, path, script):
+    """The browser itself would put the prompt into the URL, and so into logs of proxies."""
+    await gateway.tenant("acme")
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open(path)
+        button = operator.page.locator("form .buttons button.primary")
+        await expect(button).to_be_enabled()
+        await operator.context.route(f"**/{script}*", lambda route: route.abort())
+        await operator.open(path)
+        await operator.page.wait_for_load_state()
+        assert await button.is_disabled()
+        requests: list[str] = []
+        operator.page.on("request", lambda request: requests.append(request.url))
+        await button.evaluate("button => button.form.querySelector('input').focus()")
+        await operator.page.keyboard.press("Enter")
+        await operator.page.wait_for_timeout(200)
+        assert not [url for url in requests if "prompt" in url or "name=" in url]
+        assert operator.page.url == gateway.url + path
