@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from gateway.errors import RateLimited, Unavailable
 from gateway.quota.local import Grown
-from wire.bounded_dict import BoundedDict
+from gateway.records.tenant_cache import TenantCache
 from wire.responses import ASK_TOKENS
 
 # Share of a tenant's streams that should end within their first hold. Chosen by simulation, as are the constants below:
@@ -21,8 +21,8 @@ GAIN = 1.25
 # Estimate before the first completion. With 512, 7 % of the long streams of a tenant's first burst are ended.
 FIRST = 1024.0
 MIN_ESTIMATE, MAX_ESTIMATE = 64.0, 2.0**22
-# Maximum number of pairs of tenant and model with an estimate.
-KNOWN = 10_000
+# Maximum number of estimates, and of a tenant's: each of its mixtures has one.
+KNOWN, TENANTS_KNOWN = 10_000, 1000
 # Time in which a limit a minute pays off all of its debt. The tokens that it pays off while a stream runs need no hold.
 WINDOW_SECONDS = 60.0
 # Tokens of each choice that are left when growth is requested.
@@ -41,18 +41,18 @@ class Expectations:
     """
 
     def __init__(self) -> None:
-        self._estimates = BoundedDict[tuple[str, str], float](KNOWN)
+        self._estimates: TenantCache[str, float] = TenantCache(KNOWN, TENANTS_KNOWN)
 
     def expect(self, tenant_id: str, model: str) -> int:
         """Return the tokens that one choice holds at first, including the margin."""
-        return round(self._estimates.get((tenant_id, model), FIRST)) + MARGIN
+        return round(self._estimates.get(tenant_id, model) or FIRST) + MARGIN
 
     def learn(self, tenant_id: str, model: str, completion: float, seconds: float) -> None:
         """Update the estimate with the tokens and the duration of one choice that has ended."""
         needed = completion / (1 + seconds / WINDOW_SECONDS)
-        estimate = self._estimates.get((tenant_id, model), FIRST)
+        estimate = self._estimates.get(tenant_id, model) or FIRST
         estimate *= GAIN ** (QUANTILE if needed > estimate else QUANTILE - 1)
-        self._estimates.put((tenant_id, model), min(MAX_ESTIMATE, max(MIN_ESTIMATE, estimate)))
+        self._estimates.put(tenant_id, model, min(MAX_ESTIMATE, max(MIN_ESTIMATE, estimate)))
 
 
 class Pace:

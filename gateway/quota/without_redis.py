@@ -10,11 +10,11 @@ from gateway.quota.limits import CLASSES, Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal
 from gateway.quota.reservation import Reservation
-from wire.bounded_dict import BoundedDict
+from gateway.records.tenant_cache import TenantCache
 from wire.headers import MAX_TOKENS_HEADER
 
-# Maximum number of budgets whose remaining amount is stored.
-KNOWN_BUDGETS = 10_000
+# Maximum number of budgets whose remaining amount is stored, and of a tenant's: each of its keys may have some.
+KNOWN_BUDGETS, TENANTS_BUDGETS = 10_000, 1000
 
 
 class WithoutRedis:
@@ -28,8 +28,8 @@ class WithoutRedis:
         self._gateways = gateways
         self._admitted = admitted
         self._local = LocalLimits()
-        # Tenant id and field -> the budget's remaining amount when Redis last answered.
-        self._budgets = BoundedDict[str, int](KNOWN_BUDGETS)
+        # By tenant's id and field: the budget's remaining amount when Redis last answered.
+        self._budgets: TenantCache[str, int] = TenantCache(KNOWN_BUDGETS, TENANTS_BUDGETS)
 
     def refuses(self, limits: Sequence[Limit]) -> bool:
         """Return whether a request under these limits is refused."""
@@ -64,12 +64,11 @@ class WithoutRedis:
         """Store the remaining amount of each budget as Redis reports it. This gateway's share is a part of it."""
         for limit, state in zip(limits, states, strict=True):
             if limit.letter in BUDGET:
-                key = tenant_id + limit.field
-                self._budgets.put(key, state[0])
+                self._budgets.put(tenant_id, limit.field, state[0])
 
     def _share(self, tenant_id: str, limit: Limit) -> int:
-        whole = self._budgets.get(tenant_id + limit.field, 0) if limit.letter in BUDGET else limit.value
-        return max(1, whole // self._gateways())
+        whole = self._budgets.get(tenant_id, limit.field) if limit.letter in BUDGET else limit.value
+        return max(1, (whole or 0) // self._gateways())
 
 
 def reservation(demand: Demand, granted: int, headers: dict[str, str], admitted_at: datetime) -> Reservation:

@@ -67,6 +67,16 @@ def test_what_is_expected_follows_a_tenants_completions_and_no_others():
     assert expectations.expect("a", "other") == expectations.expect("c", "m")
 
 
+def test_a_tenants_mixtures_displace_no_other_tenants_expectations():
+    expectations = Expectations()
+    for _ in range(100):
+        expectations.learn("quiet", "m", 5000, 0)
+    before = expectations.expect("quiet", "m")
+    for number in range(growth.KNOWN + 1):
+        expectations.learn("many", f"mixture {number}", 1, 0)
+    assert expectations.expect("quiet", "m") == before >= 4000
+
+
 def test_growth_is_refused_while_others_hold_the_window_and_granted_after_the_stated_wait(client: redis.Redis):
     script = Script(client)
     assert script.acquire("stream", [LIMIT], 0, 50_000, 50_000, FREE, expected=100)[0]

