@@ -387,7 +387,8 @@ def translate(error: Exception, request_id: str) -> GatewayError:
         message = f"Method {error.method} is not allowed here; use {allowed}."
         return MethodNotAllowed(message, headers={"Allow": allowed})
     if isinstance(error, IntegrityError) and _is_race(error):
-        log.warning("request %s conflicts with another change: %s", request_id, type(error.orig).__name__)
+        # The traceback tells a race from a change that always conflicts. It has no values (`hide_parameters`).
+        log.warning("request %s conflicts with another change", request_id, exc_info=error)
         return Conflict("Another change, which conflicts with this one, was saved at the same moment. Try again.")
     log.error("request %s failed", request_id, exc_info=error)
     return GatewayError(f"The gateway failed. Report request id {request_id} to its operator.")

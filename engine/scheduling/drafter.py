@@ -152,7 +152,8 @@ class Drafter:
     def _plan(self, request: Request, proposal: Proposal, plan: MutableMapping[Request, int]) -> None:
         drafts = proposal.drafts
         request.drafts, request.num_drafted = drafts, len(drafts)
-        # A step without drafts may run while the next one is planned, whose streams count all blocks as their own.
+        # Blocks without a draft are freed here: the next step may be planned while this one runs, and would count them
+        # as the stream's.
         self._cache.truncate(request, request.num_tokens + len(drafts))
         self._drafted.append(request)
         self._count(request)[0] += len(drafts)

@@ -23,8 +23,9 @@ MIN_CHUNK = 4
 # Number of steps with prompts after which one step has decodes only, because the decode time that was learnt may be out
 # of date.
 STEPS_UNTIL_ALONE = 16
-# The room for prompts grows with this power of their pressure: 32 times at pressure 2. A switch from no room to all
-# room at pressure 1 would minimise the total waiting time; a steep power comes near it without stalling decodes.
+# The room for prompts grows with this power of their pressure: 32 times at pressure 2. The total
+# waiting time is least if prompts get no room below pressure 1 and all of it above; a steep power approximates this and
+# still lets decodes run.
 STEEPNESS = 5
 # Number of rows (streams and prompt tokens) for which a step may exceed its target, up to MAX_STEP_S seconds. Smaller
 # steps would spend too much of their time on what they cost at any size.

@@ -25,8 +25,8 @@ log = logging.getLogger(__name__)
 # The jitter has its own generator, so that it never changes the state of Python's shared one.
 JITTER = random.Random()
 
-# Maximum wait for the final counts of a request: of an engine of ours that may come back, or, behind an engine that
-# keeps no counts, of the gateway that sent the request. After it the last progress counts.
+# Maximum wait for a request's final counts. Our engine may come back with them; behind other engines only the gateway
+# that sent the request has them. After it the last progress counts.
 ENGINE_PATIENCE_SECONDS = 60.0
 # Time that live gateways get, after Redis was away, to settle the requests that ended during the outage.
 RETURN_SECONDS = 5.0

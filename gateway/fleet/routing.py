@@ -190,8 +190,12 @@ def prefix_key(tenant_id: str, digest: str | None, body: dict[str, Any]) -> byte
     said = body.get("prompt_cache_key") or beginning
     if isinstance(said, msgspec.Raw):
         said = bytes(memoryview(said)[:PREFIX_CHARS])
-    elif isinstance(said, str | list):
+    elif isinstance(said, str):
         said = said[:PREFIX_CHARS]
+    elif isinstance(said, list):
+        # Ids of tokens, or one or more prompts.
+        has_prompts = any(isinstance(each, str | list) for each in said[:1])
+        said = [each[:PREFIX_CHARS] for each in said[:2]] if has_prompts else said[:PREFIX_CHARS]
     return blake2b(msgspec.json.encode([tenant_id, digest, said]), digest_size=16).digest()
 
 

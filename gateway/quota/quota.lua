@@ -74,8 +74,8 @@ local PROGRESS = ':progress'
 -- Suffixes of a limit's field: the moment `since` of a pending recall, and the tokens that running requests hold.
 local PENDING, HOLD = '?', '#'
 -- Fields of no limit: the server's run id with the moment (ms) when it was last compared, the moment (ms) when the
--- counts of running requests were last compared with their records, and the cursor at which that goes on in a large
--- state.
+-- counts of running requests were last compared with their records, and the HSCAN cursor from which the next comparison
+-- continues; absent at the beginning.
 local SERVER, RECOUNTED, CURSOR = '@', '!', '>'
 -- Version of a record. The previous release had no stages: its records have no version, and their reservations are in
 -- the debt. A record of version 2 without `held` holds its whole reservation. Gateways that do not support `held` treat
@@ -92,7 +92,7 @@ local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
 local SERVER_MS, COUNT_MS = 5000, 15000
 -- Maximum number of leases that one call ends, and of fields that it checks for paid-off states.
 local SWEEP, SAMPLE = 100, 10
--- Number of fields after which a comparison of counts stops, and fields of one reply, about. The ended keys of a tenant
+-- Maximum of fields that one comparison reads, and fields of one HSCAN reply, both approximate. The ended keys of a tenant
 -- leave fields for a month. 160,000 fields take 300 ms, during which all tenants wait.
 local MAX_SCANNED, SCAN = 5000, 500
 -- Maximum number of arguments of one HSET or HDEL, far below Lua's limit. It is even.
@@ -420,8 +420,8 @@ end
 
 -- Set the counts of running requests to the sums over their records. The two differ if this server has lost some of its
 -- keys, or if a gateway of the previous release, which does not count held tokens, has settled a request. In a large
--- state the counts without any record are removed by several calls, first those of the limits `asked`.
-local function recount(asked)
+-- state the counts without any record are removed by several calls.
+local function recount()
   flush()
   local sums = {}
   local leases = redis.call('ZRANGE', LEASES, 0, -1, 'WITHSCORES')
@@ -440,10 +440,6 @@ local function recount(asked)
         end
       end
     end
-  end
-  for i = 1, #asked do
-    clear(asked[i], sums)
-    clear(asked[i] .. HOLD, sums)
   end
   local before, seen = read(CURSOR) or '0', 0
   local cursor = before
@@ -487,7 +483,7 @@ local function sweep(is_dry)
     end
   end
   if not complete and not is_dry then
-    recount({})
+    recount()
   end
 end
 
@@ -787,8 +783,11 @@ local function acquire(ask)
     end
     store_lease(ask.id, ask.lease_ms, record)
   elseif not allowed and redis.call('EXISTS', LEASES) == 0 then
-    -- No request runs, so counts above zero are wrong.
-    recount(fields)
+    -- No request runs, so counts above zero are wrong. Those of other limits are left to the calls of `recount`.
+    for i = 1, count do
+      clear(fields[i], {})
+      clear(fields[i] .. HOLD, {})
+    end
   end
   return reply_of(allowed, granted, again and row_of(again) or row, due)
 end
@@ -994,7 +993,7 @@ local function extend(lease_ms)
   end
   local counted = tonumber(read(RECOUNTED) or 0)
   if #lost > 0 or math.abs(now_ms - counted) >= COUNT_MS then
-    recount({})
+    recount()
     write(RECOUNTED, string.format('%d', now_ms))
   end
   return lost
@@ -1047,7 +1046,7 @@ end
 
 local function expired(at_most)
   sweep()
-  recount({})
+  recount()
   forget_some()
   local found = {}
   local ended = redis.call('ZREVRANGEBYSCORE', LEASES, 0, '-inf', 'WITHSCORES', 'LIMIT', 0, at_most)

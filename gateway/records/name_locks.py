@@ -8,7 +8,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 _LOCK = text("SELECT pg_advisory_xact_lock(:key)")
 
 
-async def lock_name_of(connection: AsyncConnection, kind: str, name: str = "") -> None:
+async def lock_creation(connection: AsyncConnection, kind: str, name: str = "") -> None:
     """Wait for the other transactions that have locked this name of this kind, and lock it until this one ends.
 
     Call it first in a transaction, before it locks rows, so that no two transactions wait for each other. On SQLite the

@@ -240,8 +240,9 @@ class AdminBases:
         Raises BadRequest, Conflict, NameTaken, RecordNotFound, Changed.
         """
         changes = {field: value for field, value in msgspec.structs.asdict(given).items() if value is not UNSET}
-        if self._bases.own is not None and self._bases.own.name == name:
-            _check_settings(self._bases.own, changes)
+        own = self._bases.own if self._bases.own is not None and self._bases.own.name == name else None
+        if own is not None:
+            _check_settings(own, changes)
         if "digest" in changes:
             changes["digest"] = _bare(changes["digest"])
         config = changes.pop("config", None)
@@ -250,7 +251,8 @@ class AdminBases:
             config = folder if config is None else config
         if config is not None:
             changes["shape"] = _shape(config)
-            changes.setdefault("context_length", _context(config))
+            if own is None:
+                changes.setdefault("context_length", _context(config))
         if not changes:
             raise BadRequest("Expected a field to change: state, digest, tokenizer, config or context_length.")
         return await self._bases.change(name, changes, actor, force=force, seen=seen)
@@ -284,6 +286,12 @@ def _read_cursor(cursor: str | None) -> _Place | None:
         raise BadRequest("after: expected the `next` of another page.", param="after") from error
 
 
+def _is_as_set(own: Base, field: str, value: Any) -> bool:
+    if field == "config":
+        return value is None or _shape(value) == own.shape
+    return bool(value == getattr(own, field))
+
+
 def _check_settings(own: Base, changes: Mapping[str, Any]) -> None:
     """Raise BadRequest for a change that would have no effect at gateways that read the field from their settings.
 
@@ -291,7 +299,7 @@ def _check_settings(own: Base, changes: Mapping[str, Any]) -> None:
     """
     for field, place in FROM_SETTINGS.items():
         is_of_weights = field != "context_length" and "digest" in changes
-        if field in changes and not is_of_weights and changes[field] != getattr(own, field, None):
+        if field in changes and not is_of_weights and not _is_as_set(own, field, changes[field]):
             raise BadRequest(
                 f"{field}: '{own.name}' is the base model of LORAPLEX_BASE_MODEL, so gateways read it from {place}. "
                 "Change it there and restart them.",

@@ -143,7 +143,7 @@ class SavedMixtures:
             tag = secrets.token_hex(8)
             if before is None:
                 await _check_free(connection, tenant.id, name)
-                await check_not_base(connection, name)
+                await check_not_base(connection, name, "mixture")
                 after = SavedMixture(name=name, model=model, tag=tag, created_at=datetime.now(UTC))
                 row = {"tenant_id": tenant.id, **msgspec.structs.asdict(after)}
                 await connection.execute(insert(saved_mixtures).values(**row))

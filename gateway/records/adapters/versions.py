@@ -40,7 +40,7 @@ from gateway.records.adapters.rows import (
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
 from gateway.records.bases.base import FIRST
-from gateway.records.bases.current import check_base
+from gateway.records.bases.current import check_base, check_not_base
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.events.events import record_event
@@ -155,6 +155,7 @@ class Versions:
             if own is None:
                 await lock_tenant(connection, tenant.id)
                 await check_not_saved(connection, tenant.id, name)
+                await check_not_base(connection, name, "adapter")
                 own = await _create(connection, tenant.id, name, now)
             query = select(func.max(adapter_versions.c.version)).where(adapter_versions.c.adapter_id == own.id)
             number = await _next_number(connection, own, [(await connection.execute(query)).scalar() or 0])

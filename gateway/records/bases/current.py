@@ -41,20 +41,20 @@ async def check_base(connection: AsyncConnection, name: str, base_id: str) -> No
 
     No base model changes until the transaction ends.
     """
-    found = await _hold(connection)
+    found = await _lock_bases(connection)
     _check_free(found, name, "adapter")
     own = next((row for row in found if row.id == base_id), None)
     if own is not None and own.state != "active":
         raise BadRequest(f"base: the base model '{own.name}' is {own.state} and takes no new adapters.", param="base")
 
 
-async def check_not_base(connection: AsyncConnection, name: str) -> None:
-    """Check that no base model has the name of a new saved mixture, until the transaction ends. Raises BadRequest."""
-    _check_free(await _hold(connection), name, "mixture")
+async def check_not_base(connection: AsyncConnection, name: str, kind: str) -> None:
+    """Check that no base model has the name of a new `kind`, until the transaction ends. Raises BadRequest."""
+    _check_free(await _lock_bases(connection), name, kind)
 
 
-async def _hold(connection: AsyncConnection) -> list[_Present]:
-    """Return the base models, which do not change until the transaction ends.
+async def _lock_bases(connection: AsyncConnection) -> list[_Present]:
+    """Lock the base models against changes until the transaction ends, and return them.
 
     The tenant is locked before them, so that no two transactions wait for each other.
     """

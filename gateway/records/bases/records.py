@@ -25,6 +25,14 @@ from wire.model_names import parse_reference, version_name
 SHOWN_VERSIONS = 5
 
 
+# Fields of the base of LORAPLEX_BASE_MODEL that a gateway stores.
+_STORED = ("name", "context_length", "tokenizer", "shape")
+
+
+def _is_stored(own: Base, row: Base) -> bool:
+    return all(getattr(own, name) == getattr(row, name) for name in _STORED)
+
+
 class BaseRecords:
     """Queries and changes of the table. Raises RecordNotFound, NameTaken, Conflict, Unavailable."""
 
@@ -50,6 +58,9 @@ class BaseRecords:
 
         Raises Conflict if there are several bases and none has the name.
         """
+        if any(_is_stored(own, each) for each in await self.list()):
+            # Without the lock: it waits for running uploads.
+            return
         async with self._changing() as connection:
             known = await _all(connection)
             before = next((each for each in known if each.name == own.name), known[0] if len(known) == 1 else None)
@@ -57,12 +68,11 @@ class BaseRecords:
                 names = ", ".join(each.name for each in known)
                 raise Conflict(f"expected the name of a base on record ({names}); `loraplex base add` adds another")
             now = datetime.now(UTC)
-            values = {name: getattr(own, name) for name in ("name", "context_length")}
-            values |= {"tokenizer": own.tokenizer, "shape": _json(own.shape)}
+            values = {name: getattr(own, name) for name in _STORED} | {"shape": _json(own.shape)}
             if before is None:
                 row = {"id": FIRST, "digest": None, "former": "[]", "state": "active", "created_at": now}
                 await connection.execute(insert(bases).values(**row, **values, updated_at=now))
-            elif {**values, "shape": own.shape} != {name: getattr(before, name) for name in values}:
+            elif not _is_stored(own, before):
                 this = bases.c.id == before.id
                 await connection.execute(update(bases).where(this).values(**values, updated_at=now))
             else:

@@ -14,7 +14,7 @@ from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.database import Database
 from gateway.records.events.tables import event_deliveries, events, webhooks
-from gateway.records.name_locks import lock_name_of
+from gateway.records.name_locks import lock_creation
 from gateway.records.tables import tenants
 from gateway.records.tenants.tenants import Tenant
 from gateway.records.unchanged import check_unchanged
@@ -104,7 +104,7 @@ class Webhooks:
         values |= {"failures": 0, "retry_at": None, "error": None}
         async with self._database.write() as connection:
             # All names share a lock, because the number of webhooks is bounded too.
-            await lock_name_of(connection, "webhooks")
+            await lock_creation(connection, "webhooks")
             this = webhooks.c.name == name
             before = (await connection.execute(select(webhooks).where(this).with_for_update())).one_or_none()
             if seen is not None:

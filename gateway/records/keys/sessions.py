@@ -14,7 +14,7 @@ from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
 from gateway.records.keys.session_table import sessions
-from gateway.records.name_locks import lock_name_of
+from gateway.records.name_locks import lock_creation
 from gateway.records.tables import tenants
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
@@ -68,7 +68,7 @@ class SessionRecords:
         owner = None if tenant is None else tenant.name
         async with self._database.write() as connection:
             # Two log-ins at once would not see each other's session.
-            await lock_name_of(connection, "sessions", session.subject)
+            await lock_creation(connection, "sessions", session.subject)
             await connection.execute(insert(sessions).values(**values, tenant_id=tenant and tenant.id))
             own = select(sessions.c.id, sessions.c.tenant_id).where(sessions.c.subject == session.subject)
             newest = (

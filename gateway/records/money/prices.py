@@ -18,7 +18,7 @@ from gateway.records.audit import record_change
 from gateway.records.bases.registry import Bases
 from gateway.records.changes import PRICES, Changes, count_change
 from gateway.records.database import Database
-from gateway.records.name_locks import lock_name_of
+from gateway.records.name_locks import lock_creation
 from gateway.records.tables import plans, prices, tenants
 from wire.money import MICRO_UNITS
 
@@ -93,7 +93,7 @@ class Prices:
         entry = PricedModel(model=model, price=price, updated_at=datetime.now(UTC))
         values = {**msgspec.structs.asdict(price), "updated_at": entry.updated_at}
         async with self._database.write() as connection:
-            await lock_name_of(connection, "price", model)
+            await lock_creation(connection, "price", model)
             row = (await connection.execute(_locked(model))).one_or_none()
             if row is None:
                 await connection.execute(insert(prices).values(model=model, **values))

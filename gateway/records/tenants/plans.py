@@ -14,7 +14,7 @@ from gateway.records.audit import record_change
 from gateway.records.changes import PRICES, count_change, count_changes_of_plan
 from gateway.records.database import Database
 from gateway.records.money.prices import Price
-from gateway.records.name_locks import lock_name_of
+from gateway.records.name_locks import lock_creation
 from gateway.records.tables import plans, tenants
 from gateway.records.tenants.tenants import read_tenant, term_columns
 from gateway.records.tenants.terms import NO_TERMS, Terms, given_terms, own_terms, read_terms, resolve, write_terms
@@ -74,7 +74,7 @@ class Plans:
                 param="name",
             )
         async with self._database.write() as connection:
-            await lock_name_of(connection, "plan", name)
+            await lock_creation(connection, "plan", name)
             before = await _locked(connection, name)
             _check_unchanged(before, seen)
             values = {"terms": write_terms(terms), "prices": _encode(prices), "updated_at": datetime.now(UTC)}

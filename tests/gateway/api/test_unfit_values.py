@@ -94,6 +94,7 @@ def fields_of(route: Route) -> list[str]:
 
 def check(answer: Answer, what: Any) -> None:
     assert answer.status < 500 or answer.status in HONEST, (what, answer.body)
+    assert b"database_unavailable" not in answer.body, what
     assert b"Traceback" not in answer.body, what
 
 

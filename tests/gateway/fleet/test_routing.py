@@ -163,6 +163,8 @@ def test_others_requests_count():
         ({"prompt": "x" * 2000 + "y"}, {"prompt": "x" * 2000 + "z"}, True),
         ({"prompt": "x"}, {"prompt": "y"}, False),
         ({"prompt": [1, 2]}, {"prompt": [1, 3]}, False),
+        ({"prompt": ["a", "b"]}, {"prompt": ["a", "c"]}, False),
+        ({"prompt": [[1, 2], [3]]}, {"prompt": [[1, 2], [4]]}, False),
         ({"prompt": "x", "prompt_cache_key": "k"}, {"prompt": "y", "prompt_cache_key": "k"}, True),
         ({}, {"prompt": None}, True),
     ],
@@ -179,6 +181,8 @@ def test_a_conversations_key_does_not_read_megabytes():
         {"messages": [{"role": "user", "content": "a", "another_field": large}] * 2},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": large, "x": large}]}]},
         {"prompt_cache_key": msgspec.Raw(msgspec.json.encode(large)), "prompt": "a"},
+        {"prompt": [large, large]},
+        {"prompt": [[1] * 2**20] * 9},
     ]
     # Three times, because a busy machine may take the core away once.
     for body in slow:

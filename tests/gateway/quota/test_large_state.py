@@ -1,6 +1,5 @@
 """The state of a tenant that made and ended many keys with limits: other tenants do not wait for it."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -39,16 +38,13 @@ def large(client: redis.Redis) -> Script:
 
 def test_counts_of_a_large_state_are_compared_in_parts(client: redis.Redis, large: Script):
     assert large.acquire("live", [SLOTS], 1, 1, 1, FREE)[0]
-    seconds, calls = [], 0
+    calls = 0
     while any(client.hmget(large.keys[0], STALE)):
         large.now += 16 * SECOND
-        began = time.perf_counter()
         assert large.call("extend", 10**9, "live", "", "") == []
-        seconds.append(time.perf_counter() - began)
         calls += 1
         assert calls < 30
-    assert calls > 1, "the state is read in several parts"
-    assert min(seconds) < 0.05, "reading all of it takes over 100 ms"
+    assert calls >= 6 * KEYS // 5000 // 2, "the state is read in several parts"
     assert client.hget(large.keys[0], "tenant:c") == b"1"
 
 

@@ -223,6 +223,15 @@ async def test_gateways_that_start_at_one_moment_store_one_base(migrated_url: st
             await database.close()
 
 
+async def test_a_start_without_a_change_waits_for_no_upload(records: BaseRecords, monkeypatch: pytest.MonkeyPatch):
+    """The lock of a change waits for all uploads that run."""
+    await records.ensure(one_base("llama"))
+    monkeypatch.setattr(records, "_changing", lambda: pytest.fail("it locked the base models"))
+    await records.ensure(one_base("llama"))
+    with pytest.raises(pytest.fail.Exception):
+        await records.ensure(one_base("renamed"))
+
+
 async def test_a_start_waits_for_a_base_that_is_being_added(database: Database, records: BaseRecords):
     """With a second base, the first is not renamed to the new value of LORAPLEX_BASE_MODEL."""
     await records.add(one_base("llama"), "op")

@@ -8,6 +8,7 @@ import pytest
 
 from gateway.errors import BadRequest, Conflict
 from gateway.records.adapters.catalog import Catalog
+from gateway.records.adapters.rows import Reason
 from gateway.records.bases.base import FIRST
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases
@@ -61,6 +62,8 @@ async def test_no_name_of_a_base_that_was_just_added(database: Database, acme: T
     with pytest.raises(BadRequest, match="'pirate' is a base model's name; choose another for the mixture") as refused:
         await stale.mixtures.save(acme, "pirate", "poet*0.5+poet@1*0.5", "key")
     assert refused.value.param == "name"
+    with pytest.raises(BadRequest, match="'pirate' is a base model's name; choose another for the adapter"):
+        await stale.versions.refuse(acme, "pirate", [Reason(message="wrong shape")])
     assert [each.name for each in await stale.list(acme)] == ["poet"]
 
 

@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import insert
 from sqlalchemy.exc import IntegrityError
 
-from gateway.errors import GatewayError, translate
+from gateway.errors import BadRequest, GatewayError, translate
 from gateway.records.database import Database
 from gateway.records.events.webhooks import MAX_OF_TENANT, Webhooks
 from gateway.records.money.prices import Price, Prices
@@ -49,7 +49,8 @@ async def test_first_puts_of_a_webhook_make_one(connected: Database):
 async def test_webhooks_that_are_added_at_once_stay_within_the_limit(connected: Database):
     acme = await Tenants(connected).create("acme", {}, "op")
     webhooks = Webhooks(connected)
-    await at_once(*(webhooks.put(f"hook{n}", "https://h/", None, acme, "op") for n in range(AT_ONCE)))
+    made = await at_once(*(webhooks.put(f"hook{n}", "https://h/", None, acme, "op") for n in range(AT_ONCE)))
+    assert sum(isinstance(each, BadRequest) for each in made) == AT_ONCE - MAX_OF_TENANT
     assert len(await webhooks.all()) == MAX_OF_TENANT
 
 

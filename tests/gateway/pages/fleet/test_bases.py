@@ -70,20 +70,25 @@ async def test_what_the_settings_decide_is_refused(gateway: Gateway, tmp_path: P
     """Every gateway would go on with its own settings, and write them to the table at its next start."""
     edit, url = f"{PAGE}/edit?name=base", "/admin/api/bases/base"
     folder = str(save_model(tmp_path / "other", context=64))
+    other_shape = MODEL_CONFIG | {"num_hidden_layers": 9}
     async with gateway.browser() as browser:
         before = (await rows(browser))["base"]["context"]
         refused = await browser.submit(edit, context_length="64")
         assert refused.status == 400
         assert "so gateways read it from LORAPLEX_MAX_MODEL_LEN" in refused.body.decode()
-        for field, value in (("context_length", 64), ("tokenizer", folder), ("config", MODEL_CONFIG)):
+        for field, value in (("context_length", 64), ("tokenizer", folder), ("config", other_shape)):
             answer = await gateway.admin.call("PATCH", url, json={field: value})
             assert (answer.status, answer.error["param"]) == (400, field)
         assert (await rows(browser))["base"]["context"] == before
-        assert (await gateway.admin.call("PATCH", url, json={"context_length": int(before)})).status == 200
+        for same in ({"context_length": int(before)}, {"config": MODEL_CONFIG}):
+            assert (await gateway.admin.call("PATCH", url, json=same)).status == 200
         assert (await browser.submit(edit, digest="cd" * 32)).status == 303
         replaced = {"digest": "ef" * 32, "tokenizer": folder}
         assert (await gateway.admin.call("PATCH", url, json=replaced)).status == 200
         assert (await rows(browser))["base"]["digest"] == f"sha256:{'ef' * 32}"
+        changed = (await gateway.admin.get("/admin/api/audit")).json["data"][0]
+        assert changed["target"] == "base"
+        assert "context_length" not in str(changed)
 
 
 async def test_only_operators_act_on_base_models(gateway: Gateway):
