@@ -1,5 +1,6 @@
 """A real browser for tests: Debian's Chromium, driven by Playwright, and the checks that every page must pass."""
 
+import asyncio
 import shutil
 import time
 from collections.abc import AsyncIterator, Iterable
@@ -70,6 +71,17 @@ class Person:
         await self.page.fill("input[name=key]", key)
         await self.page.click("main button")
         await self.page.wait_for_url(f"{self.url}{home}/")
+
+    async def delay(self, pattern: str) -> asyncio.Event:
+        """Hold requests for a URL pattern until the returned event is set."""
+        may_load = asyncio.Event()
+
+        async def held(route: Any) -> None:
+            await may_load.wait()
+            await route.continue_()
+
+        await self.context.route(pattern, held)
+        return may_load
 
     async def open(self, path: str) -> None:
         await self.page.goto(self.url + path)

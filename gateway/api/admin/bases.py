@@ -3,7 +3,6 @@
 import asyncio
 import json
 import re
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections import defaultdict
 from collections.abc import Mapping
 from datetime import datetime
@@ -24,6 +23,7 @@ from gateway.fleet.registry import Registry
 from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState, Shape
 from gateway.records.bases.registry import Bases
+from gateway.records.cursors import decode_cursor, encode_cursor
 from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, MODEL, PriceList, Prices
 from wire.digests import bare_digest, digest_name
 from wire.errors import ConfigError
@@ -165,7 +165,7 @@ class AdminBases:
         places = [place for place in sorted(rows) if after is None or place > after]
         shown = places[:limit]
         data = [rows[place] for place in shown]
-        following = _cursor(shown[-1]) if len(places) > limit else None
+        following = encode_cursor(shown[-1]) if len(places) > limit else None
         return json_response(BaseList(data=data, total=len(rows), next=following))
 
     async def _rows(self) -> dict[_Place, ListedBase]:
@@ -272,18 +272,15 @@ def describe_base(base: Base, digest: str | None) -> ShownBase:
     )
 
 
-def _cursor(place: _Place) -> str:
-    return urlsafe_b64encode(msgspec.json.encode(place)).decode().rstrip("=")
-
-
 def _read_cursor(cursor: str | None) -> _Place | None:
     """Return the place in a cursor; None without one. Raises BadRequest."""
     if cursor is None:
         return None
     try:
-        return msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=_Place)
-    except (ValueError, msgspec.MsgspecError) as error:
+        place: _Place = decode_cursor(cursor, _Place)
+    except ValueError as error:
         raise BadRequest("after: expected the `next` of another page.", param="after") from error
+    return place
 
 
 def _is_as_set(own: Base, field: str, value: Any) -> bool:

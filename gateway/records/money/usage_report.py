@@ -1,6 +1,5 @@
 """Usage reports: sums of the ledger's rows over any period, from daily and hourly sums wherever these fit."""
 
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import AsyncGenerator, Sequence
 from datetime import datetime
 from typing import Annotated, Any
@@ -19,7 +18,7 @@ from sqlalchemy import (
 
 from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
-from gateway.records.cursors import check_moment
+from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
 from gateway.records.database import Database
 from gateway.records.money.end_user_sums import EndUserSums
 from gateway.records.money.tenant_sums import PERIODS, SUMMED
@@ -209,7 +208,7 @@ def _sums(values: dict[str, Any]) -> UsageSums:
 
 def _cursor(row: Any, order: Sequence[str]) -> str:
     """Return a group's position as a cursor, opaque to clients."""
-    return urlsafe_b64encode(msgspec.json.encode([row._mapping[name] for name in order])).decode().rstrip("=")
+    return encode_cursor([row._mapping[name] for name in order])
 
 
 def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnElement[Any]]:
@@ -217,12 +216,11 @@ def _position(cursor: str, order: Sequence[ColumnElement[Any]]) -> list[ColumnEl
     known = {**dict.fromkeys(PERIODS, datetime), "deleted": bool, "version": _AnyVersion}
     types = tuple(known.get(column.name, str) for column in order)
     try:
-        data = urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4))
-        values: Any = msgspec.json.decode(data, type=tuple.__class_getitem__(types))
+        values = decode_cursor(cursor, tuple.__class_getitem__(types))
         for value in values:
             if isinstance(value, datetime):
                 check_moment(value)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except ValueError as error:
         raise BadRequest("after: expected the `next` of an answer with the same group_by.", param="after") from error
     if any(isinstance(value, str) and not value.isprintable() for value in values):
         # Databases refuse a NUL in a text.

@@ -5,7 +5,6 @@ may therefore end a page early: its `next` continues the search.
 """
 
 import re
-from base64 import urlsafe_b64decode, urlsafe_b64encode
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Annotated, Any
@@ -16,7 +15,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
 from gateway.errors import BadRequest, Exceeded
-from gateway.records.cursors import check_moment
+from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
 from gateway.records.database import Database
 from gateway.records.requests.owned import in_order, owned
 from gateway.records.requests.refusal_tables import refused_requests
@@ -153,7 +152,7 @@ class RequestLog:
             labels = await _labels(connection, entries[:limit])
         following = _place(entries[limit - 1]) if len(entries) > limit else horizon
         shown = [msgspec.structs.replace(entry, key=labels.get(entry.key_id)) for entry in entries[:limit]]
-        return LogPage(entries=shown, next=None if following is None else _cursor(following))
+        return LogPage(entries=shown, next=None if following is None else encode_cursor(following))
 
     async def find(self, given: str, *, tenant_id: str | None = None) -> LogEntry | None:
         """Return a request by its id (`req_...`) or its answer's (`chatcmpl-...`, `cmpl-...`); None if there is none.
@@ -315,17 +314,13 @@ def _place(entry: LogEntry) -> Position:
     return entry.at, entry.request_id
 
 
-def _cursor(position: Position) -> str:
-    return urlsafe_b64encode(msgspec.json.encode(position)).decode().rstrip("=")
-
-
 def _position(cursor: str) -> Position:
     """Read a cursor. Raises BadRequest."""
     try:
-        at, request_id = msgspec.json.decode(urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)), type=Position)
+        at, request_id = decode_cursor(cursor, Position)
         check_moment(at)
         if not request_id.isprintable():
             raise ValueError
-    except (ValueError, msgspec.MsgspecError) as error:
+    except ValueError as error:
         raise BadRequest("after: expected the `next` of another page.", param="after") from error
     return at, request_id

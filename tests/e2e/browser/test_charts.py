@@ -1,6 +1,5 @@
 """Charts in a real browser: the steps of an engine, by second, in the colours of the scheme and the page's font."""
 
-import asyncio
 import time
 from typing import Any
 
@@ -68,16 +67,10 @@ async def test_an_engines_steps_are_drawn_and_repainted_with_the_scheme(gateway,
 
 async def test_a_chart_is_drawn_again_with_a_font_that_comes_late(gateway, upstream, browser):
     await report_steps(gateway, upstream)
-    may_load = asyncio.Event()
-
-    async def late(route: Any) -> None:
-        await may_load.wait()
-        await route.continue_()
-
     async with person(browser, gateway.url) as operator:
         page = operator.page
         await operator.log_in("/admin", ADMIN_KEY)
-        await operator.context.route("**/*.woff2*", late)
+        may_load = await operator.delay("**/*.woff2*")
         # The event "load" waits for the font.
         await page.goto(f"{gateway.url}/admin/engines/one?url={upstream.url}", wait_until="domcontentloaded")
         await page.wait_for_selector("#step-times canvas")

@@ -1,6 +1,5 @@
 """Drafts of long forms in a real browser: kept over the end of a session, for the same person, and never secrets."""
 
-import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -145,19 +144,13 @@ async def test_a_draft_ends_by_cancel_discard_and_log_out(gateway: Gateway, brow
 
 async def test_what_is_typed_before_the_script_runs_is_newer_than_the_draft(gateway: Gateway, browser: Any):
     await gateway.tenant("acme")
-    may_load = asyncio.Event()
-
-    async def late(route: Any) -> None:
-        await may_load.wait()
-        await route.continue_()
-
     async with person(browser, gateway.url) as operator:
         page = operator.page
         await operator.log_in("/admin", ADMIN_KEY)
         await operator.open(EDIT)
         await page.fill(LIMIT, "70")
         await page.fill("[name=note]", "mine")
-        await operator.context.route("**/drafts.js*", late)
+        may_load = await operator.delay("**/drafts.js*")
         await page.goto(operator.url + EDIT, wait_until="commit")
         await page.fill(LIMIT, "80")
         may_load.set()

@@ -123,7 +123,7 @@ async def test_a_tenant_has_few_probes_at_once_and_others_take_turns(
         asyncio.create_task(client.post("/probe", {"model": name}, headers=HEADERS)) for _ in range(MAX_OF_TENANT + 4)
     ]
     try:
-        # Those beyond the limit are refused while the first one is held.
+        # Probes beyond the limit are refused while the first ones are held.
         await client.wait_for(lambda _: sum(each.done() for each in many) == 4, headers=HEADERS)
         other = client.post("/probe", {"model": name}, headers=HEADERS | {"x-loraplex-tenant": "globex"})
         of_globex = asyncio.create_task(other)

@@ -81,6 +81,7 @@ async def test_known_times_are_measured(api):
     # All answers have equal lengths. A token that is read late shortens the time after it.
     assert every["tpot"]["mean"] == pytest.approx(every["inter_token"]["mean"])
     assert 0.02 <= every["tpot"]["p50"] < 1
+    assert every["tpot"]["max"] >= 0.03
     assert every["ttft"]["p50"] + 0.12 <= every["latency"]["max"]
     assert every["latency"]["p50"] >= 0.22
     assert every["counts"]["events_per_token"] == 1
