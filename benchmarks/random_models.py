@@ -1,7 +1,8 @@
-"""Models with random weights for benchmarks: the shape of Llama-3.2-1B, as safetensors or GGUF."""
+"""Models for benchmarks: random weights of Llama-3.2-1B's shape, and copies of a model with more layers."""
 
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -56,6 +58,35 @@ def save_random_model(folder: Path) -> Path:
     """Write a model of Llama-3.2-1B's shape."""
     save_config(folder, LLAMA_1B)
     save_file(dict(random_weights(random_shapes(LLAMA_1B))), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def save_deeper_model(model: Path, folder: Path, times: int) -> Path:
+    """Write a copy of a model with `times` as many layers and the same answers, for speculative decoding.
+
+    The layers behind the model's own add nothing to the residual sum, because their last projections are zeros, but
+    take the time of a layer. So the model itself is a draft model whose drafts are right, which no trained pair is.
+    """
+    config = json.loads((model / "config.json").read_text())
+    layers = config["num_hidden_layers"]
+    weights: dict[str, Tensor] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, "pt") as tensors:
+            weights |= {name: tensors.get_tensor(name) for name in tensors.keys()}  # noqa: SIM118
+    for name, weight in list(weights.items()):
+        if not name.startswith("model.layers."):
+            continue
+        number, module = name.removeprefix("model.layers.").split(".", 1)
+        adds = module in ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+        for copy in range(1, times):
+            weights[f"model.layers.{int(number) + copy * layers}.{module}"] = (
+                torch.zeros_like(weight) if adds else weight.clone()
+            )
+    for file in model.iterdir():
+        if file.suffix != ".safetensors" and "index" not in file.name:
+            shutil.copy(file, folder)
+    save_config(folder, config | {"num_hidden_layers": layers * times})
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -2,14 +2,17 @@
 
     python -m benchmarks.speculation [--rounds 5] [--seconds 420] [--out docs/perf/FILE.md]
     python -m benchmarks.speculation --model BIG --draft-model SMALL
+    python -m benchmarks.speculation --deeper 4         (drafts for a copy with four times the layers)
 
 By prompt lookup: SmolLM2-135M-Instruct, or another model, in bf16 with an adapter of rank 16 for each stream.
 Copy-heavy requests are those that prompt lookup is for: a code edit, a summary with quotes, and a rewritten JSON
 document, as chats of one message each; `--show` prints the answers, which tell whether the model copies. The worst case
 are answers sampled at temperature 1 to prompts of random tokens, in which nothing repeats. With `--draft-model`, a
-third engine drafts by that model, which must have the same vocabulary; it has no aims. All engines are in this process;
-each round runs every load on each, in alternating order, so that the machine's changes meet all alike. Each answer ends
-where the model ends it, and must be the same on all engines. Run nothing else on the machine at the same time.
+third engine drafts by that model, which must have the same vocabulary; it has no aims. With `--deeper`, the model
+drafts for a deeper copy of itself: only the adapters make the two differ, so more drafts are accepted than with a
+trained pair. All engines are in this process; each round runs every load on each, in alternating order, so that the
+machine's changes meet all alike. Each answer ends where the model ends it, and must be the same on all engines. Run
+nothing else on the machine at the same time.
 """
 
 import argparse
@@ -27,6 +30,7 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from benchmarks.random_models import save_deeper_model
 from benchmarks.sweep import make_adapters
 from engine.config import EngineConfig
 from engine.engine import Engine
@@ -176,19 +180,26 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--show", action="store_true", help="Print the answers.")
     parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
-    parser.add_argument("--draft-model", type=Path, help="also draft by this smaller model of the same vocabulary")
+    drafts_by = parser.add_mutually_exclusive_group()
+    drafts_by.add_argument("--draft-model", type=Path, help="also draft by this smaller model of the same vocabulary")
+    drafts_by.add_argument(
+        "--deeper", type=int, metavar="TIMES", help="also draft by the model, for a copy of it with more layers"
+    )
     parser.add_argument("--data-dir", type=Path, default=Path(".loraplex/models"))
     parser.add_argument("--out", type=Path, help="also append the table here, as Markdown")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         model = args.model or ensure_demo_model(args.data_dir)
+        draft_model = args.draft_model
+        if args.deeper:
+            draft_model = model
+            (Path(scratch) / f"{model.name}-{args.deeper}x").mkdir()
+            model = save_deeper_model(model, Path(scratch) / f"{model.name}-{args.deeper}x", args.deeper)
         tokenizer = Tokenizer.from_dir(model)
         adapters = make_adapters(BaseShape.from_config_dir(model), Path(scratch), 8, RANK)
         speculation = {"ngram": SpeculativeConfig("ngram", args.drafts)}
-        if args.draft_model:
-            speculation[args.draft_model.name] = SpeculativeConfig(
-                "draft_model", args.drafts, model=str(args.draft_model)
-            )
+        if draft_model:
+            speculation[draft_model.name] = SpeculativeConfig("draft_model", args.drafts, model=str(draft_model))
         off = Side.start(model, adapters, None, args.dtype)
         others = {name: Side.start(model, adapters, each, args.dtype) for name, each in speculation.items()}
         work = loads(tokenizer, off.engine.model_config.vocab_size)

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kernels.weights import FP8, GROUP, MIDDLE, LinearWeights, take, unpack_halves
+from kernels.weights import FP8, GROUP, MIDDLE, LinearWeights, is_int8_by_output, take, unpack_halves
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +83,16 @@ def linear(x: Tensor, weights: LinearWeights, *, rounds_inputs: bool = False) ->
     """Return `x W^T + bias`, `[T, out]` in x's dtype, for an unpacked layer; quantised weights are computed in fp32.
 
     rounds_inputs: with quantised weights, round x to 8 bits too (`quantize_rows`), as backends do in bfloat16: beside
-    FP8 weights to FP8 with a scale for each row (GPU), beside others to int8 with a scale for each GROUP inputs (CPU,
-    native op).
+    FP8 weights, and int8 weights with a scale for each output, to their dtype with a scale for each row (GPU); beside
+    others to int8 with a scale for each GROUP inputs (CPU, native op).
     """
     weight, bias = dequantize(weights), weights.bias
     if weights.scheme.kind == "dense":
         return torch.nn.functional.linear(x, weight, bias)
     if not rounds_inputs:
         x_rounded = x.float()
-    elif weights.scheme.kind == "fp8":
-        values, scales = quantize_rows(x, FP8)
+    elif weights.scheme.kind == "fp8" or is_int8_by_output(weights.scheme):
+        values, scales = quantize_rows(x, weights.tensors["values"].dtype)
         x_rounded = values.float() * scales[:, None]
     else:
         groups = torch.nn.functional.pad(x, (0, -x.shape[1] % GROUP)).unflatten(1, (-1, GROUP))

@@ -31,8 +31,8 @@ class Scheme(NamedTuple):
     """Storage format of a linear layer's weights.
 
     kind: `dense` weights have the model's dtype and no other field. group: number of inputs that share a scale; FP8
-    weights may have 0, a scale for all inputs of an output. scale_dtype: dtype of the scales and minimums. offsets:
-    whether each group has a minimum, or a zero point (int4 only).
+    and int8 weights may have 0, a scale for all inputs of an output. scale_dtype: dtype of the scales and minimums.
+    offsets: whether each group has a minimum, or a zero point (int4 only).
     """
 
     kind: Kind = "dense"
@@ -112,6 +112,25 @@ def fp8(values: Tensor, scales: Tensor, group: int = 0) -> LinearWeights:
     return LinearWeights(scheme, tensors, values.shape[1], values.shape[0])
 
 
+def int8_by_output(values: Tensor, scales: Tensor) -> LinearWeights:
+    """Return int8 weights with a scale for each output. values: int8 `[out, in]`. scales: `[out, 1]`."""
+    tensors = {"values": values, "scales": scales.float().contiguous()}
+    return LinearWeights(Scheme("int8", 0, torch.float32), tensors, values.shape[1], values.shape[0])
+
+
+def is_int8_by_output(scheme: Scheme) -> bool:
+    return scheme.kind == "int8" and not scheme.group
+
+
+def divided(weights: LinearWeights) -> LinearWeights:
+    """Return the same weights in groups of GROUP, if they are int8 with a scale for each output. Raises ValueError for
+    a number of inputs that groups do not divide.
+    """
+    if not is_int8_by_output(weights.scheme):
+        return weights
+    return quantised("int8", weights.tensors["values"], weights.tensors["scales"], weights.in_features)
+
+
 def quantised(
     kind: Kind,
     values: Tensor,
@@ -149,6 +168,7 @@ def concatenated(parts: Sequence[LinearWeights]) -> LinearWeights:
     if len(parts) == 1:
         return parts[0]
     if len({part.scheme for part in parts}) > 1:
+        parts = [divided(part) for part in parts]
         groups = [part.scheme.group for part in parts]
         if parts[0].scheme.kind == "fp8":
             parts = [_in_groups(part, math.gcd(*groups)) for part in parts]

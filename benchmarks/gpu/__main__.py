@@ -42,7 +42,7 @@ SECTIONS = {
     "lora": Section("Decode with adapters", 60, "decode", "lora"),
     "tests": Section("The kernels' tests, compiled", 110, "each_kernel", "tests"),
     "kernels": Section("Each kernel", 55, "each_kernel", "figures"),
-    "fp8": Section("Products with FP8 weights", 40, "fp8", "figures"),
+    "8-bits": Section("Products with FP8 and int8 weights", 50, "eight_bits", "figures"),
     "answers": Section("The engine's answers beside transformers and peft", 45, "whole_engine", "same_answers"),
     "engine": Section("The engine's speed beside transformers and peft", 150, "whole_engine", "speed", 2),
     "served": Section("The engine as it serves", 240, "served", "figures", 2),

@@ -13,11 +13,14 @@ import aiohttp
 
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attacker import BOUNDARY, form
+from benchmarks.hostile.place import Place
 from benchmarks.hostile.ratios import percentile
 
-# Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds. With the minimum the
-# neighbour stays below the default limit of 600 requests a minute: it got 429s itself in attacks of 40 s.
-CHAT_INTERVAL_FACTOR, MIN_CHAT_INTERVAL = 3.0, 0.12
+# Interval between chats: a multiple of the duration of a single chat, and its minimum in seconds. Chats share the steps
+# of a simulated device and hardly wait for each other, so there are more of them, and p99 depends on more than one.
+CHAT_INTERVAL_FACTOR, SIMULATED_INTERVAL_FACTOR, MIN_CHAT_INTERVAL = 3.0, 1.5, 0.04
+# Limits of the neighbour's tenant above its own load. The default of 600 requests a minute would be below it.
+NEIGHBOUR_LIMITS = {"requests_per_minute": 6_000, "tokens_per_minute": 1_000_000}
 LONE_CHATS = 8
 UPLOAD_SECONDS = 3.0
 # Short answers give more chats a second, so that p99 depends on more than one of them: a first token and a decode step.
@@ -45,11 +48,12 @@ class Measurements:
 class Neighbour:
     """Load of one key. Requests begin by the clock, whether or not earlier ones have ended."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, key: str, model: str, *, uploads: bool) -> None:
+    def __init__(self, session: aiohttp.ClientSession, place: Place, key: str, *, uploads: bool) -> None:
         self._session = session
-        self._url = url
+        self._url = place.url
         self._headers = {"Authorization": f"Bearer {key}"}
-        self._model = model
+        self._model = place.base_model
+        self._factor = SIMULATED_INTERVAL_FACTOR if place.is_simulated else CHAT_INTERVAL_FACTOR
         self._uploads = uploads
         self.chat_interval = MIN_CHAT_INTERVAL
         # Keeps a slow machine from exceeding this tenant's own limit of concurrent uploads. Waiting counts as time.
@@ -66,7 +70,7 @@ class Neighbour:
         for _ in range(2 * LONE_CHATS):
             await self._guarded(self._chat, measured)
         lone = percentile(measured.whole[LONE_CHATS:], 0.5)
-        self.chat_interval = max(MIN_CHAT_INTERVAL, CHAT_INTERVAL_FACTOR * lone)
+        self.chat_interval = max(MIN_CHAT_INTERVAL, self._factor * lone)
 
     async def measure(self, until: asyncio.Event) -> Measurements:
         """Measure until the event is set and every started request has ended."""

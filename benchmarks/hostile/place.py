@@ -11,7 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -32,7 +32,7 @@ class Place:
     """A running gateway and its environment.
 
     temporary: its processes' folder for temporary files. control: the URL at which doubles report their observations,
-    if any.
+    if any. is_simulated: whether the engine's steps take no CPU time.
     """
 
     url: str
@@ -44,6 +44,7 @@ class Place:
     temporary: Path
     has_real_engine: bool = True
     control: str = ""
+    is_simulated: bool = False
 
     def tenant(self, name: str, **limits: object) -> str:
         """Create a tenant with the default limits, except the given ones; return a key of the default scopes."""
@@ -95,7 +96,7 @@ def up(
             arguments += ["--database-url", server.get_uri().replace("postgresql://", "postgresql+asyncpg://", 1)]
         stack = Stack(data_dir(folder / "data"), *arguments, environment=STACKS[kind])
         exits.callback(_stop, stack)
-        place = of_stack(stack.wait_ready())
+        place = replace(of_stack(stack.wait_ready()), is_simulated=device.startswith("simulated"))
         if engine_core is not None:
             for thread in _part(stack, "engine").threads():
                 os.sched_setaffinity(thread.id, {engine_core})

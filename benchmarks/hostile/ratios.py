@@ -1,7 +1,7 @@
 """Ratios of attacked to quiet latencies, with their uncertainty.
 
-A round has some 30 chats, so its p99 is its slowest chat, and two quiet rounds differ in it by up to a factor of two. A
-ratio alone cannot tell an attack from this noise, so each ratio has an interval.
+A round has some 30 to 100 chats, so its p99 is its slowest chat, and two quiet rounds differ in it by up to a factor of
+two. A ratio alone cannot tell an attack from this noise, so each ratio has an interval.
 """
 
 import random

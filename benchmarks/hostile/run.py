@@ -16,7 +16,7 @@ import msgspec
 from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.attacker import GRACE_SECONDS, Order, Round, Target
 from benchmarks.hostile.catalogue import ATTACKS
-from benchmarks.hostile.neighbour import Measurements, Neighbour
+from benchmarks.hostile.neighbour import NEIGHBOUR_LIMITS, Measurements, Neighbour
 from benchmarks.hostile.place import Place
 from benchmarks.hostile.ratios import NO_RATIO, Ratio, percentile, ratio
 from benchmarks.hostile.watch import Seen, Watch
@@ -146,7 +146,7 @@ async def run_attack(
     attacker has its own machine; here its client takes CPU time from the service, which is no effect of its requests.
     """
     number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
-    neighbour_key = place.tenant(f"neighbour-{number}")
+    neighbour_key = place.tenant(f"neighbour-{number}", **NEIGHBOUR_LIMITS)
     watch = Watch(place)
     async with contextlib.AsyncExitStack() as exits:
         exits.callback(watch.close)
@@ -168,7 +168,7 @@ async def run_attack(
         connector = aiohttp.TCPConnector(force_close=True, limit=0)
         session = await exits.enter_async_context(aiohttp.ClientSession(connector=connector))
         uploads = place.has_real_engine
-        neighbour = Neighbour(session, place.url, neighbour_key, place.base_model, uploads=uploads)
+        neighbour = Neighbour(session, place, neighbour_key, uploads=uploads)
         await neighbour.calibrate()
         calm_rounds: list[Measurements] = []
         measured, seen, attacked = Measurements(), Seen(), Round()

@@ -14,7 +14,7 @@ from engine.model.quantised.methods import read_method
 from engine.model.tensor_files import SafetensorsFile, WeightsFile
 from engine.progress import LOADING, Progress
 from kernels import reference
-from kernels.weights import DENSE, LinearWeights, Scheme, concatenated, dense, round_to_int4, round_to_int8
+from kernels.weights import DENSE, LinearWeights, Scheme, concatenated, dense, divided, round_to_int4, round_to_int8
 from wire.errors import ConfigError
 
 ROUND = {"int8": round_to_int8, "int4": round_to_int4}
@@ -116,7 +116,7 @@ class Checkpoint:
     def _stored(self, module: str, rows: int, in_features: int) -> LinearWeights | None:
         """Return a module's weights as a reader of quantised data returns them, or None if `_read` has to read them."""
         if self._method is not None and (found := self._method.read(self, module, rows, in_features)) is not None:
-            return found
+            return found if self._serves(found.scheme) else divided(found)
         name = f"{module}.weight"
         self._check(name, (rows, in_features))
         if self._quantization == "none":

@@ -57,7 +57,7 @@ class TritonOps:
     shrink_beside: in a CUDA graph, run LoRA's shrink on a branch parallel to the base projection, which does not need
     it, so that only expand adds its latency to a step. Outside of graphs, the events between streams would cost the
     host more.
-    fp8_products: multiply by FP8 weights with torch's scaled product, where it serves them (`kernels.gpu.scaled`).
+    fp8_products: multiply FP8 inputs by FP8 weights, which the device's tensor cores can (`kernels.gpu.scaled`).
     """
 
     sample = staticmethod(sample)
@@ -112,7 +112,7 @@ class TritonOps:
         """Return the base model's part of `linear`."""
         if weights.scheme == DENSE:
             return reference.linear(x, weights)
-        if self._fp8_products and scaled.can_multiply(x, weights):
+        if scaled.can_multiply(x, weights, self._fp8_products):
             return scaled.linear(x, weights)
         return quantised.linear(x, weights)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.model.quantised.fp8 import is_fp8, read_weights
 from engine.model.quantised.method import FIELD, Groups, Module, RawTensors, choose, unpack_words
-from kernels.weights import LinearWeights
+from kernels.weights import GROUP, LinearWeights, int8_by_output
 from wire.errors import ConfigError
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
@@ -20,7 +20,8 @@ FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantize
 class CompressedTensors:
     """Packed modules have `weight_packed` int32 `[out, in / n]` with n values per word, and optionally
     `weight_zero_point` `[out / n, groups]`. Others have `weight` int8 or FP8, and optionally `weight_zero_point` int8
-    `[out, groups]`. Both have `weight_scale` `[out, groups]`, or one scale for the whole tensor.
+    `[out, groups]`. Both have `weight_scale` `[out, groups]`, or one scale for the whole tensor. Only checkpoints whose
+    inputs have 8 bits too (W8A8) have int8 weights that are not packed.
     """
 
     name = "compressed-tensors"
@@ -47,7 +48,9 @@ class CompressedTensors:
         if m.has("weight_zero_point"):
             zeros = m.take("weight_zero_point", (torch.int8,), *m.raw("weight_scale").shape)
             zeros = zeros if zeros.dim() == 2 else zeros.reshape(1, 1)
-            zeros = zeros.to(torch.int16).expand(rows, -1) + 128
+            zeros = zeros.to(torch.int16).expand(rows, -1) + 128 if zeros.any() else None
+        if zeros is None and scales.shape[1] == 1 and columns % GROUP == 0:
+            return int8_by_output(weight, scales)
         values = (weight.to(torch.int16) + 128).to(torch.uint8)
         return m.in_groups(8, Groups(values, scales, zeros, self._order(m, columns)), rows, columns)
 

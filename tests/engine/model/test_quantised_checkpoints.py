@@ -19,6 +19,7 @@ from engine.model.weights import Checkpoint, base_tensor, open_weights
 from kernels import reference
 from kernels.cpu.plain import TorchOps
 from kernels.gpu import schemes
+from kernels.weights import GROUPS
 from testing import quantised_files as files
 from testing.tiny import save_model
 from wire.errors import ConfigError
@@ -42,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], files.Written], str]] 
     "packed 4": (PACKED, partial(files.packed, bits=4, symmetric=False), "int4 in groups of 32 with zero points"),
     "packed 8 symmetric": (PACKED, partial(files.packed, bits=8, symmetric=True), "int8 in groups of 32"),
     "int8 symmetric": (
-        PACKED | {"format": "int-quantized"}, partial(files.int8, symmetric=True), "int8 in groups of 32"
+        PACKED | {"format": "int-quantized"}, partial(files.int8, symmetric=True), "int8 with a scale for each output"
     ),
     "int8": (
         PACKED | {"format": "int-quantized"}, partial(files.int8, symmetric=False),
@@ -99,6 +100,19 @@ def test_the_device_decides_which_fp8_weights_stay_in_fp8(case: str, model: Path
     expected = files.write(model, tmp_path / "out", config, quantise)
     wanted = torch.cat([expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
     for serves, kept in ((TorchOps().serves, "dense"), (schemes.serves, scheme if scheme == BY_OUTPUT else "dense")):
+        with open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto", serves=serves) as source:
+            found = qkv(source)
+            assert str(found.scheme) == kept
+            assert torch.equal(reference.dequantize(found), wanted)
+
+
+def test_int8_weights_with_a_scale_for_each_output_are_divided_where_they_are_not_served(
+    model: Path, tmp_path: Path
+) -> None:
+    config, quantise, scheme = CASES["int8 symmetric"]
+    expected = files.write(model, tmp_path / "out", config, quantise)
+    wanted = torch.cat([expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
+    for serves, kept in ((schemes.serves, scheme), (lambda scheme: scheme.group in GROUPS, "int8 in groups of 32")):
         with open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto", serves=serves) as source:
             found = qkv(source)
             assert str(found.scheme) == kept

@@ -31,7 +31,7 @@ from kernels.gpu import (
     segments,
 )
 from kernels.reference import HeadNorms, LoraGroup, LoraRouting
-from kernels.weights import LinearWeights, Scheme, fp8
+from kernels.weights import LinearWeights, Scheme, fp8, int8_by_output
 
 # Triton compiles separate variants for 1 and for multiples of 16. Other lengths: around powers of two, and any.
 OTHER_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 31, 32, 33, 48, 50)
@@ -167,13 +167,16 @@ def multiply(num_tokens: int) -> None:
         fp8(torch.zeros(6144, 4096).to(torch.float8_e4m3fn), torch.zeros(6144, 1)),
         fp8(torch.zeros(6144, 4096).to(torch.float8_e4m3fn), torch.zeros(6144, 32), 128),
     ]
+    by_output = int8_by_output(torch.zeros(6144, 4096, dtype=torch.int8), torch.zeros(6144, 1))
     for rows in (8, num_tokens + quantised.FEW_ROWS):
         x = anywhere(torch.empty(rows, 4096, dtype=torch.bfloat16))
         for weights in layers:
             quantised.linear(x, weights)
-        if (ARCHITECTURE // 10, ARCHITECTURE % 10) >= scaled.CAPABILITY:
-            for width in (4096, 28672):
-                scaled.round_rows(anywhere(torch.empty(rows, width, dtype=torch.bfloat16)))
+        has_fp8 = (ARCHITECTURE // 10, ARCHITECTURE % 10) >= scaled.CAPABILITY
+        for width in (4096, 28672):
+            for dtype in (torch.int8, torch.float8_e4m3fn) if has_fp8 else (torch.int8,):
+                scaled.round_rows(anywhere(torch.empty(rows, width, dtype=torch.bfloat16)), dtype)
+        scaled.linear(x, by_output)
 
 
 def draw(num_rows: int) -> None:

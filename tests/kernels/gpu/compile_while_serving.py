@@ -48,7 +48,13 @@ CASES: dict[str, dict[str, Any]] = {
     "fp32": {"async_scheduling": True},
     "8 bits": {"dtype": "bfloat16", "kv_cache_dtype": "int8", "lora_dtype": "fp8_e4m3", "async_scheduling": True},
     "fp8 base": {"dtype": "bfloat16", "async_scheduling": True},
+    "int8 base": {"dtype": "bfloat16", "async_scheduling": True},
     "drafts": {"speculative_config": SpeculativeConfig("ngram", 3, prompt_lookup_min=1, prompt_lookup_max=2)},
+}
+# Quantised checkpoints by case: `quantization_config` and the form of their weights.
+CHECKPOINTS: dict[str, tuple[dict[str, Any], Any]] = {
+    "fp8 base": ({"quant_method": "fp8"}, partial(files.fp8, kind="channel")),
+    "int8 base": ({"quant_method": "compressed-tensors"}, partial(files.int8, symmetric=True)),
 }
 launch = JITFunction.run
 known: set[tuple[str, str]] = set()
@@ -78,7 +84,8 @@ class ZeroOps(TritonOps):
         return torch.zeros_like(super().sample(logits, *parameters))
 
 
-def make_engine(folder: Path, is_fp8: bool, options: dict[str, Any]) -> tuple[Engine, list[str]]:
+def make_engine(folder: Path, case: str) -> tuple[Engine, list[str]]:
+    options, checkpoint = CASES[case], CHECKPOINTS.get(case)
     engine.build.pick_ops = lambda *_: ZeroOps(fp8_products=True)  # type: ignore[assignment]
     # A capture runs nothing here, so the warm-up must compile all.
     platform = Card(64 << 30)
@@ -90,14 +97,14 @@ def make_engine(folder: Path, is_fp8: bool, options: dict[str, Any]) -> tuple[En
     engine.execution.sampler.mark_not_finite = lambda tokens, logits: tokens
     engine.execution.runner.mark_not_finite = lambda tokens, logits: tokens  # type: ignore[attr-defined]
     save_model(folder / "base", max_model_len=2048)
-    if is_fp8:
-        files.write(folder / "base", folder / "fp8", {"quant_method": "fp8"}, partial(files.fp8, kind="channel"))
+    if checkpoint:
+        files.write(folder / "base", folder / "quantised", *checkpoint)
     host = HostCache(None, BaseShape.from_config_dir(folder / "base"), 1 << 24, DTYPES[options.get("dtype", "float32")])
     for i in range(3):
         save_adapter(folder / f"adapter-{i}", rank=(3, 8, 20)[i], seed=i)
     made = Engine(
         EngineConfig(
-            model=str(folder / ("fp8" if is_fp8 else "base")),
+            model=str(folder / ("quantised" if checkpoint else "base")),
             device="cpu",
             max_lora_rank=24,
             adapter_memory=8 << 20,
@@ -146,15 +153,15 @@ def main() -> None:
     segmented_lora.can_launch_early = paged_attention.can_launch_early = lambda device: True  # type: ignore[assignment]
     for case in sys.argv[1:]:
         if case in CASES:
-            run(CASES[case], case == "fp8 base")
+            run(case)
 
 
-def run(options: dict[str, Any], is_fp8: bool) -> None:
+def run(case: str) -> None:
     known.clear()
     with tempfile.TemporaryDirectory() as folder:
-        served, digests = make_engine(Path(folder), is_fp8, options)
+        served, digests = make_engine(Path(folder), case)
         ready = set(known)
-        steps = serve(served, digests, 0, 16 if "speculative_config" in options else 5)
+        steps = serve(served, digests, 0, 16 if "speculative_config" in CASES[case] else 5)
         drafted = sum(count.drafted for count in served.state().drafts)
         found = {"ready": counts(ready), "serving": counts(known - ready), "steps": steps, "drafted": drafted}
         print(json.dumps(found), flush=True)

@@ -27,6 +27,7 @@ KERNELS = {
     "_rope_and_write_kv",
     "_route",
     "_sample",
+    "_scale_sums",
     "_shrink",
     "_gate_and_mul",
 }
@@ -88,8 +89,7 @@ def test_every_type_of_8_bits_compiles(variants):
 def test_every_kernel_compiles_for_an_a100():
     variants = compiled(80, "all")
     assert not any(v["launches early"] or v["waits"] for v in variants)
-    # No product rounds its inputs to FP8, which an A100 does not multiply.
-    assert {variant["kernel"] for variant in variants} == KERNELS - {"_round_rows"}
+    assert {variant["kernel"] for variant in variants} == KERNELS
     # Prompts' tiles of Gemma's heads of 256 spill 280 bytes.
     assert [variant for variant in variants if variant["stack"] > 9 * FEW] == []
     assert all(variant["shared"] <= SHARED_MEMORY[80] for variant in variants)
@@ -126,10 +126,10 @@ def test_a_serving_engine_compiles_nothing(case, counted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["fp32", "8 bits", "fp8 base", "drafts"])
+@pytest.mark.parametrize("case", ["fp32", "8 bits", "fp8 base", "int8 base", "drafts"])
 def test_the_variants_of_a_serving_engine_compile(case):
-    """The same with Triton's compiler. "8 bits": also in bf16, with keys, values and adapters of 8 bits. "fp8 base": in
-    bf16, with an FP8 checkpoint.
+    """The same with Triton's compiler. "8 bits": also in bf16, with keys, values and adapters of 8 bits. "fp8 base" and
+    "int8 base": in bf16, with a checkpoint of 8 bits (W8A8).
     """
     [found] = run_compiler("-m", "tests.kernels.gpu.compile_while_serving", "--compile", case)
     check_serving(case, found)
@@ -139,6 +139,7 @@ def check_serving(case: str, found: dict) -> None:
     assert found["serving"] == {}
     assert found["steps"] > 20
     assert {"_attend", "_expand", "_list_work", "_penalise", "_forbid", "_choose"} <= found["ready"].keys()
-    assert ("_round_rows" in found["ready"]) == (case == "fp8 base")
+    assert ("_round_rows" in found["ready"]) == (case in ("fp8 base", "int8 base"))
+    assert ("_scale_sums" in found["ready"]) == (case == "int8 base")
     # The number depends on the measured times of steps.
     assert (found["drafted"] > 0) == (case == "drafts")

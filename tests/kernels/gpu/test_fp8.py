@@ -65,7 +65,7 @@ def test_the_scaled_product_equals_its_twin_with_rounded_inputs(
     expected = reference.linear(x, weights, rounds_inputs=True)
     exact = reference.linear(x, weights)
     assert found.dtype == torch.bfloat16
-    values, scales = scaled.round_rows(x)
+    values, scales = scaled.round_rows(x, FP8)
     of_rounded = reference.linear(values.float() * scales[:, None], weights).bfloat16()
     torch.testing.assert_close(found, of_rounded, atol=1e-4, rtol=2**-7)
     # Ties may be rounded differently.
@@ -79,7 +79,7 @@ def test_rows_are_rounded_as_in_the_reference(scaled_device: torch.device) -> No
     x[1] *= 1e-3
     x[2] = 0
     x[3, 7] = 3e38
-    values, scales = scaled.round_rows(x)
+    values, scales = scaled.round_rows(x, FP8)
     expected, expected_scales = reference.quantize_rows(x, FP8)
     torch.testing.assert_close(scales, expected_scales, atol=0, rtol=1e-6)
     # A tie between two numbers may be rounded to either.
@@ -87,7 +87,7 @@ def test_rows_are_rounded_as_in_the_reference(scaled_device: torch.device) -> No
     torch.testing.assert_close(error, least, atol=0, rtol=1e-4)
     assert (values.float() != expected.float()).float().mean() < 0.05
     with pytest.raises(ValueError, match=r"x: expected \[T, in\] with contiguous rows"):
-        scaled.round_rows(x.t())
+        scaled.round_rows(x.t(), FP8)
 
 
 def products(ops: Ops, x: Tensor, weights: LinearWeights) -> Tensor:
@@ -116,16 +116,17 @@ def test_each_product_has_its_kernel(scaled_device: torch.device) -> None:
     assert torch.equal(products(ops, x, by_output), scaled.linear(x, by_output))
     assert torch.equal(products(ops, x.half(), by_output), quantised.linear(x.half(), by_output))
     assert torch.equal(products(TritonOps(), x.half(), by_output), quantised.linear(x.half(), by_output))
-    assert not scaled.can_multiply(normal(3, 128, dtype=torch.bfloat16), by_block)
-    assert not scaled.can_multiply(x, make(97, 64))
-    assert not scaled.can_multiply(x, make(96, 72))
+    assert not scaled.can_multiply(normal(3, 128, dtype=torch.bfloat16), by_block, True)
+    assert not scaled.can_multiply(x, make(97, 64), True)
+    assert not scaled.can_multiply(x, make(96, 72), True)
+    assert not scaled.can_multiply(x, by_output, False)
 
 
 def test_an_adapters_delta_is_that_of_unrounded_inputs(
     scaled_device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float16, because the interpreter multiplies no bfloat16."""
-    monkeypatch.setattr(scaled, "can_multiply", lambda x, weights: True)
+    monkeypatch.setattr(scaled, "can_multiply", lambda x, weights, has_fp8: True)
     group, tables = make_lora((0, 64, 96, 128), torch.float16)
     weights, ops = make(128, 96).to(scaled_device), TritonOps(fp8_products=True)
     batch = make_batch([1, 4, 1], [1, 4, 1], 16, [2, -1, 0])

@@ -1,4 +1,4 @@
-"""Engines on FP8 checkpoints against transformers + peft on the dequantised weights."""
+"""Engines on FP8 and int8 checkpoints (W8A8) against transformers + peft on the dequantised weights."""
 
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,9 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "block": (
         {"quant_method": "fp8", "weight_block_size": [64, 64]}, partial(files.fp8, kind="block", block=(64, 64))
     ),
+    "int8": (
+        {"quant_method": "compressed-tensors", "format": "int-quantized"}, partial(files.int8, symmetric=True)
+    ),
 }  # fmt: skip
 
 
@@ -38,18 +41,20 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     for parameter in model.parameters():
         parameter.data.normal_(0, 0.15) if parameter.dim() > 1 else parameter.data.uniform_(0.5, 1.5)
     model.save_pretrained(folder / "original")
-    meaning = files.write(folder / "original", folder / "fp8", *CASES[request.param])
+    meaning = files.write(folder / "original", folder / "w8a8", *CASES[request.param])
     for name, parameter in model.named_parameters():
         parameter.data.copy_(meaning[name])
     model.save_pretrained(folder / "dequantised")
-    return folder / "fp8", PeftTwin(folder / "dequantised", folder / "adapters", ADAPTERS, 0.1)
+    return folder / "w8a8", PeftTwin(folder / "dequantised", folder / "adapters", ADAPTERS, 0.1)
 
 
 @pytest.mark.parametrize("backend", ["native", "triton"])
-def test_adapters_are_exact_on_an_fp8_base(
+def test_adapters_are_exact_on_a_w8a8_base(
     checkpoint: tuple[Path, PeftTwin], backend: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """In float32, where no backend rounds inputs."""
     folder, twin = checkpoint
+    case = request.node.callspec.params["checkpoint"]
     if backend == "triton":
         monkeypatch.setattr("engine.build.pick_ops", lambda *_: TritonOps(fp8_products=True))
     host = HostCache(None, BaseShape.from_config_dir(folder), 64 << 20, torch.float32)
@@ -64,6 +69,11 @@ def test_adapters_are_exact_on_an_fp8_base(
         expected = torch.tensor(twin.logprobs(name, prompt))
         torch.testing.assert_close(torch.tensor(found[name]), expected, atol=1e-3, rtol=0)
     weights = engine.runner.decoder.weights
-    assert weights.layers[0].qkv.scheme.kind == ("fp8" if backend == "triton" else "dense")
+    in_triton, native = {
+        "block": ("fp8 with a scale for each output", "dense"),
+        "channel": ("fp8 with a scale for each output", "dense"),
+        "int8": ("int8 with a scale for each output", "int8 in groups of 32"),
+    }[case]
+    assert str(weights.layers[0].qkv.scheme) == (in_triton if backend == "triton" else native)
     if backend == "triton":
         assert weights.num_bytes == estimate(config, "h100", ExpectedLoad(1, 8, 16, 16)).memory.needs.weights
