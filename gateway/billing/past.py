@@ -1,6 +1,6 @@
 """Usage sums of the ledger up to a moment, for limits whose state Redis has lost."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -103,6 +103,19 @@ class UsagePast:
             start = min(at, hour)
             sums[start] = sums.get(start, 0) + amount
         return sorted(sums.items())
+
+    async def valid_families(self, tenant_id: str, families: Collection[str], since: datetime) -> set[str]:
+        """Return those of a tenant's families of keys with a key that has not ended before a moment."""
+        of, id_ = api_keys.c.family_id, api_keys.c.id
+        query = select(func.coalesce(of, id_)).where(
+            api_keys.c.tenant_id == tenant_id,
+            # Both sides have an index, unlike `coalesce`.
+            of.in_(families) | of.is_(None) & id_.in_(families),
+            api_keys.c.revoked_at.is_(None) | (api_keys.c.revoked_at > since),
+            api_keys.c.expires_at.is_(None) | (api_keys.c.expires_at > since),
+        )
+        async with self._database.read() as connection:
+            return set((await connection.execute(query.distinct())).scalars())
 
     def _within(
         self, table: Table, start: datetime | None, end: datetime | None, tenant_id: str, part: UsagePart

@@ -20,7 +20,8 @@
 -- only.
 --
 -- Another server (a restart, a failover) may hold older data. The state therefore contains the server's run id: if it
--- differs, the states of budgets and days are dropped and recalled.
+-- differs, the states of budgets and days are dropped and recalled. A large state is dropped in parts, and until the last
+-- one no request under such limits is admitted.
 --
 -- KEYS: state (hash: a limit's field -> its state), leases (sorted set: request id -> end of the lease, ms; negative
 --   once the lease has ended and the request's slots are released), held (hash: request id -> its record,
@@ -33,7 +34,8 @@
 --     Rates hold `expected` of the completion at first.
 --     -> {1 if allowed or 0, completion tokens granted, moment of the ledger's row, of each limit: remaining, wait,
 --         reset (the last two in ms), of each limit whose recall is to be repeated: its number from 0 on, since}
---     -> {2, of each limit to be recalled: its number, since}; nothing is reserved
+--     -> {2, of each limit to be recalled: its number, since}; nothing is reserved. {2} if another server's states are not
+--        dropped yet: the call is to be repeated.
 --   peek, then of each limit: field, limit
 --     Writes nothing.
 --     -> of each limit: remaining, reset (ms), `since` of its recall if its usage is unknown here, else 0. Such a limit
@@ -53,6 +55,8 @@
 --   restore, lease ms, id, admission, tokens, completion, cost, held, charged, note, then of each limit: field, limit
 --     Restores a lease that was lost with this server's data, without a check for room. The limits do not include rates
 --     of requests. -> without any change: nil if another gateway has settled the request, -1 if it is older than a day
+--   forget, field, ...   Drops those fields of limits of ended keys that no running request uses and that are paid off.
+--     The ledger has the usage of the others. -> the number of dropped fields
 --   expired, at most   -> of each ended lease: id, tokens reserved, note, progress or '', moment of the ledger's row,
 --     end (ms)
 --
@@ -74,9 +78,10 @@ local PROGRESS = ':progress'
 -- Suffixes of a limit's field: the moment `since` of a pending recall, and the tokens that running requests hold.
 local PENDING, HOLD = '?', '#'
 -- Fields of no limit: the server's run id with the moment (ms) when it was last compared, the moment (ms) when the
--- counts of running requests were last compared with their records, and the HSCAN cursor from which the next comparison
--- continues; absent at the beginning.
-local SERVER, RECOUNTED, CURSOR = '@', '!', '>'
+-- counts of running requests were last compared with their records, the HSCAN cursor from which the next comparison
+-- continues, and, while another server's states are dropped, the present run id, the cursor from which the next part
+-- continues and the moment (ms) of the last part. Cursors are absent at the beginning.
+local SERVER, RECOUNTED, CURSOR, DROPPED = '@', '!', '>', '<'
 -- Version of a record. The previous release had no stages: its records have no version, and their reservations are in
 -- the debt. A record of version 2 without `held` holds its whole reservation. Gateways that do not support `held` treat
 -- every record like that, and so count too much rather than too little.
@@ -92,9 +97,9 @@ local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
 local SERVER_MS, COUNT_MS = 5000, 15000
 -- Maximum number of leases that one call ends, and of fields that it checks for paid-off states.
 local SWEEP, SAMPLE = 100, 10
--- Maximum of fields that one comparison reads, and fields of one HSCAN reply, both approximate. The ended keys of a tenant
--- leave fields for a month. 160,000 fields take 300 ms, during which all tenants wait.
-local MAX_SCANNED, SCAN = 5000, 500
+-- Maximum of fields that one call reads, and fields of one HSCAN reply, both approximate. 160,000 fields take 300 ms,
+-- during which all tenants wait. Pause (ms) between two parts of a drop.
+local MAX_SCANNED, SCAN, PAUSE_MS = 5000, 500, 20
 -- Maximum number of arguments of one HSET or HDEL, far below Lua's limit. It is even.
 local MAX_ARGUMENTS = 2000
 
@@ -418,6 +423,21 @@ local function clear(field, sums)
   end
 end
 
+-- Call a function with each field of STATE from an HSCAN cursor on, up to about MAX_SCANNED. Return the next cursor, which
+-- is '0' at the end. A field that exists during all calls of a scan is found at least once.
+local function scan(cursor, visit)
+  local seen = 0
+  repeat
+    local found
+    cursor, found = unpack(redis.call('HSCAN', STATE, cursor, 'COUNT', SCAN))
+    for i = 1, #found, 2 do
+      visit(found[i])
+    end
+    seen = seen + #found / 2
+  until cursor == '0' or seen >= MAX_SCANNED
+  return cursor
+end
+
 -- Set the counts of running requests to the sums over their records. The two differ if this server has lost some of its
 -- keys, or if a gateway of the previous release, which does not count held tokens, has settled a request. In a large
 -- state the counts without any record are removed by several calls.
@@ -441,16 +461,8 @@ local function recount()
       end
     end
   end
-  local before, seen = read(CURSOR) or '0', 0
-  local cursor = before
-  repeat
-    local found
-    cursor, found = unpack(redis.call('HSCAN', STATE, cursor, 'COUNT', SCAN))
-    for i = 1, #found, 2 do
-      clear(found[i], sums)
-    end
-    seen = seen + #found / 2
-  until cursor == '0' or seen >= MAX_SCANNED
+  local before = read(CURSOR) or '0'
+  local cursor = scan(before, function(field) clear(field, sums) end)
   if cursor ~= before then
     write(CURSOR, cursor ~= '0' and cursor)
   end
@@ -487,29 +499,46 @@ local function sweep(is_dry)
   end
 end
 
--- Drop the states of budgets and days if another server wrote them, because they may lack later usage.
-local function notice_another_server()
-  local seen = read(SERVER) or ''
-  local run_id, at = string.match(seen, '^(%x+) (%d+)$')
+-- Drop the states of budgets and days if another server wrote them, because they may lack later usage. Return whether
+-- none of them is left. `is_dry`: only tell. A gateway of an earlier release drops all of them at once.
+local function drop_others(is_dry)
+  local run_id, at = string.match(read(SERVER) or '', '^(%x+) (%d+)$')
   if at and math.abs(now_ms - at) < SERVER_MS then
-    return
+    return true
   end
   local info = redis.pcall('INFO', 'server')
   local current = type(info) == 'string' and string.match(info, 'run_id:(%x+)')
   if not current then
     -- The server's access rules forbid INFO.
-    return
+    return true
   end
   if current ~= run_id then
-    local fields = redis.call('HKEYS', STATE)
-    for i = 1, #fields do
-      local kind = kind_of(fields[i])
+    if is_dry then
+      return false
+    end
+    local of, cursor, last = string.match(read(DROPPED) or '', '^(%x+) (%d+) (%d+)$')
+    if of ~= current then
+      -- The cursor of another server means nothing here.
+      cursor = '0'
+    elseif math.abs(now_ms - last) < PAUSE_MS then
+      return false
+    end
+    cursor = scan(cursor, function(field)
+      local kind = kind_of(field)
       if RECALLED[kind] or kind == PENDING then
-        write(fields[i], false)
+        write(field, false)
       end
+    end)
+    if cursor ~= '0' then
+      write(DROPPED, current .. ' ' .. cursor .. ' ' .. string.format('%d', now_ms))
+      return false
     end
   end
+  if read(DROPPED) then
+    write(DROPPED, false)
+  end
   write(SERVER, current .. ' ' .. string.format('%d', now_ms))
+  return true
 end
 
 -- Return the `since` of a limit without state, which admits nothing until its recall. Store the current moment if it
@@ -534,8 +563,9 @@ end
 local count, fields, kinds, limits, states
 local used, held_time, occupied, early, room, waits = {}, {}, {}, {}, {}, {}
 
--- Read the limits, which begin with the argument `first`.
-local function read_limits(first)
+-- Read the limits, which begin with the argument `first`. Return false if another server's states are not dropped yet;
+-- those of these limits then count as dropped. `is_dry`: drop none.
+local function read_limits(first, is_dry)
   local names, recalled = {}, false
   count, fields, kinds, limits = (#ARGV - first + 1) / 2, {}, {}, {}
   for i = 1, count do
@@ -545,10 +575,15 @@ local function read_limits(first)
     names[i], names[count + i] = field, field .. HOLD
     recalled = recalled or RECALLED[kind]
   end
-  if recalled then
-    notice_another_server()
+  local are_own = not recalled or drop_others(is_dry)
+  for i = 1, are_own and 0 or count do
+    if RECALLED[kinds[i]] then
+      write(fields[i], false)
+      write(fields[i] .. PENDING, false)
+    end
   end
   states = read_all(names)
+  return are_own
 end
 
 -- Return the moment of the request's row in the ledger, and {2, the limits to recall first}. The moment is never before
@@ -727,7 +762,7 @@ end
 
 local function peek()
   sweep(true)
-  read_limits(2)
+  read_limits(2, true)
   local _, unknown = unrecalled()
   local since = {}
   for i = 2, #unknown, 2 do
@@ -745,7 +780,9 @@ end
 
 local function acquire(ask)
   sweep()
-  read_limits(11)
+  if not read_limits(11) then
+    return {2}
+  end
   local row, unknown = unrecalled()
   if #unknown > 1 then
     return unknown
@@ -1021,6 +1058,29 @@ local function restore(lease_ms, id, at, tokens, completion, cost, held, charged
   return 1
 end
 
+local function forget()
+  local is_used, count_dropped = {}, 0
+  local leases = redis.call('ZRANGE', LEASES, 0, -1)
+  for i = 1, #leases do
+    local record = record_of(leases[i])
+    for j = 1, record and #record.limits or 0, 2 do
+      is_used[record.limits[j]] = true
+    end
+  end
+  for i = 2, #ARGV do
+    local field = ARGV[i]
+    local limit = string.match(field, '^(.+)[' .. HOLD .. PENDING .. ']$') or field
+    local kind = kind_of(field)
+    -- The debt of a minute is known here only.
+    local is_owed = WINDOW[kind] and not RECALLED[kind] and debt_of(read(field)) > 0
+    if not is_used[limit] and not is_owed then
+      write(field, false)
+      count_dropped = count_dropped + 1
+    end
+  end
+  return count_dropped
+end
+
 -- Drop the states of some limits that equal the default, so that deleted keys and models leave no state behind.
 local function forget_some()
   local sample = redis.call('HRANDFIELD', STATE, SAMPLE, 'WITHVALUES')
@@ -1083,6 +1143,8 @@ elseif call == 'extend' then
 elseif call == 'restore' then
   reply = restore(tonumber(ARGV[2]), ARGV[3], tonumber(ARGV[4]), tonumber(ARGV[5]), tonumber(ARGV[6]),
     tonumber(ARGV[7]), tonumber(ARGV[8]), tonumber(ARGV[9]), ARGV[10])
+elseif call == 'forget' then
+  reply = forget()
 elseif call == 'expired' then
   reply = expired(tonumber(ARGV[2]))
 else

@@ -18,20 +18,21 @@ from gateway.access.auth import TenantPrincipal
 from gateway.billing import sweeps
 from gateway.errors import Unavailable
 from gateway.quota.demand import Demand, Need
+from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.fallback import Check, Mode, parse_fallback
 from gateway.quota.holds import Holds
 from gateway.quota.leases import Leases
 from gateway.quota.limits import Limit, adapter_limits, limits_of
 from gateway.quota.peek import Left, peek
 from gateway.quota.presence import Presence
-from gateway.quota.recall import Past, Recall
+from gateway.quota.recall import UNKNOWN, Past, Recall
 from gateway.quota.refusals import check_possible, rate_headers, refusal
 from gateway.quota.reservation import ExpiredLease, LeaseEnd, LeaseProgress, Reservation, moment, read_expired
 from gateway.quota.running import read_notes
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.adapters.catalog import Model
-from gateway.redis.client import Client, QuotaStore, unavailable
+from gateway.redis.client import Client, QuotaStore
 from gateway.redis.settings_check import SettingsCheck
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,6 @@ CLOSED = parse_fallback(())
 # Note of a lease that needs no settlement: its end releases everything that it holds.
 EMPTY_NOTE = b""
 SETTLE_TRIES = 2
-# The script's reply if it needs the past usage of limits first, and how often the recall is tried.
-UNKNOWN = 2
-RECALL_TRIES = 3
 PRESENCE_SECONDS = 2.0
 # Maximum number of leases in one listing, and of tenants in one count.
 PAGE = 200
@@ -73,6 +71,7 @@ class Quota:
         self._store = QuotaStore(redis, timeout)
         self._check = SettingsCheck(redis, self._store, check)
         self._recall = Recall(self._store.script, past)
+        self._ended_keys = None if past is None else EndedKeys(redis, self._store, past)
         self._lease_ms = int(lease_seconds * 1000)
         self.fallback = fallback
         self._presence = Presence(redis)
@@ -199,7 +198,7 @@ class Quota:
             call = ("acquire", request_id, self._lease_ms, *request, note, *arguments)
             reply = await self._store.script(tenant_id, *call)
             if reply[0] == UNKNOWN:
-                reply = await self._acquire_unknown(tenant_id, limits, call, reply)
+                reply = await self._recall.acquire(tenant_id, limits, call, reply)
         except Unavailable:
             if sent:
                 self._settle_later(tenant_id, request_id)
@@ -331,7 +330,8 @@ class Quota:
         return bool(await self._store.call(lambda: sweeps.is_first(self._redis, SWEEPER, seconds)))
 
     async def keep_leases(self) -> None:
-        """Extend this process's leases, retry failed settlements, register this gateway and check Redis' settings.
+        """Extend this process's leases, retry failed settlements, register this gateway, check Redis' settings, and
+        remove the limits of ended keys.
 
         Run it as a task.
         """
@@ -340,6 +340,8 @@ class Quota:
             group.create_task(self._keep_settling())
             group.create_task(self._keep_present())
             group.create_task(self._check.watch())
+            if self._ended_keys is not None:
+                group.create_task(self._ended_keys.run())
 
     async def ping(self) -> None:
         """Raise Unavailable if Redis does not answer in time."""
@@ -353,18 +355,6 @@ class Quota:
         except Unavailable:
             log.info("redis is unreachable; the registration of this gateway expires in a few seconds")
         await self._store.close()
-
-    async def _acquire_unknown(
-        self, tenant_id: str, limits: Sequence[Limit], call: Sequence[Any], reply: list[Any]
-    ) -> list[Any]:
-        """Recall the usage that Redis has lost and repeat the call. Raises Unavailable for Redis and the ledger."""
-        for _ in range(RECALL_TRIES):
-            unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)]
-            await self._recall.load(tenant_id, unknown)
-            reply = await self._store.script(tenant_id, *call)
-            if reply[0] != UNKNOWN:
-                return reply
-        raise unavailable()
 
     def _settle_later(self, tenant_id: str, request_id: str, used: tuple[int, int, int] = (0, 0, 0)) -> None:
         self._unsettled.setdefault(tenant_id, {})[request_id] = used

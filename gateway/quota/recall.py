@@ -1,14 +1,15 @@
 """Recall of a budget's spend and a day's usage: copied from the ledger into Redis if Redis has lost them.
 
-The script (quota.lua) admits nothing on a limit without state. It also merges the sums that several gateways copy at
-once, so that nothing counts twice.
+The script (quota.lua) admits nothing on a limit without state, nor while it drops another server's states. It also
+merges the sums that several gateways copy at once, so that nothing counts twice.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 from gateway.billing.past import ALL, UsagePart
 from gateway.errors import Unavailable
@@ -16,8 +17,15 @@ from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
 from gateway.quota.limits import Limit
 from gateway.quota.periods import period_start
 from gateway.quota.reservation import EPOCH
+from gateway.redis.client import unavailable
 
 log = logging.getLogger(__name__)
+
+# The script's reply if it needs the past usage of limits first, and how often the recall is tried.
+UNKNOWN = 2
+RECALL_TRIES = 3
+# Pause between two calls while the script drops another server's states, and the time limit of a request for that.
+DROP_PAUSE_SECONDS, DROP_SECONDS = 0.025, 5.0
 
 HOUR, DAY = timedelta(hours=1), timedelta(days=1)
 
@@ -36,6 +44,8 @@ class Past(Protocol):
     async def cost_by_day(
         self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL
     ) -> dict[datetime, int]: ...
+
+    async def valid_families(self, tenant_id: str, families: Collection[str], since: datetime) -> set[str]: ...
 
 
 class Used(NamedTuple):
@@ -56,6 +66,43 @@ class Recall:
         self._past = past
         # (tenant id, field, moment) -> the running recall. All requests that need it wait for the same task.
         self._running: dict[tuple[str, str, int], asyncio.Task[None]] = {}
+        # Tenant id -> lock of the request that waits for the end of a drop.
+        self._drops: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+
+    async def acquire(
+        self, tenant_id: str, limits: Sequence[Limit], call: Sequence[Any], reply: list[Any]
+    ) -> list[Any]:
+        """Recall the usage that Redis has lost and repeat the call. Return its reply.
+
+        reply: the one to the first call, UNKNOWN. Raises Unavailable for Redis and the ledger.
+        """
+        for _ in range(RECALL_TRIES):
+            if len(reply) == 1:
+                reply = await self._dropped(tenant_id, call)
+            unknown = [(limits[reply[i]], reply[i + 1]) for i in range(1, len(reply), 2)] if reply[0] == UNKNOWN else []
+            if not unknown:
+                return reply
+            await self.load(tenant_id, unknown)
+            reply = await self._script(tenant_id, *call)
+            if reply[0] != UNKNOWN:
+                return reply
+        raise unavailable()
+
+    async def _dropped(self, tenant_id: str, call: Sequence[Any]) -> list[Any]:
+        """Repeat a call until the script has dropped another server's states of the tenant. Return its reply.
+
+        One request of this process at a time repeats its call. Raises Unavailable.
+        """
+        lock = self._drops.setdefault(tenant_id, asyncio.Lock())
+        try:
+            async with asyncio.timeout(DROP_SECONDS), lock:
+                while True:
+                    reply: list[Any] = await self._script(tenant_id, *call)
+                    if len(reply) > 1:
+                        return reply
+                    await asyncio.sleep(DROP_PAUSE_SECONDS)
+        except TimeoutError:
+            raise unavailable() from None
 
     async def load(self, tenant_id: str, unknown: Sequence[tuple[Limit, int]]) -> None:
         """Recall the usage of each limit before a moment (microseconds, Redis' clock). Raises Unavailable."""

@@ -10,7 +10,7 @@ from gateway.quota.demand import Demand
 from gateway.quota.kinds import WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
-from gateway.quota.quota import UNKNOWN
+from gateway.quota.recall import UNKNOWN
 from gateway.records.money.prices import Price
 from gateway.redis.client import KEYS
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from gateway.quota.kinds import BY_LETTER, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
-from gateway.quota.quota import UNKNOWN
+from gateway.quota.recall import UNKNOWN
 from gateway.records.money.prices import Price
 from tests.gateway.quota.scripted import DAY, MS, SECOND, START, Script, demand
 
