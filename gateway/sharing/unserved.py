@@ -3,7 +3,7 @@
 Each issued key, and each address without one, has a token bucket. While it is empty, further requests wait before they
 are handled. They are not refused, because an attacker would repeat a refused request at once, and a refusal costs
 almost as much time of the event loop as a small answer. Requests that an engine serves do not count, so an honest
-client never waits.
+client never waits. Requests for which there is no engine count too: no limit of the tenant does.
 
 A bucket of 100 requests is 120 ms of the event loop. So after the first ones, an owner's next request begins only some
 milliseconds after each of them: other requests then find most rounds of the event loop free.
@@ -20,7 +20,7 @@ from gateway.access.caller import CALLER, Caller
 from gateway.access.throttle import client_network
 from gateway.api.access_log import PROBES
 from gateway.api.requests.pieces import COST
-from gateway.errors import Handler
+from gateway.errors import ERROR_CODE, Handler, NoEngine, NoEngineOfBase
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds
 from wire.bounded_dict import BoundedDict
@@ -36,6 +36,8 @@ KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
 # Each piece of this size that was read or decompressed of a refused body counts as one more request.
 PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
+# Codes of refusals of requests for which there is no engine at present.
+ABSENT = {NoEngine.code, NoEngineOfBase.code, "base_asleep"}
 # The rate of a tenant's keys together is this many times a key's.
 TENANT_RATE = 5
 KEY_PREFIX = "lpx_"
@@ -74,8 +76,9 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
-            # A 3xx answers a form, with a session or without. A 5xx is not the client's fault.
-            if 300 <= response.status < 500 or request.method in ("GET", "HEAD", "OPTIONS"):
+            # A 3xx answers a form, with a session or without. Other 5xx are not the client's fault.
+            is_refused = 300 <= response.status < 500 or request.get(ERROR_CODE) in ABSENT
+            if is_refused or request.method in ("GET", "HEAD", "OPTIONS"):
                 self._charge(request, caller, owner, longest)
             return response
 

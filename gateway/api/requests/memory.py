@@ -19,7 +19,7 @@ from aiohttp import web
 
 from adapters.fair_threads import FairThreads
 from adapters.recent_use import RecentUse
-from gateway.errors import TooLarge, TooManyBodies, TooMuchRefused, Unavailable
+from gateway.errors import EngineDied, NoEngine, TooLarge, TooManyBodies, TooMuchRefused, Unavailable
 from gateway.sharing.budget import Budget
 
 T = TypeVar("T")
@@ -78,8 +78,9 @@ class BodyShare:
         self._bytes = 0
         self._undecoded = 0
         self._has_place = False
-        # CPU time of the request, here and on engines that count its tokens, until it is admitted or refused.
-        self._seconds = 0.0
+        # CPU time of the request, here and on engines that count its tokens, until it is admitted or refused; and the
+        # part of it that was used here.
+        self._seconds = self._own_seconds = 0.0
         self._is_admitted = self._is_refused = False
 
     def take(self, size: int) -> None:
@@ -115,6 +116,13 @@ class BodyShare:
             self._is_refused = True
             self._count_refused(self._seconds)
 
+    def unserved(self) -> None:
+        """Count the CPU time of a request for which there was no engine: no limit of its tenant counts the request.
+
+        The time that an engine took to count its tokens is left out, because it may have been a wait for that engine.
+        """
+        self._count_refused(self._own_seconds)
+
     def close(self) -> None:
         self._give_place_back()
         if self._bytes:
@@ -133,8 +141,12 @@ class BodyShare:
 
     def run_here(self, work: Callable[[], T]) -> T:
         """Run work on this thread, and count its CPU time. Raises TooMuchRefused."""
-        with self._counted(time.thread_time):
-            return work()
+        before = self._seconds
+        try:
+            with self._counted(time.thread_time):
+                return work()
+        finally:
+            self._own_seconds += self._seconds - before
 
     async def wait(self, work: Callable[[], Awaitable[T]]) -> T:
         """Await an engine's work for the request, and count its duration as CPU time. Raises TooMuchRefused."""
@@ -185,13 +197,16 @@ class BodyMemory:
     def share(self, owner: str) -> Iterator[BodyShare]:
         """Hold a request's share for the block. Raises TooMuchRefused.
 
-        A block that raises before `admitted` counts as a refused request, unless it raises Unavailable.
+        A block that raises before `admitted` counts as a refused request, unless it raises Unavailable. One that finds
+        no engine counts as `unserved`.
         """
         self.refused_work.check(owner)
         share = BodyShare(self, owner)
         try:
             yield share
-        except Unavailable:
+        except Unavailable as error:
+            if isinstance(error, NoEngine) and not isinstance(error, EngineDied):
+                share.unserved()
             raise
         except BaseException:
             share.refused()

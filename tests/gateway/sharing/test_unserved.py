@@ -276,3 +276,19 @@ async def test_the_revoked_key_of_an_operator_waits(serve: Any, upstream: Upstre
         for _ in range(4):
             assert (await former.get("/admin/api/tenants")).status == 401
         assert await metric(gateway, DELAYED) > 0
+
+
+async def test_requests_without_an_engine_count(serve: Any, upstream: Upstream, clock: SleepClock):
+    upstream.healthy = False
+    async with serve(unserved_per_second=RATE) as gateway:
+        mallory, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
+        for _ in range(BURST + 1):
+            assert (await mallory.complete()).error["code"] == "no_engine"
+        waits = asyncio.ensure_future(mallory.complete())
+        await until(lambda: is_delayed(gateway))
+        assert clock.slept == [1 / RATE]
+        assert not waits.done()
+        # Another tenant's requests do not wait.
+        assert (await acme.complete()).error["code"] == "no_engine"
+        clock.go.set()
+        assert (await waits).headers["Retry-After"] == "1"

@@ -275,6 +275,28 @@ async def test_counting_on_a_thread_leaves_the_event_loop_free(tmp_path: Any):
     assert min(stalls) < 0.5, f"the loop stood still for these shares of the time: {stalls}"
 
 
+async def test_prompts_that_are_counted_for_no_engine_have_a_rate(
+    serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(body_memory, "REFUSED_SECONDS", 0.05)
+    upstream.healthy = False
+    async with serve(max_model_len=20_000) as gateway:
+        greedy, honest = await gateway.tenant("greedy"), await gateway.tenant("honest")
+
+        async def ask() -> Any:
+            kind = {"Content-Type": "application/json"}
+            return await greedy.call("POST", "/v1/completions", data=digits(8000), headers=kind)
+
+        asked = 0
+        while (refused := await ask()).status == 503:
+            assert refused.error["code"] == "no_engine"
+            asked += 1
+            assert asked < 1000
+        assert (refused.status, refused.error["code"]) == (429, "too_many_refused_requests")
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert (await honest.complete()).error["code"] == "no_engine"
+
+
 async def test_refused_requests_have_a_rate_and_admitted_ones_do_not(
     serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
