@@ -13,6 +13,7 @@ from gateway.api.requests.fields import read_shared
 from gateway.api.requests.forms import FORM, Forms
 from gateway.api.requests.memory import BODY_MEMORY, BodyShare
 from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
+from gateway.api.requests.sizes import MAX_USER_CHARS
 from gateway.billing.account import Account, Accounting
 from gateway.billing.lease_note import lease_note
 from gateway.billing.usage_row import shown_user
@@ -31,8 +32,6 @@ from wire.headers import SESSION_HEADER
 # Maximum number of a tenant's requests that are checked and reserved at the same time. The rest of a burst waits, so
 # that the event loop handles other tenants' requests in between.
 ADMISSIONS_EACH = 8
-# Characters of a user that count, because the choice of a version hashes them.
-MAX_USER_CHARS = 512
 
 
 class RequestedModel(msgspec.Struct, frozen=True):
@@ -100,6 +99,7 @@ class Admission:
         for name in names_in(parsed.model, self._catalog.bases):
             principal.check_model(name)
         user = parsed.user or request.headers.get(SESSION_HEADER)
+        # The choice of a version hashes it.
         user = user and user[:MAX_USER_CHARS]
         model = await resolve_model(self._catalog, tenant, parsed.model, user)
         asked = await self._prompts.measure(parsed, raw, share, self._catalog.bases.of_model(model.base))

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from gateway.api.requests.memory import BodyShare, weigh
+from gateway.api.requests.sizes import AnyRequest, check_raw_sizes, check_sizes
 from gateway.billing.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.fleet.engine import OwnFields
@@ -32,8 +33,6 @@ COUNTED_BYTES, COUNT_PAUSE_SECONDS = 2**16, 0.0005
 MAX_CONTAINERS = 10_000
 MAX_VALUES = 200_000
 MAX_MEMBERS = 50_000
-
-AnyRequest = ChatCompletionRequest | CompletionRequest
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,9 +105,12 @@ class PromptReader:
         return await share.run(partial(self._parse, raw, endpoint))
 
     def _parse(self, raw: bytes, endpoint: Endpoint) -> AnyRequest:
+        prompt_bytes = check_raw_sizes(raw, endpoint.kind)
         if self._own_fields is not None:
             raw = check_fields(raw, endpoint.kind, self._own_fields)
-        return decode(endpoint.kind, raw)
+        request = decode(endpoint.kind, raw)
+        check_sizes(request, prompt_bytes)
+        return request
 
     async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> InferenceRequest:
         """Return a parsed body with its token counts, which are checked against the base model's context.
