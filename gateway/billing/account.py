@@ -14,6 +14,7 @@ from gateway.api.requests.prompts import InferenceRequest
 from gateway.billing.attempts import Attempts
 from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
+from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.ledger import Ledger
 from gateway.billing.usage_row import UsageRow, encode, shown_user
 from gateway.error_codes import code_of, known_code
@@ -31,6 +32,8 @@ from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)
 
+# Fields of a chat's event with generated text. vLLM has used both names for the text before an answer.
+GENERATED = ("content", "tool_calls", "reasoning", "reasoning_content")
 # Maximum wait for the settlement at the end of an answer, so that the client's next request sees the released slot. A
 # slower settlement continues in the background.
 SETTLE_PATIENCE_SECONDS = 1.0
@@ -74,6 +77,7 @@ class Account:
         self.base = base
         self.asked_prompt = asked.prompt_tokens
         self.weights = asked.weights
+        self.choices, self.is_whole = asked.choices, not asked.stream
         self.hold = reservation.hold
         if self.hold is not None:
             self.hold.weight = asked.weights.completion
@@ -89,8 +93,9 @@ class Account:
         self.served_digest: str | None = None
         self.ending = Ending.BROKEN
         self.end_user = shown_user(asked.body.get("user"))
-        # Code of the error sent to the client.
+        # Code of the error sent to the client, and whether the client's request caused it (`is_clients_cause`).
         self.error_code: str | None = None
+        self.is_clients_cause = False
         self._queue_seconds: float | None = None
         # The tokens of the usage row, once the account is closed.
         self.billed: Used | None = None
@@ -254,6 +259,7 @@ class Accounting:
         self._finished = finished
         self._ledger = ledger
         self._metrics = metrics
+        self._speeds = Speeds()
         self._outage = Outage(log, "settling requests")
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -281,6 +287,7 @@ class Accounting:
             raise
         except Exception as error:
             account.failed(code_of(error))
+            account.is_clients_cause = is_clients_cause(error)
             raise
         finally:
             self.close(account, Ending.BROKEN)
@@ -329,6 +336,7 @@ class Accounting:
             if outcome is not None:
                 account.attempts.engine = engine
                 break
+        self._speeds.count_unread(account, ended)
         charged = account.charge(outcome)
         account.billed = charged.billed
         row = account.row(charged, ended)
@@ -375,7 +383,7 @@ class Accounting:
 
 def _has_text(choice: Choice) -> bool:
     delta = choice.delta if isinstance(choice.delta, dict) else {}
-    return bool(choice.text or delta.get("content") or delta.get("tool_calls"))
+    return bool(choice.text or any(delta.get(name) for name in GENERATED))
 
 
 def _int(value: Any, otherwise: int) -> int:

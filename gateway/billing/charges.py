@@ -127,9 +127,10 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     """Return the charge of a request by its ending.
 
     asked_prompt: the prompt's tokens as admitted. received: the counts of the answer as far as it was received, with
-    the whole prompt once it was sent to an engine. final: the count of the engine that was asked afterwards, None if
-    none was asked or it has no count of the request; if no engine served the request, the count of an engine that died
-    with it. Of two counts in the table the first known one applies.
+    the whole prompt once it was sent to an engine, and with the estimate of `estimates.py` if there is one. final: the
+    count of the engine that was asked afterwards, None if none was asked or it has no count of the request; if no
+    engine served the request, the count of an engine that died with it. Of two counts in the table the first known one
+    applies.
 
     | ending     | when                                               | request | token rates     | usage row | money  |
     |------------|----------------------------------------------------|---------|-----------------|-----------|--------|

@@ -139,6 +139,8 @@ class Completions:
             delivery.is_open = False
 
     async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
+        account.attempts.answered()
+
         async def reserve(size: int) -> None:
             if size > FREE_BYTES:
                 # The engine has finished; only the wait for this gateway's memory is left.

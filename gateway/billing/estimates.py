@@ -1,0 +1,81 @@
+"""Estimated completion of a whole answer that was not read, behind a server that reports no counts of ended requests.
+
+Such a server (vLLM, SGLang) counts a whole answer's tokens only in the answer. If the client leaves before it, the
+server has generated tokens that nobody counted. The gateway knows the time that the server had, and the speed of the
+server's earlier answers.
+"""
+
+from typing import Protocol
+
+from gateway.billing.attempts import Attempts
+from gateway.billing.charges import Ending
+from gateway.errors import OutOfTime
+from gateway.fleet.answers import AnswerTooLarge
+from gateway.quota.reservation import Reservation
+from wire.bounded_dict import BoundedDict
+
+# Share of a server's answers that are slower than its speed. Most estimates are then not too low.
+QUANTILE = 0.9
+# The speed rises by 22 % with a faster answer and falls by 2 % with a slower one.
+GAIN = 1.25
+# Tokens a second of a choice, of a server without a known answer.
+FIRST_SPEED = 100.0
+# Tokens of a choice from which a speed is learnt. Most of a shorter answer's time is its prompt's.
+MIN_TOKENS = 16
+MIN_SECONDS = 0.001
+MAX_ENGINES = 1000
+
+
+class Request(Protocol):
+    """A request's account (`gateway.billing.account.Account`)."""
+
+    attempts: Attempts
+    reservation: Reservation
+    ending: Ending
+    choices: int
+    completion_tokens: int
+    is_whole: bool
+    is_clients_cause: bool
+
+
+class Speeds:
+    """Tokens a second of a choice by engine, from the moment at which it got the request to the end of its answer.
+
+    A speed follows a quantile by stochastic approximation, as the expected completions do (gateway/quota/growth.py).
+    """
+
+    def __init__(self) -> None:
+        self._speeds = BoundedDict[str, float](MAX_ENGINES)
+
+    def count_unread(self, request: Request, ended: float) -> None:
+        """Estimate a request's completion if nobody has counted it, or learn from one that was counted.
+
+        ended: the request's end (monotonic).
+        """
+        attempts = request.attempts
+        if not request.is_whole or attempts.engine is None or attempts.remembers:
+            return
+        seconds, is_uncounted = attempts.seconds(ended), not request.completion_tokens
+        if request.ending is Ending.FINISHED:
+            self.learn(attempts.engine, request.completion_tokens / request.choices, seconds)
+        elif is_uncounted and (request.is_clients_cause or request.ending in (Ending.CANCELLED, Ending.REVOKED)):
+            each = min(request.reservation.max_tokens, self.tokens(attempts.engine, seconds))
+            request.completion_tokens = request.choices * each
+
+    def learn(self, engine: str, tokens: float, seconds: float) -> None:
+        """Update an engine's speed with the tokens of a choice of a whole answer."""
+        if tokens < MIN_TOKENS:
+            return
+        observed = tokens / max(seconds, MIN_SECONDS)
+        speed = self._speeds.get(engine, observed)
+        step = QUANTILE if observed > speed else QUANTILE - 1 if observed < speed else 0.0
+        self._speeds.put(engine, speed * GAIN**step)
+
+    def tokens(self, engine: str, seconds: float) -> int:
+        """Return the tokens that an engine has generated of a choice after so many seconds."""
+        return round(self._speeds.get(engine, FIRST_SPEED) * seconds)
+
+
+def is_clients_cause(error: Exception) -> bool:
+    """Return whether an error ended an answer, by the size or the duration that its request caused."""
+    return isinstance(error, AnswerTooLarge | OutOfTime)
