@@ -359,3 +359,20 @@ async def test_an_answer_beyond_the_limit_is_refused_and_billed(serve: Any, upst
         await until(is_billed)
         got = await acme.complete(stream=True, max_tokens=8, x_engine={"pad": 2**21})
         assert got.events[-1]["error"]["code"] == "engine_error"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_reader_that_stops_holds_no_slot_of_its_tenant(stream: bool, serve: Any, ask: Ask, upstream: Upstream):
+    """A tenant with one slot gets its next answers, although nobody reads the one before."""
+    async with serve() as gateway:
+        slow = await gateway.tenant("slow", **MANY | {"max_concurrent": 1})
+        for number in range(1, 4):
+            await ask(gateway, slow, stream=stream, max_tokens=8, x_engine={"tokens": 8, "pad": 2**16})
+
+            async def is_settled(number: int = number) -> bool:
+                return sum(row["requests"] for row in await slow.usage()) == number
+
+            await until(is_settled)
+        assert len(upstream.requests) == 3
+        assert await in_flight(gateway) == 0
+        assert (await slow.complete(max_tokens=8)).status == 200
