@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
 
 from adapters.fair_threads import TooManyPending
 from adapters.manifest import AdapterError
@@ -17,7 +18,8 @@ logger = logging.getLogger(__name__)
 # Half-life of the bytes that were loaded for a tenant's hints, in seconds.
 HALF_LIFE_S = 30.0
 # Share of the host memory that a tenant's recent hints may fill. A hint may be for a request that never comes, so
-# beyond this share a tenant's adapters are loaded for its requests only.
+# beyond this share a tenant's adapters are loaded for its requests only. The last adapter may exceed the share by less
+# than its own size, which is known only once its files are read: from a bucket, that is most of the load.
 TENANT_SHARE = 1 / 8
 # Share of the host memory for pinned adapters.
 PINNED_SHARE = 1 / 4
@@ -30,6 +32,8 @@ class Prefetching:
         self._host_cache = host_cache
         self._limit = host_cache.stats().max_bytes * TENANT_SHARE
         self._loaded = RecentUse(HALF_LIFE_S)
+        # A lock of each tenant with hints in progress.
+        self._turns = WeakValueDictionary[str, asyncio.Lock]()
 
     async def load(self, digest: str, tenant_id: str) -> bool:
         """Load the adapter, in the tenant's turn, and return whether it is in host memory.
@@ -38,13 +42,17 @@ class Prefetching:
         """
         if self._host_cache.get(digest) is not None:
             return True
-        if self._loaded.of(tenant_id) >= self._limit:
-            return False
-        adapter = await _load(self._host_cache, digest, tenant_id)
-        if adapter is None:
-            return False
-        self._loaded.add(tenant_id, adapter.num_bytes)
-        return True
+        # The loads follow one another, so that the next hint finds the bytes of this one counted.
+        async with self._turns.setdefault(tenant_id, asyncio.Lock()):
+            if self._host_cache.get(digest) is not None:
+                return True
+            if self._loaded.of(tenant_id) >= self._limit:
+                return False
+            adapter = await _load(self._host_cache, digest, tenant_id)
+            if adapter is None:
+                return False
+            self._loaded.add(tenant_id, adapter.num_bytes)
+            return True
 
 
 class PinnedAdapters:

@@ -99,6 +99,21 @@ async def test_a_tenants_hints_fill_a_part_of_the_host_memory_and_requests_are_s
     assert status == 200
 
 
+async def test_hints_that_arrive_together_exceed_the_share_by_less_than_an_adapter(
+    server: RunningServer, client: Client, digests: list[str]
+):
+    cache = server.core.host_cache
+    assert cache is not None
+    for digest in digests:
+        cache.drop(digest.removeprefix("sha256:"))
+    followed = await asyncio.gather(*(hint(client, digest, "hasty") for digest in digests))
+    held = [cache.get(digest.removeprefix("sha256:")) for digest in digests]
+    sizes = [adapter.num_bytes for adapter in held if adapter is not None]
+    assert len(sizes) == sum(followed) > 1
+    share = cache.stats().max_bytes * prefetching.TENANT_SHARE
+    assert sum(sizes) < share + max(sizes)
+
+
 @pytest.mark.parametrize("body", [{}, {"adapter": "name"}, {"adapter": "sha256:" + "x" * 64}, {"adapter": 1}])
 async def test_a_wrong_hint_is_refused(client: Client, body: Any):
     status, answer = await client.post("/prefetch", body, **INTERNAL)
