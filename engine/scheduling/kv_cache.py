@@ -13,7 +13,7 @@ free continues without computing anything again.
 import hashlib
 import time
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -88,9 +88,19 @@ class KVCache:
         held_by_none = sum(self._blocks[i].holders == 0 for i in prefix)
         return self.blocks_for(num_tokens) - len(prefix) + held_by_none - len(self._free)
 
-    def num_held_alone(self, request: Request) -> int:
-        """Return the number of blocks that become free when the request leaves."""
-        return sum(self._blocks[i].holders == 1 for i in request.blocks)
+    def num_freed(self, request: Request, leaving: Counter[int]) -> int:
+        """Return the number of blocks that become free when the request leaves. leaving: how many holders of each
+        shared block leave before it; the request is added.
+        """
+        number = 0
+        for index in request.blocks:
+            holders = self._blocks[index].holders
+            if holders > 1:
+                leaving[index] += 1
+                number += leaving[index] == holders
+            else:
+                number += 1
+        return number
 
     def start(self, request: Request, prefix: list[int]) -> None:
         """Start a waiting request with its cached prefix."""

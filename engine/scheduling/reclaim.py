@@ -3,7 +3,7 @@
 The policy decides which tenants give way; this module chooses as few of their requests as suffice.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -54,6 +54,8 @@ def find_victims(
         held[request.tenant_id].add(request)
     own = held[claimant.tenant_id]
     victims: list[Request] = []
+    # Requests that share a prefix free it only together: choices of one request would otherwise never give way.
+    leaving: Counter[int] = Counter()
     for request in preemptible:
         theirs = held[request.tenant_id]
         if own.seats:
@@ -65,7 +67,7 @@ def find_victims(
         victims.append(request)
         theirs.remove(request)
         seats -= 1
-        blocks -= cache.num_held_alone(request)
+        blocks -= cache.num_freed(request, leaving)
         if seats <= 0 and blocks <= 0:
             return victims
     return None
