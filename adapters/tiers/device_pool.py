@@ -191,8 +191,11 @@ class AdapterPool:
         return Residency.READY
 
     def num_pages_of(self, digest: str) -> int:
-        """Return the number of pages of a resident adapter."""
-        return len(self._residents.by_digest[digest].pages)
+        """Return the number of pages of a resident adapter. Its LoRA outside the layers counts as the pages that would
+        hold as many bytes, because a step reads it too.
+        """
+        resident = self._residents.by_digest[digest]
+        return len(resident.pages) + -(-resident.size.outside_bytes // self.page_bytes)
 
     def pin(self, digest: str, tenant_id: str = "") -> int:
         """Pin a READY adapter and return its slot. tenant_id: the request's tenant."""
@@ -247,8 +250,11 @@ class AdapterPool:
         return self._errors.pop(digest)
 
     def no_longer_wanted(self, digest: str) -> None:
-        """Drop the adapter's reservation and error after its last request has left."""
-        self._fetching.pop(digest, None)
+        """Drop the adapter's reservation, error and fetch after its last request has left."""
+        fetch = self._fetching.pop(digest, None)
+        if fetch is not None:
+            # Without this the load would run for nobody if it has not begun.
+            self._host.stop_waiting(digest, fetch)
         self._wanted.pop(digest, None)
         self._errors.pop(digest, None)
         self._reservations.remove(digest)

@@ -40,6 +40,10 @@ class Disk:
     def fetch(self, digest: str, *_: Any, **__: Any) -> Future[HostAdapter]:
         return self.loads.setdefault(digest, Future())
 
+    def stop_waiting(self, digest: str, load: Future[HostAdapter]) -> None:
+        if self.loads.get(digest) is load:
+            del self.loads[digest]
+
     def finish(self) -> None:
         loads, self.loads = self.loads, {}
         for digest, load in loads.items():
