@@ -100,7 +100,7 @@ class Scheduler:
         if request.adapter_digest is not None:
             self._by_adapter.setdefault(request.adapter_digest, {})[request.request_id] = request
         request.arrived = self._clock()
-        self.policy.enter(request, request.arrived)
+        self.policy.enter(request, request.arrived, Nearness(self.adapters, self.cache).near_among)
 
     def schedule(self, *, may_draft: bool = True) -> Plan:
         """Return the next step's plan, with its blocks and adapter slots reserved. The plan is empty if nothing can run

@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from operator import attrgetter, itemgetter
 
 from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import TenantPolicy, Tenants
+from engine.scheduling.policies.tenants import NearAmong, TenantPolicy, Tenants, every_adapter
 from engine.scheduling.request import Request
 
 _turn = attrgetter("turn")
@@ -58,12 +58,12 @@ class FairShare(TenantPolicy):
         self._last_entered: str | None = None
         self._shared_until = 0.0
 
-    def enter(self, request: Request, now: float) -> None:
+    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
         if request.tenant_id != self._last_entered:
             self._shared_until = 0.0 if self._last_entered is None else now + SHARED_S
             self._last_entered = request.tenant_id
         request.turn = (1, request.due, request.arrival)
-        self._tenants.enter(request, now)
+        self._tenants.enter(request, now, near_among)
 
     def put_back(self, request: Request, now: float) -> None:
         request.turn = (0, 0.0, request.arrival)

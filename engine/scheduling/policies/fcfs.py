@@ -6,7 +6,7 @@ from itertools import islice
 from operator import attrgetter
 
 from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import TenantPolicy, Tenants
+from engine.scheduling.policies.tenants import NearAmong, TenantPolicy, Tenants, every_adapter
 from engine.scheduling.request import Request
 
 # Maximum number of waiting requests that a step considers.
@@ -18,9 +18,9 @@ _arrival = attrgetter("arrival")
 class FirstCome(TenantPolicy):
     """Policy that serves requests in order of arrival and preempts none for fairness."""
 
-    def enter(self, request: Request, now: float) -> None:
+    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
         request.turn = (0, 0.0, request.arrival)
-        self._tenants.enter(request, now)
+        self._tenants.enter(request, now, near_among)
 
     def put_back(self, request: Request, now: float) -> None:
         self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)

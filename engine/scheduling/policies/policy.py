@@ -7,7 +7,7 @@ module in this folder, a line in `registry.py` and a name in `engine.config.Poli
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
-from engine.scheduling.policies.tenants import TenantState
+from engine.scheduling.policies.tenants import NearAmong, TenantState, every_adapter
 from engine.scheduling.request import Request
 
 
@@ -57,8 +57,8 @@ class Policy(Protocol):
         """Return the tenant's service divided by its weight."""
         ...
 
-    def enter(self, request: Request, now: float) -> None:
-        """Queue a new request. Its tenant is active until `leave`."""
+    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
+        """Queue a new request. Its tenant is active until `leave`. near_among: see `Nearness`."""
         ...
 
     def put_back(self, request: Request, now: float) -> None:

@@ -2,7 +2,7 @@
 
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from math import inf
 from operator import attrgetter
@@ -15,7 +15,19 @@ WINDOW_S = 30.0
 # Maximum wait that service at other engines may cause for a tenant that has nothing running here.
 ELSEWHERE_WAIT_S = 5.0
 
+# Time for which a tenant counts as waiting although all of its waiting requests lack their adapters' pages. It bounds
+# the credit that a request for an adapter without room earns for its tenant's others.
+BLOCKED_S = 5.0
+
 _turn = attrgetter("turn")
+
+NearAmong = Callable[[Set[str | None]], Collection[str | None]]
+"""Selects those of the adapters (None: the base model) whose requests can be served now."""
+
+
+def every_adapter(adapters: Set[str | None]) -> Collection[str | None]:
+    """Return all of the adapters."""
+    return adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +55,8 @@ class TenantState:
 class Account:
     """Account of one tenant.
 
-    num_active: its requests, waiting and running. queue: its waiting requests in order. by_adapter: the same, for each
+    num_active: its requests, waiting and running. waiting_since: time at which it began to wait, or was last raised as
+    if it did. queue: its waiting requests in order. by_adapter: the same, for each
     adapter and for the base model (None). elsewhere: part of its lead over the least served that other engines' service
     caused.
     recent, before: service in the current window and in the one before it; met, missed: requests within and beyond
@@ -54,6 +67,7 @@ class Account:
     counter: float = 0.0
     weight: float = 1.0
     num_active: int = 0
+    waiting_since: float = -inf
     queue: list[Request] = field(default_factory=list)
     by_adapter: dict[str | None, list[Request]] = field(default_factory=dict)
     elsewhere: float = 0.0
@@ -61,6 +75,10 @@ class Account:
     before: float = 0.0
     met: tuple[int, int] = (0, 0)
     missed: tuple[int, int] = (0, 0)
+
+    @property
+    def num_running(self) -> int:
+        return self.num_active - len(self.queue)
 
     @property
     def goodput(self) -> float | None:
@@ -72,8 +90,10 @@ class Tenants:
     """The accounts and waiting requests of all tenants.
 
     When a tenant begins to wait, its counter is raised to the least counter of the waiting tenants. If none waits, it
-    is raised to that of the tenant whose request last left the queue. So neither idling nor low demand earns credit
-    (VTC, algorithm 2, lines 6 to 14).
+    is raised to that of the tenant whose request last left the queue (VTC, algorithm 2, lines 6 to 14), or to the least
+    counter of the running tenants if that is more: long streams are served on after the last request has left the
+    queue. So neither idling nor low demand earns credit. A tenant with nothing running whose waiting requests have all
+    lacked their adapters' pages could not be served: after `BLOCKED_S` it does not count as waiting.
     """
 
     def __init__(self) -> None:
@@ -98,12 +118,13 @@ class Tenants:
         account = self.accounts.get(tenant_id)
         return 0.0 if account is None else account.counter
 
-    def enter(self, request: Request, now: float) -> None:
+    def enter(self, request: Request, now: float, near_among: NearAmong = every_adapter) -> None:
         account = self.accounts.get(request.tenant_id)
         if account is None:
             account = self.accounts[request.tenant_id] = Account(request.tenant_id)
-        if not account.queue:
-            frontier = self._frontier()
+        if not near_among(account.by_adapter.keys()) and now - account.waiting_since > BLOCKED_S:
+            frontier = self._frontier(account, now, near_among)
+            account.waiting_since = now
             if account.counter <= frontier:
                 account.counter, account.elsewhere = frontier, 0.0
         self._num_active += not account.num_active
@@ -114,6 +135,8 @@ class Tenants:
 
     def push(self, account: Account, request: Request, now: float) -> None:
         request.queued_at = now
+        if not account.queue:
+            account.waiting_since = now
         insort(account.queue, request, key=_turn)
         insort(account.by_adapter.setdefault(request.adapter_digest, []), request, key=_turn)
         self.waiting_for.setdefault(request.adapter_digest, set()).add(account.tenant_id)
@@ -132,6 +155,7 @@ class Tenants:
         self._num_waiting -= 1
         self._last_tenant = account
         if not account.queue:
+            account.waiting_since = -inf
             del self.waiting[request.tenant_id]
 
     def leave(self, request: Request) -> None:
@@ -160,8 +184,7 @@ class Tenants:
             # A tenant that is not ahead has no debt left from either engine.
             account.elsewhere = min(account.elsewhere, max(0.0, account.counter - least)) + cost / account.weight
             account.counter += cost / account.weight
-            has_nothing_running = account.num_active == len(account.queue)
-            if has_nothing_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
+            if not account.num_running and now - account.queue[0].queued_at > ELSEWHERE_WAIT_S:
                 # Without this, a tenant that is served faster elsewhere would never be served here. Its debt for the
                 # service of this engine stays.
                 lead = account.counter - min(other.counter for other in self.waiting.values())
@@ -198,13 +221,22 @@ class Tenants:
             for a in shown
         ]
 
-    def _frontier(self) -> float:
-        """Return the counter to which a tenant is raised when it begins to wait."""
-        if self.waiting:
-            return min(account.counter for account in self.waiting.values())
+    def _frontier(
+        self, entering: Account | None = None, now: float = -inf, near_among: NearAmong = every_adapter
+    ) -> float:
+        """Return the counter to which a tenant is raised when it begins to wait. entering: this tenant's account."""
+        near = set[str]().union(*[self.waiting_for[adapter] for adapter in near_among(self.waiting_for.keys())])
+        others = [account for account in self.accounts.values() if account is not entering]
+        waiting = [
+            a.counter
+            for a in others
+            if a.queue and (a.num_running or a.tenant_id in near or now - a.waiting_since <= BLOCKED_S)
+        ]
+        if waiting:
+            return min(waiting)
         if self._last_tenant is not None:
             self._last_admitted = max(self._last_admitted, self._last_tenant.counter)
-        return self._last_admitted
+        return max(self._last_admitted, min([a.counter for a in others if a.num_running], default=0.0))
 
     def _forget_idle(self) -> None:
         """Drop the accounts of idle tenants that are not above the frontier, to which a returning tenant is raised

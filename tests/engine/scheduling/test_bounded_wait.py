@@ -1,6 +1,7 @@
 """No tenant's wait depends on another tenant's max_tokens, and no work is lost or counted twice."""
 
 from collections import Counter
+from collections.abc import Set
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -48,6 +49,9 @@ class Pool:
 
     def is_resident(self, digest: str) -> bool:
         return digest in self.placed
+
+    def resident_among(self, digests: Set[str | None]) -> list[str]:
+        return [digest for digest in digests if digest in self.placed]
 
     def num_pages_of(self, digest: str) -> int:
         return 2

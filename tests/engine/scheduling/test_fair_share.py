@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.scheduling.cost import step_cost
 from engine.scheduling.policies.fair_share import LOOKED_AT, FairShare, FairTurns
 from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import ELSEWHERE_WAIT_S, WINDOW_S
+from engine.scheduling.policies.tenants import BLOCKED_S, ELSEWHERE_WAIT_S, WINDOW_S
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
@@ -132,6 +132,48 @@ def test_idling_earns_no_credit() -> None:
     for i in range(60):
         enter(share, request("idle", 100 + i))
     assert Counter(serve(share, 20)) == {"busy": 10, "idle": 10}
+
+
+def test_low_demand_earns_no_credit_beside_long_streams() -> None:
+    """A short request between them would leave its counter as the last one of an admitted request."""
+    share = FairShare()
+    stream, short = request("busy"), request("sparse", 1)
+    for each in (stream, short):
+        enter(share, each)
+        share.remove(each)
+        share.charge(each, 100)
+    share.leave(short)
+    share.charge(stream, 10_000)
+    for i in range(60):
+        enter(share, request("sparse", 2 + i))
+        enter(share, request("busy", 100 + i))
+    assert Counter(serve(share, 20)) == {"busy": 10, "sparse": 10}
+
+
+@pytest.mark.parametrize("seconds", [BLOCKED_S, BLOCKED_S + 1])
+def test_a_request_that_waits_long_for_its_adapter_earns_no_credit_for_its_tenants_others(seconds: float) -> None:
+    share, near_among = FairShare(), Near(set()).near_among
+    share.enter(request("patient", adapter="loading"), 0.0, near_among)
+    stream = request("busy", 1)
+    share.enter(stream, 0.0, near_among)
+    share.remove(stream)
+    share.charge(stream, 10_000)
+    for i in range(60):
+        share.enter(request("patient", 2 + i), seconds, near_among)
+        share.enter(request("busy", 100 + i), seconds, near_among)
+    served = Counter(serve(share, 20))
+    assert served == ({"patient": 20} if seconds <= BLOCKED_S else {"busy": 10, "patient": 10})
+
+
+def test_a_tenant_blocked_for_long_lowers_no_other_ones_counter() -> None:
+    share, near_among = FairShare(), Near(set()).near_among
+    share.enter(request("patient", adapter="loading"), 0.0, near_among)
+    stream = request("busy", 1)
+    share.enter(stream, 0.0, near_among)
+    share.remove(stream)
+    share.charge(stream, 10_000)
+    share.enter(request("new", 2), BLOCKED_S + 1, near_among)
+    assert share.counter("new") == share.counter("busy")
 
 
 def test_output_tokens_cost_more_than_prompt_tokens_and_more_with_their_context() -> None:

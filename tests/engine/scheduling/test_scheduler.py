@@ -1,10 +1,16 @@
 """The next step's work: long requests do not delay other tenants, and nothing is lost without blocks or adapters."""
 
-from collections.abc import Iterable
+import math
+from collections import Counter
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from adapters.manifest import AdapterError
+import pytest
+import torch
+
+from adapters.manifest import LM_HEAD, OUTSIDE, AdapterError
+from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import Residency
 from engine.core.errors import Fault
 from engine.scheduling.growth import Growth
@@ -13,6 +19,7 @@ from engine.scheduling.pacing import Pacer
 from engine.scheduling.plan import Plan, StepLimits
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
 from engine.scheduling.scheduler import Scheduler
+from testing.device_pools import EveryAdapter, Worker, pool_of
 
 
 @dataclass
@@ -27,6 +34,9 @@ class AlwaysThere:
         return {}
 
     def poll(self) -> None: ...
+
+    def resident_among(self, digests: Set[str | None]) -> list[str]:
+        return [digest for digest in digests if digest is not None]
 
 
 class NoGrowth(Growth):
@@ -276,12 +286,62 @@ def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
     assert steps >= 8
 
 
+def test_a_request_whose_adapter_never_comes_earns_no_credit_for_its_tenants_others() -> None:
+    class Loading(AlwaysThere):
+        def is_resident(self, digest: str) -> bool:
+            return False
+
+        def resident_among(self, digests: Set[str | None]) -> list[str]:
+            return []
+
+        def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
+            return Residency.LOADING
+
+    now = [0.0]
+    scheduler = Scheduler(KVCache(1024, 16), Loading(), StepLimits(4, 64), clock=lambda: now[0])  # type: ignore[arg-type]
+    new = NewRequest("loading", [1, 2, 3], SamplingParams(), adapter_digest="x", tenant_id="patient")
+    scheduler.add(Request(new, arrival=next(_arrivals)))
+    for _ in range(100):
+        ask(scheduler, "busy", 5, max_tokens=20)
+    for _ in range(200):
+        step(scheduler)
+        now[0] += 0.05
+    for _ in range(100):
+        ask(scheduler, "patient", 5, max_tokens=20)
+    computed: Counter[str] = Counter()
+    for _ in range(100):
+        for request, num_tokens in step(scheduler).items():
+            computed[request.tenant_id] += num_tokens
+    assert computed["busy"] / computed["patient"] == pytest.approx(1.0, rel=0.2)
+
+
+def test_an_adapter_on_the_head_costs_what_pages_of_its_size_do() -> None:
+    class OnTheHead(EveryAdapter):
+        def get(self, digest: str) -> HostAdapter:
+            module = LoraModule(torch.zeros(8, 16), torch.zeros(4000, 8), 1.0)
+            return HostAdapter(digest, 8, {(OUTSIDE, LM_HEAD): module}, 128_512)
+
+    worker = Worker()
+    pool = pool_of(OnTheHead(), 200, worker)
+    scheduler = Scheduler(KVCache(64, 16), pool, StepLimits(8, 64))
+    request = Request(NewRequest("a", [1, 2], SamplingParams(), adapter_digest="x"))
+    scheduler.add(request)
+    while request.seat < 0:
+        scheduler.schedule()
+        worker.finish()
+    # The layers' part has no rank, and takes a page.
+    assert request.num_adapter_pages == 1 + math.ceil(128_512 / pool.page_bytes) > 2
+
+
 def test_one_failed_load_ends_every_request_that_waits_for_it() -> None:
     class Broken(AlwaysThere):
         tries = 0
 
         def is_resident(self, digest: str) -> bool:
             return False
+
+        def resident_among(self, digests: Set[str | None]) -> list[str]:
+            return []
 
         def ensure(self, digest: str, tenant_id: str = "", weight: float = 1.0) -> Residency:
             self.tries += 1
