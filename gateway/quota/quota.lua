@@ -97,9 +97,10 @@ local FIRST_CHECK, MAX_CHECK, OFTEN = 250000, 30000000, 3600000000
 local SERVER_MS, COUNT_MS = 5000, 15000
 -- Maximum number of leases that one call ends, and of fields that it checks for paid-off states.
 local SWEEP, SAMPLE = 100, 10
--- Maximum of fields that one call reads, and fields of one HSCAN reply, both approximate. 160,000 fields take 300 ms,
--- during which all tenants wait. Pause (ms) between two parts of a drop.
-local MAX_SCANNED, SCAN, PAUSE_MS = 5000, 500, 20
+-- Maximum of fields that one comparison reads, of fields that one part of a drop reads, and fields of one HSCAN reply, all
+-- approximate. Reading 160,000 fields takes 300 ms, and dropping them twice as long; all tenants wait meanwhile. Pause
+-- (ms) between two parts of a drop.
+local MAX_SCANNED, MAX_DROPPED, SCAN, PAUSE_MS = 5000, 2000, 500, 20
 -- Maximum number of arguments of one HSET or HDEL, far below Lua's limit. It is even.
 local MAX_ARGUMENTS = 2000
 
@@ -423,9 +424,9 @@ local function clear(field, sums)
   end
 end
 
--- Call a function with each field of STATE from an HSCAN cursor on, up to about MAX_SCANNED. Return the next cursor, which
--- is '0' at the end. A field that exists during all calls of a scan is found at least once.
-local function scan(cursor, visit)
+-- Call a function with each field of STATE from an HSCAN cursor on, up to about `most`. Return the next cursor, which is
+-- '0' at the end. A field that exists during all calls of a scan is found at least once.
+local function scan(cursor, most, visit)
   local seen = 0
   repeat
     local found
@@ -434,7 +435,7 @@ local function scan(cursor, visit)
       visit(found[i])
     end
     seen = seen + #found / 2
-  until cursor == '0' or seen >= MAX_SCANNED
+  until cursor == '0' or seen >= most
   return cursor
 end
 
@@ -462,7 +463,7 @@ local function recount()
     end
   end
   local before = read(CURSOR) or '0'
-  local cursor = scan(before, function(field) clear(field, sums) end)
+  local cursor = scan(before, MAX_SCANNED, function(field) clear(field, sums) end)
   if cursor ~= before then
     write(CURSOR, cursor ~= '0' and cursor)
   end
@@ -523,7 +524,7 @@ local function drop_others(is_dry)
     elseif math.abs(now_ms - last) < PAUSE_MS then
       return false
     end
-    cursor = scan(cursor, function(field)
+    cursor = scan(cursor, MAX_DROPPED, function(field)
       local kind = kind_of(field)
       if RECALLED[kind] or kind == PENDING then
         write(field, false)
