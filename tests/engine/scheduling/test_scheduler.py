@@ -13,6 +13,7 @@ from adapters.manifest import LM_HEAD, OUTSIDE, AdapterError
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import Residency
 from engine.core.errors import Fault
+from engine.scheduling.cost import SCORED
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
@@ -284,6 +285,18 @@ def test_prompts_with_logprobs_share_a_bound_of_logits_and_still_end() -> None:
         steps += 1
         assert steps < 20
     assert steps >= 8
+
+
+def test_a_tenant_that_asks_for_prompt_logprobs_gets_no_more_than_its_share() -> None:
+    scheduler, params = make(num_blocks=1024), SamplingParams(max_tokens=1, prompt_logprobs=0)
+    for i in range(60):
+        scheduler.add(Request(NewRequest(f"scored-{i}", list(range(64)), params, tenant_id="scored"), arrival=i))
+        ask(scheduler, "plain", 64, max_tokens=1)
+    computed: Counter[str] = Counter()
+    for _ in range(60):
+        for request, num_tokens in step(scheduler).items():
+            computed[request.tenant_id] += num_tokens
+    assert computed["plain"] / computed["scored"] == pytest.approx(SCORED, rel=0.1)
 
 
 def test_a_request_whose_adapter_never_comes_earns_no_credit_for_its_tenants_others() -> None:
