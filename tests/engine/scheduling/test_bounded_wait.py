@@ -170,7 +170,7 @@ class World:
         self.num_computed += end - start
         self.num_again += min(end, first) - start
         for position in range(first, end):
-            self.cost[request.tenant_id] += 1 if position < prompt else 2 + (position + 1) / 1024 + pages / 8
+            self.cost[request.tenant_id] += 1 if position < prompt - 1 else 2 + (position + 1) / 1024 + pages / 8
         self.computed[request.request_id] = max(known, end)
 
     def _measure(self) -> None:

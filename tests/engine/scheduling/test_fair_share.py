@@ -178,6 +178,7 @@ def test_a_tenant_blocked_for_long_lowers_no_other_ones_counter() -> None:
 
 def test_output_tokens_cost_more_than_prompt_tokens_and_more_with_their_context() -> None:
     short, long = request("short"), request("long")
+    short.num_prompt_tokens = 2
     assert step_cost(short, 1) == 1
     for r, context in ((short, 1), (long, 10_240)):
         r.num_prompt_tokens = r.num_computed = r.num_paid = context
@@ -193,7 +194,17 @@ def test_tokens_computed_again_cost_nothing() -> None:
     assert step_cost(r, 120) == 0
     assert step_cost(r, 121) == pytest.approx(2, abs=0.2)
     r.num_paid = 40
-    assert step_cost(r, 100) == 60
+    assert step_cost(r, 99) == 59
+
+
+def test_a_prompts_last_token_costs_what_an_output_token_does() -> None:
+    """A request for one token after a cached prompt does the work of an output token."""
+    classifies, streams = request("a"), request("b")
+    classifies.num_prompt_tokens, classifies.num_computed = 4096, 4095
+    streams.num_prompt_tokens, streams.num_computed = 1, 4095
+    assert step_cost(classifies, 1) == step_cost(streams, 1) == 6
+    classifies.num_computed = 4000
+    assert step_cost(classifies, 96) == 95 + 6
 
 
 def test_priority_orders_one_tenants_own_requests_only() -> None:
