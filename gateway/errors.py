@@ -12,6 +12,7 @@ from aiohttp import web
 from sqlalchemy.exc import IntegrityError
 
 from adapters.manifest import AdapterError
+from gateway.records.sql_states import is_race
 from wire.errors import BadRequest as ProtocolError
 from wire.http_requests import BadHead
 from wire.text.tokenizer import ChatTemplateError
@@ -301,10 +302,6 @@ class EngineShareUsed(Unavailable):
     status, kind, code = 429, "concurrency", "engine_share_used"
 
 
-# SQLSTATE, or SQLite's name, of a violation that another change can cause after a transaction's reads: the row exists
-# now, or the row that it refers to was deleted.
-RACES = ("23505", "23503", "SQLITE_CONSTRAINT_PRIMARYKEY", "SQLITE_CONSTRAINT_UNIQUE", "SQLITE_CONSTRAINT_FOREIGNKEY")
-
 # Length limits of quoted text, which keep an error response below 2 KB.
 MAX_MESSAGE_CHARS, MAX_PARAM_CHARS = 1200, 200
 
@@ -364,10 +361,6 @@ def error_body(message: str, kind: str, param: str | None, code: str | None) -> 
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def _is_race(error: IntegrityError) -> bool:
-    return any(getattr(error.orig, name, None) in RACES for name in ("sqlstate", "sqlite_errorname"))
-
-
 def translate(error: Exception, request_id: str) -> GatewayError:
     """Convert an exception into the error for the client. Log unexpected ones, whose details only the operator sees."""
     if isinstance(error, GatewayError):
@@ -386,7 +379,7 @@ def translate(error: Exception, request_id: str) -> GatewayError:
         allowed = ", ".join(sorted(error.allowed_methods))
         message = f"Method {error.method} is not allowed here; use {allowed}."
         return MethodNotAllowed(message, headers={"Allow": allowed})
-    if isinstance(error, IntegrityError) and _is_race(error):
+    if isinstance(error, IntegrityError) and is_race(error):
         # The traceback tells a race from a change that always conflicts. It has no values (`hide_parameters`).
         log.warning("request %s conflicts with another change", request_id, exc_info=error)
         return Conflict("Another change, which conflicts with this one, was saved at the same moment. Try again.")

@@ -21,15 +21,14 @@ from gateway.billing.activity_writer import ActivityWriter
 from gateway.billing.end_user_writer import EndUserWriter
 from gateway.billing.usage_row import UsageRow, decode, encode
 from gateway.errors import Unavailable
-from gateway.records.database import Database, is_datas_fault, sql_state
+from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.requests.refused import MINUTE, Counted, sums_of
+from gateway.records.sql_states import CHECK_VIOLATION, is_datas_fault, sql_state
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 
 log = logging.getLogger(__name__)
 
-# SQLSTATE of a row that fits neither a constraint nor its partition.
-CHECK_VIOLATION = "23514"
 SUMMED = ("requests", "prompt_tokens", "completion_tokens", "cached_tokens", "cost", "surcharge")
 
 

@@ -16,7 +16,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, TextClause, event, text
-from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, ProgrammingError
+from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
@@ -24,6 +24,7 @@ import migrations as versions
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.schema_support import find_problem
+from gateway.records.sql_states import LOCK_NOT_AVAILABLE, READ_ONLY, is_datas_fault, sql_state
 from gateway.records.sqlite_driver import connect_sqlite
 from gateway.records.urls import ParsedUrl, parse_url
 from gateway.setting_errors import NotUsableNow, SettingsError
@@ -39,14 +40,8 @@ POOL_SIZE, MAX_OVERFLOW = 10, 5
 # A connection is replaced at this age, so that a moved server is found and a balancer's time limit is not reached.
 RECYCLE_SECONDS = 1800
 RECONNECT_SECONDS = 1.0
-# SQLSTATE of a write on a standby.
-READ_ONLY = "25006"
 # Pause between two attempts to reach the database at the start.
 RETRY_SECONDS = 0.5
-# SQLSTATE classes.
-DATA_EXCEPTION, INTEGRITY_VIOLATION = "22", "23"
-# SQLSTATE of a lock that was not free within `lock_timeout`.
-LOCK_NOT_AVAILABLE = "55P03"
 # Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
 MIGRATION_LOCK = 0x6C_70_78_6D
 # Maximum waits of a migration for another migration, and for a table's lock. Other statements on the table queue
@@ -260,17 +255,6 @@ def _cause(error: BaseException | None) -> str:
     """Return the error in one line, without SQLAlchemy's links to its documentation."""
     cause = error.orig if isinstance(error, DBAPIError) else error
     return f"{type(cause).__name__}: {cause}".splitlines()[0]
-
-
-def sql_state(error: BaseException | None) -> str:
-    """Return the SQLSTATE of an error, "" if it has none."""
-    return getattr(error.orig, "sqlstate", None) or "" if isinstance(error, DBAPIError) else ""
-
-
-def is_datas_fault(error: DBAPIError) -> bool:
-    """Return whether the database works but refuses the input. asyncpg marks data errors by their SQLSTATE only."""
-    state = sql_state(error)
-    return isinstance(error, DataError | IntegrityError) or state[:2] in (DATA_EXCEPTION, INTEGRITY_VIOLATION)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import asyncio
 import logging
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from datetime import UTC, date, datetime, timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -27,7 +27,9 @@ from sqlalchemy.exc import DBAPIError, ProgrammingError
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import Unavailable
-from gateway.records.database import MIGRATION_LOCK, Database, sql_state
+from gateway.records.database import MIGRATION_LOCK, Database
+from gateway.records.lock_waits import waiting_at_most
+from gateway.records.sql_states import UNDEFINED_TABLE, sql_state
 from gateway.records.sums import int_sum
 from gateway.records.tables import usage
 
@@ -42,7 +44,6 @@ FIRST, DEFAULT, DETACHED = "usage_first", "usage_default", "usage_detached_"
 AHEAD, MOVED = 3, 100_000
 # Maximum wait for a lock, and pause before the next attempt. Other transactions queue behind the wait, so it is short.
 LOCK_MS, RETRY_SECONDS = 1000, 1.0
-LOCK_NOT_AVAILABLE, UNDEFINED_TABLE = "55P03", "42P01"
 # Attempts to detach a partition.
 TRIES = 5
 HOUR, FOREVER = timedelta(hours=1), datetime.max.replace(tzinfo=UTC)
@@ -94,18 +95,14 @@ async def read_partitions(connection: AsyncConnection) -> list[Partition]:
     return [Partition(name, None if match is None else match[1]) for name, match in bounds]
 
 
-@asynccontextmanager
-async def waiting_briefly(database: Database) -> AsyncIterator[AsyncConnection]:
+def waiting_briefly(database: Database) -> AbstractAsyncContextManager[AsyncConnection]:
     """Open a transaction that waits for each lock at most LOCK_MS. Raises Unavailable if one is not free in time."""
-    async with database.write() as connection:
-        try:
-            await connection.execute(text(f"SET LOCAL lock_timeout = {LOCK_MS}"))
-            yield connection
-        except DBAPIError as error:
-            if sql_state(error) != LOCK_NOT_AVAILABLE:
-                raise
-            message = "The table usage is in use by other transactions; try again shortly."
-            raise Unavailable(message, code="database_unavailable") from error
+    return waiting_at_most(database, LOCK_MS / 1000, _in_use)
+
+
+def _in_use() -> Unavailable:
+    message = "The table usage is in use by other transactions; try again shortly."
+    return Unavailable(message, code="database_unavailable")
 
 
 @asynccontextmanager

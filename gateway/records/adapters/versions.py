@@ -20,7 +20,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterInUse, BadRequest
 from gateway.records.adapters.aliases import move_latest, references
-from gateway.records.adapters.limits import KEPT_VERSIONS, check_room
+from gateway.records.adapters.limits import KEPT_VERSIONS
+from gateway.records.adapters.pushes import Push, admit
 from gateway.records.adapters.removed_versions import remove_versions
 from gateway.records.adapters.rows import (
     READY,
@@ -39,8 +40,7 @@ from gateway.records.adapters.rows import (
 )
 from gateway.records.adapters.saved_mixtures import check_not_saved, uses_of
 from gateway.records.audit import record_change
-from gateway.records.bases.base import FIRST
-from gateway.records.bases.current import check_base, check_not_base
+from gateway.records.bases.current import check_not_base
 from gateway.records.changes import count_change
 from gateway.records.database import Database
 from gateway.records.events.events import record_event
@@ -63,26 +63,6 @@ _MAY_FOLLOW: dict[State, tuple[State, ...]] = {
 Changed = Callable[[bool], Awaitable[None]]
 
 
-async def _already_stored() -> None:
-    """Do nothing, because the content is already in the store."""
-
-
-class Push(msgspec.Struct, frozen=True, kw_only=True):
-    """A new version. base: id of its base model.
-
-    publish: puts the content into the store. It is called after the version is allowed and before it is committed, so
-    that a refused version stores nothing and every version has content. state: ready or validating; a version that is
-    validating becomes ready or rejected by `Versions.set_state`, and `latest` moves then.
-    """
-
-    digest: str
-    rank: int
-    num_bytes: int
-    publish: Callable[[], Awaitable[None]] = _already_stored
-    state: State = READY
-    base: str = FIRST
-
-
 class Versions:
     """Changes and listings of versions.
 
@@ -98,7 +78,14 @@ class Versions:
         self._changed = changed
 
     async def add(self, tenant: Tenant, name: str, push: Push, actor: str) -> Version:
-        """Add a version. `latest` moves to it if it is ready. Repeating the digest of `latest` changes nothing."""
+        """Add a version. `latest` moves to it if it is ready. Repeating the digest of `latest` changes nothing.
+
+        The content is published between two transactions, so that a slow store holds no lock. A version that another
+        change forbids in between is refused by the second one, and the collection of unused content removes its files.
+        """
+        async with self._database.write() as connection:
+            await admit(connection, tenant, name, push)
+        await push.publish()
         try:
             version, change = await self._add(tenant, name, push, actor)
         except IntegrityError:
@@ -113,18 +100,9 @@ class Versions:
         content: dict[str, Any] = {"digest": push.digest, "rank": push.rank, "num_bytes": push.num_bytes}
         now = datetime.now(UTC)
         async with self._database.write() as connection:
-            own = await lock_name(connection, tenant.id, name)
-            present = await versions_of(connection, tenant.id, name)
-            current = None if own is None else present.get(own.current_version)
-            if current is not None and current.is_served and (current.digest, current.base) == (push.digest, push.base):
-                await check_base(connection, name, push.base)
-                await push.publish()
-                return current, None
-            is_new = not any(each.digest for each in present.values())
-            await check_room(connection, tenant.id, push.digest, push.num_bytes, new_name=is_new)
-            if is_new:
-                await check_not_saved(connection, tenant.id, name)
-            await check_base(connection, name, push.base)
+            own, present, repeated = await admit(connection, tenant, name, push)
+            if repeated is not None:
+                return repeated, None
             own = own or await _create(connection, tenant.id, name, now)
             number = await _next_number(connection, own, present)
             row = {"adapter_id": own.id, "version": number, "created_at": now, "state": push.state, **content}
@@ -135,7 +113,6 @@ class Versions:
             await _remove_old(connection, own, present, now, latest_moved=push.state == READY)
             target, detail = f"{tenant.name}/{name}", {"version": number, "digest": push.digest}
             await record_change(connection, actor, "adapter.push", target, detail, tenant=tenant.name)
-            await push.publish()
             await count_change(connection, tenant.id)
         version = Version(name=name, version=number, state=push.state, created_at=now, base=push.base, **content)
         return version, own.current_version > 0

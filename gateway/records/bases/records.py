@@ -10,20 +10,24 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, func, insert, or_, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.errors import Conflict, NameTaken, RecordNotFound
+from gateway.errors import Conflict, NameTaken, RecordNotFound, Unavailable
 from gateway.records.adapters.rows import READY
 from gateway.records.audit import record_change
 from gateway.records.bases.base import FIRST, Base, BaseState, Shape
 from gateway.records.bases.table import bases
 from gateway.records.changes import BASES, count_change
 from gateway.records.database import Database
+from gateway.records.lock_waits import waiting_at_most
 from gateway.records.tables import adapter_versions, adapters, saved_mixtures, tenants
 from gateway.records.unchanged import check_unchanged
 from wire.model_names import parse_reference, version_name
 
 # Maximum number of versions that an error names.
 SHOWN_VERSIONS = 5
-
+# Maximum wait of a change for the table's lock. Uploads that want to add a version queue behind this wait.
+LOCK_SECONDS = 3.0
+# Seconds until the next attempt after BasesLocked.
+RETRY_SECONDS = 5
 
 # Fields of the base of LORAPLEX_BASE_MODEL that a gateway stores.
 _STORED = ("name", "context_length", "tokenizer", "shape")
@@ -31,6 +35,19 @@ _STORED = ("name", "context_length", "tokenizer", "shape")
 
 def _is_stored(own: Base, row: Base) -> bool:
     return all(getattr(own, name) == getattr(row, name) for name in _STORED)
+
+
+class BasesLocked(Unavailable):
+    """Another transaction has kept the table for LOCK_SECONDS, such as that of a gateway that stands still."""
+
+    code = "base_models_locked"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The base models cannot be changed at present: another change, or the record of an adapter's upload, keeps "
+            "their table locked. Try again shortly.",
+            retry_after=RETRY_SECONDS,
+        )
 
 
 class BaseRecords:
@@ -41,8 +58,11 @@ class BaseRecords:
 
     @asynccontextmanager
     async def _changing(self) -> AsyncIterator[AsyncConnection]:
-        """Open a transaction that excludes other changes of the table, because each change checks all rows."""
-        async with self._database.write() as connection:
+        """Open a transaction that excludes other changes of the table, because each change checks all rows.
+
+        Raises BasesLocked.
+        """
+        async with waiting_at_most(self._database, LOCK_SECONDS, BasesLocked) as connection:
             if self._database.dialect == "postgresql":
                 await connection.execute(text("LOCK TABLE bases IN SHARE ROW EXCLUSIVE MODE"))
             yield connection

@@ -12,8 +12,9 @@ import msgspec
 from gateway.errors import Unavailable
 from gateway.records.bases.base import Base
 from gateway.records.bases.current import reserved_names
-from gateway.records.bases.records import BaseRecords
+from gateway.records.bases.records import BaseRecords, BasesLocked
 from gateway.records.changes import BASES, LOOK_SECONDS, TRUST_SECONDS, Changes
+from gateway.setting_errors import NotUsableNow
 from wire.digests import digest_name
 
 # Seconds after which every gateway that reaches the database knows a change.
@@ -156,9 +157,12 @@ class Bases:
         await asyncio.sleep(KNOWN_SECONDS)
 
     async def start(self) -> None:
-        """Store the base of LORAPLEX_BASE_MODEL, and load all bases. Raises Conflict, Unavailable."""
+        """Store the base of LORAPLEX_BASE_MODEL, and load all bases. Raises Conflict, NotUsableNow, Unavailable."""
         if self._records is not None and self._own is not None:
-            await self._records.ensure(self._own)
+            try:
+                await self._records.ensure(self._own)
+            except BasesLocked as error:
+                raise NotUsableNow("LORAPLEX_DATABASE_URL", error.message) from error
         await self.refresh()
 
     async def watch(self, changes: Changes) -> None:

@@ -3,20 +3,36 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
-from gateway.errors import BadRequest, Conflict
+from gateway.errors import BadRequest, Conflict, Unavailable
+from gateway.records.adapters import versions
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.rows import Reason
+from gateway.records.bases import records
 from gateway.records.bases.base import FIRST
 from gateway.records.bases.records import BaseRecords
 from gateway.records.bases.registry import Bases
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.setting_errors import NotUsableNow
 from testing.gateway.bases import one_base
 
 CONTENT = {"digest": "a" * 64, "rank": 1, "num_bytes": 1, "actor": "key"}
+
+
+class Publish:
+    """A step of an upload that takes until `going_on`."""
+
+    def __init__(self) -> None:
+        self.reached, self.going_on = asyncio.Event(), asyncio.Event()
+
+    async def run(self) -> None:
+        self.reached.set()
+        await self.going_on.wait()
 
 
 @pytest.fixture
@@ -34,20 +50,33 @@ async def stale(database: Database) -> Catalog:
 
 
 @asynccontextmanager
-async def uploading(catalog: Catalog, tenant: Tenant, name: str) -> AsyncIterator[asyncio.Event]:
-    """Hold an upload in its transaction until the event is set. It is added at the end of the block."""
-    published, going_on = asyncio.Event(), asyncio.Event()
-
-    async def publish() -> None:
-        published.set()
-        await going_on.wait()
-
-    task = asyncio.create_task(catalog.add_version(tenant, name, **CONTENT, publish=publish))
-    await published.wait()
+async def holding(catalog: Catalog, tenant: Tenant, name: str, publish: Publish) -> AsyncIterator[asyncio.Task[Any]]:
+    """Upload an adapter until `publish.reached`. It goes on at the end of the block."""
+    task = asyncio.create_task(catalog.add_version(tenant, name, **CONTENT, publish=publish.run))
+    await publish.reached.wait()
     try:
-        yield going_on
+        yield task
     finally:
-        going_on.set()
+        publish.going_on.set()
+
+
+@asynccontextmanager
+async def uploading(catalog: Catalog, tenant: Tenant, name: str) -> AsyncIterator[asyncio.Event]:
+    """Hold an upload in the transaction that adds it until the event is set. It is added at the end of the block."""
+    hold, count = Publish(), versions.count_change
+
+    async def counting(*changed: Any) -> None:
+        await hold.run()
+        await count(*changed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(versions, "count_change", counting)
+        task = asyncio.create_task(catalog.add_version(tenant, name, **CONTENT))
+        await hold.reached.wait()
+    try:
+        yield hold.going_on
+    finally:
+        hold.going_on.set()
         await task
 
 
@@ -97,12 +126,12 @@ async def test_no_adapter_of_a_base_that_was_just_closed(database: Database, acm
 
 async def test_a_retirement_sees_the_adapter_that_is_being_uploaded(database: Database, acme: Tenant, stale: Catalog):
     """The base was drained at another gateway while the upload ran."""
-    records = BaseRecords(database)
+    table = BaseRecords(database)
     async with uploading(stale, acme, "pirate") as going_on:
 
         async def retire() -> None:
-            await records.change("llama", {"state": "draining"}, "op")
-            await records.change("llama", {"state": "retired"}, "op")
+            await table.change("llama", {"state": "draining"}, "op")
+            await table.change("llama", {"state": "retired"}, "op")
 
         retiring = asyncio.create_task(retire())
         await asyncio.wait({retiring}, timeout=0.5)
@@ -119,3 +148,50 @@ async def test_uploads_do_not_wait_for_each_other(acme: Tenant, stale: Catalog, 
         async with asyncio.timeout(5):
             await stale.add_version(other, "poet", **CONTENT)
     assert (await stale.resolve(acme, "pirate")).base == FIRST
+
+
+async def test_a_slow_store_delays_neither_changes_of_bases_nor_other_uploads(
+    database: Database, acme: Tenant, stale: Catalog
+):
+    """Its upload is checked again once the content is stored."""
+    other, table = await Tenants(database).create("other", {}, "op"), BaseRecords(database)
+    async with holding(stale, acme, "pirate", Publish()) as pirate, holding(stale, acme, "poet", Publish()) as poet:
+        async with asyncio.timeout(5):
+            await stale.add_version(other, "poet", **CONTENT)
+            await table.add(one_base("pirate"), "op")
+            await table.ensure(replace(one_base("llama"), tokenizer="/models/llama"))
+    assert (await poet).version == 1
+    with pytest.raises(BadRequest, match="'pirate' is a base model's name"):
+        await pirate
+    assert [each.name for each in await stale.list(acme)] == ["poet"]
+
+
+async def test_a_slow_store_adds_no_adapter_to_a_base_that_was_closed_meanwhile(
+    database: Database, acme: Tenant, stale: Catalog
+):
+    async with holding(stale, acme, "pirate", Publish()) as pirate:
+        async with asyncio.timeout(5):
+            await BaseRecords(database).change("llama", {"state": "draining"}, "op")
+            await BaseRecords(database).change("llama", {"state": "retired"}, "op")
+    with pytest.raises(BadRequest, match="base: the base model 'llama' is retired"):
+        await pirate
+
+
+async def test_a_change_does_not_wait_long_for_a_transaction_that_stands_still(
+    database: Database, acme: Tenant, stale: Catalog, monkeypatch: pytest.MonkeyPatch
+):
+    """The database answers, so its outage is not reported."""
+    if database.dialect == "sqlite":
+        pytest.skip("SQLite's lock has a time-out of its own")
+    monkeypatch.setattr(records, "LOCK_SECONDS", 0.2)
+    own = replace(one_base("llama"), tokenizer="/models/llama")
+    table, bases = BaseRecords(database), Bases(BaseRecords(database), own)
+    async with uploading(stale, acme, "pirate"):
+        for change in (table.add(one_base("qwen"), "op"), table.change("llama", {"state": "draining"}, "op")):
+            with pytest.raises(Unavailable, match=r"cannot be changed at present.*Try again shortly") as refused:
+                await change
+            assert (refused.value.code, refused.value.headers) == ("base_models_locked", {"Retry-After": "5"})
+        with pytest.raises(NotUsableNow, match="LORAPLEX_DATABASE_URL: The base models cannot be changed at present"):
+            await bases.start()
+    await bases.start()
+    assert [each.tokenizer for each in await table.list()] == ["/models/llama"]
