@@ -256,11 +256,11 @@ def _build_housekeeping(
     resources: Resources, records: Records, intake: AdapterIntake, resumable: ResumableUploads, alerts: Alerts
 ) -> Housekeeping:
     settings = resources.settings
-    retention, days = Retention(resources.database), settings.usage_days
+    retention = Retention(resources.database)
     kept, refused_kept = timedelta(days=settings.tenant_audit_days), timedelta(days=settings.refused_days)
-    minutes_kept, usage_kept = (
-        timedelta(hours=settings.minute_sums_hours),
-        None if days is None else timedelta(days=days),
+    minutes_kept = timedelta(hours=settings.minute_sums_hours)
+    usage_kept, sums_kept = (
+        None if days is None else timedelta(days=days) for days in (settings.usage_days, settings.sums_days)
     )
     rebuild = ActivityRebuild(resources.database, minutes_kept)
     chores: dict[str, Chore] = {
@@ -273,6 +273,8 @@ def _build_housekeeping(
         "audit entries removed": lambda: records.audit.sweep(kept),
         "sums by minute removed": lambda: retention.prune_minutes(minutes_kept),
         "usage rows removed": lambda: retention.prune_usage(usage_kept),
+        # After the rows, so that no row outlives its sums.
+        "sums by hour and day removed": lambda: retention.prune_sums(sums_kept),
         "refused requests removed": lambda: records.refusals.prune(refused_kept, datetime.now(UTC)),
         "sessions removed": records.sessions.sweep,
     }
@@ -376,6 +378,7 @@ def _admin_handlers(
             report=report,
             registry=serving.registry,
             gate=serving.gate,
+            audit=records.audit,
             currency=records.price_list.currency,
         ),
         AdminAdapters(adapters=records.adapter_list, registry=serving.registry),

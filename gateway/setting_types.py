@@ -68,6 +68,8 @@ def _read_key(source: str, name: str) -> str:
         return os.environ[name] if source == "key_env" else Path(name).expanduser().read_text()
     except KeyError:
         raise ValueError("key_env names a variable that is not set") from None
+    except RuntimeError as error:
+        raise ValueError(f"key_file names a file of an unknown user: {error}") from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or "not a text file"
         raise ValueError(f"key_file names a file that cannot be read: {reason}") from None
@@ -191,6 +193,8 @@ Seconds = Annotated[float, _expects("seconds above 0", gt=0)]
 Delay = Annotated[float, _expects("seconds, 0 or more", ge=0)]
 Hours = Annotated[float, _expects("hours above 0", gt=0)]
 Days = Annotated[float, _expects("days above 0", gt=0)]
+# Budgets and pages read sums of the last three months: the last month is compared with the one before it.
+SumsDays = Annotated[float, _expects("at least 93 days", ge=93)]
 
 
 def env_name(name: str) -> str:
@@ -207,7 +211,8 @@ def convert(name: str, hint: Any, given: Any, *, quotes: bool) -> Any:
     expected = f"expected {meta.title}" + (f"; got {str(given)!r}" if quotes else "")
     try:
         value = msgspec.convert(_parse(kind, given), hint)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        # RuntimeError: a path `~name` without such a user.
         raise SettingsError(env_name(name), expected) from error
     try:
         check = (meta.extra or {}).get("check")

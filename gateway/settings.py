@@ -85,8 +85,10 @@ class Settings:
     tenant_audit_days: types.Days = 90.0
     # Hours for which the sums by minute of charts are kept.
     minute_sums_hours: types.Hours = 48.0
-    # Days for which usage rows are kept; None: for ever. Sums by hour and day are always kept.
+    # Days for which usage rows are kept; None: for ever.
     usage_days: types.Days | None = None
+    # Days for which sums by hour and day are kept; None: for ever. Rows must not outlive their sums.
+    sums_days: types.SumsDays | None = None
     # Days for which rows of refused requests are kept.
     refused_days: types.Days = 30.0
     # Maximum number of requests that wait while every engine is full, and maximum wait of one; beyond either, 429.
@@ -250,6 +252,12 @@ RELATIONS: tuple[tuple[str, tuple[str, ...], Callable[..., bool], str], ...] = (
         ("model_dir",),
         lambda name, folder: (name is None) == (folder is None),
         f"expected together with {PREFIX}MODEL_DIR",
+    ),
+    (
+        "sums_days",
+        ("usage_days",),
+        lambda sums, rows: sums is None or (rows is not None and rows <= sums),
+        f"expected together with {PREFIX}USAGE_DAYS, and at least as many days",
     ),
     ("admin_port", ("port",), lambda admin, port: admin != port, f"expected a port other than {PREFIX}PORT"),
     (

@@ -131,7 +131,7 @@ def _retention(settings: Settings) -> dict[str, float | None]:
     return {
         "usage rows": None if settings.usage_days is None else settings.usage_days * day,
         "sums by minute": settings.minute_sums_hours * hour,
-        "sums by hour and day": None,
+        "sums by hour and day": None if settings.sums_days is None else settings.sums_days * day,
         "refused requests": settings.refused_days * day,
         "events": KEPT.total_seconds(),
         "audit entries of tenants": settings.tenant_audit_days * day,

@@ -1,21 +1,23 @@
-"""Removal of old records: sums by minute and, if the operator wants it, usage rows with their sums by end user.
+"""Removal of old records: sums by minute and, if the operator wants it, usage rows, and later the sums by hour and day.
 
-Sums by hour and day stay. Those by end user are removed with the rows, because they name persons and may be as many.
-Partitions of `usage` that are old as a whole are detached and dropped; other rows are deleted.
+Sums by end user are removed with the rows, because they name persons and may be as many. Partitions of `usage` that
+are old as a whole are detached and dropped; other rows are deleted.
 """
 
 from datetime import UTC, datetime, timedelta
 
 from sqlalchemy import ColumnElement, Select, Table, delete, func, select, tuple_
 
-from gateway.records.activity.periods import MINUTE, SPARE
+from gateway.records.activity.periods import DAY, HOUR, MINUTE, SPARE
 from gateway.records.activity.tables import ACTIVITY, BASE, ENGINE, MODEL, OWN_BASE, TENANT
 from gateway.records.database import Database
 from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
 from gateway.records.partitions import Partitions, count_rows, noting
 from gateway.records.requests.refusal_tables import refusal_counts
-from gateway.records.tables import usage
+from gateway.records.tables import usage, usage_daily, usage_hourly
 
+# Kinds of series in the sums for charts.
+KINDS = (TENANT, MODEL, ENGINE, OWN_BASE, BASE)
 # Maximum rows per transaction, so that no other writer waits for long; and maximum rows per run.
 AT_ONCE, MAX_REMOVED = 1000, 2_000_000
 
@@ -34,7 +36,7 @@ class Retention:
         """Remove sums by minute that are older than `kept`. Returns their number."""
         before = int((datetime.now(UTC) - kept - SPARE).timestamp())
         table, removed = ACTIVITY[MINUTE], 0
-        for kind in (TENANT, MODEL, ENGINE, OWN_BASE, BASE):
+        for kind in KINDS:
             removed += await self._remove(table, table.c.kind == kind, table.c.start < before)
         counts = refusal_counts
         return removed + await self._remove(counts, counts.c.level == MINUTE, counts.c.start < before)
@@ -55,6 +57,26 @@ class Retention:
         if failures:
             raise failures[0]
         return dropped + deleted
+
+    async def prune_sums(self, kept: timedelta | None) -> int:
+        """Remove sums by hour and day, and by end user, of days that ended before `kept`; None keeps all.
+
+        Returns the number of those by hour and day. Usage rows must not outlive their sums, which would be rebuilt from
+        them. The sums for reports go first, day by day: by their oldest day other code knows which sums are complete.
+        """
+        if kept is None:
+            return 0
+        first = _day_of(datetime.now(UTC) - kept)
+        await self._remove_end_users(first)
+        removed = await self._remove_days(usage_daily, usage_daily.c.day, first)
+        removed += await self._remove_days(usage_hourly, usage_hourly.c.hour, first)
+        before, counts = int(first.timestamp()), refusal_counts
+        for level in (DAY, HOUR):
+            sums = ACTIVITY[level]
+            for kind in KINDS:
+                removed += await self._remove(sums, sums.c.kind == kind, sums.c.start < before)
+            removed += await self._remove(counts, counts.c.level == level, counts.c.start < before)
+        return removed
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
         """Return the number of usage rows from before a moment, and their cost in micro-units."""
@@ -109,17 +131,24 @@ class Retention:
 
     async def _remove_end_users(self, before: datetime) -> None:
         """Remove the sums by end user of the days that ended before a moment."""
-        first = before.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
+        first = _day_of(before)
         # Without its numbers a day does not count as complete, so no report shows the rest of its sums as exact.
-        removed = await self._remove(usage_end_user_days, usage_end_user_days.c.day < first)
-        day = usage_end_users.c.day
-        # The sums are found by their own days, so that those left by a run that stopped are removed by the next one.
+        await self._remove(usage_end_user_days, usage_end_user_days.c.day < first)
+        await self._remove_days(usage_end_users, usage_end_users.c.day, first)
+
+    async def _remove_days(self, table: Table, period: ColumnElement[datetime], first: datetime) -> int:
+        """Remove the sums of the periods before `first`, the oldest first. Returns their number.
+
+        The periods are found in the table, so that those left by a run that stopped are removed by the next one.
+        """
+        removed = 0
         while removed < MAX_REMOVED:
             async with self._database.read() as connection:
-                oldest = (await connection.execute(select(func.min(day)))).scalar_one()
+                oldest = (await connection.execute(select(func.min(period)))).scalar_one()
             if oldest is None or oldest >= first:
                 break
-            removed += await self._remove(usage_end_users, day == oldest)
+            removed += await self._remove(table, period == oldest)
+        return removed
 
     async def _remove(self, table: Table, *which: ColumnElement[bool]) -> int:
         keys = list(table.primary_key.columns)
@@ -132,6 +161,11 @@ class Retention:
             if count < AT_ONCE:
                 break
         return removed
+
+
+def _day_of(moment: datetime) -> datetime:
+    """Return the start of a moment's day (UTC)."""
+    return moment.astimezone(UTC).replace(hour=0, minute=0, second=0, microsecond=0)
 
 
 def _older(before: datetime) -> Select[tuple[str]]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
+from gateway.access.scopes import ACTOR
 from gateway.api.adapters.adapters import AdapterIntake
 from gateway.api.adapters.caller import find_caller
 from gateway.api.answers import row_struct
@@ -20,6 +21,7 @@ from gateway.fleet.gates import Gates
 from gateway.fleet.queue import TenantPlaces
 from gateway.fleet.registry import Registry
 from gateway.quota.uploading import ReceivedBytes
+from gateway.records.audit import Audit
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.tenants.tenants import TENANT_NAME, Tenant, Tenants
 
@@ -63,6 +65,7 @@ class Admin:
         report: UsageReport,
         registry: Registry,
         gate: Gates,
+        audit: Audit,
         currency: str,
     ) -> None:
         self._tenants = tenants
@@ -71,6 +74,7 @@ class Admin:
         self._report = report
         self._registry = registry
         self._gate = gate
+        self._audit = audit
         self._currency = currency
 
     async def push_adapter(self, request: web.Request) -> web.Response:
@@ -80,8 +84,13 @@ class Admin:
         return await self._intake.list(await self._tenant(request))
 
     async def collect(self, request: web.Request) -> web.Response:
-        """Remove stored content of deleted names and tenants; with `?dry_run=true`, only count it."""
+        """Remove stored content of deleted names and tenants; with `?dry_run=true`, only count it.
+
+        The audit entry precedes the removal.
+        """
         dry_run = read_flag(request, "dry_run")
+        if not dry_run:
+            await self._audit.add(request[ACTOR], "adapter.collect", "store", {})
         removed, num_bytes = await self._intake.collect(dry_run=dry_run)
         if not dry_run:
             await self._uploads.sweep()

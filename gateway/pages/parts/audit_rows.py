@@ -18,6 +18,7 @@ AMOUNTS = ("input", "cached", "output")
 ACTIONS = {
     "adapter.alias": "Alias set",
     "adapter.alias_delete": "Alias deleted",
+    "adapter.collect": "Unused content removed from the store",
     "adapter.delete": "Adapter deleted",
     "adapter.golden": "Golden answers changed",
     "adapter.push": "Adapter uploaded",

@@ -58,6 +58,9 @@ async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gatew
     assert not list((tmp_path / "adapters").glob(f"{PREFIX}*"))
     assert (await globex.chat(model="same")).status == 200
     assert (await acme.post(COLLECT)).status == 403
+    assert (await gateway.admin.post(f"{COLLECT}?dry_run=true")).status == 200
+    audit = (await gateway.admin.get("/admin/api/audit?action=adapter.collect")).json["data"]
+    assert [(entry["actor"], entry["target"]) for entry in audit] == [("bootstrap", "store")] * 2
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -1,22 +1,26 @@
-"""Retention: old sums by minute and old usage rows go, sums by hour and day stay exact."""
+"""Retention: old sums by minute and old usage rows go; sums by hour and day stay exact, and go only if asked."""
 
 import sys
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sqlalchemy import Table, func, select
 
+from gateway.billing.activity_rebuild import ActivityRebuild
 from gateway.billing.writer import UsageWriter
-from gateway.records import retention
+from gateway.records import housekeeping, retention
 from gateway.records.activity.tables import ACTIVITY, ENGINE
 from gateway.records.database import Database
 from gateway.records.money.end_user_tables import usage_end_user_days, usage_end_users
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.retention import Retention
-from gateway.records.tables import usage, usage_daily
+from gateway.records.tables import usage, usage_daily, usage_hourly
+from gateway.settings import SettingsError
 from testing.gateway.rows import row
+from testing.gateway.running import running, settings, until
 
 NOW = datetime.now(UTC)
 
@@ -101,3 +105,85 @@ async def test_no_sum_by_end_user_is_left_by_removals_that_stop(database: Databa
             complete = set((await connection.execute(select(usage_end_user_days.c.day))).scalars())
         assert all(left.count(day) == 25 for day in complete)
     assert sorted(set(left)) == sorted(complete) == [first, today]
+
+
+async def test_old_sums_by_hour_and_day_are_removed_only_if_asked(database: Database, monkeypatch: Any):
+    """Sums of a day are removed as a whole, and none is rebuilt from rows."""
+    monkeypatch.setattr(retention, "AT_ONCE", 7)
+    today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
+    failed = {"status": "error", "error_code": "engine_error"}
+    made = [row(f"r{i}", created_at=today - timedelta(hours=i), end_user=f"u{i}", **failed) for i in range(80)]
+    await UsageWriter(database).write(made)
+    of, first = Retention(database), today - timedelta(days=2)
+    kept = datetime.now(UTC) - first - timedelta(hours=1)
+    hour, day, counts, users = ACTIVITY[3600], ACTIVITY[86400], refusal_counts, usage_end_users
+    sums = (
+        (usage_daily,),
+        (usage_hourly,),
+        *((table, table.c.kind == ENGINE) for table in (hour, day)),
+        *((counts, counts.c.level == level, counts.c.tenant_id == "t1") for level in (3600, 86400)),
+        (users,),
+    )
+    assert await of.prune_sums(None) == 0
+    assert [await count(database, *which) for which in sums] == [80] * len(sums)
+    await of.prune_usage(kept)
+    assert await of.prune_sums(kept) > 0
+    left = sum(each.created_at >= first for each in made)
+    assert [await count(database, *which) for which in sums] == [left] * len(sums) == [49] * len(sums)
+    assert await ActivityRebuild(database, timedelta(hours=48)).run() == 0
+    assert await of.prune_sums(kept) == 0
+
+
+async def test_a_removal_of_sums_that_stops_goes_on_with_the_oldest_day(database: Database, monkeypatch: Any):
+    """Each run removes at most ten rows of a table, so at most one day is incomplete."""
+    monkeypatch.setattr(retention, "AT_ONCE", 5)
+    monkeypatch.setattr(retention, "MAX_REMOVED", 10)
+    today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
+    days = [today - timedelta(days=i % 4) for i in range(60)]
+    made = [row(f"r{i}", created_at=at, model=f"m{i}", end_user=f"u{i}") for i, at in enumerate(days)]
+    await UsageWriter(database).write(made)
+    first = today - timedelta(days=1)
+    for _ in range(10):
+        await Retention(database).prune_sums(datetime.now(UTC) - first)
+        async with database.read() as connection:
+            left = list((await connection.execute(select(usage_daily.c.day))).scalars())
+        assert sum(0 < left.count(first - timedelta(days=i)) < 15 for i in (1, 2)) <= 1
+    assert sorted(set(left)) == [first, today]
+    for table in (usage_daily, usage_hourly, usage_end_users):
+        assert await count(database, table) == 30
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({"sums_days": 92.0, "usage_days": 90.0}, "LORAPLEX_SUMS_DAYS: expected at least 93 days"),
+        ({"sums_days": 400.0}, "LORAPLEX_SUMS_DAYS: expected together with LORAPLEX_USAGE_DAYS"),
+        ({"sums_days": 100.0, "usage_days": 101.0}, "LORAPLEX_SUMS_DAYS: .*at least as many days"),
+    ],
+)
+def test_sums_are_kept_for_as_long_as_they_are_read_or_rebuilt(
+    given: dict[str, float], error: str, tmp_path: Path, model_dir: Path
+):
+    with pytest.raises(SettingsError, match=error):
+        settings(tmp_path, model_dir, ["http://127.0.0.1:1"], "redis://r", **given)
+    assert settings(tmp_path, model_dir, ["http://127.0.0.1:1"], "redis://r", sums_days=93, usage_days=93).sums_days
+
+
+async def test_the_hourly_chores_remove_old_sums(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, starts_servers: None
+):
+    monkeypatch.setattr(housekeeping, "ASK_SECONDS", 0.05)
+    monkeypatch.setattr(housekeeping, "TURN", f"test:{tmp_path}")
+    of = settings(tmp_path, model_dir, ["http://127.0.0.1:1"], redis_url, sums_days=93, usage_days=90)
+    database = Database(of.database_url)
+    try:
+        await UsageWriter(database).write([row(f"r{i}", created_at=NOW - timedelta(days=i)) for i in (1, 92, 95)])
+        async with running(of):
+
+            async def is_pruned() -> bool:
+                return await count(database, usage_daily) == 2
+
+            await until(is_pruned)
+        assert await count(database, usage) == 1
+    finally:
+        await database.close()
