@@ -80,7 +80,7 @@ def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: ReportLi
 
     Raises ModelError if the folder does not exist, contains no model, or the hub cannot provide it.
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = _expanded(path_or_hub_id)
     if path.is_dir():
         return _checked_folder(path.absolute())
     if path.is_file() and path.suffix == ".gguf":
@@ -101,12 +101,20 @@ def ensure_model(path_or_hub_id: str, models_dir: str | Path, progress: ReportLi
     return _checked_folder(folder)
 
 
+def _expanded(path_or_hub_id: str) -> Path:
+    """Return the path with a person's folder in place of `~`. Raises ModelError for an unknown person."""
+    try:
+        return Path(path_or_hub_id).expanduser()
+    except RuntimeError as error:
+        raise ModelError(f"no model folder at {path_or_hub_id}: {error}") from error
+
+
 def ensure_config(path_or_hub_id: str, models_dir: str | Path) -> Path:
     """Return a folder with at least config.json, or a .gguf file; of a hub id only config.json is downloaded.
 
     Raises ModelError like `ensure_model`.
     """
-    path = Path(path_or_hub_id).expanduser()
+    path = _expanded(path_or_hub_id)
     is_on_hub = not path.exists() and path.suffix != ".gguf" and _HUB_ID.fullmatch(path_or_hub_id)
     folder = Path(models_dir).absolute() / path_or_hub_id if is_on_hub else path.absolute()
     if is_on_hub and not (folder / "config.json").is_file():

@@ -50,9 +50,9 @@ class Tokenizers:
         if isinstance(known, Tokenizer):
             return known
         async with self._reading[base.tokenizer]:
-            return await self._read(key)
+            return await self._read(base.name, key)
 
-    async def _read(self, key: tuple[str, Any]) -> Tokenizer | None:
+    async def _read(self, base: str, key: tuple[str, Any]) -> Tokenizer | None:
         folder = key[0]
         known = self._known.get(key)
         if isinstance(known, Tokenizer):
@@ -62,7 +62,9 @@ class Tokenizers:
         try:
             found: Tokenizer | float = await asyncio.to_thread(_load, folder)
         except (TokenizerError, OSError) as error:
-            log.warning("a base model's tokenizer cannot be read, so engines count its prompts: %s", error)
+            log.warning(
+                "the tokenizer of the base model %s cannot be read, so engines count its prompts: %s", base, error
+            )
             found = time.monotonic()
         self._known = {each: value for each, value in self._known.items() if each[0] != folder} | {key: found}
         return found if isinstance(found, Tokenizer) else None
@@ -99,4 +101,9 @@ class Tokenizers:
 
 def _load(folder: str) -> Tokenizer:
     """Read a folder. Raises TokenizerError, OSError."""
-    return Tokenizer.from_dir(Path(folder).expanduser())
+    try:
+        path = Path(folder).expanduser()
+    except RuntimeError as error:
+        # `~name` without such a user on this machine; other machines may have one.
+        raise TokenizerError(f"tokenizer: {folder}: {error}") from error
+    return Tokenizer.from_dir(path)

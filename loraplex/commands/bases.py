@@ -187,7 +187,11 @@ def _weights(model: Path | None, digest: str | None, tokenizer: str | None) -> d
         return fields
     from engine.probing.base_digest import base_digest
 
-    model = model.expanduser().resolve()
+    try:
+        model = model.expanduser().resolve()
+    except RuntimeError as error:
+        # `~name` without such a person.
+        raise click.ClickException(f"--model: {model}: {error}") from error
     with one_line(OSError, ValueError):
         fields["config"] = json.loads((model / "config.json").read_text("utf-8"))
         if digest is None and any(next(model.glob(each), None) for each in ("*.safetensors", "*.gguf")):

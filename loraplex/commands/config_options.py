@@ -54,7 +54,10 @@ class Module(click.ParamType):
                 self.fail(f"{value!r} has a field {min(unknown)!r}; known are {', '.join(MODULE_FIELDS)}", param, ctx)
         if not (isinstance(name, str) and isinstance(path, str) and name and path):
             self.fail(f"""{value!r} is neither name=path nor {{"name": "...", "path": "..."}}""", param, ctx)
-        return name, Path(path).expanduser()
+        try:
+            return name, Path(path).expanduser()
+        except RuntimeError as error:
+            self.fail(f"{value!r}: {error}", param, ctx)
 
 
 class Sizes(click.ParamType):

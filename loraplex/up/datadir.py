@@ -41,12 +41,15 @@ class DataDir:
     @classmethod
     def open(cls, path: Path) -> "DataDir":
         """Open the data directory; create missing folders."""
-        data = cls(path.expanduser().resolve())
         try:
+            data = cls(path.expanduser().resolve())
             for folder in (data.root, data.logs, data.adapters, data.valkey, data.models):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise DataDirError(f"cannot use the data directory {path}: {error.strerror}: {error.filename}") from error
+        except RuntimeError as error:
+            # `~name` without such a person.
+            raise DataDirError(f"cannot use the data directory {path}: {error}") from error
         return data
 
     @property

@@ -50,3 +50,20 @@ def test_an_adapter_in_place_of_a_model_is_named():
     assert line.endswith(
         "examples/adapters/pirate is a LoRA adapter, not a model: upload it with `loraplex adapter push`"
     )
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("engine", "--model", "~nobody-here/model"),
+        ("size", "--model", "~nobody-here/model"),
+        ("up", "--demo", "--data-dir", "~nobody-here/data"),
+        ("engine", "--model", "m", "--lora-modules", "sql=~nobody-here/sql"),
+        ("base", "add", "qwen", "--gateway", "http://127.0.0.1:1", "--admin-key", "k", "--model", "~nobody-here/model"),
+    ],
+)
+def test_a_path_of_an_unknown_person_is_one_line(command: tuple[str, ...]):
+    got = run(*command)
+    assert isinstance(got.exception, SystemExit), got.exception
+    assert got.exit_code != 0
+    assert "~nobody-here" in got.output.splitlines()[-1]

@@ -13,6 +13,7 @@ import pytest
 from gateway.api.requests import memory
 from gateway.fleet import tokenizers
 from gateway.fleet.tokenizers import MAX_COUNTED, Tokenizers
+from gateway.settings import SettingsError
 from testing.gateway.bases import one_base
 from testing.gateway.foreign_double import PROMPT_TOKENS, ForeignDouble
 from testing.gateway.running import MODEL_CONFIG, Client, running, settings, until
@@ -91,3 +92,26 @@ async def test_a_slow_folder_delays_no_other_base(monkeypatch: pytest.MonkeyPatc
     assert await asyncio.wait_for(known.of(second), 10) is loaded
     slow.set()
     assert await asyncio.gather(*waiting) == [loaded, loaded]
+
+
+async def test_a_folder_of_an_unknown_user_leaves_the_counting_to_engines(caplog: pytest.LogCaptureFixture):
+    """Another machine may have the user, so the base is on record."""
+
+    async def ask(_base: Any, _body: dict[str, Any]) -> list[int]:
+        return [1, 2]
+
+    base = msgspec.structs.replace(one_base("beta"), tokenizer="~nobody-here/beta")
+    assert await Tokenizers(ask).encode(base, "hi") == [1, 2]
+    [record] = caplog.records
+    assert "the base model beta" in record.message
+    assert "tokenizer: ~nobody-here/beta: " in record.message
+
+
+def test_a_folder_of_an_unknown_user_is_an_error_that_names_the_setting(tmp_path: Path, model_dir: Path):
+    for name in ("model_dir", "journal_dir", "adapter_cache"):
+        given: dict[str, Any] = {"folder": tmp_path, "model_dir": model_dir, "engines": ["http://127.0.0.1:1"]}
+        given |= {"redis_url": "redis://r", name: "~nobody-here/x"}
+        with pytest.raises(SettingsError, match=f"LORAPLEX_{name.upper()}: expected .*'~nobody-here/x'"):
+            settings(**given)
+    with pytest.raises(SettingsError, match=r"LORAPLEX_ENGINES: key_file .* unknown user"):
+        settings(tmp_path, model_dir, ["vllm+http://127.0.0.1:1?key_file=~nobody-here/key"], "redis://r")
