@@ -8,11 +8,10 @@ import asyncio
 import os
 import shlex
 import signal
-import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -28,8 +27,8 @@ from loraplex.up.config import LOOPBACK, UpConfig
 from loraplex.up.datadir import DataDir, Secrets, write_private, write_private_json
 from loraplex.up.display import Display
 from loraplex.up.pins import Pin
-from loraplex.up.ports import UpError
-from loraplex.up.processes import Child, ProcessGroup
+from loraplex.up.ports import UpError, free_ports, is_free
+from loraplex.up.processes import Child, ChildError, ProcessGroup
 from loraplex.up.sleeping import Engine, SleepingBase, Supervisor
 
 # Linux allows 107 bytes for a Unix socket's path, macOS 103.
@@ -58,13 +57,16 @@ def check_redis(url: str) -> None:
             raise UpError(f"--redis-url: cannot use this Redis or Valkey: {error}") from error
 
 
-def free_ports(count: int) -> list[int]:
-    """Return different free ports."""
-    with ExitStack() as probes:  # all are open at once, so that none is chosen twice
-        found = [probes.enter_context(closing(socket.socket())) for _ in range(count)]
-        for probe in found:
-            probe.bind((LOOPBACK, 0))
-        return [probe.getsockname()[1] for probe in found]
+@contextmanager
+def explaining_port(child: Child, port: int) -> Iterator[None]:
+    """Add to the error of a child's death that another process uses its port, which was free when it was chosen."""
+    try:
+        yield
+    except ChildError as error:
+        if child.process.returncode is None or is_free(LOOPBACK, port):
+            raise
+        used = f"another process uses port {port}, which was free when it was chosen for {child.name}"
+        raise ChildError(f"{used}; start again\n{error}") from error
 
 
 def valkey_binary() -> str:
@@ -157,15 +159,17 @@ class LocalService:
         """Start the engines at the same time and return their addresses once all are healthy."""
         pins = self.pins
         names = ["engine"] if len(pins) == 1 else [f"engine-{index}" for index in range(len(pins))]
-        urls = [f"http://{LOOPBACK}:{port}" for port in free_ports(len(pins))]
+        ports = free_ports(LOOPBACK, len(pins), {self.config.port})
+        urls = [f"http://{LOOPBACK}:{port}" for port in ports]
         places = [f"{name} ({pin.label})" if pin.label else name for name, pin in zip(names, pins, strict=True)]
         loaded = ", ".join(name for name, _ in self._bases)
         began = asyncio.get_running_loop().time()
         with self.display.step(f"Loading {loaded} into {', '.join(places)}"):
             starts = zip(names, pins, urls, self._base_of_each(len(pins)), strict=True)
             children = [await self._start_engine(name, pin, url, *self._bases[i]) for name, pin, url, i in starts]
-            for child, url in zip(children, urls, strict=True):
-                await self.processes.healthy(child, self._health_check(url), ENGINE_SECONDS)
+            for child, port, url in zip(children, ports, urls, strict=True):
+                with explaining_port(child, port):
+                    await self.processes.healthy(child, self._health_check(url), ENGINE_SECONDS)
         # An engine's death loses only its in-flight answers; the gateway answers by the others, or 503 without others.
         for child, url in zip(children, urls, strict=True):
             self.processes.keep_alive(child, self._health_check(url), ENGINE_SECONDS)
@@ -181,7 +185,6 @@ class LocalService:
 
     async def _supervise(self, children: Sequence[Child], urls: Sequence[str], load_seconds: float) -> list[str]:
         """Let the engines sleep while their base models are idle. Return their addresses."""
-        [port] = free_ports(1)
         numbers = self._base_of_each(len(urls))
         engines = [Engine(child, url, self._health_check(url)) for child, url in zip(children, urls, strict=True)]
         assert self.config.sleep_after is not None
@@ -199,7 +202,7 @@ class LocalService:
             for own, (name, _) in enumerate(self._bases)
         ]
         self._supervisor = Supervisor(bases, self.secrets.internal_token)
-        await self._supervisor.start(LOOPBACK, port)
+        port = await self._supervisor.start(LOOPBACK)
         return [
             f"{url}?wake=http://{LOOPBACK}:{port}/bases/{number}" for url, number in zip(urls, numbers, strict=True)
         ]

@@ -186,10 +186,12 @@ class Supervisor:
         app.router.add_post("/bases/{number}", self._handle)
         self._runner = web.AppRunner(app, access_log=None)
 
-    async def start(self, host: str, port: int) -> None:
+    async def start(self, host: str, port: int = 0) -> int:
+        """Serve, and let the bases sleep. Returns the port. port: 0 for any free one."""
         await self._runner.setup()
         await web.TCPSite(self._runner, host, port).start()
         self._tasks = [asyncio.create_task(base.run()) for base in self._bases]
+        return int(self._runner.addresses[0][1])
 
     async def stop(self) -> None:
         for task in self._tasks:

@@ -1,6 +1,8 @@
 """The parts of `loraplex up` that need no model: ports, and the embedded Valkey."""
 
+import os
 import socket
+import sys
 from contextlib import closing
 from pathlib import Path
 
@@ -8,11 +10,13 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
+from loraplex.up import ports
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
-from loraplex.up.local import LocalService, check_redis
-from loraplex.up.ports import UpError, check_port
+from loraplex.up.local import LocalService, check_redis, explaining_port
+from loraplex.up.ports import UpError, check_port, free_ports
+from loraplex.up.processes import ChildError, ProcessGroup
 from testing.ports import free_port
 
 
@@ -34,6 +38,49 @@ def test_a_port_in_use_is_refused_and_a_free_one_is_not():
         with pytest.raises(UpError, match=rf"127\.0\.0\.1 port {port}: Address already in use; choose another"):
             check_port("127.0.0.1", port)
     check_port("127.0.0.1", free_port())
+
+
+@pytest.mark.usefixtures("starts_servers")
+def test_chosen_ports_are_free_and_the_system_gives_them_to_nobody(tmp_path, monkeypatch):
+    """The system gives ports of its range to outgoing connections, between the choice and the program's start."""
+    setting = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(ports, "EPHEMERAL", setting)
+    for text, low, high in (("10006\t65535\n", 10_000, 10_005), ("10000 65529", 65_530, 65_535)):
+        setting.write_text(text)
+        with closing(socket.socket()) as taken:
+            found = free_ports("127.0.0.1", 2, {low})
+            assert len(set(found)) == 2
+            assert low < min(found) <= max(found) <= high
+            taken.bind(("127.0.0.1", found[0]))
+            assert found[0] not in free_ports("127.0.0.1", 2, {low})
+    setting.write_text("1024 65535")
+    assert len(set(free_ports("127.0.0.1", 3))) == 3
+    setting.unlink()
+    assert all(port < 32_768 for port in free_ports("127.0.0.1", 100))
+    with pytest.raises(UpError, match=r"192\.0\.2\.1 has no 1 free ports"):
+        free_ports("192.0.2.1", 1)
+
+
+@pytest.mark.usefixtures("starts_servers")
+async def test_a_start_that_fails_for_a_port_that_was_taken_says_so(tmp_path):
+    """An engine that runs and is not healthy uses the port itself."""
+    [port] = free_ports("127.0.0.1", 1)
+    group = ProcessGroup(tmp_path)
+    dead = await group.start("engine", (sys.executable, "-c", "raise SystemExit(1)"), os.environ)
+    runs = await group.start("other", (sys.executable, "-c", "import time; time.sleep(600)"), os.environ)
+    await dead.process.wait()
+    try:
+        with pytest.raises(ChildError, match=r"^engine exited with code 1;"), explaining_port(dead, port):
+            raise dead.death()
+        with closing(socket.socket()) as taken:
+            taken.bind(("127.0.0.1", port))
+            expected = rf"^another process uses port {port}.* for engine; start again\nengine exited with code 1;"
+            with pytest.raises(ChildError, match=expected), explaining_port(dead, port):
+                raise dead.death()
+            with pytest.raises(ChildError, match=r"^other was not ready"), explaining_port(runs, port):
+                raise runs.failure("was not ready")
+    finally:
+        await group.stop(lambda name: None)
 
 
 @pytest.mark.usefixtures("starts_servers")
