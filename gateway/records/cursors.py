@@ -1,14 +1,16 @@
-"""Cursors of lists: the position of a page's last row, as text that a client sends back and can alter."""
+"""Cursors of lists: the position of a page's last row, as text that a client sends back and can alter.
+
+The encoding serves sealed texts too (gateway/access/sealed_texts.py).
+"""
 
 from base64 import urlsafe_b64decode, urlsafe_b64encode
-from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import msgspec
 
 
-def encode_cursor(position: Sequence[Any]) -> str:
+def encode_cursor(position: Any) -> str:
     """Return a position as a cursor, opaque to clients."""
     return urlsafe_b64encode(msgspec.json.encode(position)).decode().rstrip("=")
 

@@ -4,7 +4,6 @@ Each log-in makes a new token, so nobody who knew an earlier token can use the n
 own, so that no other site can log a browser in to a session of the site's choice.
 """
 
-import base64
 import hmac
 import math
 import secrets
@@ -12,7 +11,6 @@ import time
 from datetime import timedelta
 from urllib.parse import urlencode
 
-import msgspec
 from aiohttp import web
 
 from gateway.access.auth import Authenticator
@@ -20,6 +18,7 @@ from gateway.access.caller import CALLER
 from gateway.access.login_audit import NOBODY, LoginAudit
 from gateway.access.page_guard import NO_STORE, continue_page, read_form, refuse_other_sites, safe_next
 from gateway.access.roles import ADMIN_PATH, CONSOLE_PATH
+from gateway.access.sealed_texts import sealed, unsealed
 from gateway.access.sessions import COOKIE, VISITOR, Identity, Sessions, by_bootstrap_key, by_key
 from gateway.access.throttle import FailedLogins, client_network
 from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
@@ -28,6 +27,8 @@ from gateway.process.admin_port import is_admin_port
 from wire.bounded_dict import BoundedDict
 
 LOGIN_COOKIE = "loraplex_login"
+# Purpose of the seal of a refusal's message.
+REFUSAL = "log-in-refusal"
 # Rate of log-ins per key or person, and per tenant, which may have 100 keys: a burst, then one every so many seconds.
 # Each writes an audit entry.
 LOGIN_BURST, LOGIN_SECONDS = 10, 6.0
@@ -199,20 +200,20 @@ class LoginPages:
         if not isinstance(error, Unavailable):
             await self._throttle.count_form(request)
             await self._audit.failed(home_of_request(request), error.message)
+        return self.refuse_stale(request, then, error)
+
+    def refuse_stale(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
+        """Return the form with a reason that says nothing about the person, and does not count as a failed log-in."""
         return self._form(request, then, error.message, status=error.status)
 
     def _refused(self, home: str, then: str, message: str, status: int) -> web.Response:
         """Redirect to the form, so that Reload sends no key again. The URL has the message, sealed against forgery."""
-        text = base64.urlsafe_b64encode(msgspec.json.encode((status, message))).decode().rstrip("=")
-        query = urlencode({"refused": f"{text}.{self._auth.seal('log-in-refusal', text)}", "next": then})
+        query = urlencode({"refused": sealed(self._auth.seal, REFUSAL, (status, message)), "next": then})
         return web.Response(status=303, headers={"Location": f"{home}/login?{query}", **NO_STORE})
 
     def _unsealed(self, refused: str) -> tuple[int, str | None]:
         """Return the status and the message of a refusal; (200, None) for one that this gateway did not seal."""
-        text, _, seal = refused.partition(".")
-        if not hmac.compare_digest(seal.encode("utf-8", "replace"), self._auth.seal("log-in-refusal", text).encode()):
-            return 200, None
-        return msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=tuple[int, str])
+        return unsealed(self._auth.seal, REFUSAL, refused, tuple[int, str]) or (200, None)
 
     def _form(self, request: web.Request, then: str, message: str | None = None, status: int = 200) -> web.Response:
         home, csrf = home_of_request(request), request.cookies.get(LOGIN_COOKIE, "")

@@ -1,6 +1,5 @@
 """`/admin/login/oidc` and `/console/login/oidc`: log-in at the OpenID Connect provider."""
 
-import base64
 import hmac
 import re
 import secrets
@@ -15,6 +14,7 @@ from gateway.access.caller import CALLER
 from gateway.access.oidc import LoginRefused, Oidc
 from gateway.access.page_guard import NO_STORE, safe_next
 from gateway.access.roles import ADMIN_PATH, ADMIN_ROLES, TENANT_ROLES
+from gateway.access.sealed_texts import sealed, unsealed
 from gateway.access.sessions import Identity
 from gateway.errors import Forbidden, RecordNotFound, TooManyFailures, Unavailable
 from gateway.pages.login.login import LoginPages, home_of_request
@@ -22,6 +22,8 @@ from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
 
 STATE_COOKIE = "loraplex_oidc"
+# Purpose of the seal of a log-in's state.
+STATE = "oidc-state"
 # Maximum time for a log-in at the provider.
 STATE_SECONDS = 600
 MAX_USED = 10_000
@@ -29,7 +31,13 @@ MAX_USED = 10_000
 # because a tenant's person can send requests from the playground.
 PLAIN_SUBJECT = re.compile(r"[A-Za-z0-9._@|:-]{1,27}")
 HASHED_CHARS = 24
-STALE = "This log-in was not begun here, has expired or was used already. Begin it again."
+
+
+class StaleLogin(LoginRefused):
+    """The browser has begun no such log-in."""
+
+    def __init__(self) -> None:
+        super().__init__("This log-in was not begun here, has expired or was used already. Begin it again.")
 
 
 class _State(msgspec.Struct, frozen=True):
@@ -71,7 +79,7 @@ class OidcPages:
         caller = CALLER.get()
         response.set_cookie(
             STATE_COOKIE,
-            self._sealed(kept),
+            sealed(self._auth.seal, STATE, kept),
             path=f"{home}/login/oidc",
             max_age=STATE_SECONDS,
             httponly=True,
@@ -97,6 +105,9 @@ class OidcPages:
             self._pages.count(person)
         except TooManyFailures as error:
             return self._pages.too_many(request, then, error)
+        except StaleLogin as error:
+            # Not counted: it costs no request to the provider, and any site can make a browser send it.
+            response = self._pages.refuse_stale(request, then, error)
         except (LoginRefused, Forbidden, Unavailable) as error:
             response = await self._pages.refuse_oidc(request, then, error)
         else:
@@ -128,21 +139,16 @@ class OidcPages:
             raise web.HTTPNotFound
         return self._oidc
 
-    def _sealed(self, kept: _State) -> str:
-        text = base64.urlsafe_b64encode(msgspec.json.encode(kept)).decode().rstrip("=")
-        return f"{text}.{self._auth.seal('oidc-state', text)}"
-
     async def _unsealed(self, request: web.Request) -> _State:
-        """Return the state of the log-in that the browser began. Raises LoginRefused."""
-        text, _, seal = request.cookies.get(STATE_COOKIE, "").partition(".")
-        if not hmac.compare_digest(seal.encode("utf-8", "replace"), self._auth.seal("oidc-state", text).encode()):
-            raise LoginRefused(STALE)
-        kept = msgspec.json.decode(base64.urlsafe_b64decode(text + "=" * (-len(text) % 4)), type=_State)
+        """Return the state of the log-in that the browser began. Raises StaleLogin."""
+        kept: _State | None = unsealed(self._auth.seal, STATE, request.cookies.get(STATE_COOKIE, ""), _State)
+        if kept is None:
+            raise StaleLogin
         given = request.query.get("state", "").encode("utf-8", "replace")
         if not hmac.compare_digest(given, kept.state.encode()) or time.time() > kept.until:
-            raise LoginRefused(STALE)
+            raise StaleLogin
         if not await self._use(kept):
-            raise LoginRefused(STALE)
+            raise StaleLogin
         return kept
 
     async def _use(self, kept: _State) -> bool:

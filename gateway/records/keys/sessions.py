@@ -86,16 +86,16 @@ class SessionRecords:
     async def find(self, token_hash: str) -> Session | None:
         """Return the session of a token, over or not; None if there is none."""
         async with self._database.read() as connection:
-            row = (await connection.execute(_SESSIONS.where(sessions.c.token_hash == token_hash))).one_or_none()
-        return None if row is None else _session(row)
+            row = (await connection.execute(SESSIONS.where(sessions.c.token_hash == token_hash))).one_or_none()
+        return None if row is None else read_session(row)
 
     async def list(self, limit: int, tenant_id: str | None = None) -> Sequence[Session]:
         """Return the newest sessions of everyone, or of a tenant."""
-        query = _SESSIONS.order_by(sessions.c.created_at.desc(), sessions.c.id).limit(limit)
+        query = SESSIONS.order_by(sessions.c.created_at.desc(), sessions.c.id).limit(limit)
         if tenant_id is not None:
             query = query.where(sessions.c.tenant_id == tenant_id)
         async with self._database.read() as connection:
-            return [_session(row) for row in (await connection.execute(query)).all()]
+            return [read_session(row) for row in (await connection.execute(query)).all()]
 
     async def remove(self, session_id: str, actor: str, action: str) -> None:
         """End a session. action: name of the audit entry's action. Raises RecordNotFound."""
@@ -126,7 +126,8 @@ class SessionRecords:
             return (await connection.execute(delete(sessions).where(is_over))).rowcount
 
 
-_SESSIONS: Select[Any] = select(
+# Sessions with their tenants.
+SESSIONS: Select[Any] = select(
     *(column.label(f"session_{column.name}") for column in sessions.c if column.name != "tenant_id"), tenants
 ).join_from(sessions, tenants, isouter=True)
 
@@ -134,13 +135,14 @@ _SESSIONS: Select[Any] = select(
 async def _locked(connection: AsyncConnection, session_id: str) -> Session:
     found = None
     if SESSION_ID.fullmatch(session_id):
-        query = _SESSIONS.where(sessions.c.id == session_id).with_for_update(of=sessions)
+        query = SESSIONS.where(sessions.c.id == session_id).with_for_update(of=sessions)
         found = (await connection.execute(query)).one_or_none()
     if found is None:
         raise RecordNotFound("There is no session of this id.", param="id")
-    return _session(found)
+    return read_session(found)
 
 
-def _session(row: Row[Any]) -> Session:
+def read_session(row: Row[Any]) -> Session:
+    """Return the session of a row of SESSIONS."""
     of_session = {name: row._mapping[f"session_{name}"] for name in Session.__struct_fields__ if name != "tenant"}
     return Session(**of_session, tenant=None if row.id is None else read_tenant(row))

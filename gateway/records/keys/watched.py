@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from sqlalchemy import Row, select
+from sqlalchemy import select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.keys.session_table import sessions
+from gateway.records.keys.sessions import SESSIONS, read_session
 from gateway.records.tables import tenants
 from gateway.records.tenants.tenants import Tenant, read_tenant
 
@@ -31,20 +32,10 @@ async def find_watched(connection: AsyncConnection, ids: Sequence[str]) -> list[
         rows = await connection.execute(select(tenants).where(tenants.c.id.in_(of_tenants)))
         found += [Watched(f"{TENANT_ITSELF}{row.id}", read_tenant(row), row.created_at) for row in rows]
     if of_sessions := _without(SESSION_ITSELF, ids):
-        rows = await connection.execute(_SESSIONS.where(sessions.c.id.in_(of_sessions)))
-        found += [_session(row) for row in rows]
+        rows = await connection.execute(SESSIONS.where(sessions.c.id.in_(of_sessions)))
+        for each in map(read_session, rows):
+            found.append(Watched(f"{SESSION_ITSELF}{each.id}", each.tenant, each.created_at, each.expires_at))
     return found
-
-
-_OWN = ("id", "created_at", "expires_at")
-_SESSIONS = select(*(sessions.c[name].label(f"session_{name}") for name in _OWN), tenants).join_from(
-    sessions, tenants, isouter=True
-)
-
-
-def _session(row: Row[Any]) -> Watched:
-    tenant = None if row.id is None else read_tenant(row)
-    return Watched(f"{SESSION_ITSELF}{row.session_id}", tenant, row.session_created_at, row.session_expires_at)
 
 
 def _without(prefix: str, ids: Sequence[str]) -> list[str]:

@@ -122,6 +122,24 @@ async def test_wrong_answers_of_the_provider_count_by_address_and_fill_nothing(
                 assert (await browser.get("/admin/")).status == 200
 
 
+# The provider's own libraries warn of each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_another_site_cannot_lock_people_out_by_answers_to_log_ins_that_nobody_began(serve: Any):
+    """A page of the site has images with these addresses, which its visitors' browsers load without a cookie."""
+    settings = {"oidc_client_id": "loraplex", "oidc_client_secret": "s", "oidc_roles": "ops=operator"}
+    with provider(ann=["ops"]) as url:
+        async with serve(oidc_issuer=url, **settings) as gateway:
+            for home in ("/admin", "/console"):
+                for query in ("error=access_denied", "state=guess&code=guess"):
+                    for _ in range(10):
+                        assert (await gateway.nobody.get(f"{home}/login/oidc/return?{query}")).status == 401
+            async with Browser(gateway.url, "/admin") as browser:
+                assert (await browser.get(await at_provider(browser, "ann"))).status == 200
+                assert (await browser.get("/admin/")).status == 200
+            audit = (await gateway.admin.get("/admin/api/audit?action=login.failed")).json["data"]
+            assert audit == []
+
+
 def test_many_keys_of_a_tenant_share_a_rate_of_log_ins():
     """Each log-in writes to the audit: with 100 keys they were 1,000 a minute, and displaced its older entries."""
     rate, tenant, other = LoginRate(), principal().tenant, principal().tenant
