@@ -4,7 +4,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from gateway.access.page_guard import PageGuard
-from gateway.access.scopes import Guards
+from gateway.access.scopes import AUTH, Guards
 from gateway.api.access_log import add_request_id, hide_server, observe
 from gateway.api.cors import allow_origins, answer_preflights
 from gateway.api.inference.delivery import DELIVERIES
@@ -50,7 +50,7 @@ async def make_app(settings: Settings) -> web.Application:
     app.cleanup_ctx.extend(Lifecycle(gateway).contexts())
     app[BODY_TIMEOUT], app[BODY_MEMORY] = settings.body_timeout, gateway.body_memory
     app[METRICS], app[DATABASE], app[REGISTRY] = resources.metrics, resources.database, gateway.serving.registry
-    app[DELIVERIES] = gateway.deliveries
+    app[DELIVERIES], app[AUTH] = gateway.deliveries, gateway.records.auth
     app[QUOTA], app[LEDGER] = billing.quota, billing.ledger
     app[DRAIN], app[CONNECTIONS] = gateway.drain, gateway.connections
     app[TRUST_TRACEPARENT] = settings.trust_traceparent

@@ -207,19 +207,19 @@ class Authenticator:
         return None if self._admin_hash is None else self._hash("bootstrap-proof", self._admin_hash)
 
     @asynccontextmanager
-    async def while_valid(self, principal: TenantPrincipal) -> AsyncIterator[None]:
-        """Cancel the block, as a time-out would, once the key is revoked or expired or its tenant suspended or deleted.
+    async def while_valid(self, watched: tuple[str, ...]) -> AsyncIterator[None]:
+        """Cancel the block, as a time-out would, once a key is revoked or expired or its tenant suspended or deleted.
 
-        Raises InvalidKey or Forbidden on cancellation.
+        watched: as in TenantPrincipal. Raises InvalidKey or Forbidden on cancellation.
         """
         try:
             async with asyncio.timeout(None) as limit:
-                with self.running.add(principal.watched, limit):
+                with self.running.add(watched, limit):
                     yield
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise await self.problem_of(principal.watched) from error
+            raise await self.problem_of(watched) from error
 
     async def problem_of(self, keys: Iterable[str]) -> GatewayError:
         """Return the error of a running request that was ended because of these keys."""

@@ -8,6 +8,9 @@ from aiohttp import web
 from gateway.access.auth import Authenticator, TenantPrincipal
 from gateway.access.page_guard import PageGuard
 from gateway.access.roles import Role, check_role
+from gateway.access.sessions import VISITOR
+from gateway.records.keys.keys import KEY_ID
+from gateway.records.keys.watched import SESSION_ITSELF
 from gateway.sharing.rounds import Rounds
 
 # Scope that a route requires. admin: an admin key. any: any key of a tenant. page: a browser's session, no key.
@@ -20,6 +23,17 @@ ACTOR = web.RequestKey("actor", str)
 ROLE: web.RequestKey[Role] = web.RequestKey("role")
 # Tenant and key, on routes with one of the other scopes, and on pages of the console.
 PRINCIPAL = web.RequestKey("principal", TenantPrincipal)
+# Key of the application, for long answers.
+AUTH = web.AppKey("auth", Authenticator)
+
+
+def watched_by(request: web.Request) -> tuple[str, ...]:
+    """Return what must stay valid while a request is answered, as in TenantPrincipal; of a route with a scope."""
+    if PRINCIPAL in request:
+        return request[PRINCIPAL].watched
+    actor, visitor = request[ACTOR], request.get(VISITOR)
+    key = (actor,) if KEY_ID.fullmatch(actor) else ()
+    return key if visitor is None else (*key, f"{SESSION_ITSELF}{visitor.session_id}")
 
 
 class Guards:

@@ -75,7 +75,7 @@ class AdapterCaller(Struct, frozen=True):
             limits.max_concurrent_uploads,
             UploadSize(most if size is None else min(size, most), limits.upload_bytes_per_minute, size is not None),
         )
-        async with auth.while_valid(self.principal), slot as received:
+        async with auth.while_valid(self.principal.watched), slot as received:
             yield received
 
 

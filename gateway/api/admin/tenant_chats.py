@@ -1,7 +1,7 @@
 """Requests of an operator to a tenant's models. The tenant's limits, fair share and ledger apply.
 
-The usage row's key id is OPERATOR_KEY followed by the operator's key, and the audit log gets an entry. Neither
-contains the prompt.
+The usage row's key id is OPERATOR_KEY followed by the operator's key id, or by PERSON, and the audit log gets an entry.
+Neither contains the prompt.
 """
 
 from typing import Literal
@@ -9,10 +9,9 @@ from typing import Literal
 from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
-from gateway.access.auth import TenantPrincipal
+from gateway.access.auth import BOOTSTRAP_KEY_ID, TenantPrincipal
 from gateway.access.caller import OPERATOR_KEY, note_key
-from gateway.access.scopes import ACTOR, PRINCIPAL
-from gateway.access.sessions import VISITOR
+from gateway.access.scopes import ACTOR, PRINCIPAL, watched_by
 from gateway.api.inference.completions import Completions
 from gateway.api.requests.fields import json_response
 from gateway.errors import Forbidden
@@ -20,11 +19,11 @@ from gateway.records.adapters.list import AdapterList
 from gateway.records.audit import Audit
 from gateway.records.bases.registry import Bases
 from gateway.records.keys.keys import KEY_ID
-from gateway.records.keys.watched import SESSION_ITSELF, TENANT_ITSELF
+from gateway.records.keys.watched import TENANT_ITSELF
 from gateway.records.tenants.tenants import Tenant, Tenants
 
-# Most characters of a `key_id`.
-MAX_KEY_ID = 32
+# Stands for a person who logged in without a key. The audit names the person, whom the tenant need not know.
+PERSON = "oidc"
 
 
 class NamedModel(Struct, frozen=True, kw_only=True):
@@ -88,19 +87,16 @@ class TenantChats:
         tenant = await self._tenants.get(request.match_info["tenant"])
         if tenant.suspended:
             raise Forbidden("This tenant is suspended; resume it first.", code="tenant_suspended")
-        visitor = request.get(VISITOR)
-        session_id = None if visitor is None else visitor.session_id
-        principal = request[PRINCIPAL] = operators_principal(tenant, request[ACTOR], session_id)
+        principal = request[PRINCIPAL] = operators_principal(tenant, request[ACTOR], watched_by(request))
         await self._audit.add(request[ACTOR], "playground.request", tenant.name, {}, tenant=tenant.name)
         note_key(principal.key_id, tenant.name, tenant.id)
 
 
-def operators_principal(tenant: Tenant, actor: str, session_id: str | None = None) -> TenantPrincipal:
+def operators_principal(tenant: Tenant, actor: str, watched: tuple[str, ...]) -> TenantPrincipal:
     """Return the principal of an operator who acts for a tenant. Only the tenant's limits apply to it.
 
-    session_id: of the operator's browser; None for a request with a key.
+    watched: the operator's key and session, which must stay valid like the tenant.
     """
-    key = [actor] if KEY_ID.fullmatch(actor) else []
-    session = [] if session_id is None else [f"{SESSION_ITSELF}{session_id}"]
-    watched = (f"{TENANT_ITSELF}{tenant.id}", *key, *session)
-    return TenantPrincipal(key_id=f"{OPERATOR_KEY}{actor}"[:MAX_KEY_ID], tenant=tenant, watched=watched)
+    shown = actor if KEY_ID.fullmatch(actor) or actor == BOOTSTRAP_KEY_ID else PERSON
+    every = (f"{TENANT_ITSELF}{tenant.id}", *watched)
+    return TenantPrincipal(key_id=f"{OPERATOR_KEY}{shown}", tenant=tenant, watched=every)

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from gateway.access.scopes import PRINCIPAL
+from gateway.access.scopes import AUTH, PRINCIPAL, watched_by
 from gateway.api.inference.delivery import DELIVERIES, ClientGone
 from gateway.errors import GatewayError
 from wire.csv_cells import csv_lines
@@ -24,8 +24,9 @@ OPERATORS = "operators"
 async def send_file(request: web.Request, name: str, kind: str, parts: AsyncIterator[bytes]) -> web.StreamResponse:
     """Stream a file to save, for at most EXPORT_SECONDS. kind: its media type.
 
-    A failure or a time-out breaks the connection, so that nobody takes a part for the whole file. A client that reads
-    too slowly is cut off like the reader of an answer (gateway/api/inference/delivery.py).
+    A failure, a time-out or the end of the key or session breaks the connection, so that nobody takes a part for the
+    whole file. A client that reads too slowly is cut off like the reader of an answer
+    (gateway/api/inference/delivery.py).
     """
     headers = {
         "Content-Disposition": f'attachment; filename="{name}"',
@@ -46,7 +47,7 @@ async def send_file(request: web.Request, name: str, kind: str, parts: AsyncIter
     except ClientGone:
         return response
     try:
-        async with asyncio.timeout(EXPORT_SECONDS):
+        async with asyncio.timeout(EXPORT_SECONDS), request.config_dict[AUTH].while_valid(watched_by(request)):
             async for part in parts:
                 await delivery.write(response, part)
             await response.write_eof()

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 
 from gateway.access.oidc import LoginRefused, Oidc, Provider, challenge_of, parse_grant
 from gateway.settings import SettingsError
-from testing.gateway.running import Browser, Gateway
+from testing.gateway.running import Browser, Gateway, until
 
 ROLES = "ops=operator,finance=billing,acme-dev=tenant_member:acme,acme-boss=tenant_admin:acme"
 CLIENT = "loraplex"
@@ -78,6 +78,33 @@ async def test_people_log_in_with_the_role_of_their_groups(serve: Any):
                 "Your groups give you no role here. Ask the operator to map one of them."
             }
             await check_replays(gateway)
+
+
+# The provider's own libraries warn of each other.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+async def test_a_tenant_sees_no_person_behind_an_operators_request(serve: Any):
+    """The subject may be an e-mail address. The operators' audit has it."""
+    with provider(**{"ann@ops.example": ["ops"]}) as url:
+        async with serve(oidc_issuer=url, oidc_client_id=CLIENT, oidc_client_secret="s", oidc_roles=ROLES) as gateway:
+            acme = await gateway.tenant("acme")
+            async with Browser(gateway.url, "/admin") as browser:
+                assert (await browser.get(await at_provider(browser, "ann@ops.example"))).status == 200
+                body = {"model": "base", "messages": [{"role": "user", "content": "hi"}]}
+                chat, headers = "/admin/playground/acme/chat", {"x-csrf": await browser.csrf()}
+                for limits, status in (({}, 200), ({"max_tokens": 10_000_000}, 400)):
+                    asked = await browser.call("POST", chat, json=body | limits, headers=headers)
+                    assert asked.status == status, asked.body
+
+            async def are_on_record() -> bool:
+                return len((await acme.get("/v1/requests")).json["data"]) == 2
+
+            await until(are_on_record)
+            paths = ("/v1/requests", "/v1/usage?group_by=key", "/v1/audit?action=playground")
+            answers = [(await acme.get(path)).body.decode() for path in paths]
+            assert [text.count("operator:oidc") for text in answers] == [2, 1, 0]
+            assert not [text for text in answers if "ann" in text]
+            audit = (await gateway.admin.get("/admin/api/audit?action=playground.request")).json["data"]
+            assert {entry["actor"] for entry in audit} == {"oidc:ann@ops.example"}
 
 
 async def check_replays(gateway: Gateway) -> None:

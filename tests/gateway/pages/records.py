@@ -12,16 +12,20 @@ import aiohttp
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from gateway.access.auth import BOOTSTRAP_KEY_ID, Authenticator
+from gateway.access.scopes import ACTOR, AUTH
 from gateway.api.access_log import REQUEST_ID
 from gateway.api.inference.delivery import DELIVERIES, Deliveries
 from gateway.billing.writer import UsageWriter
 from gateway.error_boundary import error_boundary
 from gateway.errors import Exceeded
 from gateway.metrics import Metrics
+from gateway.records.changes import Changes
 from gateway.records.database import Database
+from gateway.records.keys.keys import Keys
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from testing.gateway.rows import NOON
-from testing.gateway.running import Answer, Browser
+from testing.gateway.running import PEPPER, Answer, Browser
 from tests.gateway.pages.conftest import Reader
 
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"
@@ -71,7 +75,7 @@ class Tags(HTMLParser):
 
 @web.middleware
 async def named(request: web.Request, handler: Any) -> web.StreamResponse:
-    request[REQUEST_ID] = "req_page"
+    request[REQUEST_ID], request[ACTOR] = "req_page", BOOTSTRAP_KEY_ID
     return await handler(request)
 
 
@@ -80,6 +84,9 @@ async def serving(handlers: Mapping[str, Any]) -> AsyncIterator[Reader]:
     """Serve handlers of GET by their paths, behind the middleware that makes errors into answers."""
     app = web.Application(middlewares=[named, error_boundary])
     app[DELIVERIES] = Deliveries(Metrics(), reader_bytes=2**20, total_bytes=2**25, least_rate=1024.0, window=60.0)
+    # No key can become invalid, so the authenticator asks no database.
+    nothing: Any = None
+    app[AUTH] = Authenticator(Keys(nothing), PEPPER, None, Changes(nothing))
     for path, handler in handlers.items():
         app.router.add_get(path, handler)
     server = TestServer(app)
