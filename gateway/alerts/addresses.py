@@ -13,6 +13,8 @@ from gateway.errors import BadRequest
 
 MAX_URL_CHARS = 1024
 MAIL = re.compile(r"mailto:[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63}){0,8}")
+# Last part of a host that is an address (the URL standard's "ends in a number").
+NUMBER = re.compile(r"[0-9]+|0[xX][0-9a-fA-F]*")
 EXPECTED = "expected an https:// URL without a user name, or mailto: with one address"
 # IPv6 networks that `ipaddress` calls global in some versions of Python. Addresses of the first line stand for IPv4
 # addresses, which may be private; the second line is reserved (IANA's registry of special-purpose addresses).
@@ -75,11 +77,14 @@ def is_public(address: str) -> bool:
 
 
 def is_private_literal(host: str) -> bool:
-    """Return whether a host is written as an IP address that is not public."""
+    """Return whether a host is written as an IP address that is not public, or in another form of an address.
+
+    Systems read `127.1`, `0x7f000001` and `127.0.0.1.` as addresses, and a client may then ask no resolver.
+    """
     try:
         return not is_public(host)
     except ValueError:
-        return False
+        return NUMBER.fullmatch(host.rstrip(".").rpartition(".")[2]) is not None
 
 
 class PublicResolver(AbstractResolver):

@@ -10,6 +10,7 @@ import msgspec
 from sqlalchemy import Row, Select, delete, func, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from gateway.alerts.addresses import shown_url
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.database import Database
@@ -117,9 +118,9 @@ class Webhooks:
                 await connection.execute(insert(webhooks).values(**new, **values))
             else:
                 await connection.execute(update(webhooks).where(this).values(**values))
-            detail = {"types": types}
-            of = None if tenant is None else tenant.name
-            await record_change(connection, actor, "webhook.put", name, detail, tenant=of)
+            of, detail = None if tenant is None else tenant.name, {"url": shown_url(url), "types": types}
+            old = None if before is None else {"url": shown_url(before.url), "types": _read_types(before.types)}
+            await record_change(connection, actor, "webhook.put", name, detail, before=old, tenant=of)
             return await _get(connection, name), before is None
 
     async def delete(self, name: str, actor: str) -> None:
@@ -214,7 +215,11 @@ def select_webhooks() -> Select[Any]:
     return select(webhooks, tenants.c.name.label("tenant")).outerjoin(tenants, tenants.c.id == webhooks.c.tenant_id)
 
 
+def _read_types(text: str) -> tuple[str, ...] | None:
+    return None if text == ALL_TYPES else tuple(text.strip(",").split(","))
+
+
 def read_webhook(row: Row[Any]) -> Webhook:
-    types = None if row.types == ALL_TYPES else tuple(row.types.strip(",").split(","))
+    types = _read_types(row.types)
     names = ("name", "id", "tenant", "url", "created_at", "failures", "retry_at", "delivered_at", "error")
     return Webhook(types=types, **{name: getattr(row, name) for name in names})

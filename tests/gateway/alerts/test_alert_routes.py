@@ -57,6 +57,22 @@ async def test_a_suspended_tenant_reaches_a_webhook_with_a_right_signature(gatew
     await until(is_recorded)
 
 
+async def test_the_audit_has_where_events_went_before_and_where_they_go(gateway: Gateway):
+    """A person who redirects the events of others leaves a trace, without the paths, which often hold secrets."""
+    for given in (
+        {"url": "https://a.example/secret"},
+        {"url": "https://b.example:8443/secret", "types": ["engine.up"]},
+    ):
+        assert (await gateway.admin.call("PUT", f"{HOOKS}/w", json=given)).status in (200, 201)
+    [changed, added] = (await gateway.admin.get("/admin/api/audit?action=webhook.put")).json["data"]
+    first = {"url": "https://a.example/...", "types": None}
+    assert (added["detail"], added["before"]) == (first, None)
+    assert (changed["detail"], changed["before"]) == (
+        {"url": "https://b.example:8443/...", "types": ["engine.up"]},
+        first,
+    )
+
+
 async def test_the_secret_is_shown_once_and_the_path_never(gateway: Gateway, target: Target):
     answers = [await gateway.admin.call("PUT", f"{HOOKS}/w", json={"url": target.url}) for _ in range(2)]
     answers += [await gateway.admin.get(HOOKS), await gateway.admin.get(f"{HOOKS}/w")]

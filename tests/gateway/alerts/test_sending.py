@@ -124,6 +124,23 @@ def test_what_only_operators_may_reach():
         check_url("mailto:a@b.example", (), has_mail=False, is_tenants=False)
 
 
+@pytest.mark.parametrize(
+    "host",
+    [
+        *("127.1", "2130706433", "0x7f000001", "0x7f.1", "0177.0.0.1", "0", "127.0.0.1.", "169.254.169.254."),
+        *("10.0.0.0x1", "[::ffff:127.0.0.1]", "[::ffff:7f00:1]", "[fe80::1%25eth0]"),
+    ],
+)
+def test_other_forms_of_addresses_are_no_hosts_of_tenants(host: str):
+    with pytest.raises(BadRequest, match="public address"):
+        check_url(f"https://{host}/x", (), has_mail=False, is_tenants=True)
+
+
+def test_names_with_numbers_are_hosts_of_tenants():
+    for host in ("8.8.8.8", "127.0.0.1.nip.example", "0x7f.example", "3com.example", "example.x1"):
+        check_url(f"https://{host}/x", (), has_mail=False, is_tenants=True)
+
+
 def test_a_shown_url_has_no_secret():
     assert shown_url("https://hooks.example.com:8443/services/T0/B0/secret") == "https://hooks.example.com:8443/..."
     assert shown_url("https://hooks.example.com/?token=secret") == "https://hooks.example.com/..."
