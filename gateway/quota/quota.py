@@ -370,16 +370,23 @@ class Quota:
         while True:
             await self._has_unsettled.wait()
             self._has_unsettled.clear()
-            try:
-                for tenant_id in list(self._unsettled):
-                    for request_id, used in list(self._unsettled[tenant_id].items()):
-                        await self._store.script(tenant_id, "settle", request_id, *used, b"")
-                        del self._unsettled[tenant_id][request_id]
-                    if not self._unsettled[tenant_id]:
-                        del self._unsettled[tenant_id]
-            except Unavailable:
-                self._has_unsettled.set()
+            for tenant_id in list(self._unsettled):
+                try:
+                    await self._settle_rest(tenant_id)
+                except Unavailable:
+                    # An error of one tenant's keys does not stop the others.
+                    self._has_unsettled.set()
+                    if self._store.away:
+                        break
+            if self._has_unsettled.is_set():
                 await asyncio.sleep(PRESENCE_SECONDS)
+
+    async def _settle_rest(self, tenant_id: str) -> None:
+        for request_id, used in list(self._unsettled[tenant_id].items()):
+            await self._store.script(tenant_id, "settle", request_id, *used, b"")
+            del self._unsettled[tenant_id][request_id]
+        if not self._unsettled[tenant_id]:
+            del self._unsettled[tenant_id]
 
     async def _keep_present(self) -> None:
         while True:

@@ -228,3 +228,21 @@ async def test_what_a_client_took_that_left_meanwhile_is_given_back(quota: Quota
         keeper.cancel()
         await asyncio.wait({keeper})
     await take(quota, who)
+
+
+async def test_a_tenant_whose_settlement_fails_does_not_stop_the_others(redis: Client):
+    quota = Quota(redis, timeout=30.0, lease_seconds=600)
+    broken, other = (principal(tenant={"max_concurrent": 1}) for _ in range(2))
+    key = f"loraplex:{{{broken.tenant.id}}}:held"
+    await redis.set(key, b"of another type")
+    running = await take(quota, other)
+    quota._settle_later(broken.tenant.id, "lost")
+    quota._settle_later(other.tenant.id, running.request_id)
+    keeper = asyncio.create_task(quota.keep_leases())
+    await until(lambda: asyncio.sleep(0, list(quota._unsettled) == [broken.tenant.id]))
+    await take(quota, other)
+    await redis.delete(key)
+    await until(lambda: asyncio.sleep(0, not quota._unsettled))
+    keeper.cancel()
+    await asyncio.wait({keeper})
+    await quota.close()
