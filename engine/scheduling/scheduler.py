@@ -36,9 +36,9 @@ from engine.scheduling.streams import Streams
 FULL = 1 / 3
 # Maximum blocks of the prompts that start in one step: finding and taking a block costs a microsecond, cached or new.
 STARTED_BLOCKS = 8192
-# Maximum number of waiting requests without a ready adapter that a step passes over: with a free seat, a few ms of
-# look-ups (fair share stops at a quarter of it); without one, enough to load the next requests' adapters in advance.
-PASSED_OVER, PREFETCHED = 256, 8
+# Maximum number of waiting requests without a ready adapter that a step passes over: a few ms of look-ups. Fair share
+# stops at a quarter of it.
+PASSED_OVER = 256
 # Maximum number of tenants that a step passes over because their prompts have no room in it.
 WITHOUT_ROOM = 16
 # Minimum time that leaving streams out of a step must save. On a GPU all rows together take less, so none are left out.
@@ -226,8 +226,8 @@ class Scheduler:
         # Each row of logits is as wide as the vocabulary, so memory bounds a step's rows. Without chunked prefill a
         # prompt cannot be cut.
         logits_left = (self._chunked and self._limits.max_prompt_logits) or sys.maxsize
-        nearness = Nearness(self.adapters, self.cache) if self._seats.num_free else None
-        turns = self.policy.turns(prompts, nearness)
+        nearness, has_seat = Nearness(self.adapters, self.cache), self._seats.num_free > 0
+        turns = self.policy.turns(prompts, nearness, has_seat=has_seat)
         while not budget.is_spent and (request := turns.next(admits=admits)) is not None:
             if request.status is Status.FINISHED or request in plan:
                 continue
@@ -239,7 +239,7 @@ class Scheduler:
                 continue
             if is_waiting and not self._adapter_ready(request):
                 passed_over += 1
-                admits = passed_over < (PASSED_OVER if self._seats.num_free else PREFETCHED)
+                admits = passed_over < PASSED_OVER
                 continue
             heavier = set() if request.num_output_tokens else self.policy.heavier(request, self.running)
             # A prompt of a tenant that gives way would delay the light tenant's first token.

@@ -33,6 +33,9 @@ LOOKED_AT = 64
 # adapter would be evicted unused: its tenant pays for the load, so its request comes after those of all tenants that
 # have not loaded yet.
 FAR_LOOKED_AT, FAR_IN_ALL = 4, 64
+# The same while no seat is free: enough to load the next requests' adapters. It must not end the step's look at the
+# others, because a near request may claim a seat.
+FAR_WITHOUT_SEAT = 8
 # Factor by which a tenant's running requests per weight must exceed another tenant's for the other to be light.
 HEAVIER = 2
 # Target of the duration in seconds of a step with prompts, because a prompt that arrives waits for the step's end. It
@@ -69,8 +72,10 @@ class FairShare(TenantPolicy):
         request.turn = (0, 0.0, request.arrival)
         self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
-    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "FairTurns":
-        return FairTurns(self._tenants, in_progress, nearness, self._slack)
+    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> "FairTurns":
+        if has_seat:
+            return FairTurns(self._tenants, in_progress, nearness, self._slack)
+        return FairTurns(self._tenants, in_progress, nearness, 0.0, FAR_WITHOUT_SEAT)
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the newest stream of the tenant furthest ahead; streams that have had their quantum come first."""
@@ -125,9 +130,15 @@ class FairTurns:
     """Turns of one step. Each tenant's prompts in progress come before its queue."""
 
     def __init__(
-        self, tenants: Tenants, in_progress: Iterable[Request], nearness: Nearness | None, slack: float
+        self,
+        tenants: Tenants,
+        in_progress: Iterable[Request],
+        nearness: Nearness | None,
+        slack: float,
+        most_far: int = FAR_IN_ALL,
     ) -> None:
-        self._tenants = tenants
+        """most_far: limit of the requests for adapters off the device."""
+        self._tenants, self._most_far = tenants, most_far
         self._nearness = nearness
         self._slack = slack
         self._prompts: dict[str, list[Request]] = {}
@@ -172,7 +183,7 @@ class FairTurns:
         if self._nearness is not None and self._nearness.is_far(request):
             self._num_far[self._last] += 1
             self._num_far_in_all += 1
-            if self._num_far_in_all == FAR_IN_ALL:
+            if self._num_far_in_all == self._most_far:
                 self._drop_far_tenants(self._nearness)
         return request
 
@@ -233,7 +244,7 @@ class FairTurns:
             queue = self._queues[tenant_id] = [] if account is None else account.queue[LOOKED_AT - 1 :: -1]
         if self._nearness is None or tenant_id in self._near_only:
             return queue
-        if self._num_far[tenant_id] >= FAR_LOOKED_AT or self._num_far_in_all >= FAR_IN_ALL:
+        if self._num_far[tenant_id] >= FAR_LOOKED_AT or self._num_far_in_all >= self._most_far:
             self._near_only.add(tenant_id)
             queue = self._queues[tenant_id] = self._near_queue(tenant_id, self._nearness)
         return queue

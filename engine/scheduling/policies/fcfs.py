@@ -25,7 +25,9 @@ class FirstCome(TenantPolicy):
     def put_back(self, request: Request, now: float) -> None:
         self._tenants.push(self._tenants.accounts[request.tenant_id], request, now)
 
-    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> "ArrivalTurns":
+    def turns(
+        self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True
+    ) -> "ArrivalTurns":
         return ArrivalTurns(self._tenants, in_progress)
 
     def victim(self, running: Sequence[Request]) -> Request:

@@ -87,11 +87,11 @@ class Policy(Protocol):
         """
         ...
 
-    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None) -> Turns:
+    def turns(self, in_progress: Iterable[Request], nearness: Nearness | None, *, has_seat: bool = True) -> Turns:
         """Begin a step.
 
-        nearness: sorts requests of almost equally served tenants; None if no seat is free, so that the least served
-        tenant's request comes first, because it may claim a seat.
+        nearness: None: every request is near. has_seat: whether a seat is free. If so, `nearness` sorts requests of
+        almost equally served tenants. If not, the least served tenant's request comes first, because it may claim one.
         """
         ...
 
