@@ -19,6 +19,7 @@ from testing.gateway.running import Answer, Client, Gateway, running, settings, 
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_model
+from wire.headers import INTERNAL_TOKEN_HEADER
 
 pytestmark = pytest.mark.usefixtures("starts_servers")
 
@@ -204,3 +205,18 @@ def test_a_wrong_supervisor_is_one_clear_error(text: str):
 def test_an_announced_engine_names_no_supervisor():
     with pytest.raises(ValueError, match="options after a"):
         parse_address("http://h:1?wake=http://attacker", None)
+
+
+async def test_a_supervisor_without_a_given_port_listens_on_the_one_that_it_names():
+    supervisor = Supervisor([], TOKEN)
+    port = await supervisor.start("127.0.0.1")
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(
+                f"http://127.0.0.1:{port}/bases/0", headers={INTERNAL_TOKEN_HEADER: TOKEN}
+            ) as answer:
+                assert answer.status == 404
+            async with session.get(f"http://127.0.0.1:{port}/bases/0") as answer:
+                assert answer.status == 401
+    finally:
+        await supervisor.stop()
