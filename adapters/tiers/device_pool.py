@@ -34,8 +34,9 @@ from kernels.weights import LinearWeights, dense
 
 # Limit of the copies in progress, so that the adapters which later copies evict can serve until then.
 MAX_COPYING = 16
-# Limit of the loads into host memory in flight, so that loads follow the order of `ensure`.
-MAX_FETCHING = 4
+# Limits of the loads into host memory in flight, in all, so that loads follow the order of `ensure`, and of one tenant,
+# so that its loads from a slow store delay no other tenant's.
+MAX_FETCHING, MAX_FETCHING_OF_TENANT = 4, 3
 
 
 class Residency(Enum):
@@ -85,6 +86,7 @@ class AdapterPool:
         self._residents = Residents(self._total, time.monotonic())
         self._reservations = Reservations(self._total)
         self._fetching: dict[str, Future[HostAdapter]] = {}
+        self._fetchers: dict[str, str] = {}  # the tenant of each
         self._fetched: deque[tuple[str, Future[HostAdapter]]] = deque()  # appended to by the loading threads
         self._copied: deque[tuple[str, Future[None]]] = deque()  # appended to by the copy thread
         self._errors: dict[str, Exception] = {}
@@ -157,6 +159,7 @@ class AdapterPool:
         if adapter is None:
             if digest not in self._fetching and self._may_fetch(digest, tenant_id):
                 fetch = self._fetching[digest] = self._host.fetch(digest)
+                self._fetchers[digest] = tenant_id
                 fetch.add_done_callback(lambda done: self._fetched.append((digest, done)))
             return Residency.LOADING
         size = self._size(digest, adapter)
@@ -177,7 +180,8 @@ class AdapterPool:
     def _may_fetch(self, digest: str, tenant_id: str) -> bool:
         """Return whether the adapter could be placed or reserved once it is in host memory."""
         is_of_use = digest in self._reservations or not self._reservations.has_tenant(tenant_id)
-        return is_of_use and len(self._fetching) < MAX_FETCHING
+        own = sum(tenant == tenant_id for tenant in self._fetchers.values())
+        return is_of_use and own < MAX_FETCHING_OF_TENANT and len(self._fetching) < MAX_FETCHING
 
     def _ensure_resident(self, digest: str, resident: Resident) -> Residency:
         if resident.ready_at == math.inf:
@@ -253,6 +257,7 @@ class AdapterPool:
         """Drop the adapter's reservation, error and fetch after its last request has left."""
         fetch = self._fetching.pop(digest, None)
         if fetch is not None:
+            del self._fetchers[digest]
             # Without this the load would run for nobody if it has not begun.
             self._host.stop_waiting(digest, fetch)
         self._wanted.pop(digest, None)
@@ -287,7 +292,7 @@ class AdapterPool:
             digest, fetched = self._fetched.popleft()
             if self._fetching.get(digest) is not fetched:
                 continue  # its last request has left
-            del self._fetching[digest]
+            del self._fetching[digest], self._fetchers[digest]
             error = fetched.exception()
             if error is not None:
                 self._errors[digest] = error if isinstance(error, Exception) else RuntimeError(repr(error))

@@ -1,4 +1,4 @@
-"""Loads into host memory for requests whose clients have left."""
+"""Loads into host memory for waiting requests, and for those whose clients have left."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from adapters.tiers.adapter_reader import AdapterReader
-from adapters.tiers.device_pool import MAX_FETCHING, AdapterPool
+from adapters.tiers.device_pool import MAX_FETCHING, MAX_FETCHING_OF_TENANT, AdapterPool
 from adapters.tiers.host_cache import HostCache
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.plan import StepLimits
@@ -43,9 +43,9 @@ class World:
 
         monkeypatch.setattr(AdapterReader, "read", read_later)
 
-    def ask(self, adapter: str) -> Request:
+    def ask(self, adapter: str, tenant_id: str = "acme") -> Request:
         self._arrivals += 1
-        new = NewRequest(str(self._arrivals), [1, 2], SamplingParams(max_tokens=1), adapter, "acme")
+        new = NewRequest(str(self._arrivals), [1, 2], SamplingParams(max_tokens=1), adapter, tenant_id)
         request = Request(new, arrival=self._arrivals)
         self.scheduler.add(request)
         return request
@@ -83,6 +83,7 @@ def test_nothing_is_loaded_for_clients_that_have_left(world: World) -> None:
     for request in asked:
         world.scheduler.abort(request.request_id)
     assert world.host._threads.num_pending == 0
+    assert not world.pool._fetchers
     world.open()
     world.wait_for(lambda: world.host.stats().loads == AT_ONCE)
     assert sorted(world.begun) == sorted(world.digests[:AT_ONCE])
@@ -104,6 +105,17 @@ def test_a_load_goes_on_for_the_request_that_still_waits(world: World) -> None:
         return bool(stays.seat >= 0)
 
     world.wait_for(is_served)
+
+
+def test_a_tenants_slow_loads_leave_one_for_the_others(world: World) -> None:
+    for digest in world.digests[1:]:
+        world.ask(digest, "slow")
+    world.ask(world.digests[0], "slow")
+    world.begin()
+    assert len(world.pool._fetching) == MAX_FETCHING_OF_TENANT < MAX_FETCHING
+    world.ask(world.digests[0], "other")
+    world.scheduler.schedule()
+    assert world.digests[0] in world.pool._fetching
 
 
 def test_one_that_comes_back_has_its_adapter_loaded(world: World) -> None:
