@@ -98,6 +98,12 @@ def test_every_sampling_feature_answers_as_without(
         guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
         assert run(drafting, turns) == expected
 
+    # The drawn requests may be short, or all of one adapter. Hypothesis draws others after any change of the code.
+    params = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
+    whole = [NewRequest(str(i), [5, 9, 30 + i], params, adapter_digest=[None, *digests][i % 3]) for i in range(6)]
+    expected = run(plain, whole)
+    guesses.update({request_id: answer[0] for request_id, answer in expected.items()})
+    assert run(drafting, whole) == expected
     check()
     counts = {count.adapter: count for count in drafting.state().drafts}
     assert {"", *digests} == set(counts)
