@@ -24,6 +24,8 @@ from testing.stack import ROOT
 
 # The report mentions a recovery that takes longer than this many seconds.
 SLOW_TO_SETTLE = 5.0
+# Length of the quiet round where latencies are not judged: it shows only that the neighbour is served afterwards.
+UNJUDGED_QUIET_SECONDS = 0.5
 NUMBERS = itertools.count(1)
 
 
@@ -140,7 +142,8 @@ async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
 async def run_attack(
     attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits, mutations: int = 200
 ) -> Result:
-    """Attack `pairs` times for `seconds` each, every time right before a quiet round of the same length.
+    """Attack `pairs` times for `seconds` each, every time right before a quiet round, of the same length if latencies
+    are judged.
 
     In the quiet round a process of the attacker's priority takes as much CPU time as the attacker took. A real
     attacker has its own machine; here its client takes CPU time from the service, which is no effect of its requests.
@@ -183,7 +186,8 @@ async def run_attack(
             left += (await watch.settled(remains, accepted)).beyond(remains, accepted)
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
-            order = Order(seconds, outcome.cpu / outcome.seconds, outcome.served / outcome.seconds)
+            quiet_seconds = min(seconds, UNJUDGED_QUIET_SECONDS) if limits.latency is None else seconds
+            order = Order(quiet_seconds, outcome.cpu / outcome.seconds, outcome.served / outcome.seconds)
             before, one, outcome = await measure(neighbour, watch, calm, order)
             calm_rounds.append(before)
             merge(quiet_seen, quiet, one, outcome)
