@@ -262,7 +262,7 @@ def stranger(starts_servers: None) -> Iterator[tuple[str, list[str]]]:
             """Log nothing on stderr, which the tests read."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         yield f"http://127.0.0.1:{server.server_port}", seen
         server.shutdown()
