@@ -41,6 +41,15 @@ def loraplex(*arguments: str, timeout: float = 60.0, **options: Any) -> subproce
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, cwd=ROOT, **options)
 
 
+def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
+    """Return the error, after a check that it is one line on stderr, with no traceback and nothing on stdout."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return lines[0]
+
+
 def children(pid: int) -> list[int]:
     """Return the live processes that `pid` started."""
     found = []

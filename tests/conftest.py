@@ -98,8 +98,8 @@ WITH_TRANSFORMERS = frozenset(
         "wire/text/test_tokenizer",
     )
 )
-# The end-to-end tests that share a running demo. The other browser tests start a gateway of their own.
-ON_THE_STACK = re.compile(r"tests/e2e/(test_|browser/test_\w*walk\.py)")
+# The end-to-end tests that share a running demo. The others start a stack or a gateway of their own.
+ON_THE_STACK = re.compile(r"tests/e2e/(test_(?!lifecycle\b)|browser/test_walk\.py)")
 
 
 @pytest.fixture(scope="session")

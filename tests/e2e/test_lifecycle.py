@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -14,17 +13,8 @@ from pathlib import Path
 import pytest
 
 from testing.ports import free_port
-from testing.stack import Answer, Stack, Tenant, children, data_dir, http, loraplex
+from testing.stack import Answer, Stack, Tenant, children, data_dir, http, loraplex, one_line_error
 from testing.tiny import save_model
-
-
-def one_line_error(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the error, after a check that it is one line on stderr, with no traceback and nothing on stdout."""
-    lines = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
-    assert len(lines) == 1, done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    return lines[0]
 
 
 def test_a_port_in_use_is_named_before_anything_starts(tmp_path: Path):
@@ -55,23 +45,6 @@ def test_neither_model_nor_demo(tmp_path: Path):
     done = loraplex("up", "--data-dir", str(tmp_path / "data"))
     assert done.returncode == 2
     assert "--model" in one_line_error(done)
-
-
-def test_a_second_up_on_the_same_data_is_refused(stack: Stack):
-    done = loraplex("up", "--demo", "--port", str(free_port()), "--data-dir", str(stack.data))
-    assert done.returncode == 1
-    assert "another `loraplex up` is running" in one_line_error(done)
-
-
-def test_secrets_are_in_no_command_line(stack: Stack, demo: dict):
-    secrets = {demo["admin_key"], *(t["api_key"] for t in demo["tenants"])}
-    secrets |= set(json.loads((stack.data / "secrets.json").read_text()).values())
-    pids = [stack.process.pid, *children(stack.process.pid)]
-    assert len(pids) == 4
-    shown = "".join(Path(f"/proc/{pid}/cmdline").read_text() for pid in pids)
-    assert not [secret for secret in secrets if secret in shown]
-    for log in (stack.data / "logs").glob("*.log"):
-        assert not [secret for secret in secrets if secret in log.read_text()], log
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60) -> None:
