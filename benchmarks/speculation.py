@@ -20,7 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
 
@@ -41,6 +41,8 @@ from testing.engine import outputs_until_idle
 from wire.text.tokenizer import Tokenizer
 
 RANK = 16
+# Room for all prompts of a load.
+KV_BYTES = 2 << 30
 TEXTS = Path(__file__).with_name("speculation_texts")
 # Least ratio of tokens a second, on against off.
 AIMS = {"copying, c=1": 1.5, "copying, c=8": 1.2, "random text, c=1": 0.98, "random text, c=8": 0.98}
@@ -71,33 +73,37 @@ class Side:
     def start(cls, model: Path, adapters: list[Path], speculation: SpeculativeConfig | None, dtype: str) -> "Side":
         host = HostCache(None, BaseShape.from_config_dir(model), 1 << 30, getattr(torch, dtype))
         config = EngineConfig(
-            model=str(model), dtype=dtype, device="cpu", max_lora_rank=RANK, kv_cache_memory=512 << 20,  # type: ignore[arg-type]
-            adapter_memory=320 << 20, enable_prefix_caching=False, speculative_config=speculation,
+            model=str(model), dtype=dtype, device="cpu", max_lora_rank=RANK, kv_cache_memory=KV_BYTES,  # type: ignore[arg-type]
+            adapter_memory=320 << 20, speculative_config=speculation,
         )  # fmt: skip
         return cls(Engine(config, host), host, [host.add_path(path) for path in adapters])
 
     def run(self, load: str, jobs: list[Job], streams: int) -> None:
-        """Run the jobs, `streams` at a time, and time them from the first decode on: prompts are the same work."""
+        """Run and time the jobs, `streams` at a time, after their prompts are in the prefix cache.
+
+        Otherwise the first streams of a batch would end while the prompts of the others are computed.
+        """
+        self._answers(jobs, streams, max_tokens=1)
         before, drafted, accepted = self.engine.state().num_steps, *self._drafts()
-        answers: list[list[int]] = [[] for _ in jobs]
-        seconds = 0.0
-        for first in range(0, len(jobs), streams):
-            batch = range(first, min(first + streams, len(jobs)))
-            for i in batch:
-                digest = self.digests[i % len(self.digests)]
-                self.engine.add_request(NewRequest(str(i), jobs[i].prompt, jobs[i].params, adapter_digest=digest))
-            began = None
-            for output in outputs_until_idle(self.engine):
-                answers[int(output.request_id)] += output.token_ids
-                if began is None and all(answers[i] for i in batch):
-                    began = time.perf_counter()
-            seconds += time.perf_counter() - (began or 0.0)
+        began = time.perf_counter()
+        answers = self._answers(jobs, streams)
+        self.seconds.setdefault(load, []).append(time.perf_counter() - began)
         after = self._drafts()
-        self.seconds.setdefault(load, []).append(seconds)
-        self.tokens[load] = sum(len(answer) - 1 for answer in answers)
+        self.tokens[load] = sum(len(answer) for answer in answers)
         self.answers[load] = answers
         self.drafts[load] = after[0] - drafted, after[1] - accepted
         self.steps[load] = self.engine.state().num_steps - before
+
+    def _answers(self, jobs: list[Job], streams: int, max_tokens: int | None = None) -> list[list[int]]:
+        answers: list[list[int]] = [[] for _ in jobs]
+        for first in range(0, len(jobs), streams):
+            for i in range(first, min(first + streams, len(jobs))):
+                params = replace(jobs[i].params, max_tokens=max_tokens or jobs[i].params.max_tokens)
+                digest = self.digests[i % len(self.digests)]
+                self.engine.add_request(NewRequest(str(i), jobs[i].prompt, params, adapter_digest=digest))
+            for output in outputs_until_idle(self.engine):
+                answers[int(output.request_id)] += output.token_ids
+        return answers
 
     def _drafts(self) -> tuple[int, int]:
         counts = self.engine.state().drafts
