@@ -18,8 +18,10 @@ from wire.bounded_dict import BoundedDict
 QUANTILE = 0.9
 # The speed rises by 22 % with a faster answer and falls by 2 % with a slower one.
 GAIN = 1.25
-# Tokens a second of a choice, of a server without a known answer.
-FIRST_SPEED = 100.0
+# Tokens a second of a choice, of a server without a known answer: slow, because the client pays for them.
+FIRST_SPEED = 20.0
+# Seconds without a finished answer of the server that count as work: it may stand still.
+SILENT_SECONDS = 120.0
 # Tokens of a choice from which a speed is learnt. Most of a shorter answer's time is its prompt's.
 MIN_TOKENS = 16
 MIN_SECONDS = 0.001
@@ -46,6 +48,8 @@ class Speeds:
 
     def __init__(self) -> None:
         self._speeds = BoundedDict[str, float](MAX_ENGINES)
+        # End of the last finished answer (monotonic) by engine.
+        self._finished = BoundedDict[str, float](MAX_ENGINES)
 
     def count_unread(self, request: Request, ended: float) -> None:
         """Estimate a request's completion if nobody has counted it, or learn from one that was counted.
@@ -57,9 +61,12 @@ class Speeds:
             return
         seconds, is_uncounted = attempts.seconds(ended), not request.completion_tokens
         if request.ending is Ending.FINISHED:
+            self._finished.put(attempts.engine, ended)
             self.learn(attempts.engine, request.completion_tokens / request.choices, seconds)
         elif is_uncounted and (request.is_clients_cause or request.ending in (Ending.CANCELLED, Ending.REVOKED)):
-            each = min(request.reservation.max_tokens, self.tokens(attempts.engine, seconds))
+            silent = min(seconds, ended - self._finished.get(attempts.engine, 0.0))
+            worked = seconds - max(0.0, silent - SILENT_SECONDS)
+            each = min(request.reservation.max_tokens, self.tokens(attempts.engine, worked))
             request.completion_tokens = request.choices * each
 
     def learn(self, engine: str, tokens: float, seconds: float) -> None:

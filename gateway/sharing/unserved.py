@@ -37,6 +37,8 @@ KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
 PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
 # Codes of refusals of requests for which there is no engine at present.
+# Such a refusal is not the client's fault either, so after many of them its next requests wait for a second at most.
+ABSENT_SECONDS = 1.0
 ABSENT = {NoEngine.code, NoEngineOfBase.code, "base_asleep"}
 # The rate of a tenant's keys together is this many times a key's.
 TENANT_RATE = 5
@@ -76,10 +78,11 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
+            is_absent = request.get(ERROR_CODE) in ABSENT
             # A 3xx answers a form, with a session or without. Other 5xx are not the client's fault.
-            is_refused = 300 <= response.status < 500 or request.get(ERROR_CODE) in ABSENT
+            is_refused = is_absent or 300 <= response.status < 500
             if is_refused or request.method in ("GET", "HEAD", "OPTIONS"):
-                self._charge(request, caller, owner, longest)
+                self._charge(request, caller, owner, min(longest, ABSENT_SECONDS) if is_absent else longest)
             return response
 
         return middleware

@@ -61,10 +61,12 @@ def _ephemeral() -> Sequence[int]:
 
 
 def is_free(host: str, port: int) -> bool:
-    """Return whether nothing uses a port of an IPv4 address."""
+    """Return whether nothing uses a port of an IPv4 address. Connections of a process that has ended do not count."""
     with closing(socket.socket()) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
+            probe.listen()  # fails beside a listener, unlike the bind with this option
         except OSError:
             return False
         return True

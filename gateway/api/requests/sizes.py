@@ -17,8 +17,8 @@ MAX_USER_CHARS = 512
 MAX_OTHER_BYTES = 2**20
 # Fields with limits of their own: of their entries, and of their declared members.
 LARGE = {"allowed_token_ids": 2**22, "tools": 2 * MAX_TOOLS_BYTES}
-# Bytes of a character as JSON, at most: an escape. Bytes of a message besides its texts, such as names of fields.
-ESCAPE_BYTES, MESSAGE_BYTES = 6, 256
+# Bytes of a character as JSON, at most: two escapes. Bytes of a message besides its texts, such as names of fields.
+ESCAPE_BYTES, MESSAGE_BYTES = 12, 256
 
 AnyRequest = ChatCompletionRequest | CompletionRequest
 Kind = type[ChatCompletionRequest] | type[CompletionRequest]

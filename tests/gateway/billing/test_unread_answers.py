@@ -2,12 +2,14 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from aiohttp import web
 
 from gateway.billing import estimates
+from gateway.billing.charges import Ending
 from gateway.billing.estimates import MIN_TOKENS, Speeds
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.vllm_double import VllmDouble
@@ -115,6 +117,33 @@ async def test_an_answer_beyond_the_size_limit_is_billed_and_one_that_the_server
         monkeypatch.setattr(VllmDouble, "_answer", broken)
         assert (await other.complete(max_tokens=25)).status == 502
         await until(lambda: billed(other, (1, HI_TOKENS, 0)))
+
+
+class Left(SimpleNamespace):
+    """A whole answer of at most 10,000 tokens. seconds: the time that the server had for it."""
+
+    def __init__(self, seconds: float, ending: Ending = Ending.CANCELLED, completion_tokens: int = 0) -> None:
+        attempts = SimpleNamespace(engine=ENGINE, remembers=False, seconds=lambda ended: seconds)
+        super().__init__(
+            attempts=attempts, reservation=SimpleNamespace(max_tokens=10_000), ending=ending, choices=1,
+            completion_tokens=completion_tokens, is_whole=True, is_clients_cause=False,
+        )  # fmt: skip
+
+
+def test_the_time_of_a_server_that_finishes_nothing_counts_for_two_minutes():
+    speeds = Speeds()
+
+    def billed(seconds: float, ended: float) -> int:
+        left = Left(seconds)
+        speeds.count_unread(left, ended)
+        return left.completion_tokens
+
+    assert billed(600.0, 1000.0) == 120 * estimates.FIRST_SPEED, "no answer is known"
+    speeds.count_unread(Left(10.0, Ending.FINISHED, 300), 1000.0)
+    assert billed(60.0, 1060.0) == 60 * 30
+    # The last answer came 100 s after the request.
+    assert billed(300.0, 1200.0) == (100 + 120) * 30
+    assert billed(300.0, 5000.0) == 120 * 30
 
 
 def test_a_speed_follows_the_servers_fast_answers():

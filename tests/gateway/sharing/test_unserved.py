@@ -292,3 +292,7 @@ async def test_requests_without_an_engine_count(serve: Any, upstream: Upstream, 
         assert (await acme.complete()).error["code"] == "no_engine"
         clock.go.set()
         assert (await waits).headers["Retry-After"] == "1"
+        # The tenant's own requests wait for a second at most, however many were refused.
+        for _ in range(int(3 * RATE)):
+            assert (await mallory.complete()).error["code"] == "no_engine"
+        assert max(clock.slept) == pytest.approx(1.0)

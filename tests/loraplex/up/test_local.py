@@ -3,7 +3,8 @@
 import os
 import socket
 import sys
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,16 @@ def test_chosen_ports_are_free_and_the_system_gives_them_to_nobody(tmp_path, mon
         free_ports("192.0.2.1", 1)
 
 
+@contextmanager
+def asked(port: int) -> Iterator[socket.socket]:
+    """Yield a connection to a process that answered nothing and has ended, as one that died while it loaded."""
+    with socket.create_server(("127.0.0.1", port)) as server:
+        connection = socket.create_connection(("127.0.0.1", port))
+        server.accept()[0].close()
+    with connection:
+        yield connection
+
+
 @pytest.mark.usefixtures("starts_servers")
 async def test_a_start_that_fails_for_a_port_that_was_taken_says_so(tmp_path):
     """An engine that runs and is not healthy uses the port itself."""
@@ -72,8 +83,9 @@ async def test_a_start_that_fails_for_a_port_that_was_taken_says_so(tmp_path):
     try:
         with pytest.raises(ChildError, match=r"^engine exited with code 1;"), explaining_port(dead, port):
             raise dead.death()
-        with closing(socket.socket()) as taken:
-            taken.bind(("127.0.0.1", port))
+        with asked(port), pytest.raises(ChildError, match=r"^engine exited with code 1;"), explaining_port(dead, port):
+            raise dead.death()
+        with socket.create_server(("127.0.0.1", port)):
             expected = rf"^another process uses port {port}.* for engine; start again\nengine exited with code 1;"
             with pytest.raises(ChildError, match=expected), explaining_port(dead, port):
                 raise dead.death()

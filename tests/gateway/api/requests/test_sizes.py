@@ -60,6 +60,7 @@ def test_a_large_field_is_refused_by_its_name(fields: dict[str, Any], param: str
         {"user": "\U0001f600" * MAX_USER_CHARS},
         {"user": "a" * MAX_USER_CHARS, "x": BIG[: MAX_OTHER_BYTES - 2000]},
         {"messages": [{**HI[0], "content": "\u00e9" * 2**20}]},
+        {"messages": [{**HI[0], "content": "\U0001f600" * 2**18}], "user": "\U0001f600" * MAX_USER_CHARS},
         {"messages": [{**HI[0], "content": [{"type": "text", "text": "a" * 2**21}]}]},
         {"messages": [{"role": role, "content": "a"} for role in ("user", "assistant") * 2000], "x": BIG[:900_000]},
         {
