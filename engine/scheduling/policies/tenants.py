@@ -56,9 +56,8 @@ class Account:
     """Account of one tenant.
 
     num_active: its requests, waiting and running. waiting_since: time at which it began to wait, or was last raised as
-    if it did. queue: its waiting requests in order. by_adapter: the same, for each
-    adapter and for the base model (None). elsewhere: part of its lead over the least served that other engines' service
-    caused.
+    if it did. queue: its waiting requests in order. by_adapter: the same, for each adapter and for the base model
+    (None). elsewhere: part of its lead over the least served that other engines' service caused.
     recent, before: service in the current window and in the one before it; met, missed: requests within and beyond
     their target, in the same windows.
     """
