@@ -62,11 +62,14 @@ class Retention:
         """Remove sums by hour and day, and by end user, of days that ended before `kept`; None keeps all.
 
         Returns the number of those by hour and day. Usage rows must not outlive their sums, which would be rebuilt from
-        them. The sums for reports go first, day by day: by their oldest day other code knows which sums are complete.
+        them, so nothing is removed while such a row is left. The sums for reports go first, day by day: by their oldest
+        day other code knows which sums are complete.
         """
         if kept is None:
             return 0
         first = _day_of(datetime.now(UTC) - kept)
+        if await self._has_usage(first):
+            return 0
         await self._remove_end_users(first)
         removed = await self._remove_days(usage_daily, usage_daily.c.day, first)
         removed += await self._remove_days(usage_hourly, usage_hourly.c.hour, first)
@@ -77,6 +80,10 @@ class Retention:
                 removed += await self._remove(sums, sums.c.kind == kind, sums.c.start < before)
             removed += await self._remove(counts, counts.c.level == level, counts.c.start < before)
         return removed
+
+    async def _has_usage(self, before: datetime) -> bool:
+        async with self._database.read() as connection:
+            return (await connection.execute(_older(before).limit(1))).first() is not None
 
     async def count_usage(self, before: datetime) -> tuple[int, int]:
         """Return the number of usage rows from before a moment, and their cost in micro-units."""
@@ -94,9 +101,7 @@ class Retention:
         failures = await self._partitions.detach(before)
         dropped, its_cost = await self._drop_detached(failures)
         deleted, cost = await self._delete_usage(before, most)
-        async with self._database.read() as connection:
-            is_left = (await connection.execute(_older(before).limit(1))).first() is not None
-        if not is_left:
+        if not await self._has_usage(before):
             await self._remove_end_users(before)
         if failures:
             raise failures[0]

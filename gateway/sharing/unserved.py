@@ -36,10 +36,10 @@ KEY_SECONDS, ADDRESS_SECONDS = 10.0, 5.0
 # Each piece of this size that was read or decompressed of a refused body counts as one more request.
 PIECE_BYTES = 2**16
 MAX_OWNERS = 10_000
-# Codes of refusals of requests for which there is no engine at present.
-# Such a refusal is not the client's fault either, so after many of them its next requests wait for a second at most.
-ABSENT_SECONDS = 1.0
+# Codes of refusals of requests for which there is no engine at present. The client did not cause them, so they delay
+# its next requests for this many seconds at most.
 ABSENT = {NoEngine.code, NoEngineOfBase.code, "base_asleep"}
+ABSENT_SECONDS = 1.0
 # The rate of a tenant's keys together is this many times a key's.
 TENANT_RATE = 5
 KEY_PREFIX = "lpx_"
@@ -79,7 +79,7 @@ class UnservedRate:
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
             is_absent = request.get(ERROR_CODE) in ABSENT
-            # A 3xx answers a form, with a session or without. Other 5xx are not the client's fault.
+            # A 3xx answers a form, with a session or without. The client did not cause other 5xx.
             is_refused = is_absent or 300 <= response.status < 500
             if is_refused or request.method in ("GET", "HEAD", "OPTIONS"):
                 self._charge(request, caller, owner, min(longest, ABSENT_SECONDS) if is_absent else longest)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.scheduling.cost import step_cost
 from engine.scheduling.policies.fair_share import LOOKED_AT, FairShare, FairTurns
 from engine.scheduling.policies.policy import Nearness
-from engine.scheduling.policies.tenants import BLOCKED_S, ELSEWHERE_WAIT_S, WINDOW_S
+from engine.scheduling.policies.tenants import BLOCKED_S, ELSEWHERE_WAIT_S, WINDOW_S, NearAmong
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 
 
@@ -150,14 +150,20 @@ def test_low_demand_earns_no_credit_beside_long_streams() -> None:
     assert Counter(serve(share, 20)) == {"busy": 10, "sparse": 10}
 
 
-@pytest.mark.parametrize("seconds", [BLOCKED_S, BLOCKED_S + 1])
-def test_a_request_that_waits_long_for_its_adapter_earns_no_credit_for_its_tenants_others(seconds: float) -> None:
+def beside_a_blocked_request() -> tuple[FairShare, NearAmong]:
+    """Return a queue in which "patient" waits for an adapter since 0 s, and "busy" has a stream with much service."""
     share, near_among = FairShare(), Near(set()).near_among
     share.enter(request("patient", adapter="loading"), 0.0, near_among)
     stream = request("busy", 1)
     share.enter(stream, 0.0, near_among)
     share.remove(stream)
     share.charge(stream, 10_000)
+    return share, near_among
+
+
+@pytest.mark.parametrize("seconds", [BLOCKED_S, BLOCKED_S + 1])
+def test_a_request_that_waits_long_for_its_adapter_earns_no_credit_for_its_tenants_others(seconds: float) -> None:
+    share, near_among = beside_a_blocked_request()
     for i in range(60):
         share.enter(request("patient", 2 + i), seconds, near_among)
         share.enter(request("busy", 100 + i), seconds, near_among)
@@ -166,12 +172,7 @@ def test_a_request_that_waits_long_for_its_adapter_earns_no_credit_for_its_tenan
 
 
 def test_a_tenant_blocked_for_long_lowers_no_other_ones_counter() -> None:
-    share, near_among = FairShare(), Near(set()).near_among
-    share.enter(request("patient", adapter="loading"), 0.0, near_among)
-    stream = request("busy", 1)
-    share.enter(stream, 0.0, near_among)
-    share.remove(stream)
-    share.charge(stream, 10_000)
+    share, near_among = beside_a_blocked_request()
     share.enter(request("new", 2), BLOCKED_S + 1, near_among)
     assert share.counter("new") == share.counter("busy")
 

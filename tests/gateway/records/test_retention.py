@@ -125,6 +125,7 @@ async def test_old_sums_by_hour_and_day_are_removed_only_if_asked(database: Data
         (users,),
     )
     assert await of.prune_sums(None) == 0
+    assert await of.prune_sums(kept) == 0, "rows of these days are left"
     assert [await count(database, *which) for which in sums] == [80] * len(sums)
     await of.prune_usage(kept)
     assert await of.prune_sums(kept) > 0
@@ -136,13 +137,14 @@ async def test_old_sums_by_hour_and_day_are_removed_only_if_asked(database: Data
 
 async def test_a_removal_of_sums_that_stops_goes_on_with_the_oldest_day(database: Database, monkeypatch: Any):
     """Each run removes at most ten rows of a table, so at most one day is incomplete."""
-    monkeypatch.setattr(retention, "AT_ONCE", 5)
-    monkeypatch.setattr(retention, "MAX_REMOVED", 10)
     today = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
     days = [today - timedelta(days=i % 4) for i in range(60)]
     made = [row(f"r{i}", created_at=at, model=f"m{i}", end_user=f"u{i}") for i, at in enumerate(days)]
     await UsageWriter(database).write(made)
     first = today - timedelta(days=1)
+    await Retention(database).remove_usage(first, len(made))
+    monkeypatch.setattr(retention, "AT_ONCE", 5)
+    monkeypatch.setattr(retention, "MAX_REMOVED", 10)
     for _ in range(10):
         await Retention(database).prune_sums(datetime.now(UTC) - first)
         async with database.read() as connection:

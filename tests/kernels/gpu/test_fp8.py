@@ -99,8 +99,12 @@ def test_not_finite_rows_and_large_ones_leave_other_requests_as_they_are(
     scaled_device: torch.device, dtype: torch.dtype
 ) -> None:
     """In bfloat16 by the scaled product, in float16 widened."""
-    ops, weights = TritonOps(fp8_products=True), make(96, 64).to(scaled_device)
-    x = normal(6, 64, dtype=dtype).to(scaled_device)
+    check_that_rows_stay_apart(TritonOps(fp8_products=True), make(96, 64).to(scaled_device), dtype)
+
+
+def check_that_rows_stay_apart(ops: Ops, weights: LinearWeights, dtype: torch.dtype) -> None:
+    """Check that rows with a NaN, an infinity or large numbers change no other row. weights: `[96, 64]`."""
+    x = normal(6, 64, dtype=dtype).to(weights.tensors["values"].device)
     alone = products(ops, x, weights)
     x[1, 5], x[3, 0], x[4] = torch.nan, torch.inf, 6e4
     found = products(ops, x, weights)
