@@ -242,8 +242,13 @@ class ResumableUploads:
         return found.hexdigest()
 
     async def _remove(self, upload_id: str) -> None:
-        await self._uploads.remove(upload_id)
-        await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
+        """Remove the upload and its parts, even if the client leaves meanwhile."""
+
+        async def remove() -> None:
+            await self._uploads.remove(upload_id)
+            await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
+
+        await asyncio.shield(remove())
 
 
 def _describe(upload: PartialUpload) -> ShownUpload:

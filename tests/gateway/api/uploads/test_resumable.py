@@ -14,10 +14,11 @@ import pytest
 
 import gateway.records.adapters.uploads
 from gateway.api.uploads import receiving, resumable
+from gateway.records.adapters.uploads import Uploads
 from gateway.sharing.byte_rate import ByteRate
 from loraplex import resumable_push
 from loraplex.client import GatewayClient
-from testing.gateway.running import Answer, Client
+from testing.gateway.running import Answer, Client, until
 from tests.gateway.api.test_adapters import files, push, tarred
 from tests.gateway.api.uploads.conftest import Start
 
@@ -214,6 +215,41 @@ async def test_unfinished_uploads_count_and_go(start: Start, tmp_path: Path, mon
         monkeypatch.setattr(resumable, "ORPHAN_SECONDS", -5.0)
         assert (await gateway_.admin.post(COLLECT)).status == 200
         assert stored(tmp_path) == []
+
+
+@pytest.mark.parametrize("call", ["abort", "complete"])
+async def test_a_client_that_leaves_during_a_removal_leaves_no_parts(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+):
+    content = random.Random(1).randbytes(MIB)  # no archive: completing the upload removes it
+    removed, goes_on = asyncio.Event(), asyncio.Event()
+    remove = Uploads.remove
+
+    async def held_up(uploads: Uploads, upload_id: str) -> None:
+        await remove(uploads, upload_id)
+        removed.set()
+        await goes_on.wait()
+
+    monkeypatch.setattr(Uploads, "remove", held_up)
+    async with start() as gateway_:
+        acme = await gateway_.tenant("acme")
+        path = f"{PATH}/{(await begin(acme, content)).json['id']}"
+        assert (await put(acme, path.rpartition("/")[2], 0, content)).status == 200
+        assert len(stored(tmp_path)) == 1
+        leaving = asyncio.create_task(acme.call("DELETE", path) if call == "abort" else acme.post(f"{path}/complete"))
+        await asyncio.wait_for(removed.wait(), 30)
+        leaving.cancel()
+
+        async def is_alone() -> bool:
+            """Return whether the request of the metrics is the only one."""
+            return "loraplex_gateway_http_in_flight 1.0" in (await gateway_.admin.get("/metrics")).body.decode()
+
+        async def is_empty() -> bool:
+            return not stored(tmp_path)
+
+        await until(is_alone)
+        goes_on.set()
+        await until(is_empty)
 
 
 async def test_a_push_resumes_after_the_gateway_went_away(
