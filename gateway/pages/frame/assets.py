@@ -2,6 +2,8 @@
 
 import hashlib
 import mimetypes
+from collections.abc import Mapping
+from functools import cache
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import PurePosixPath
@@ -25,22 +27,32 @@ class Asset:
         self.etag = hashlib.sha256(content).hexdigest()[:16]
 
 
+@cache
+def _files() -> Mapping[str, Asset]:
+    """Return the files of `gateway/pages/static/` by name."""
+    folder = resources.files("gateway.pages").joinpath("static")
+    return {name: Asset(name, file.read_bytes()) for name, file in _walk(folder, "")}
+
+
+@cache
+def _version() -> str:
+    """Return a hash of all files. Every URL contains it, so that styles can refer to fonts by relative URLs."""
+    files = _files()
+    return hashlib.sha256("".join(files[name].etag for name in sorted(files)).encode()).hexdigest()[:12]
+
+
 class Assets:
-    """The files of `gateway/pages/static/`, read once. Every URL contains one version, a hash of all files, so that
-    styles can refer to fonts by relative URLs.
-    """
+    """Route of the files, which a process reads once."""
 
     def __init__(self) -> None:
-        folder = resources.files("gateway.pages").joinpath("static")
-        self._files = {name: Asset(name, file.read_bytes()) for name, file in _walk(folder, "")}
-        names = sorted(self._files)
-        self._version = hashlib.sha256("".join(self._files[name].etag for name in names).encode()).hexdigest()[:12]
+        self._files, self._version = _files(), _version()
 
-    def url(self, name: str) -> str:
+    @staticmethod
+    def url(name: str) -> str:
         """Return the file's URL. Raises KeyError for an unknown name, which is an error in a template."""
-        if name not in self._files:
+        if name not in _files():
             raise KeyError(name)
-        return f"/static/{self._version}/{name}"
+        return f"/static/{_version()}/{name}"
 
     async def get(self, request: web.Request) -> web.Response:
         """Return a file. It may be cached for ever, unless the URL is another release's."""

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from types import CodeType
 from typing import Any, ClassVar, Protocol
@@ -95,6 +96,30 @@ class Compiled(jinja2.FileSystemBytecodeCache):
                 super().dump_bytecode(bucket)
 
 
+@cache
+def environment(asset_url: Callable[[str], str], currency: str) -> jinja2.Environment:
+    """Return the templates' environment, which all gateways of a process with this currency share."""
+    made = jinja2.Environment(
+        loader=jinja2.PackageLoader("gateway.pages"),
+        bytecode_cache=Compiled(),
+        auto_reload=False,
+        undefined=jinja2.StrictUndefined,
+        finalize=inert,
+        **OPTIONS,
+    )
+    made.filters.update(filters(currency))
+    made.filters["data"] = as_attribute
+    made.globals["asset"] = asset_url
+    made.globals["currency"] = currency
+    return made
+
+
+@cache
+def _compile(templates: jinja2.Environment) -> None:
+    for name in templates.list_templates(extensions=["html"]):
+        templates.get_template(name)
+
+
 class Frame:
     """Renderer of the pages. visitor_of: returns the request's visitor, None on pages without a session.
 
@@ -110,23 +135,12 @@ class Frame:
     ) -> None:
         self._strip = strip
         self._visitor_of = visitor_of
-        self._environment = jinja2.Environment(
-            loader=jinja2.PackageLoader("gateway.pages"),
-            bytecode_cache=Compiled(),
-            auto_reload=False,
-            undefined=jinja2.StrictUndefined,
-            finalize=inert,
-            **OPTIONS,
-        )
-        self._environment.filters.update(filters(currency))
-        self._environment.filters["data"] = as_attribute
-        self._environment.globals["asset"] = assets.url
-        self._environment.globals["currency"] = self.currency = currency
+        self.currency = currency
+        self._environment = environment(assets.url, currency)
 
     def compile(self) -> None:
         """Compile all templates: a second of CPU, unless an earlier process has done it. Run it in a thread."""
-        for name in self._environment.list_templates(extensions=["html"]):
-            self._environment.get_template(name)
+        _compile(self._environment)
 
     def render(
         self, request: web.Request, template: str, *, title: str, status: int = 200, **context: Any

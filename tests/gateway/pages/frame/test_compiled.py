@@ -1,6 +1,7 @@
 """Compiled templates: kept in files for the next process, unless they are stale, damaged or cannot be written."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ from jinja2 import nodes
 from jinja2.bccache import bc_magic
 
 from gateway.pages.frame import frame
+from gateway.pages.frame.assets import Assets
 from gateway.pages.frame.filters import filters
 from gateway.pages.frame.frame import Compiled, Frame
 
@@ -22,6 +24,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(frame, "COMPILED", tmp_path / "compiled")
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     return tmp_path / "compiled"
+
+
+@pytest.fixture(autouse=True)
+def no_shared_environment() -> Iterator[None]:
+    """Let no later test use an environment that a test of this file has changed."""
+    yield
+    frame.environment.cache_clear()
 
 
 @pytest.fixture
@@ -41,6 +50,7 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def load(monkeypatch: pytest.MonkeyPatch) -> jinja2.Environment:
     """Load a template as the first gateway of a new process does."""
     monkeypatch.setattr(Compiled, "codes", {})
+    frame.environment.cache_clear()
     made = Frame(None, SimpleNamespace(url=None), None, "EUR")._environment  # type: ignore[arg-type]
     made.get_template(NAME)
     return made
@@ -56,6 +66,14 @@ def test_the_next_process_compiles_nothing(folder: Path, compilations: list[str]
         file.write_bytes(file.read_bytes()[:-20])
     load(monkeypatch)
     assert compilations.count(NAME) == 2
+
+
+def test_further_gateways_of_a_process_read_no_template(monkeypatch: pytest.MonkeyPatch):
+    first, second = (Frame(None, Assets(), None, "EUR") for _ in range(2))  # type: ignore[arg-type]
+    first.compile()
+    monkeypatch.setattr(jinja2.PackageLoader, "get_source", None)
+    second.compile()
+    assert second._environment.get_template(NAME) is first._environment.get_template(NAME)
 
 
 def test_a_damaged_file_is_compiled_again(
