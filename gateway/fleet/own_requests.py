@@ -8,6 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+# Time after the end of a client's connection for which its request may still be the cause of an engine's death.
+LEFT_SECONDS = 2.0
+
 
 @dataclass(slots=True)
 class OwnRequests:
@@ -24,11 +27,19 @@ class OwnRequests:
     by_tenant: Counter[str] = field(default_factory=Counter)
     loading: set[str | None] = field(default_factory=set)
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
+    # Tenants whose clients left before the answer's end, with the time (monotonic) of the last one, the newest last.
+    _left: dict[str, float] = field(default_factory=dict)
 
     @property
     def num_adapters(self) -> int:
         """Return the number of adapters with requests."""
         return len(self.by_digest) - (None in self.by_digest)
+
+    @property
+    def suspects(self) -> set[str]:
+        """Return the tenants with requests, and those whose clients have just left."""
+        recent = time.monotonic() - LEFT_SECONDS
+        return self.by_tenant.keys() | {tenant_id for tenant_id, at in self._left.items() if at > recent}
 
     @contextmanager
     def count(self, digest: str | None, tenant_id: str = "", *, loads: bool = False) -> Iterator["InFlight"]:
@@ -41,6 +52,13 @@ class OwnRequests:
         request = InFlight(self)
         try:
             yield request
+        except asyncio.CancelledError:
+            now = time.monotonic()
+            self._left.pop(tenant_id, None)
+            self._left[tenant_id] = now
+            while self._left[oldest := next(iter(self._left))] < now - LEFT_SECONDS:
+                del self._left[oldest]
+            raise
         finally:
             request.free()
             count_less(self.by_digest, digest)

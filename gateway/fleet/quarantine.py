@@ -121,7 +121,7 @@ class Quarantine:
         counted by `number_of_deaths` only.
         """
         suspects = [*self._suspects(tenant_id, digests, body), *others]
-        report = Report(engine.url, [*{*engine.requests.by_tenant, tenant_id}], suspects)
+        report = Report(engine.url, [*{*engine.requests.suspects, tenant_id}], suspects)
         if engine.foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
         self._apply(report, self._clock())

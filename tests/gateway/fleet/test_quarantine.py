@@ -1,5 +1,6 @@
 """A tenant's bad requests beside others: an engine's breaker, and requests that kill engines."""
 
+import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -8,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.fleet import own_requests
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
@@ -96,6 +98,28 @@ def test_no_tenant_puts_anothers_requests_into_quarantine(deaths: list[EngineRec
     for record in deaths:
         die(quarantine, clock, record)
     assert is_quarantined(quarantine) == expected
+
+
+def leave(record: EngineRecord, tenant: str) -> None:
+    """Count a tenant's request that ends because its client leaves."""
+    with pytest.raises(asyncio.CancelledError), record.requests.count(None, tenant):
+        raise asyncio.CancelledError
+
+
+def test_a_request_whose_client_has_just_left_may_be_the_cause(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a tenant that sends what ends engines and leaves would put another tenant into quarantine."""
+    quarantine, records = Quarantine(100.0, SECRET, clock=clock), [engine(a=1) for _ in range(4)]
+    for record in records:
+        leave(record, "b")
+    for record in records[:2]:
+        die(quarantine, clock, record)
+    assert not is_quarantined(quarantine)
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    leave(records[2], "b")
+    die(quarantine, clock, records[2])
+    assert is_quarantined(quarantine)
+    leave(records[3], "c")
+    assert records[3].requests._left.keys() == {"c"}
 
 
 def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
