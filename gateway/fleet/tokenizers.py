@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,8 @@ class Tokenizers:
         self._own = own
         # By folder and time of the base's last change: the tokenizer, or the time of a failure to read it.
         self._known: dict[tuple[str, Any], Tokenizer | float] = {}
-        # A lock for each folder, so that a slow file system delays the requests of its own base only.
-        self._reading: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        # The running reads. A slow file system delays the requests of its own base only.
+        self._reading: dict[tuple[str, Any], asyncio.Task[Tokenizer | None]] = {}
 
     async def of(self, base: Base) -> Tokenizer | None:
         """Return the tokenizer in the base's folder, or None if this machine has no readable one."""
@@ -49,16 +48,17 @@ class Tokenizers:
         known = self._known.get(key)
         if isinstance(known, Tokenizer):
             return known
-        async with self._reading[base.tokenizer]:
-            return await self._read(base.name, key)
+        if known is not None and time.monotonic() - known < RETRY_SECONDS:
+            return None
+        reading = self._reading.get(key)
+        if reading is None:
+            reading = self._reading[key] = asyncio.create_task(self._read(base.name, key))
+            reading.add_done_callback(lambda _: self._reading.pop(key))
+        # Other requests wait for the same read, so a client that leaves must not end it.
+        return await asyncio.shield(reading)
 
     async def _read(self, base: str, key: tuple[str, Any]) -> Tokenizer | None:
         folder = key[0]
-        known = self._known.get(key)
-        if isinstance(known, Tokenizer):
-            return known
-        if known is not None and time.monotonic() - known < RETRY_SECONDS:
-            return None
         try:
             found: Tokenizer | float = await asyncio.to_thread(_load, folder)
         except (TokenizerError, OSError) as error:

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -115,3 +116,32 @@ def test_a_folder_of_an_unknown_user_is_an_error_that_names_the_setting(tmp_path
             settings(**given)
     with pytest.raises(SettingsError, match=r"LORAPLEX_ENGINES: key_file .* unknown user"):
         settings(tmp_path, model_dir, ["vllm+http://127.0.0.1:1?key_file=~nobody-here/key"], "redis://r")
+
+
+async def test_clients_that_leave_do_not_read_a_tokenizer_again(model_dir: Path, monkeypatch: pytest.MonkeyPatch):
+    load, loads, goes_on = tokenizers._load, [], threading.Event()
+
+    def held_up(folder: str) -> Tokenizer:
+        loads.append(folder)
+        assert goes_on.wait(60)
+        return load(folder)
+
+    async def nobody(*_: Any) -> list[int]:
+        raise AssertionError
+
+    async def has_begun() -> bool:
+        return bool(loads)
+
+    monkeypatch.setattr(tokenizers, "_load", held_up)
+    known, base = Tokenizers(nobody), msgspec.structs.replace(one_base("beta"), tokenizer=str(model_dir))
+    try:
+        for _ in range(3):
+            leaving = asyncio.create_task(known.of(base))
+            await until(has_begun)
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.wait({leaving})
+    finally:
+        goes_on.set()
+    assert await known.of(base) is not None
+    assert len(loads) == 1
