@@ -70,15 +70,11 @@ class Idempotency:
         """Return the response of `do`, or the kept one. actor: the API key's id. content: identifies the request."""
         if HEADER not in request.headers:
             return await do()
-        name, asked = _name(request, actor), _asked(request, content)
-        begun = _Entry(content=asked)
-        if await self._call(self._redis.set(name, msgspec.json.encode(begun), nx=True, ex=RUNNING_SECONDS)):
-            task = asyncio.create_task(self._do(name, asked, do))
-            self._running.add(task)
-            task.add_done_callback(self._running.discard)
-            return await asyncio.shield(task)
-        stored = await self._call(self._redis.get(name))
-        return _stored_response(msgspec.json.decode(stored, type=_Entry) if stored else begun, asked)
+        # The task begins with the entry, which nobody else would remove.
+        task = asyncio.create_task(self._once(_name(request, actor), _asked(request, content), do))
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
+        return await asyncio.shield(task)
 
     async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
         """Return the kept response of a request, None without one. Arguments and errors are those of `once`."""
@@ -107,6 +103,13 @@ class Idempotency:
             return await self.once(request, actor, content, do)
 
         return middleware
+
+    async def _once(self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]]) -> web.Response:
+        begun = _Entry(content=asked)
+        if await self._call(self._redis.set(name, msgspec.json.encode(begun), nx=True, ex=RUNNING_SECONDS)):
+            return await self._do(name, asked, do)
+        stored = await self._call(self._redis.get(name))
+        return _stored_response(msgspec.json.decode(stored, type=_Entry) if stored else begun, asked)
 
     async def _do(self, name: str, asked: str, do: Callable[[], Awaitable[web.Response]]) -> web.Response:
         try:

@@ -4,9 +4,31 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
+# Longest wait for the work of `run_to_end` at the end of the gateway.
+END_SECONDS = 10.0
+# Work of `run_to_end`. The event loop itself keeps only weak references to tasks.
+_to_end: set[asyncio.Task[Any]] = set()
+
+
+async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run work to its end even if the caller is cancelled, because its client has left.
+
+    It is for steps of which none may be missing once the first is done.
+    """
+    task = asyncio.create_task(work)
+    _to_end.add(task)
+    task.add_done_callback(_to_end.discard)
+    return await asyncio.shield(task)
+
+
+async def all_ended() -> None:
+    """Wait, for at most END_SECONDS, until the work of callers that were cancelled has ended."""
+    if _to_end:
+        await asyncio.wait(_to_end, timeout=END_SECONDS)
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive
 from gateway.api.uploads.validating import Validation
 from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
+from gateway.process.background import all_ended, run_to_end
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.adapters.catalog import Adapter, Catalog
@@ -118,13 +119,15 @@ class AdapterIntake:
         caller: AdapterCaller,
         receive: Callable[[Workplace], Awaitable[Named]],
         upload_id: str | None = None,
+        added: Callable[[], Awaitable[None]] | None = None,
     ) -> web.Response:
         """Add the version that `receive` writes into a workplace, and return 201 or 202.
 
         receive: writes the archive or the files, and returns the names. The checks of different callers' owners take
         turns. upload_id: of the upload in parts that is completed; else the adapter's name, base model and digest
-        identify the request for its Idempotency-Key. Raises TooSlow, Forbidden for a limit, AdapterError for an
-        adapter that cannot be served, Unavailable, TooManyRefusedUploads before anything is received.
+        identify the request for its Idempotency-Key. added: called at the end, even if the client has left. Raises
+        TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served, Unavailable,
+        TooManyRefusedUploads before anything is received.
         """
         self._checker.check_refused(caller.owner)
         with storing(self._rules.seconds):
@@ -133,7 +136,14 @@ class AdapterIntake:
                 checked = await self._check(place, caller, named)
                 content = (upload_id or f"{named.name} {checked.digest} {checked.base.id}").encode()
                 add = partial(self._add, caller, named.name, checked, upload_id)
-                return await place.finish(self._idempotency.once(request, caller.actor, content, add))
+
+                async def finish() -> web.Response:
+                    answer = await self._idempotency.once(request, caller.actor, content, add)
+                    if added is not None:
+                        await added()
+                    return answer
+
+                return await place.finish(finish())
 
     def candidates(self, caller: AdapterCaller, base: str | None) -> Candidates:
         """Return the base models that an upload may belong to. base: the name that the caller gives; None: none.
@@ -243,29 +253,37 @@ class AdapterIntake:
                     size = await asyncio.to_thread(self._store.unused_bytes, digest, UNUSED_SECONDS)
                     removed, num_bytes = removed + (size is not None), num_bytes + (size or 0)
                     continue
-                aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
-                if aside is None:
-                    continue
-                try:
-                    is_used = bool(await self._catalog.referenced([digest], since))
-                except BaseException:
-                    # A thread, because a bucket may take a minute; shielded, because the caller may have left.
-                    await asyncio.shield(asyncio.to_thread(aside.bring_back))
-                    raise
-                if is_used:
-                    await asyncio.to_thread(aside.bring_back)
-                    continue
-                await asyncio.to_thread(aside.remove)
-                num_bytes += aside.num_bytes
-                removed += 1
+                # To its end, because content that is set aside must be removed or brought back.
+                size = await run_to_end(self._remove(digest, since))
+                removed, num_bytes = removed + (size is not None), num_bytes + (size or 0)
         if not dry_run:
             await self._catalog.collected(since)
         return removed, num_bytes
 
+    async def _remove(self, digest: str, since: datetime) -> int | None:
+        """Remove an adapter's content unless it is used. Return its bytes, None if it stays."""
+        # Threads, because a bucket may take a minute.
+        aside = await asyncio.to_thread(self._store.set_aside, digest, UNUSED_SECONDS)
+        if aside is None:
+            return None
+        try:
+            is_used = bool(await self._catalog.referenced([digest], since))
+        except BaseException:
+            await asyncio.shield(asyncio.to_thread(aside.bring_back))
+            raise
+        if is_used:
+            await asyncio.to_thread(aside.bring_back)
+            return None
+        await asyncio.to_thread(aside.remove)
+        return aside.num_bytes
+
     async def run(self, _: web.Application) -> AsyncIterator[None]:
-        """Clean the store before the first upload; at the end wait until the last upload's folder is removed."""
+        """Clean the store before the first upload; at the end wait for work whose client has left, and until the last
+        upload's folder is removed.
+        """
         await asyncio.to_thread(self._store.clean)
         yield
+        await all_ended()
         await Workplace.all_closed()
         self._checker.close()
         self._store.close()

@@ -20,11 +20,12 @@ from gateway.api.admin.prices import NewPrice
 from gateway.api.requests.fields import check_text, json_response, read_body, read_flag, read_limit
 from gateway.errors import BadRequest
 from gateway.fleet.registry import Registry
+from gateway.process.background import run_to_end
 from gateway.records.adapters.probes import Probes
 from gateway.records.bases.base import Base, BaseState, Shape
 from gateway.records.bases.registry import Bases
 from gateway.records.cursors import decode_cursor, encode_cursor
-from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, MODEL, PriceList, Prices
+from gateway.records.money.prices import ALL_ADAPTERS, EVERYTHING, MODEL, Price, PriceList, Prices
 from wire.digests import bare_digest, digest_name
 from wire.errors import ConfigError
 from wire.model_config import context_length
@@ -225,9 +226,12 @@ class AdminBases:
             shape=_shape(config),
             context_length=given.context_length or _context(config),
         )
+        return await run_to_end(self._add(base, None if given.price is None else given.price.price(), actor))
+
+    async def _add(self, base: Base, price: Price | None, actor: str) -> Base:
         base = await self._bases.add(base, actor)
-        if given.price is not None:
-            await self._prices.put(name, given.price.price(), actor)
+        if price is not None:
+            await self._prices.put(base.name, price, actor)
             await self._known.refresh()
         await self._auth.catch_up()
         return base

@@ -12,6 +12,7 @@ from gateway.errors import RecordNotFound, Unavailable
 from gateway.fleet.drains import Drains
 from gateway.fleet.engine import Drained, EngineRecord
 from gateway.fleet.registry import Registry
+from gateway.process.background import run_to_end
 from gateway.records.audit import Audit
 
 log = logging.getLogger(__name__)
@@ -80,18 +81,26 @@ class AdminEngines:
         """Drain an engine and record it. Raises RecordNotFound, Unavailable."""
         engine = find_engine(self._registry, url)
         if engine.drained is None:
-            await self._drains.drain(url, actor)
-            await self._record(actor, "engine.drain", url)
+            await run_to_end(self._drain(url, actor))
         return engine
 
     async def resume_engine(self, url: str, actor: str) -> EngineRecord | None:
         """End a drain and record it. Returns None if the drained engine is not in the registry."""
         is_known = any(engine.url == url for engine in self._registry.engines)
-        if not await self._drains.resume(url):
+        if not await run_to_end(self._resume(url, actor)):
             find_engine(self._registry, url)
-        else:
-            await self._record(actor, "engine.resume", url)
         return find_engine(self._registry, url) if is_known else None
+
+    async def _drain(self, url: str, actor: str) -> None:
+        await self._drains.drain(url, actor)
+        await self._record(actor, "engine.drain", url)
+
+    async def _resume(self, url: str, actor: str) -> bool:
+        """Return whether the engine was drained."""
+        was_drained = await self._drains.resume(url)
+        if was_drained:
+            await self._record(actor, "engine.resume", url)
+        return was_drained
 
     async def _record(self, actor: str, action: str, url: str) -> None:
         try:

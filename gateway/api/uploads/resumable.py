@@ -147,12 +147,10 @@ class ResumableUploads:
         async with caller.uploading(request, self._auth, self._quota, size=size, most=size) as received:
             await self._catalog.check_declared(caller.tenant, upload.num_bytes, upload.id)
             try:
-                answer = await take(request, caller, receive, upload.id)
+                return await take(request, caller, receive, upload.id, partial(self._remove, upload.id))
             except (AdapterError, BadRequest, CheckFailed, TooLarge):
                 await self._remove(upload.id)
                 raise
-            await self._remove(upload.id)
-        return answer
 
     async def abort(self, request: web.Request) -> web.Response:
         _, upload = await self._find(request)

@@ -78,7 +78,7 @@ class RuntimeAdapters:
                 load.add_done_callback(lambda done: moving.ended(digest, done))
             # Other requests may wait for the same load, so a client that leaves must not end it.
             await asyncio.shield(load)
-        await self._unload_surplus(engine, moving)
+        await self._make_room(engine, moving)
 
     def note_running(self, engine: EngineRecord) -> None:
         """Record a use of each adapter that requests of this process use now.
@@ -111,24 +111,30 @@ class RuntimeAdapters:
         engine.load_seconds += 0.3 * (time.monotonic() - started - engine.load_seconds)
         engine.resident |= {digest}
 
+    async def _make_room(self, engine: EngineRecord, moving: "_Moving") -> None:
+        """Wait until the server has no more idle adapters than its limit allows. Concurrent callers share the work."""
+        while len(engine.resident) > engine.address.adapters and self._idle(engine, moving):
+            if moving.unloading is None:
+                moving.unloading = asyncio.create_task(self._unload_surplus(engine, moving))
+                moving.unloading.add_done_callback(moving.unloaded)
+            # Otherwise clients that leave after their loads would fill the server.
+            await asyncio.shield(moving.unloading)
+
     async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
         """Unload the least recently used adapters beyond the server's limit, whichever gateway loaded or used them."""
-        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, moving):
-            return
-        async with moving.unloading:
-            used_at = await self._uses.all(engine.url)
-            surplus = max(0, len(engine.resident) - engine.address.adapters)
-            for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
-                engine.resident -= {digest}
-                with moving.unload(digest):
-                    try:
-                        body = {"lora_name": self._api.name(digest)}
-                        status, answer = await self._post(engine, self._api.unload, body)
-                    except HTTP_ERRORS as error:
-                        status, answer = 0, type(error).__name__.encode()
-                if not self._api.is_unloaded(status, answer, body["lora_name"]):
-                    reason = _message(answer)
-                    log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
+        used_at = await self._uses.all(engine.url)
+        surplus = max(0, len(engine.resident) - engine.address.adapters)
+        for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
+            engine.resident -= {digest}
+            with moving.unload(digest):
+                try:
+                    body = {"lora_name": self._api.name(digest)}
+                    status, answer = await self._post(engine, self._api.unload, body)
+                except HTTP_ERRORS as error:
+                    status, answer = 0, type(error).__name__.encode()
+            if not self._api.is_unloaded(status, answer, body["lora_name"]):
+                reason = _message(answer)
+                log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
 
     def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:
         return [
@@ -150,12 +156,12 @@ def _message(answer: bytes) -> str:
 
 
 class _Moving:
-    """Running loads and unloads of a server. unloading: held while adapters to unload are chosen."""
+    """Running loads and unloads of a server. unloading: unloads the surplus; None while nothing does."""
 
     def __init__(self) -> None:
         self.loads: dict[str, asyncio.Task[None]] = {}
         self.unloads: dict[str, asyncio.Event] = {}
-        self.unloading = asyncio.Lock()
+        self.unloading: asyncio.Task[None] | None = None
 
     @contextmanager
     def unload(self, digest: str) -> Iterator[None]:
@@ -165,6 +171,9 @@ class _Moving:
         finally:
             del self.unloads[digest]
             gone.set()
+
+    def unloaded(self, _: "asyncio.Task[None]") -> None:
+        self.unloading = None
 
     def ended(self, digest: str, load: "asyncio.Task[None]") -> None:
         self.loads.pop(digest, None)

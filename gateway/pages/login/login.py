@@ -24,6 +24,7 @@ from gateway.access.throttle import FailedLogins, client_network
 from gateway.errors import Forbidden, GatewayError, InvalidKey, RecordNotFound, TooManyFailures, Unavailable, WrongKey
 from gateway.pages.frame.frame import Frame
 from gateway.process.admin_port import is_admin_port
+from gateway.process.background import run_to_end
 from wire.bounded_dict import BoundedDict
 
 LOGIN_COOKIE = "loraplex_login"
@@ -175,11 +176,15 @@ class LoginPages:
     async def _refuse(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
         home, caller = home_of_request(request), CALLER.get()
         is_wrong = isinstance(error, WrongKey)
-        if is_wrong:
-            await self._throttle.count_form(request)
         actor = (caller.key_id if caller is not None else None) or NOBODY
-        await self._audit.failed(home, "wrong key" if is_wrong else error.message, actor)
+        await run_to_end(self._failed(request, "wrong key" if is_wrong else error.message, actor, is_guess=is_wrong))
         return self._refused(home, then, WRONG if is_wrong else error.message, status=401)
+
+    async def _failed(self, request: web.Request, reason: str, actor: str = NOBODY, *, is_guess: bool = True) -> None:
+        """Record a failed log-in, and count a guess."""
+        if is_guess:
+            await self._throttle.count_form(request)
+        await self._audit.failed(home_of_request(request), reason, actor)
 
     def count(self, person: Identity) -> None:
         """Count a log-in of a person whose identity is proved. Raises TooManyFailures."""
@@ -198,8 +203,7 @@ class LoginPages:
     async def refuse_oidc(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
         """Return the form with the reason why the provider's answer opens no session."""
         if not isinstance(error, Unavailable):
-            await self._throttle.count_form(request)
-            await self._audit.failed(home_of_request(request), error.message)
+            await run_to_end(self._failed(request, error.message))
         return self.refuse_stale(request, then, error)
 
     def refuse_stale(self, request: web.Request, then: str, error: GatewayError) -> web.Response:

@@ -7,6 +7,7 @@ import msgspec
 from sqlalchemy import Select, select
 
 from gateway.errors import Conflict
+from gateway.process.background import run_to_end
 from gateway.records.database import Database
 from gateway.records.pieces import in_pieces
 from gateway.records.tables import tenants
@@ -73,6 +74,9 @@ class TenantBulk:
                 param="expect",
                 code="count_differs",
             )
+        return await run_to_end(self._apply(found, change, actor))
+
+    async def _apply(self, found: Sequence[tuple[Tenant, dict[str, Any]]], change: BulkChange, actor: str) -> list[str]:
         changed: list[str] = []
         for some in _chunks(found):
             async with self._database.write() as connection:

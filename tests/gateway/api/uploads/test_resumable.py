@@ -14,6 +14,7 @@ import pytest
 
 import gateway.records.adapters.uploads
 from gateway.api.uploads import receiving, resumable
+from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.uploads import Uploads
 from gateway.sharing.byte_rate import ByteRate
 from loraplex import resumable_push
@@ -21,6 +22,7 @@ from loraplex.client import GatewayClient
 from testing.gateway.running import Answer, Client, until
 from tests.gateway.api.test_adapters import files, push, tarred
 from tests.gateway.api.uploads.conftest import Start
+from tests.gateway.test_left_clients import hold
 
 PATH = "/v1/adapter-uploads"
 COLLECT = "/admin/api/adapters/collect"
@@ -250,6 +252,23 @@ async def test_a_client_that_leaves_during_a_removal_leaves_no_parts(
         await until(is_alone)
         goes_on.set()
         await until(is_empty)
+
+
+async def test_a_client_that_leaves_during_the_completion_leaves_no_upload(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    held = hold(monkeypatch, Catalog, "add_version")
+    async with start() as gateway_:
+        acme = await gateway_.tenant("acme")
+        path = f"{PATH}/{(await begin(acme)).json['id']}"
+        assert (await put(acme, path.rpartition("/")[2], 0, ARCHIVE)).status == 200
+        await held.leave(gateway_, acme.post(f"{path}/complete"))
+
+        async def is_gone() -> bool:
+            return (await acme.get(path)).status == 404 and not stored(tmp_path)
+
+        await until(is_gone)
+        assert (await acme.get("/v1/adapters/a")).json["version"] == 1
 
 
 async def test_a_push_resumes_after_the_gateway_went_away(

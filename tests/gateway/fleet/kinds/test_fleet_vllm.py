@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from gateway.fleet.kinds.recent_uses import RecentUses
 from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY, VllmDouble
 from tests.gateway.api.test_adapters import files, push
+from tests.gateway.test_left_clients import hold
 
 
 @asynccontextmanager
@@ -175,6 +177,23 @@ async def test_who_asks_for_an_adapter_on_its_way_out_gets_it_loaded_after_that(
     # Loaded once more after its eviction: no request used a missing name.
     assert [name for name in vllm.loads if name == vllm.loads[0]] == [vllm.loads[0]] * 2
     assert len(vllm.requests) == 3
+
+
+@pytest.mark.parametrize("both", ["?adapters=1"], indirect=True)
+async def test_a_client_that_leaves_after_its_load_does_not_fill_the_server(
+    both: tuple[Gateway, VllmDouble], monkeypatch: pytest.MonkeyPatch
+):
+    gateway, vllm = both
+    acme = await gateway.tenant("acme")
+    first, second = await adapters(acme, 2)
+    assert (await acme.complete(model=first)).status == 200
+    held = hold(monkeypatch, RecentUses, "all")
+    await held.leave(gateway, acme.complete(model=second))
+
+    async def is_within_limit() -> bool:
+        return len(vllm.loads) == 2 and len(vllm.names) == 1
+
+    await until(is_within_limit)
 
 
 async def test_an_adapter_that_one_server_cannot_load_another_may(
