@@ -40,6 +40,9 @@ POOL_SIZE, MAX_OVERFLOW = 10, 5
 # A connection is replaced at this age, so that a moved server is found and a balancer's time limit is not reached.
 RECYCLE_SECONDS = 1800
 RECONNECT_SECONDS = 1.0
+# Options of SQLite's connections. The driver would begin transactions by itself, and only before some statements;
+# `_begin_sqlite` does it instead.
+SQLITE: dict[str, Any] = {"isolation_level": None, "pragmas": ("synchronous=NORMAL", "foreign_keys=ON")}
 # Pause between two attempts to reach the database at the start.
 RETRY_SECONDS = 0.5
 # Id of the advisory lock under which gateways that start together migrate one after the other. Any constant works.
@@ -77,7 +80,7 @@ class Database:
         # Parameters hold hashes and names; errors are logged without them.
         options: dict[str, Any] = {"pool_timeout": STATEMENT_SECONDS, "hide_parameters": True}
         if self.dialect == "sqlite":
-            options["connect_args"] = {"timeout": STATEMENT_SECONDS, "async_creator_fn": connect_sqlite}
+            options["connect_args"] = SQLITE | {"timeout": STATEMENT_SECONDS, "async_creator_fn": connect_sqlite}
             options["pool_size"] = 5
         else:
             driver_options |= {"timeout": STATEMENT_SECONDS, "command_timeout": statement_seconds}
@@ -93,7 +96,6 @@ class Database:
         self._reconnected_at = -math.inf
         if self.dialect == "sqlite":
             for engine in (self._engine, self._reserved):
-                event.listen(engine.sync_engine, "connect", _prepare_sqlite)
                 event.listen(engine.sync_engine, "begin", _begin_sqlite)
         else:
             for engine in (self._engine, self._reserved):
@@ -304,15 +306,6 @@ def _make_sqlite(path: Path) -> None:
             if time.monotonic() > deadline:
                 raise Unavailable("The database is unavailable.", code="database_unavailable") from error
             time.sleep(0.02)
-
-
-def _prepare_sqlite(connection: sqlite3.Connection, _record: object) -> None:
-    # The driver would begin transactions by itself, and only before some statements; `_begin_sqlite` does it instead.
-    connection.isolation_level = None
-    cursor = connection.cursor()
-    cursor.execute("PRAGMA synchronous=NORMAL")
-    cursor.execute("PRAGMA foreign_keys=ON")
-    cursor.close()
 
 
 def _prepare_postgresql(connection: Any, _record: object) -> None:

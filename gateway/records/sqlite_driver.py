@@ -8,7 +8,6 @@ import asyncio
 import sqlite3
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import aiosqlite
@@ -17,9 +16,15 @@ import aiosqlite
 FIRST_ROWS = 500
 
 
-def connect_sqlite(database: str, **options: Any) -> "SqliteConnection":
+def connect_sqlite(database: str, *, pragmas: Sequence[str] = (), **options: Any) -> "SqliteConnection":
     """Return a connection that is not open yet. options: of `sqlite3.connect`."""
-    connect = partial(sqlite3.connect, database, factory=_RollingBack, **options)
+
+    def connect() -> sqlite3.Connection:
+        opened = sqlite3.connect(database, factory=_RollingBack, **options)
+        for pragma in pragmas:
+            opened.execute(f"PRAGMA {pragma}").close()
+        return opened
+
     connection = SqliteConnection(connect, iter_chunk_size=64)
     # An open connection does not keep a process from ending.
     connection._thread.daemon = True
@@ -31,9 +36,13 @@ class SqliteConnection(aiosqlite.Connection):
 
     SQLAlchemy stops the thread when a task is cancelled again while its connection is closed. The close then stopped it
     a second time and waited for ever, which kept the process from ending.
+
+    begins: whether the next statement begins a transaction. A plain BEGIN takes no lock, so it needs no call of its
+    own. is_at_rest: whether no statement was sent after the end of the last transaction, so that none has to be ended.
     """
 
     _stopped: asyncio.Future[Any] | None = None
+    begins, is_at_rest = False, True
 
     def stop(self) -> asyncio.Future[Any] | None:
         if self._running:
@@ -42,6 +51,18 @@ class SqliteConnection(aiosqlite.Connection):
 
     def cursor(self) -> "_Cursor":  # type: ignore[override]
         return _Cursor(self)
+
+    async def commit(self) -> None:
+        self.begins = False
+        if not self.is_at_rest:
+            await super().commit()
+            self.is_at_rest = True
+
+    async def rollback(self) -> None:
+        self.begins = False
+        if not self.is_at_rest:
+            await super().rollback()
+            self.is_at_rest = True
 
 
 class _RollingBack(sqlite3.Connection):
@@ -70,11 +91,16 @@ class _Done(NamedTuple):
     lastrowid: int | None
 
 
-def _run(connection: sqlite3.Connection, method: str, *given: Any) -> _Done:
-    """Run a statement and read its first rows, in the connection's thread. method: `execute` or `executemany`."""
+def _run(connection: sqlite3.Connection, begins: bool, method: str, *given: Any) -> _Done:
+    """Run a statement and read its first rows, in the connection's thread. method: `execute` or `executemany`.
+
+    begins: whether a transaction begins before it.
+    """
     cursor = connection.cursor()
     is_read = False
     try:
+        if begins:
+            cursor.execute("BEGIN")
         getattr(cursor, method)(*given)
         rows = cursor.fetchmany(FIRST_ROWS) if cursor.description else []
         is_read = len(rows) < FIRST_ROWS
@@ -104,7 +130,10 @@ class _Cursor:
         return self
 
     async def execute(self, sql: str, parameters: Any = ()) -> None:
-        await self._call("execute", sql, parameters)
+        if sql == "BEGIN":
+            self._connection.begins = True
+        else:
+            await self._call("execute", sql, parameters)
 
     async def executemany(self, sql: str, parameters: Any) -> None:
         await self._call("executemany", sql, parameters)
@@ -133,7 +162,9 @@ class _Cursor:
 
     async def _call(self, method: str, *given: Any) -> None:
         await self.close()
-        done: _Done = await self._connection._execute(_run, self._connection._conn, method, *given)
+        connection = self._connection
+        begins, connection.begins, connection.is_at_rest = connection.begins, False, False
+        done: _Done = await connection._execute(_run, connection._conn, begins, method, *given)
         self._left, rows, self.description, self.rowcount, self.lastrowid = done
         self._rows.extend(rows)
 

@@ -1,14 +1,17 @@
 """Connections to SQLite: the results of aiosqlite's own, with a single call of the thread for each statement."""
 
 import random
+import shutil
 from pathlib import Path
 from typing import Any
 
+import aiosqlite
 import pytest
 from sqlalchemy import insert, select, text
 from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
+from gateway.errors import Unavailable
 from gateway.records.database import Database
 from gateway.records.sqlite_driver import FIRST_ROWS, SqliteConnection, connect_sqlite
 from gateway.records.tables import prices
@@ -73,7 +76,7 @@ async def test_a_stream_has_every_row_in_pieces_of_the_asked_size(engines: list[
         await engine.dispose()
 
 
-async def test_a_read_is_three_calls_of_the_thread(migrated: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_a_read_is_two_calls_of_the_thread(migrated: Path, monkeypatch: pytest.MonkeyPatch):
     database = Database(f"sqlite:///{migrated}")
     await database.ping()
     calls = []
@@ -86,7 +89,49 @@ async def test_a_read_is_three_calls_of_the_thread(migrated: Path, monkeypatch: 
     monkeypatch.setattr(SqliteConnection, "_execute", counted)
     async with database.read() as connection:
         assert (await connection.execute(select(prices))).all() == []
-    assert len(calls) == 3, calls
+    assert len(calls) == 2, calls
+    await database.close()
+
+
+async def test_only_transactions_with_statements_are_ended(migrated: Path, monkeypatch: pytest.MonkeyPatch):
+    ended = list[str]()
+    for name in ("commit", "rollback"):
+        end = getattr(aiosqlite.Connection, name)
+
+        async def noted(self: Any, name: str = name, end: Any = end) -> None:
+            ended.append(name)
+            await end(self)
+
+        monkeypatch.setattr(aiosqlite.Connection, name, noted)
+    database = Database(f"sqlite:///{migrated}")
+    await database.ping()
+    ended.clear()
+    async with database.read() as connection, connection.begin():
+        pass
+    assert ended == []
+    async with database.write() as connection:
+        await connection.execute(text("SELECT 1"))
+    assert ended == ["commit"]
+    with pytest.raises(Unavailable):
+        async with database.write() as connection:
+            await connection.execute(text("SELECT nothing"))
+    assert ended == ["commit", "rollback"]
+    async with database.read() as connection:
+        await connection.execute(text("SELECT 1"))
+    assert ended == ["commit", "rollback", "rollback"]
+    await database.close()
+
+
+async def test_the_statements_of_a_read_see_one_moment(migrated: Path, tmp_path: Path):
+    copy = shutil.copy(migrated, tmp_path / "gateway.db")
+    database = Database(f"sqlite:///{copy}")
+    async with database.read() as reading:
+        assert (await reading.execute(select(prices))).all() == []
+        async with database.write() as writing:
+            await writing.execute(insert(prices).values(model="*", input=1, cached=1, output=1, updated_at=NOON))
+        assert (await reading.execute(select(prices))).all() == []
+    async with database.read() as reading:
+        assert len((await reading.execute(select(prices))).all()) == 1
     await database.close()
 
 
