@@ -3,6 +3,9 @@
 Each tenant has its own queue. The next job comes from the tenant whose jobs recently used the least thread time per
 weight. No tenant occupies all threads, so a second tenant's work starts at once. A limit of CPU time bounds a tenant's
 share of the cores. Independent of the work.
+
+Threads start without the handshake of `threading.Thread.start`, which waits until the new thread runs: on busy cores
+that takes 5 ms and up to 100, in which an event loop that submits a job would stand still.
 """
 
 import errno
@@ -11,10 +14,10 @@ import os
 import sys
 import threading
 import time
+from _thread import start_new_thread
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -64,6 +67,9 @@ class _Job:
     work: Callable[[], Any]
     future: "Future[Any]"
     started: float = field(default=0.0)
+    # Native id of its thread, once the thread runs.
+    thread_id: int = field(default=0)
+    has_low_priority: bool = field(default=False)
 
 
 class FairThreads:
@@ -89,11 +95,14 @@ class FairThreads:
         self._num_threads, self._name, self._yielding = num_threads, name, yielding
         self._max_pending, self._max_pending_per_tenant = max_pending, max_pending_per_tenant
         self._lock = threading.Lock()
+        self._job_ended = threading.Condition(self._lock)
+        # The watcher's: whether its thread exists, the time (monotonic) until which it waits, and an earlier time.
+        self._is_watched, self._waits_until = False, 0.0
+        self._wait_changed = threading.Condition(self._lock)
         self._queues: dict[str, deque[_Job]] = {}
         # Weights of the tenants with waiting jobs, as last given.
         self._weights: dict[str, float] = {}
         self._running: set[_Job] = set()
-        self._threads: set[threading.Thread] = set()
         # Thread seconds, for turns and priority, and CPU time, for the limit.
         self._used, self._cpu_used = RecentUse(HALF_LIFE_S), RecentUse(HALF_LIFE_S)
         # Tenants whose next job may not start yet, and the time (monotonic) from which it may.
@@ -155,11 +164,11 @@ class FairThreads:
         with self._lock:
             self._closed = True
             waiting = {job for queue in self._queues.values() for job in queue}
-            threads = list(self._threads)
         for job in waiting:
             job.future.cancel()
-        for thread in threads if wait else ():
-            thread.join()
+        with self._lock:
+            while wait and self._running:
+                self._job_ended.wait()
 
     # The methods below require the lock.
 
@@ -196,16 +205,16 @@ class FairThreads:
                 continue
             # Charge only the tenant that has the turn.
             job.tenants, job.started = {tenant_id}, now
+            job.has_low_priority = self._is_heavy(tenant_id, now)
             self._running.add(job)
-            heavy = self._is_heavy(tenant_id, now)
-            thread = threading.Thread(target=self._run, args=(job, heavy), name=self._name, daemon=True)
             try:
-                thread.start()
-                self._threads.add(thread)
+                start_new_thread(self._run, (job,))
             except RuntimeError:
                 self._running.discard(job)
                 if job.future.set_running_or_notify_cancel():
                     job.future.set_exception(OSError(errno.ENOMEM, "the system starts no further thread"))
+            else:
+                self._watch_at(now + LONG_SECONDS)
 
     def _use(self, tenant_id: str, now: float) -> float:
         """Return the thread seconds that the tenant has used recently, including its running jobs."""
@@ -227,12 +236,25 @@ class FairThreads:
         if self._yielding is None or not tenant_id or not self._is_heavy(tenant_id, now):
             return
         rest = min(MAX_REST_SECONDS, self._yielding.rest * cpu_seconds)
-        if rest > 0:
-            timer = threading.Timer(rest, self._end_rest, (tenant_id,))
-            timer.daemon = True
-            with suppress(RuntimeError):  # the system starts no further thread, so nothing would end the rest
-                timer.start()
-                self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
+        if rest > 0 and self._watch_at(now + rest):
+            self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
+
+    def _watch_at(self, when: float) -> bool:
+        """Let the watcher look at jobs and rests then. Return whether there is a watcher: without one, jobs keep their
+        priority, and rests would not end.
+        """
+        if self._yielding is None:
+            return False
+        if not self._is_watched:
+            try:
+                start_new_thread(self._watch, ())
+            except RuntimeError:  # the system starts no further thread
+                return False
+            self._is_watched = True
+        elif when < self._waits_until:
+            self._waits_until = when
+            self._wait_changed.notify()
+        return True
 
     def _check_cpu(self, tenant_id: str) -> None:
         """Raise TooManyPending if the tenant's CPU time is used up. Work of no tenant ("") has no limit."""
@@ -260,12 +282,29 @@ class FairThreads:
 
     # The methods below take the lock.
 
-    def _end_rest(self, tenant_id: str) -> None:
+    def _watch(self) -> None:
+        """Lower the priority of jobs that run long, end rests, and start the jobs after those of low priority, until no
+        job runs.
+        """
         with self._lock:
-            # Another job of the tenant may have ended since and set a later time.
-            if self._rests.get(tenant_id, math.inf) <= time.monotonic():
-                del self._rests[tenant_id]
-            self._start_jobs()
+            while True:
+                now = time.monotonic()
+                self._rests = {tenant_id: until for tenant_id, until in self._rests.items() if until > now}
+                self._start_jobs()
+                if not (self._running or self._rests):
+                    self._is_watched = False
+                    return
+                times = list(self._rests.values())
+                for job in self._running:
+                    is_long = job.started + LONG_SECONDS <= now
+                    if is_long and job.thread_id and not job.has_low_priority:
+                        # The job's thread cannot end while the lock is held.
+                        self._lower_priority(job.thread_id)
+                        job.has_low_priority = True
+                    if not job.has_low_priority:
+                        times.append((now if is_long else job.started) + LONG_SECONDS)
+                self._waits_until = min(times, default=math.inf)
+                self._wait_changed.wait(self._waits_until - now if times else None)
 
     def _left(self, job: _Job) -> None:
         """Remove a cancelled job from the queues."""
@@ -273,14 +312,10 @@ class FairThreads:
             with self._lock:
                 self._dequeue(job)
 
-    def _run(self, job: _Job, heavy: bool) -> None:
-        if heavy:
+    def _run(self, job: _Job) -> None:
+        if job.has_low_priority:
             self._lower_priority(threading.get_native_id())
-        slow_down = threading.Timer(LONG_SECONDS, self._slow_down, (job, threading.get_native_id()))
-        slow_down.daemon = True
-        if self._yielding is not None:
-            with suppress(RuntimeError):  # without a thread for it the job keeps its priority
-                slow_down.start()
+        job.thread_id = threading.get_native_id()
         try:
             if job.future.set_running_or_notify_cancel():
                 try:
@@ -290,20 +325,12 @@ class FairThreads:
                 else:
                     job.future.set_result(result)
         finally:
-            slow_down.cancel()
             with self._lock:
                 self._charge(job, time.monotonic() - job.started, time.thread_time())
-                self._threads.discard(threading.current_thread())
-                self._start_jobs()
-
-    def _slow_down(self, job: _Job, thread_id: int) -> None:
-        """Lower the priority of a job's thread while it runs.
-
-        A thread serves one job, so no other job inherits the priority.
-        """
-        with self._lock:  # the job's thread cannot end while the lock is held
-            if job in self._running:
-                self._lower_priority(thread_id)
+                # A new thread has the priority of the one that starts it.
+                if not (job.has_low_priority and self._watch_at(0.0)):
+                    self._start_jobs()
+                self._job_ended.notify_all()
 
     def _lower_priority(self, thread_id: int) -> None:
         """Lower the priority of this thread. Linux only: elsewhere threads have no priority of their own."""

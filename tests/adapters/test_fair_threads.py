@@ -4,7 +4,9 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -194,21 +196,21 @@ def test_cpu_time_is_limited_by_tenant_and_given_back(clock):
         pool.close()
 
 
-def refuse_threads(monkeypatch, kind: type[threading.Thread]) -> None:
-    """Let the system start no thread of this class, as at a container's limit of processes."""
-    start = threading.Thread.start
+def refuse_threads(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the system start no thread for this method, as at a container's limit of processes."""
+    start = fair_threads.start_new_thread
 
-    def starts(thread: threading.Thread) -> None:
-        if isinstance(thread, kind):
+    def starts(run: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        if run.__name__ == name:
             raise RuntimeError("can't start new thread")
-        start(thread)
+        start(run, arguments)
 
-    monkeypatch.setattr(threading.Thread, "start", starts)
+    monkeypatch.setattr(fair_threads, "start_new_thread", starts)
 
 
 def test_a_job_that_gets_no_thread_fails_and_its_place_is_free_again(threads, monkeypatch):
     with monkeypatch.context() as patch:
-        refuse_threads(patch, threading.Thread)
+        refuse_threads(patch, "_run")
         for _ in range(4):
             with pytest.raises(OSError, match="no further thread"):
                 threads.submit("a", int).result(TIMEOUT)
@@ -216,8 +218,8 @@ def test_a_job_that_gets_no_thread_fails_and_its_place_is_free_again(threads, mo
     assert threads.num_pending == 0
 
 
-def test_jobs_run_where_no_timer_gets_a_thread(monkeypatch):
-    refuse_threads(monkeypatch, threading.Timer)
+def test_jobs_run_where_the_watcher_gets_no_thread(monkeypatch):
+    refuse_threads(monkeypatch, "_watch")
     eager = Yielding(after_seconds=0.0, rest=1.0)
     pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, yielding=eager)
     try:
@@ -226,6 +228,18 @@ def test_jobs_run_where_no_timer_gets_a_thread(monkeypatch):
         until(lambda: not pool._running)
     finally:
         pool.close()
+
+
+def test_submitting_a_job_does_not_wait_until_its_thread_runs(threads, monkeypatch):
+    """The start of a thread waits for a core, and an event loop must not."""
+    late, start = [], fair_threads.start_new_thread
+    with monkeypatch.context() as patch:
+        patch.setattr(fair_threads, "start_new_thread", lambda run, arguments: late.append((run, arguments)))
+        job = threads.submit("a", lambda: 1)
+        assert not job.done()
+    for run, arguments in late:
+        start(run, arguments)
+    assert job.result(TIMEOUT) == 1
 
 
 def test_a_shared_job_runs_once_at_whichever_turn_is_first(threads):
@@ -275,20 +289,33 @@ def test_a_tenant_of_much_recent_use_runs_at_low_priority(clock):
     threads.close()
 
 
-def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait(clock, monkeypatch):
-    """A heavy tenant's next job starts when a timer of four times its last job's CPU time has ended."""
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own elsewhere")
+def test_a_job_that_waited_for_a_job_of_low_priority_has_normal_priority(clock):
+    pool = FairThreads(1, "test", max_pending=9, max_pending_per_tenant=9, yielding=Yielding(after_seconds=0.01))
+    gate = Gate()
+
+    def nice() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    def work() -> None:
+        clock[0] += 0.05
+
+    try:
+        pool.submit("greedy", work).result(TIMEOUT)
+        until(lambda: pool.is_heavy("greedy"))
+        lowered = [pool.submit("greedy", lambda: gate.open.wait(TIMEOUT) and nice()) for _ in range(3)]
+        waiting = pool.submit("neighbour", nice)
+        gate.open.set()
+        assert waiting.result(TIMEOUT) == nice()
+        assert [job.result(TIMEOUT) for job in lowered] == [Yielding().nice] * 3
+    finally:
+        pool.close()
+
+
+def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait(clock):
+    """A heavy tenant's next job starts four times its last job's CPU time later."""
     yielding = Yielding(after_seconds=0.01, rest=4.0)
     pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, yielding=yielding)
-    rests: list[threading.Timer] = []
-    start = threading.Timer.start
-
-    def start_or_keep(timer: threading.Timer) -> None:
-        if timer.function == pool._end_rest:
-            rests.append(timer)
-        else:
-            start(timer)
-
-    monkeypatch.setattr(threading.Timer, "start", start_or_keep)
 
     def work() -> None:
         burn(0.02)
@@ -298,18 +325,18 @@ def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait(clock
         jobs = [pool.submit("greedy", work) for _ in range(4)]
         for number, job in enumerate(jobs):
             job.result(TIMEOUT)
-            until(lambda number=number: len(rests) == number + 1)
+            until(lambda: "greedy" in pool._rests)
             for _ in range(5):
                 pool.submit("neighbour", int).result(TIMEOUT)
             assert [each.done() for each in jobs].count(True) == number + 1
-            assert 4 * 0.02 <= rests[-1].interval <= fair_threads.MAX_REST_SECONDS
+            rest = pool._rests["greedy"] - clock[0]
+            assert 4 * 0.02 <= rest <= fair_threads.MAX_REST_SECONDS
             until(lambda: not pool._running)  # otherwise the neighbour is charged for the time that passes
-            clock[0] += rests[-1].interval
-            rests[-1].function(*rests[-1].args)
+            clock[0] += rest
+        until(lambda: not pool._rests)
         # Work of no tenant never rests.
         for _ in range(3):
             pool.submit("", work).result(TIMEOUT)
-        assert len(rests) == len(jobs)
         assert not pool._rests
     finally:
         pool.close()
@@ -322,6 +349,7 @@ def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, clock, monk
     before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())  # which a new thread has too
 
     def slowed() -> int:
+        clock[0] += 0.05
         deadline = time.monotonic() + TIMEOUT
         while (now := os.getpriority(os.PRIO_PROCESS, threading.get_native_id())) == before:
             assert time.monotonic() < deadline
