@@ -1,12 +1,12 @@
 """A system that starts no further thread: a load and a grammar fail, and the next ones do not."""
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 
+from adapters import fair_threads
 from adapters.tiers.host_cache import HostCache
 from engine.core.errors import QueueFull
 from engine.core.grammars import Grammars
@@ -20,11 +20,11 @@ TIMEOUT = 60
 def no_threads() -> Iterator[None]:
     """Let the system start no thread, as at a container's limit of processes."""
 
-    def refuse(_: threading.Thread) -> None:
+    def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Thread, "start", refuse)
+        patch.setattr(fair_threads, "start_new_thread", refuse)
         yield
 
 
