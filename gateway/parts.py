@@ -227,6 +227,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         split_peppers(settings.key_pepper)[0].encode(),
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
+        left=registry.just_left,
     )
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)

@@ -38,8 +38,13 @@ class OwnRequests:
     @property
     def suspects(self) -> set[str]:
         """Return the tenants with requests, and those whose clients have just left."""
+        return self.by_tenant.keys() | self.just_left
+
+    @property
+    def just_left(self) -> set[str]:
+        """Return the tenants whose clients have left within LEFT_SECONDS."""
         recent = time.monotonic() - LEFT_SECONDS
-        return self.by_tenant.keys() | {tenant_id for tenant_id, at in self._left.items() if at > recent}
+        return {tenant_id for tenant_id, at in self._left.items() if at > recent}
 
     @contextmanager
     def count(self, digest: str | None, tenant_id: str = "", *, loads: bool = False) -> Iterator["InFlight"]:

@@ -20,6 +20,7 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.own_requests import LEFT_SECONDS
 from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Quarantine:
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
     of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
+    left: returns the tenants whose clients have just left an engine, given its URL.
     """
 
     def __init__(
@@ -83,7 +85,9 @@ class Quarantine:
         shared: SharedDeaths | None = None,
         count: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
+        left: Callable[[str], set[str]] = lambda url: set(),
     ) -> None:
+        self._left = left
         self._seconds = seconds
         self._secret = hmac.digest(secret, b"loraplex quarantine", hashlib.sha256)
         self._shared = shared
@@ -159,6 +163,15 @@ class Quarantine:
         for report, age in await self._shared.read():
             if age < self._seconds:
                 self._apply(report, self._clock() - age)
+            if age < LEFT_SECONDS:
+                self._report_left(report.engine, self._clock() - age)
+
+    def _report_left(self, engine_url: str, at: float) -> None:
+        """Report the tenants whose clients left this process's requests before the death: one may be the cause."""
+        if more := self._left(engine_url) - self._death(engine_url, at).tenants:
+            report = Report(engine_url, [*more], [])
+            self._apply(report, at)
+            self._report(report)
 
     def _report(self, report: Report) -> None:
         """Add to the engine's unsent report. All requests that break at once go into a single message."""
@@ -178,7 +191,9 @@ class Quarantine:
             _, report = self._unsent.popitem()
             await self._shared.add(report, self._seconds)
             sent += report.suspects
-        await self.read()
+            if not self._unsent:
+                # It may add reports.
+                await self.read()
         self._announce(sent)
 
     def _announce(self, suspects: list[Suspect]) -> None:

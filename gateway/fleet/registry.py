@@ -58,6 +58,11 @@ class Registry:
     def engines(self) -> tuple[EngineRecord, ...]:
         return tuple(self._engines.values())
 
+    def just_left(self, url: str) -> set[str]:
+        """Return the tenants whose clients have just left an engine; none for an unknown one."""
+        engine = self._engines.get(url)
+        return set() if engine is None else engine.requests.just_left
+
     @property
     def up(self) -> list[EngineRecord]:
         return [engine for engine in self._engines.values() if engine.is_up]

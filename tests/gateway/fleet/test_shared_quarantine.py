@@ -1,7 +1,7 @@
 """A quarantine that all gateway processes of a deployment share through Redis."""
 
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -37,9 +37,10 @@ class Processes:
         self.alive: list[Quarantine] = []
 
     @asynccontextmanager
-    async def one(self, secret: bytes = SECRET) -> AsyncIterator[Quarantine]:
+    async def one(self, secret: bytes = SECRET, left: Sequence[str] = ()) -> AsyncIterator[Quarantine]:
+        """Run a process. left: the tenants whose clients have just left its requests on each engine."""
         shared = SharedDeaths(self._redis, self._deployment)
-        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock)
+        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, lambda url: set(left))
         self.alive.append(quarantine)
         async with in_background(quarantine.watch()):
             yield quarantine
@@ -76,6 +77,19 @@ async def test_deaths_that_two_processes_saw_are_added(any_redis: Any):
         await until(knows)
         processes.clock.now += 101.0
         assert not is_quarantined(late)
+
+
+async def test_the_cause_may_be_a_request_whose_client_has_left_another_process(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one(left=["b"]) as two:
+        for _ in range(2):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, "http://one:1")
+
+        async def is_open() -> bool:
+            return not is_quarantined(one) and not is_quarantined(two)
+
+        await until(is_open)
 
 
 async def test_deaths_during_probes_at_two_processes_are_added_whoever_else_was_on_the_engines(any_redis: Any):
