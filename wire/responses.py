@@ -37,6 +37,7 @@ class GenerationProgress(Struct):
 
     adapter_digest: the adapter whose pages the steps read: `sha256:<digest>`, `base` or `mixed`; null before the first
     step. ended_by_allowance: present only if the request ended because it reached the gateway's allowance.
+    finish_reason: the last choice's, present only in a whole answer, so that the gateway need not read the choices.
     """
 
     completion_tokens: int
@@ -44,6 +45,7 @@ class GenerationProgress(Struct):
     cached_tokens: int
     adapter_digest: str | None = None
     ended_by_allowance: bool | UnsetType = UNSET
+    finish_reason: str | UnsetType | None = UNSET
 
 
 class CompletionLogprobs(Struct):
@@ -300,6 +302,9 @@ class EngineStateResponse(Struct):
 
 # Content type of a report: a whole (non-streamed) answer whose progress is sent while it runs.
 REPORT_TYPE = "application/x-loraplex-report"
+# Header of a whole answer to a gateway: a JSON object with the byte length of each field's value in the body, in the
+# body's order. Between the values the body has only the fields' names and punctuation, without white space.
+FIELDS_HEADER = "x-loraplex-fields"
 # Remaining tokens per choice below which the engine reports a whole answer's counts at each step and the gateway
 # reserves more tokens. A fast engine uses them in half a second.
 ASK_TOKENS = 64

@@ -55,7 +55,7 @@ class Report:
             self._reported, self._reported_at = tokens, now
             await self._write(_line(ReportLine(tokens)))
 
-    async def end(self, head: AnswerHead, body: bytes) -> web.StreamResponse:
+    async def end(self, head: AnswerHead, body: bytes | bytearray) -> web.StreamResponse:
         """Write the answer and end the response."""
         head.length = len(body)
         response = await self._write(_line(ReportLine(self._ticket.total_generated, head)) + body)
@@ -78,7 +78,9 @@ class Report:
         return response
 
 
-async def write(request: web.Request, response: web.StreamResponse, payload: bytes, *, internal: bool) -> None:
+async def write(
+    request: web.Request, response: web.StreamResponse, payload: bytes | bytearray, *, internal: bool
+) -> None:
     """Write in pieces, each within the time limit of the caller. Raises ConnectionError for one that is too slow.
 
     internal: the caller is a gateway.

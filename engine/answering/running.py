@@ -11,6 +11,7 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.answers import Answer
+from engine.answering.fields import encode_fields
 from engine.answering.model_names import load_error
 from engine.answering.report import PIECE_BYTES, Report, write
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
@@ -24,7 +25,7 @@ from engine.scheduling.request import MIXED_SERVED, RequestOutput
 from wire.errors import BadRequest
 from wire.headers import RECEIPT_HEADER
 from wire.requests import SamplingRequest
-from wire.responses import AnswerHead, GenerationProgress, PromptTokensDetails, Usage
+from wire.responses import FIELDS_HEADER, AnswerHead, GenerationProgress, PromptTokensDetails, Usage
 from wire.structured import GrammarSpec
 from wire.telemetry.spans import Span
 from wire.text.tokenizer import Tokenizer
@@ -130,14 +131,14 @@ class Run:
 
     async def whole(self, request: web.Request, answer: Answer[Any], report: Report) -> web.StreamResponse:
         try:
-            body = await self._whole_body(answer, report)
+            body, lengths = await self._whole_body(answer, report)
         except Exception as exc:
             if not report.is_open:
                 raise
             error = as_api_error(exc, request)
-            body, head = error_body(error), AnswerHead(error.status, 0, dict(error.headers or {}))
-        else:
-            head = AnswerHead(200, 0, self._receipt())
+            return await report.end(AnswerHead(error.status, 0, dict(error.headers or {})), error_body(error))
+        fields = {FIELDS_HEADER: msgspec.json.encode(lengths).decode()} if self._internal else {}
+        head = AnswerHead(200, 0, self._receipt() | fields)
         if report.is_open:
             return await report.end(head, body)
         if len(body) <= PIECE_BYTES:
@@ -152,7 +153,8 @@ class Run:
             return response
         return response
 
-    async def _whole_body(self, answer: Answer[Any], report: Report) -> bytes:
+    async def _whole_body(self, answer: Answer[Any], report: Report) -> tuple[bytearray, dict[str, int]]:
+        """Generate the answer. Return its JSON, and the byte lengths of its fields."""
         total = [Delta(sequence.index) for sequence in self._sequences]
         async for deltas in self._deltas():
             for delta in deltas:
@@ -160,10 +162,15 @@ class Run:
             await report.update()
         usage, progress = self._usage(), self._progress_if_internal()
 
-        def encode() -> bytes:
-            # Encode choice by choice, so that the objects of a choice are freed before the next one's are made.
-            choices = [msgspec.Raw(msgspec.json.encode(answer.whole(total.pop(0)))) for _ in self._sequences]
-            return msgspec.json.encode(answer.envelope(choices, stream=False, usage=usage, progress=progress))
+        def encode() -> tuple[bytearray, dict[str, int]]:
+            choices = []
+            for _ in self._sequences:
+                # Encode choice by choice, so that the objects of a choice are freed before the next one's are made.
+                choice = answer.whole(total.pop(0))
+                choices.append(msgspec.Raw(msgspec.json.encode(choice)))
+                if progress is not UNSET:
+                    progress.finish_reason = choice.finish_reason
+            return encode_fields(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
         return encode() if _num_entries(total) <= INLINE_ENTRIES else await asyncio.to_thread(encode)
 

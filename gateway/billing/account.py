@@ -182,7 +182,9 @@ class Account:
 
     def _observe(self, event: Fields) -> None:
         progress, usage = decode_field(event, "loraplex"), decode_field(event, "usage")
-        choices = decode_choices(event)
+        reason = progress.get("finish_reason") if isinstance(progress, dict) else None
+        # Our engine says the reason of a whole answer, whose choices may be large.
+        choices = [Choice(finish_reason=reason)] if isinstance(reason, str) else decode_choices(event)
         if isinstance(progress, dict):
             self.observe_receipt(progress.get("adapter_digest"))
             self.rate_end.by_engine = progress.get("ended_by_allowance") is True

@@ -30,7 +30,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import EngineLost, Fields, public_error, read_answer, read_events
+from gateway.fleet.answers import EngineLost, Fields, join_fields, public_error, read_answer, read_events
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.engine import EngineRecord
@@ -147,7 +147,8 @@ class Completions:
                 answering.release()
                 await delivery.reserve(size)
 
-        answer = await read_answer(answering.response, self._max_answer_bytes, reserve)
+        is_own = not answering.engine.address.traits.has_own_secret
+        answer = await read_answer(answering.response, self._max_answer_bytes, reserve, is_own=is_own)
         account.observe_answer(answer)
         if account.is_beyond_hold:
             assert account.hold is not None
@@ -158,7 +159,7 @@ class Completions:
         drop_internal(answer)
         answer.update(head_of(account))
         add_cost(answer, account)
-        body = msgspec.json.encode(answer)
+        body = await join_fields(answer)
         await self._accounting.close_ahead(account)
         delivery.whole(len(body))
         return web.Response(body=body, content_type="application/json", headers=_headers(account))

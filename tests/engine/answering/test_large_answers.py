@@ -21,6 +21,7 @@ from engine.answering import report
 from engine.answering import running as run
 from testing.engine import Client, RunningServer
 from wire.decoding import decode
+from wire.responses import FIELDS_HEADER
 
 PROMPT = list(range(3, 303))
 
@@ -39,6 +40,13 @@ async def test_a_large_answer_comes_whole(client: Client, monkeypatch: pytest.Mo
     answer = await client.chat(**chat, logprobs=True, top_logprobs=5)
     assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [400] * 3
     assert [len(entry["top_logprobs"]) for entry in answer["choices"][2]["logprobs"]["content"]] == [5] * 400
+
+
+async def test_only_a_gateway_is_told_the_lengths_of_the_fields(client: Client):
+    async with client.session.post(f"{client.url}/v1/completions", json={"model": "tiny", "prompt": "hi"}) as response:
+        assert response.status == 200
+        assert FIELDS_HEADER not in response.headers
+        assert set(await response.json()) == {"id", "object", "created", "model", "choices", "usage"}
 
 
 async def read_bytes(client: Client, body: str) -> bytes:

@@ -5,8 +5,10 @@ import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+from aiohttp import web
 
 from gateway.fleet.kinds.recent_uses import RecentUses
 from testing.gateway.foreign_double import PROMPT_TOKENS
@@ -15,6 +17,7 @@ from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY, VllmDouble
 from tests.gateway.api.test_adapters import files, push
 from tests.gateway.test_left_clients import hold
+from wire.responses import FIELDS_HEADER
 
 
 @asynccontextmanager
@@ -284,3 +287,20 @@ async def test_the_lowest_priority_is_refused_first_when_the_queue_is_full(
         assert late.status == 429
         vllm.hold.set()
         assert [(await task).status for task in (first, third)] == [200, 200]
+
+
+async def test_a_header_of_our_engine_is_not_believed(
+    both: tuple[Gateway, VllmDouble], monkeypatch: pytest.MonkeyPatch
+):
+    """A foreign server's answer is decoded, whatever lengths of its fields it says."""
+    gateway, vllm = both
+    plain = vllm._answer
+
+    async def answer(*args: Any) -> web.StreamResponse:
+        response = await plain(*args)
+        response.headers[FIELDS_HEADER] = '{"id":1}'
+        return response
+
+    monkeypatch.setattr(vllm, "_answer", answer)
+    got = await (await gateway.tenant("acme")).complete(max_tokens=3)
+    assert (got.status, got.json["choices"][0]["text"]) == (200, "aaa")
