@@ -116,11 +116,15 @@ class Pacer:
             chunk = max(self._floor, chunk // 2)  # the fixed cost may be gone
         return min(most, chunk)
 
-    def budget(self, num_decodes: int, most: int, prompt_pressure: float, target: float | None) -> PromptBudget:
+    def budget(
+        self, num_decodes: int, most: int, prompt_pressure: float, target: float | None, num_seated: int = 0
+    ) -> PromptBudget:
         """Return the budget of a step with `num_decodes` decodes.
 
         target: time in seconds that light tenants' prompts may take, and up to which `prompt_pressure` may enlarge the
-        chunks of others; None: no such limits. See also `MIN_ROWS`.
+        chunks of others; None: no such limits. See also `MIN_ROWS`. num_seated: number of requests that run once each
+        free seat has a waiting one. Up to the target, prompts may have as many rows as these lack decodes: a decode
+        step of all of them takes as long, and smaller chunks would leave seats empty.
         """
         paced = self.prompt_budget(num_decodes, most, prompt_pressure) if num_decodes else most
         if num_decodes and self._steps_since_alone >= 2 * STEPS_UNTIL_ALONE:
@@ -130,7 +134,10 @@ class Pacer:
             return PromptBudget(paced, paced)
         within = max(self._min_chunk, int(target / self._each), min(MIN_ROWS, int(MAX_STEP_S / self._each)))
         usual = self.prompt_budget(num_decodes, most) if num_decodes else 0
-        return PromptBudget(min(paced, max(within - num_decodes, usual)), min(most, max(paced, within)))
+        limited = min(paced, max(within - num_decodes, usual))
+        if limited:  # else a step of decodes only is due
+            limited = max(limited, min(num_seated, within) - num_decodes)
+        return PromptBudget(min(most, limited), min(most, max(paced, within)))
 
     def seconds_of(self, num_rows: int) -> float:
         """Return the time that `num_rows` rows add to a step; 0 without data."""

@@ -212,7 +212,8 @@ class Scheduler:
         if self._pacer is None:
             return PromptBudget(most, most)
         target = self.policy.step_target(self._clock())
-        return self._pacer.budget(len(plan), most, self._prompt_pressure(plan, prompts), target)
+        num_seated = len(self.running) + min(self.num_waiting, self._seats.num_free)
+        return self._pacer.budget(len(plan), most, self._prompt_pressure(plan, prompts), target, num_seated)
 
     def _prefill(self, plan: Plan, budget: PromptBudget, prompts: list[Request]) -> set[str]:
         """Plan prompt chunks. Prompts in progress and new ones alike go to the least served tenants first, so that a
