@@ -11,11 +11,46 @@ from typing import Any
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 AXE = Path(__file__).resolve().parent.parent / "tests/e2e/browser/vendor/axe.min.js"
-# Returns only each violation's rule and first elements: sending the whole result takes as long as running the rules.
-RUN_AXE = """options => axe.run(document, options).then(({violations}) => violations.map(({id, nodes}) =>
-    [id, nodes.slice(0, 3).map(node => node.html.slice(0, 160)).join("; ")]))"""
-WIDTHS = (1280, 390)
+# Script of `Person.checker`. axe is hidden from that window, and so uses the window of the elements that it checks.
+# looks: all that the contrast of each visible text depends on, with the backgrounds and positions of its ancestors.
+# see, know: notes the looks of the page as it is shown, before and after a check of contrast.
+CHECKER = """source => {
+    const own = {getComputedStyle() {}};
+    Function("window", source).call(own);
+    // axe's own reports take longer: they describe the passed elements too.
+    own.axe.addReporter("violations", (results, _, done) => done(
+        results.filter(({violations}) => violations.length).map(({id, violations}) =>
+            [id, violations.slice(0, 3).map(({node}) => node.source.slice(0, 160)).join("; ")])));
+    // Only one rule needs preloaded style sheets, and it is off by default.
+    const options = {reporter: "violations", preload: false};
+    window.violations = more => own.axe.run(opener.document.documentElement, {...options, ...more});
+    const known = new Set(), seen = new Set();
+    const looks = () => {
+        const page = opener, behind = new Map(), found = new Set();
+        for (const element of page.document.querySelectorAll("*")) {
+            const style = page.getComputedStyle(element);
+            const parts = [style.backgroundColor, style.backgroundImage, style.opacity, style.filter, style.position];
+            const ground = `${behind.get(element.parentElement) || ""}/${parts}`;
+            behind.set(element, ground);
+            const isText = element.matches("input, select, textarea") ||
+                [...element.childNodes].some(each => each.nodeType === 3 && each.data.trim());
+            if (isText && element.checkVisibility())
+                found.add([ground, style.color, style.fontSize, style.fontWeight, style.textShadow].join());
+        }
+        return found;
+    };
+    window.see = () => { for (const each of looks()) seen.add(each) };
+    window.know = () => { for (const each of looks()) known.add(each) };
+    window.has_news = () => {
+        const has = [...seen].some(each => !known.has(each));
+        seen.clear();
+        return has;
+    };
+}"""
+WIDE, NARROW = WIDTHS = (1280, 390)
 SCHEMES = ("light", "dark")
+CONTRAST = {"runOnly": ["color-contrast"]}
+WITHOUT_CONTRAST = {"rules": {"color-contrast": {"enabled": False}}}
 # Longest wait for a state of a page. Playwright's own 5 s are too short where two cores run several tests.
 PATIENCE_MS = 60_000
 
@@ -53,6 +88,7 @@ class Person:
     def __init__(self, context: Any, page: Any, url: str) -> None:
         self.context, self.page, self.url = context, page, url
         self.problems: list[str] = []
+        self._checker: Any = None
         page.on("console", self._note)
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("dialog", self._dismiss)
@@ -82,6 +118,16 @@ class Person:
 
         await self.context.route(pattern, held)
         return may_load
+
+    async def checker(self) -> Any:
+        """Return a blank window that runs axe on this one, so that axe is compiled and optimised once for all pages."""
+        if self._checker is None:
+            async with self.page.expect_popup() as popup:
+                await self.page.evaluate("() => { open() }")
+            self._checker = await popup.value
+            # Evaluated by the debugger, which the page's policy does not restrict.
+            await self._checker.evaluate(CHECKER, AXE.read_text())
+        return self._checker
 
     async def open(self, path: str) -> None:
         await self.page.goto(self.url + path)
@@ -119,28 +165,40 @@ async def person(browser: Any, url: str, *, width: int = 1280, scheme: str = "li
 async def faults(who: Person) -> list[str]:
     """Return the faults of the open page: errors, horizontal scrolling, violations of accessibility rules."""
     found, who.problems = list(who.problems), []
-    return found + await _sideways(who) + await _violations(who)
+    found += await _sideways(who) + await _violations(who, {})
+    await who.page.bring_to_front()
+    return found
 
 
 async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
     """Open each page once and return its faults at both widths and in both colour schemes.
 
-    Every rule runs at both widths. The other scheme changes colours only, so only the contrast rule runs there.
+    Every rule runs at both widths. The other scheme changes colours only, so only the contrast rule runs there. At the
+    narrow width it runs if a text has a look there that no text has had before, on this page or an earlier one.
     """
     found = []
+    checker = await who.checker()
     for path in paths:
         # The narrow window comes first: layout left over from the wide one could hide that the page is too wide.
-        await _show(who, min(WIDTHS), "light")
+        await _show(who, NARROW, "light")
         await who.open(path)
-        seen, who.problems = [("", each) for each in who.problems], []
-        for width in sorted(WIDTHS):
-            for scheme in SCHEMES:
-                await _show(who, width, scheme)
-                here = await _sideways(who) if scheme == "light" else []
-                here += await _violations(who, *(["color-contrast"] if scheme == "dark" else []))
-                seen += [(f" ({width} px, {scheme})", each) for each in here]
-        found += [f"{path}{where}: {each}" for where, each in seen + [("", each) for each in who.problems]]
+        seen, who.problems = [f": {each}" for each in who.problems], []
+        seen += await _faults_at(who, NARROW, "light", WITHOUT_CONTRAST)
+        await checker.evaluate("see()")
+        await _show(who, NARROW, "dark")
+        await checker.evaluate("see()")
+        for scheme, rules in (("dark", CONTRAST), ("light", {})):
+            await _show(who, WIDE, scheme)
+            seen += await _faults_at(who, WIDE, scheme, rules)
+            await checker.evaluate("know()")
+        if await checker.evaluate("has_news()"):
+            for scheme in ("dark", "light"):
+                await _show(who, NARROW, scheme)
+                seen += await _faults_at(who, NARROW, scheme, CONTRAST)
+                await checker.evaluate("know()")
+        found += [path + each for each in [*seen, *(f": {each}" for each in who.problems)]]
         who.problems = []
+    await who.page.bring_to_front()
     return found
 
 
@@ -150,18 +208,19 @@ async def _show(who: Person, width: int, scheme: str) -> None:
     await who.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
 
 
+async def _faults_at(who: Person, width: int, scheme: str, rules: dict[str, Any]) -> list[str]:
+    faults = await _violations(who, rules)
+    # Colours need no room.
+    faults += [] if rules == CONTRAST else await _sideways(who)
+    return [f" ({width} px, {scheme}): {each}" for each in faults]
+
+
 async def _sideways(who: Person) -> list[str]:
     width, room = await who.page.evaluate("[document.documentElement.scrollWidth, innerWidth]")
     return [f"the page is {width} px wide in a window of {room} px"] if width > room else []
 
 
-async def _violations(who: Person, *rules: str) -> list[str]:
-    """Return the violations of accessibility by axe. rules: the ones to run; all if empty."""
-    # Only one rule needs preloaded style sheets, and it is off by default.
-    options: dict[str, Any] = {"resultTypes": ["violations"], "preload": False}
-    if not await who.page.evaluate("'axe' in window"):
-        # Evaluated by the debugger, which the page's policy does not restrict, in all later pages of the window too.
-        await who.context.add_init_script(path=AXE)
-        await who.page.evaluate(AXE.read_text())
-    found = await who.page.evaluate(RUN_AXE, options | ({"runOnly": list(rules)} if rules else {}))
+async def _violations(who: Person, rules: dict[str, Any]) -> list[str]:
+    """Return the violations of accessibility by axe. rules: axe's options that select rules."""
+    found = await (await who.checker()).evaluate("violations", rules)
     return [f"axe {rule}: {nodes}" for rule, nodes in found]
