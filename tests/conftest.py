@@ -32,51 +32,65 @@ with contextlib.suppress(ImportError):
     port_finder.find_free_port = lambda host: free_port()
 
 ROOT = Path(__file__).resolve().parent.parent
-# The files that took over 8 s on 2026-11-23, longest first, as far as they have no time-out of their own.
+# The files that took over 15 s on 2026-11-29, longest first. A file of a group of files has the place of its group.
 SLOW = (
-    "engine/test_engine_matches_peft.py",
-    "gateway/redis/test_sentinel.py",
-    "gateway/api/test_adapters.py",
-    "gateway/api/uploads/test_uploads.py",
-    "engine/execution/test_graphs.py",
-    "kernels/test_poison.py",
-    "gateway/records/test_versions.py",
-    "gateway/api/test_completions.py",
-    "gateway/fleet/kinds/test_vllm_edge.py",
-    "gateway/api/test_time_limits.py",
-    "gateway/fleet/test_fleet_share.py",
-    "gateway/api/uploads/test_uploads_limits.py",
-    "gateway/api/test_delivery.py",
+    "e2e/browser/test_walk.py",
+    "e2e/browser/test_pages.py",
+    "e2e/test_demo_model_matches_peft.py",
+    "e2e/test_lifecycle.py",
+    "kernels/gpu/test_compiles.py",
+    "e2e/browser/test_hostile_texts.py",
+    "e2e/browser/test_adapters.py",
+    "e2e/browser/test_console.py",
+    "kernels/test_benchmarks.py",
+    "e2e/browser/test_console_walk.py",
     "gateway/sharing/test_unserved.py",
-    "gateway/quota/test_growth.py",
-    "gateway/test_command_line.py",
-    "gateway/records/test_activity.py",
-    "gateway/fleet/kinds/test_fleet_sglang.py",
-    "gateway/api/uploads/test_uploads_killed.py",
-    "engine/http/test_lifecycle.py",
-    "gateway/billing/test_usage_writer.py",
-    "gateway/records/test_changes.py",
-    "gateway/api/test_versions.py",
-    "loraplex/bench/test_run.py",
-    "gateway/api/requests/test_bodies.py",
-    "gateway/process/test_loop_lag.py",
-    "gateway/fleet/test_fleet.py",
-    "gateway/api/golden/test_golden.py",
-    "gateway/access/test_sessions.py",
-    "gateway/fleet/kinds/test_fleet_vllm.py",
-    "gateway/records/test_usage_groups.py",
-    "gateway/api/test_request_log.py",
-    "gateway/fleet/test_fleet_silence.py",
-    "gateway/access/test_auth.py",
+    "gateway/billing/test_ledger_chaos.py",
+    "e2e/browser/test_drafts.py",
+    "engine/execution/test_graphs.py",
+    "gateway/api/test_delivery.py",
     "engine/answering/test_large_answers.py",
-    "engine/test_poison.py",
+    "gateway/records/test_backup.py",
+    "gateway/records/test_ranked_sums.py",
+    "engine/test_sizing.py",
+    "e2e/browser/test_requests.py",
+    "gateway/fleet/test_several_bases.py",
+    "gateway/api/uploads/test_uploads.py",
+    "gateway/redis/test_sentinel.py",
+    "test_compose.py",
+    "gateway/fleet/test_fleet.py",
+    "e2e/browser/test_history.py",
+    "kernels/gpu/test_paged_attention.py",
+    "gateway/quota/test_growth.py",
+    "gateway/api/test_exports.py",
+    "gateway/api/test_time_limits.py",
+    "gateway/api/test_adapters.py",
+    "gateway/fleet/test_sleeping.py",
+    "gateway/records/test_versions.py",
+    "gateway/test_command_line.py",
+    "gateway/api/test_completions.py",
     "kernels/cpu/test_native.py",
-    "gateway/quota/test_quota_race.py",
+    "gateway/api/test_isolation.py",
+    "engine/scheduling/test_streams.py",
+    "e2e/browser/test_questions.py",
     "gateway/quota/test_quota.py",
-    "gateway/billing/test_ledger.py",
-    "gateway/records/test_collect_s3.py",
+    "gateway/records/test_adapter_list.py",
+    "gateway/access/test_auth.py",
+    "test_outages.py",
+    "kernels/gpu/test_segmented_lora.py",
+    "gateway/records/test_end_user_ranking.py",
+    "gateway/fleet/test_fleet_restart.py",
     "test_architecture.py",
-    "test_docs.py",
+    "gateway/records/test_collect.py",
+    "loraplex/bench/test_run.py",
+    "e2e/browser/test_charts.py",
+    "gateway/pages/money/test_usage.py",
+    "gateway/process/test_alias_moves.py",
+    "engine/answering/test_structured.py",
+    "gateway/billing/test_ledger.py",
+    "engine/core/test_deaths.py",
+    "gateway/billing/test_usage_writer.py",
+    "gateway/test_partition_command.py",
 )
 # The import of transformers, its models and peft takes 7 s, so one process runs these.
 WITH_TRANSFORMERS = frozenset(
@@ -213,13 +227,13 @@ def _skip_without_cuda(items: list[pytest.Item]) -> None:
 
 
 def _longest_first(items: list[pytest.Item]) -> None:
-    """Sort files so that no process ends alone with a long one: by longest time-out, then as in `SLOW`."""
+    """Sort files so that no process ends alone with a long one: as in `SLOW`, then by longest time-out."""
     longest: dict[Path, float] = {}
     for item in items:
         mark = item.get_closest_marker("timeout")
         longest[item.path] = max(longest.get(item.path, 0.0), float(mark.args[0]) if mark else 0.0)
     place = {ROOT / "tests" / name: number for number, name in enumerate(SLOW)}
-    items.sort(key=lambda item: (-longest[item.path], place.get(item.path, len(SLOW))))
+    items.sort(key=lambda item: (place.get(item.path, len(SLOW)), -longest[item.path]))
 
 
 @pytest.hookimpl(optionalhook=True)
