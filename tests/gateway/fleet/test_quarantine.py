@@ -134,6 +134,42 @@ def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
     assert not is_quarantined(quarantine, tenant="b", digests=["d"], prompt="never seen")
 
 
+async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into_quarantine(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    # Longer than a slow machine needs.
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    async with AsyncExitStack() as stack:
+        engines = [await stack.enter_async_context(Upstream().serving()) for _ in range(2)]
+        of = settings(tmp_path, model_dir, [each.url for each in engines], redis_url, redis_timeout=30.0)
+        gateway = await stack.enter_async_context(running(of))
+        acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
+        slow = {"max_tokens": 8, "x_engine": {"tokens": 8, "delay": 10.0}}
+        asked = [asyncio.create_task(other.complete(prompt=f"{i}", **slow)) for i in range(8)]
+
+        async def have_some() -> bool:
+            return all(each.requests for each in engines)
+
+        async def have_left() -> bool:
+            return "loraplex_gateway_http_in_flight 1.0" in (await gateway.admin.get("/metrics")).body.decode()
+
+        await until(have_some)
+        for each in asked:
+            each.cancel()
+        await until(have_left)
+        for each in engines:
+            each.refuses = None
+        assert (await acme.complete()).status == 502
+        for each in engines:
+            each.refuses = False
+
+        async def are_up() -> bool:
+            return (await gateway.nobody.get("/readyz")).json["engines_up"] == 2
+
+        await until(are_up)
+        assert (await acme.complete()).status == 200
+
+
 async def test_a_request_that_kills_engines_is_answered_without_one(
     tmp_path: Path, model_dir: Path, redis_url: str, caplog: pytest.LogCaptureFixture
 ):
