@@ -2,8 +2,9 @@
 
 Any of the requests that an engine has when it dies may be the cause, also one whose client has just left. So a request,
 or a tenant's adapter, is quarantined only if no other tenant had requests on the engine at each of the deaths. A
-tenant's requests can therefore never put another tenant's into quarantine. Every gateway process reports its broken requests to the others
-(`shared_deaths.py`) and applies their reports as its own. Only an HMAC of a request is kept and shared.
+tenant's requests can therefore never put another tenant's into quarantine. Every gateway process reports its broken
+requests to the others (`shared_deaths.py`) and applies their reports as its own. Only an HMAC of a request is kept and
+shared.
 """
 
 import asyncio
