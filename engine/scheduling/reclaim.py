@@ -45,12 +45,15 @@ def find_victims(
     A tenant with nothing running may take from any debtor. Another may only take from a tenant that afterwards still
     holds as much per weight as it does itself, so that two tenants never take the same seat from each other in turn.
     """
+    if not preemptible:
+        return None
     seats, blocks = lacking
+    has_seats = claimant.tenant_id in [r.tenant_id for r in running]
     if not seats and not blocks:
-        return [] if preemptible and all(r.tenant_id != claimant.tenant_id for r in running) else None
+        return None if has_seats else []
     need = cache.blocks_for(claimant.num_tokens)
     held: defaultdict[str, _Held] = defaultdict(_Held)
-    for request in running:
+    for request in running if has_seats else ():
         held[request.tenant_id].add(request)
     own = held[claimant.tenant_id]
     victims: list[Request] = []
@@ -58,7 +61,7 @@ def find_victims(
     leaving: Counter[int] = Counter()
     for request in preemptible:
         theirs = held[request.tenant_id]
-        if own.seats:
+        if has_seats:
             ratio = request.weight / claimant.weight
             if seats > 0 and theirs.seats - 1 < (own.seats + 1) * ratio:
                 continue

@@ -91,10 +91,13 @@ class FairShare(TenantPolicy):
         """
         seats = {r.tenant_id for r in running}
         is_idle, threshold = claimant.tenant_id not in seats, self.counter(claimant.tenant_id)
+        ahead = {t: counter for t in seats if (counter := self.counter(t)) > threshold}
         if not is_idle or now - claimant.queued_at < self._preempt_after:
             threshold += self._preempt_behind
-        heavier = self.heavier(claimant, running)
-        ahead = {t: counter for t in seats if (counter := self.counter(t)) > threshold or t in heavier}
+            heavier = self.heavier(claimant, running) if ahead else ()
+            ahead = {t: counter for t, counter in ahead.items() if counter > threshold or t in heavier}
+        if not ahead:
+            return []
         streams = [
             r
             for r in running
@@ -112,10 +115,9 @@ class FairShare(TenantPolicy):
         """Return the tenants beside which the request's tenant is light: those that are ahead of it and have at least
         twice its running requests per weight, this request included.
         """
-        weights = {r.tenant_id: r.weight for r in running}
         seats = Counter([r.tenant_id for r in running])
         own = seats.pop(request.tenant_id, 0) + (request.seat < 0)
-        counter = self.counter(request.tenant_id)
+        weights, counter = {r.tenant_id: r.weight for r in running}, self.counter(request.tenant_id)
         return {
             tenant_id
             for tenant_id, held in seats.items()
