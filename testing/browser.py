@@ -152,12 +152,22 @@ class Person:
 
 
 @asynccontextmanager
-async def person(browser: Any, url: str, *, width: int = 1280, scheme: str = "light") -> AsyncIterator[Person]:
-    """Open a window. scheme: "light" or "dark"."""
-    context = await browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
+async def person(
+    browser: Any, url: str, *, width: int = 1280, scheme: str = "light", is_painted: bool = True
+) -> AsyncIterator[Person]:
+    """Open a window. scheme: "light" or "dark". is_painted: whether no other window covers it; painting takes CPU time.
+
+    Nothing moves in it: a transition or an animation is painted again and again.
+    """
+    context = await browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
     context.set_default_timeout(PATIENCE_MS)
     try:
-        yield Person(context, await context.new_page(), url)
+        page = await context.new_page()
+        if not is_painted:
+            await context.new_page()
+        yield Person(context, page, url)
     finally:
         await context.close()
 

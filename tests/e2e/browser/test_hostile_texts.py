@@ -30,11 +30,13 @@ ALL = "".join(HOSTILE)
 SHORT = """"'><img src=x onerror=alert(1)>{{1234*4321}}"""
 COUNTED = str(1234 * 4321)
 # Markup that no template contains. Links to other schemes than HTTP count too.
-INJECTED = """() => [...document.querySelectorAll("*")].filter(each =>
+INJECTED = """[...document.querySelectorAll("*")].filter(each =>
     each.matches("script:not([src]), iframe, object, embed") ||
     [...each.attributes].some(one => /^on/.test(one.name)) ||
     ["href", "src", "action"].some(name => /^\\s*(javascript|data):/i.test(each.getAttribute(name) || ""))
 ).map(each => each.outerHTML.slice(0, 200))"""
+# A page's markup of that kind, whether a script has run, the source, and the visible text, in one step.
+READ = f"[{INJECTED}, window.marked, document.documentElement.outerHTML, document.body.innerText]"
 
 
 async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
@@ -92,8 +94,8 @@ def urls(home: str, known: dict[str, str]) -> Iterator[str]:
             yield f"{path}?{urlencode(parameters)}"
 
 
-async def check(who: Person, path: str) -> list[str]:
-    """Open a page and return what is wrong with it. An error page for a wrong parameter is right."""
+async def check(who: Person, path: str) -> tuple[list[str], str]:
+    """Open a page and return its faults and its text. An error page for a wrong parameter is right."""
     await who.open(path)
     found = [
         each
@@ -101,12 +103,13 @@ async def check(who: Person, path: str) -> list[str]:
         if not re.search(r"status of 4(?:0[0-9]|10)|does not conform to the required format", each)
     ]
     who.problems = []
-    found += await who.page.evaluate(INJECTED)
-    if await who.page.evaluate("window.marked"):
+    injected, marked, source, text = await who.page.evaluate(READ)
+    found += injected
+    if marked:
         found.append("a script ran")
-    if COUNTED in await who.page.content():
+    if COUNTED in source:
         found.append("a template counted")
-    return [f"{path}: {each}" for each in found]
+    return [f"{path}: {each}" for each in found], text
 
 
 async def test_hostile_texts_are_inert_on_every_page(gateway, upstream, browser):
@@ -114,14 +117,16 @@ async def test_hostile_texts_are_inert_on_every_page(gateway, upstream, browser)
     found: list[str] = []
     shown, stories = 0, ""
     for home, key in (("/admin", ADMIN_KEY), ("/console", known["secret"])):
-        async with person(browser, gateway.url) as who:
+        async with person(browser, gateway.url, is_painted=False) as who:
             await who.log_in(home, key)
             for page in urls(home, known):
-                found += await check(who, page)
-                shown += "?" not in page and SHORT in await who.text()
+                faults, text = await check(who, page)
+                found += faults
+                shown += "?" not in page and SHORT in text
             for request_id in (*known["requests"].split(), quote(HOSTILE[1])):
-                found += await check(who, f"{home}/requests/{request_id}")
-                stories += await who.text()
+                faults, text = await check(who, f"{home}/requests/{request_id}")
+                found += faults
+                stories += text
     assert not found, "\n".join(found)
     # The texts were there, as texts: in requests, the end user and the unknown model.
     assert shown >= 5
