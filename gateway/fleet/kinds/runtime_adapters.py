@@ -112,29 +112,45 @@ class RuntimeAdapters:
         engine.resident |= {digest}
 
     async def _make_room(self, engine: EngineRecord, moving: "_Moving") -> None:
-        """Wait until the server has no more idle adapters than its limit allows. Concurrent callers share the work."""
-        while len(engine.resident) > engine.address.adapters and self._idle(engine, moving):
-            if moving.unloading is None:
-                moving.unloading = asyncio.create_task(self._unload_surplus(engine, moving))
-                moving.unloading.add_done_callback(moving.unloaded)
-            # Otherwise clients that leave after their loads would fill the server.
-            await asyncio.shield(moving.unloading)
+        """Wait for the unloading that runs and one more, if the server has more idle adapters than its limit allows.
+
+        The second begins after this request's load. Further ones make room for loads of others.
+        """
+        for _ in range(2):
+            unloading = self._unloading(engine, moving)
+            if unloading is None:
+                return
+            # A client that leaves must not end it, or such clients would fill the server.
+            await asyncio.shield(unloading)
+
+    def _unloading(self, engine: EngineRecord, moving: "_Moving") -> "asyncio.Task[None] | None":
+        """Return the task that unloads the surplus, and start it unless it runs. Return None without a surplus."""
+        if len(engine.resident) <= engine.address.adapters or not self._idle(engine, moving):
+            return None
+        if moving.unloading is None:
+            moving.unloading = asyncio.create_task(self._unload_surplus(engine, moving))
+        return moving.unloading
 
     async def _unload_surplus(self, engine: EngineRecord, moving: "_Moving") -> None:
         """Unload the least recently used adapters beyond the server's limit, whichever gateway loaded or used them."""
-        used_at = await self._uses.all(engine.url)
-        surplus = max(0, len(engine.resident) - engine.address.adapters)
-        for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
-            engine.resident -= {digest}
-            with moving.unload(digest):
-                try:
-                    body = {"lora_name": self._api.name(digest)}
-                    status, answer = await self._post(engine, self._api.unload, body)
-                except HTTP_ERRORS as error:
-                    status, answer = 0, type(error).__name__.encode()
-            if not self._api.is_unloaded(status, answer, body["lora_name"]):
-                reason = _message(answer)
-                log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
+        try:
+            used_at = await self._uses.all(engine.url)
+            surplus = max(0, len(engine.resident) - engine.address.adapters)
+            for digest in sorted(self._idle(engine, moving), key=lambda each: used_at.get(each, 0.0))[:surplus]:
+                engine.resident -= {digest}
+                with moving.unload(digest):
+                    try:
+                        body = {"lora_name": self._api.name(digest)}
+                        status, answer = await self._post(engine, self._api.unload, body)
+                    except HTTP_ERRORS as error:
+                        status, answer = 0, type(error).__name__.encode()
+                if not self._api.is_unloaded(status, answer, body["lora_name"]):
+                    reason = _message(answer)
+                    log.warning("engine %s could not unload adapter %s: %d %s", engine.url, digest, status, reason)
+        finally:
+            moving.unloading = None
+        # The clients of loads that ended meanwhile may have left.
+        self._unloading(engine, moving)
 
     def _idle(self, engine: EngineRecord, moving: "_Moving") -> list[str]:
         return [
@@ -171,9 +187,6 @@ class _Moving:
         finally:
             del self.unloads[digest]
             gone.set()
-
-    def unloaded(self, _: "asyncio.Task[None]") -> None:
-        self.unloading = None
 
     def ended(self, digest: str, load: "asyncio.Task[None]") -> None:
         self.loads.pop(digest, None)
