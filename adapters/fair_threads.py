@@ -334,5 +334,8 @@ class FairThreads:
 
     def _lower_priority(self, thread_id: int) -> None:
         """Lower the priority of this thread. Linux only: elsewhere threads have no priority of their own."""
-        if sys.platform == "linux" and self._yielding is not None:
+        if sys.platform != "linux" or self._yielding is None:
+            return
+        # The whole process may have a lower priority already, which only a privileged one may raise.
+        if os.getpriority(os.PRIO_PROCESS, thread_id) < self._yielding.nice:
             os.setpriority(os.PRIO_PROCESS, thread_id, self._yielding.nice)
