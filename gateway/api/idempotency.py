@@ -4,7 +4,6 @@ Redis keeps responses for a day, separately for each API key. Only successes are
 repeated. Work that has begun runs to its end even if the client leaves.
 """
 
-import asyncio
 import hashlib
 import logging
 import re
@@ -18,6 +17,7 @@ from aiohttp.typedefs import Middleware
 from gateway.access.auth import Authenticator
 from gateway.api.requests.fields import read_raw
 from gateway.errors import BadRequest, GatewayError, Handler, Unavailable
+from gateway.process.background import run_to_end
 from gateway.process.loop_lag import deadline
 from gateway.redis.errors import REDIS_ERRORS
 
@@ -62,7 +62,6 @@ class Idempotency:
     def __init__(self, redis: Any, timeout: float) -> None:
         self._redis = redis
         self._timeout = timeout
-        self._running: set[asyncio.Task[web.Response]] = set()
 
     async def once(
         self, request: web.Request, actor: str, content: bytes, do: Callable[[], Awaitable[web.Response]]
@@ -70,11 +69,8 @@ class Idempotency:
         """Return the response of `do`, or the kept one. actor: the API key's id. content: identifies the request."""
         if HEADER not in request.headers:
             return await do()
-        # The task begins with the entry, which nobody else would remove.
-        task = asyncio.create_task(self._once(_name(request, actor), _asked(request, content), do))
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
-        return await asyncio.shield(task)
+        # From the entry on, which nobody else would remove.
+        return await run_to_end(self._once(_name(request, actor), _asked(request, content), do))
 
     async def kept(self, request: web.Request, actor: str, content: bytes) -> web.Response | None:
         """Return the kept response of a request, None without one. Arguments and errors are those of `once`."""

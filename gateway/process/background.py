@@ -17,12 +17,16 @@ _to_end: set[asyncio.Task[Any]] = set()
 async def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     """Run work to its end even if the caller is cancelled, because its client has left.
 
-    It is for steps of which none may be missing once the first is done.
+    It is for steps of which none may be missing once the first is done. A failure after the caller's end is logged.
     """
     task = asyncio.create_task(work)
     _to_end.add(task)
     task.add_done_callback(_to_end.discard)
-    return await asyncio.shield(task)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(_report_failure)
+        raise
 
 
 async def all_ended() -> None:
@@ -43,6 +47,11 @@ async def running(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
         while not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=1.0)
+
+
+def _report_failure(task: asyncio.Task[Any]) -> None:
+    if not task.cancelled() and task.exception() is not None:
+        log.error("a change whose client had left failed", exc_info=task.exception())
 
 
 def _report_death(task: "asyncio.Task[None]") -> None:

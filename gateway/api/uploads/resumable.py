@@ -26,6 +26,7 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.copying import until_stopped
 from gateway.api.uploads.receiving import WRITE_BYTES, BodyReader, Named, UploadRules, Workplace, too_large
 from gateway.errors import BadRequest, CheckFailed, RecordNotFound, TooLarge, WrongOffset
+from gateway.process.background import run_to_end
 from gateway.process.reads import large_reads
 from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
@@ -246,7 +247,7 @@ class ResumableUploads:
             await self._uploads.remove(upload_id)
             await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
 
-        await asyncio.shield(remove())
+        await run_to_end(remove())
 
 
 def _describe(upload: PartialUpload) -> ShownUpload:
