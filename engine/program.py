@@ -17,7 +17,7 @@ from engine.http.announcing import announcing
 from engine.http.app import Server, listening
 from engine.progress import Progress
 from wire.errors import ConfigError
-from wire.event_loop import loop_factory
+from wire.event_loop import loop_factory, shorten_lock_waits
 from wire.telemetry.start import TracingError, start_tracing
 from wire.text.tokenizer import TokenizerError
 
@@ -107,6 +107,7 @@ def run(
         tracing = start_tracing("loraplex-engine")
     except TracingError as error:
         raise ConfigError(error.field, error.message) from error
+    shorten_lock_waits()
     server = Server(config, server_config, tracing=tracing)
     host = server_config.host
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")

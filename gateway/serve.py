@@ -24,14 +24,12 @@ from gateway.process.listening import FairSite
 from gateway.process.reads import bound_reads
 from gateway.process.workers import Supervisor
 from gateway.settings import NotUsableNow, Settings
-from wire.event_loop import loop_factory
+from wire.event_loop import loop_factory, shorten_lock_waits
 from wire.http_requests import guard_requests
 from wire.telemetry.http_log import http_logger
 
 log = logging.getLogger(__name__)
 
-# Interval after which a Python thread releases the interpreter lock to a waiting one; Python's default is 5 ms.
-SWITCH_SECONDS = 0.0001
 # glibc's option for the size from which a buffer gets its own pages, and our value of it.
 M_MMAP_THRESHOLD, LARGE_BUFFER_BYTES = -3, 2**18
 # Maximum number of fields in a request's head, and the size of one. A connection may hold them all before its key is
@@ -63,11 +61,11 @@ def _work(settings: Settings, parent: int | None, ready: Callable[[str], None]) 
 
 
 def steady() -> None:
-    """Reduce the latency of the slowest requests: full garbage collections skip long-lived objects, and database
-    threads return the interpreter lock to the event loop sooner.
+    """Reduce the latency of the slowest requests: full garbage collections skip long-lived objects, and threads return
+    the interpreter lock to the event loop sooner.
     """
     reduce_pauses()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    shorten_lock_waits()
     _return_memory()
 
 
