@@ -96,7 +96,7 @@ class FairThreads:
         self._max_pending, self._max_pending_per_tenant = max_pending, max_pending_per_tenant
         self._lock = threading.Lock()
         self._job_ended = threading.Condition(self._lock)
-        # The watcher's: whether its thread exists, the time (monotonic) until which it waits, and an earlier time.
+        # Whether the watcher's thread exists, and the time (monotonic) until which it waits.
         self._is_watched, self._waits_until = False, 0.0
         self._wait_changed = threading.Condition(self._lock)
         self._queues: dict[str, deque[_Job]] = {}
@@ -240,8 +240,9 @@ class FairThreads:
             self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
 
     def _watch_at(self, when: float) -> bool:
-        """Let the watcher look at jobs and rests then. Return whether there is a watcher: without one, jobs keep their
-        priority, and rests would not end.
+        """Let the watcher check the jobs and rests at this time (monotonic). Return whether there is a watcher.
+
+        Without a watcher, jobs keep their priority, and rests would not end.
         """
         if self._yielding is None:
             return False

@@ -12,8 +12,6 @@ from typing import Any
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or ""
 AXE = Path(__file__).resolve().parent.parent / "tests/e2e/browser/vendor/axe.min.js"
 # Script of `Person.checker`. axe is hidden from that window, and so uses the window of the elements that it checks.
-# looks: all that the contrast of each visible text depends on, with the backgrounds and positions of its ancestors.
-# see, know: notes the looks of the page as it is shown, before and after a check of contrast.
 CHECKER = """source => {
     const own = {getComputedStyle() {}};
     Function("window", source).call(own);
@@ -24,33 +22,10 @@ CHECKER = """source => {
     // Only one rule needs preloaded style sheets, and it is off by default.
     const options = {reporter: "violations", preload: false};
     window.violations = more => own.axe.run(opener.document.documentElement, {...options, ...more});
-    const known = new Set(), seen = new Set();
-    const looks = () => {
-        const page = opener, behind = new Map(), found = new Set();
-        for (const element of page.document.querySelectorAll("*")) {
-            const style = page.getComputedStyle(element);
-            const parts = [style.backgroundColor, style.backgroundImage, style.opacity, style.filter, style.position];
-            const ground = `${behind.get(element.parentElement) || ""}/${parts}`;
-            behind.set(element, ground);
-            const isText = element.matches("input, select, textarea") ||
-                [...element.childNodes].some(each => each.nodeType === 3 && each.data.trim());
-            if (isText && element.checkVisibility())
-                found.add([ground, style.color, style.fontSize, style.fontWeight, style.textShadow].join());
-        }
-        return found;
-    };
-    window.see = () => { for (const each of looks()) seen.add(each) };
-    window.know = () => { for (const each of looks()) known.add(each) };
-    window.has_news = () => {
-        const has = [...seen].some(each => !known.has(each));
-        seen.clear();
-        return has;
-    };
 }"""
-WIDE, NARROW = WIDTHS = (1280, 390)
+WIDTHS = (1280, 390)
 SCHEMES = ("light", "dark")
 CONTRAST = {"runOnly": ["color-contrast"]}
-WITHOUT_CONTRAST = {"rules": {"color-contrast": {"enabled": False}}}
 # Longest wait for a state of a page. Playwright's own 5 s are too short where two cores run several tests.
 PATIENCE_MS = 60_000
 
@@ -183,29 +158,20 @@ async def faults(who: Person) -> list[str]:
 async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
     """Open each page once and return its faults at both widths and in both colour schemes.
 
-    Every rule runs at both widths. The other scheme changes colours only, so only the contrast rule runs there. At the
-    narrow width it runs if a text has a look there that no text has had before, on this page or an earlier one.
+    Every rule runs at both widths. The other scheme changes colours only, so only the contrast rule runs there.
     """
     found = []
-    checker = await who.checker()
     for path in paths:
         # The narrow window comes first: layout left over from the wide one could hide that the page is too wide.
-        await _show(who, NARROW, "light")
+        await _show(who, min(WIDTHS), "light")
         await who.open(path)
         seen, who.problems = [f": {each}" for each in who.problems], []
-        seen += await _faults_at(who, NARROW, "light", WITHOUT_CONTRAST)
-        await checker.evaluate("see()")
-        await _show(who, NARROW, "dark")
-        await checker.evaluate("see()")
-        for scheme, rules in (("dark", CONTRAST), ("light", {})):
-            await _show(who, WIDE, scheme)
-            seen += await _faults_at(who, WIDE, scheme, rules)
-            await checker.evaluate("know()")
-        if await checker.evaluate("has_news()"):
-            for scheme in ("dark", "light"):
-                await _show(who, NARROW, scheme)
-                seen += await _faults_at(who, NARROW, scheme, CONTRAST)
-                await checker.evaluate("know()")
+        for width in sorted(WIDTHS):
+            for scheme in SCHEMES:
+                await _show(who, width, scheme)
+                here = await _violations(who, CONTRAST if scheme == "dark" else {})
+                here += await _sideways(who) if scheme == "light" else []
+                seen += [f" ({width} px, {scheme}): {each}" for each in here]
         found += [path + each for each in [*seen, *(f": {each}" for each in who.problems)]]
         who.problems = []
     await who.page.bring_to_front()
@@ -216,13 +182,6 @@ async def _show(who: Person, width: int, scheme: str) -> None:
     await who.page.set_viewport_size({"width": width, "height": 900})
     # During a transition between two schemes, a colour has the contrast of neither.
     await who.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
-
-
-async def _faults_at(who: Person, width: int, scheme: str, rules: dict[str, Any]) -> list[str]:
-    faults = await _violations(who, rules)
-    # Colours need no room.
-    faults += [] if rules == CONTRAST else await _sideways(who)
-    return [f" ({width} px, {scheme}): {each}" for each in faults]
 
 
 async def _sideways(who: Person) -> list[str]:
