@@ -3,6 +3,7 @@
 Gateways may continue to run. See gateway/records/backup_file.py for the file, backup_restore.py for the way back.
 """
 
+import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -96,7 +97,11 @@ async def write_backup(
         # The store is listed after the rows are read, so it has every adapter that they name.
         stored = sorted(store.list())
         writer.add(DIGESTS, "".join(f"{digest}\n" for digest in stored).encode())
-        missing = [digest for digest in used if not _write_adapter(writer, store, digest)] if with_adapters else []
+        missing = []
+        for digest in used if with_adapters else []:
+            if not _write_adapter(writer, store, digest):
+                missing.append(digest)
+            await asyncio.sleep(0)  # a signal may end the backup between two adapters
     return Copied(rows, len(used) - len(missing) if with_adapters else len(stored), missing)
 
 

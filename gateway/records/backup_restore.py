@@ -1,5 +1,6 @@
 """Restoring of a backup (gateway/records/backup_file.py) into an empty installation, in one transaction."""
 
+import asyncio
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from itertools import islice
@@ -52,6 +53,7 @@ async def restore_backup(backup: BackupFile, database: Database, store: AdapterS
         for digest in backup.stored_digests:
             with file_errors(f"--adapter-store: the adapter {digest} cannot be written"):
                 _restore_adapter(backup, store, digest)
+            await asyncio.sleep(0)  # a signal may end the restore between two adapters
         rows = 0
         for table in await reflected(connection, _carried(backup, revision)):
             rows += await _read_table(backup, connection, table)

@@ -1,6 +1,5 @@
 """The `loraplex backup | restore` commands: an installation in one file. They use the database, not a gateway."""
 
-import asyncio
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from loraplex.commands.common import cleaning_up, database_url, examples, one_line, settings_errors, variable
+from loraplex.commands.common import database_url, examples, one_line, run, settings_errors, variable
 
 if TYPE_CHECKING:
     from adapters.store import AdapterStore
@@ -55,7 +54,7 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
     if "://" not in adapter_store and not Path(adapter_store).is_dir():
         raise click.ClickException(f"--adapter-store: no such folder: {adapter_store}")
 
-    async def run() -> Any:
+    async def written() -> Any:
         database = Database(database_url())
         try:
             with _opened(adapter_store) as store:
@@ -63,8 +62,8 @@ def backup(file: Path, adapter_store: str, with_adapters: bool) -> None:
         finally:
             await database.close()
 
-    with database_errors(), cleaning_up():
-        done = asyncio.run(run())
+    with database_errors():
+        done = run(written())
     content = "adapters with their files" if with_adapters else "digests of adapters"
     click.echo(f"{file}: {done.rows} rows, {done.adapters} {content}, {file.stat().st_size} bytes")
     click.echo("Keep LORAPLEX_KEY_PEPPER apart from it: without the pepper, no API key works.")
@@ -84,7 +83,7 @@ def restore(file: Path, adapter_store: str) -> None:
     from gateway.records.backup_restore import check_peppers, restore_backup
     from gateway.records.database import Database
 
-    async def run(backup: BackupFile) -> Any:
+    async def restored(backup: BackupFile) -> Any:
         database = Database(database_url())
         try:
             with _opened(adapter_store) as store:
@@ -92,9 +91,9 @@ def restore(file: Path, adapter_store: str) -> None:
         finally:
             await database.close()
 
-    with database_errors(), cleaning_up(), BackupFile(file) as backup:
+    with database_errors(), BackupFile(file) as backup:
         check_peppers(backup, pepper_fingerprints())
-        done = asyncio.run(run(backup))
+        done = run(restored(backup))
         needed = ", ".join(backup.header.peppers) or "unknown"
     click.echo(f"restored {done.rows} rows and the files of {done.adapters} adapters")
     if not pepper_fingerprints():

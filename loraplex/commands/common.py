@@ -5,7 +5,7 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -77,22 +77,34 @@ def settings_errors() -> Iterator[None]:
         raise WrongSettings(str(error)) from error
 
 
-@contextmanager
-def cleaning_up() -> Iterator[None]:
-    """End the block on SIGTERM as on Ctrl-C, so that its unfinished file is removed. The exit code is 143."""
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine and return its result. SIGTERM cancels it, as Ctrl-C does; the command then exits with 143.
 
-    def end(number: int, _: object) -> None:
-        click.echo("Terminated", err=True)
-        sys.exit(128 + number)
+    An exception raised by a signal handler could come up anywhere, also inside a database driver, and crash it.
+    """
+    is_terminated = False
 
-    # Only the main thread may set handlers.
-    is_main = threading.current_thread() is threading.main_thread()
-    former = signal.signal(signal.SIGTERM, end) if is_main else None
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+
+        def end() -> None:
+            nonlocal is_terminated
+            is_terminated = True
+            task.cancel()
+
+        # Only the main thread may set handlers.
+        if threading.current_thread() is threading.main_thread():
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+        return await work
+
     try:
-        yield
-    finally:
-        if is_main:
-            signal.signal(signal.SIGTERM, former)
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        if not is_terminated:
+            raise
+        click.echo("Terminated", err=True)
+        sys.exit(128 + signal.SIGTERM)
 
 
 def variable(name: str) -> str | None:
@@ -132,7 +144,7 @@ class Gateway:
                 return await work(client)
 
         with one_line(GatewayError, OSError):
-            return asyncio.run(connected())
+            return run(connected())
 
 
 def find_gateway(url: str | None, key: str | None, data_dir: Path, key_flag: str = "--admin-key") -> Gateway:

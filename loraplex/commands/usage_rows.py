@@ -1,6 +1,5 @@
 """The `loraplex usage export | prune | partition` commands on the ledger's rows."""
 
-import asyncio
 import os
 import uuid
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from loraplex.commands.backups import database_errors
-from loraplex.commands.common import Gateway, admin_options, again, cleaning_up, database_url, examples, one_line
+from loraplex.commands.common import Gateway, admin_options, again, database_url, examples, one_line, run
 from loraplex.commands.values import Moment, given
 from wire.money import exact_money
 
@@ -23,17 +22,16 @@ def save(gateway: Gateway, path: str, query: dict[str, Any], target: Path) -> No
     part = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
 
     async def download(client: "GatewayClient") -> None:
-        with part.open("wb") as file:
-            await client.download(path, file, params=query)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, target)
-
-    with cleaning_up():
         try:
-            gateway.run(download)
+            with part.open("wb") as file:
+                await client.download(path, file, params=query)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
+
+    gateway.run(download)
     click.echo(f"wrote {target}, {target.stat().st_size} bytes", err=True)
 
 
@@ -117,7 +115,7 @@ def partition() -> None:
     from gateway.records import partitioning
     from gateway.records.database import Database
 
-    async def run() -> Any:
+    async def partitioned() -> Any:
         database = Database(database_url(), statement_seconds=None)
         try:
             return await partitioning.partition(database, lambda line: click.echo(line, err=True))
@@ -125,6 +123,6 @@ def partition() -> None:
             await database.close()
 
     with database_errors(), one_line(partitioning.PartitionError):
-        is_new, found = asyncio.run(run())
+        is_new, found = run(partitioned())
     verb = "is partitioned now" if is_new else "was partitioned already"
     click.echo(f"usage {verb}: {', '.join(each.name for each in found)}")

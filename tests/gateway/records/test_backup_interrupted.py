@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from adapters.store import DirectoryStore
 from gateway.records import backup_file
 from gateway.records.database import Database, migrate
 from gateway.records.tenants.tenants import Tenants
+from loraplex.commands.common import run as run_command
 from testing.adapter_files import BASE, tensors, write
 from testing.gateway.running import until
 from tests.gateway.records.test_backup import is_bare, run
@@ -49,6 +51,27 @@ async def terminated(process: asyncio.subprocess.Process, folder: Path) -> None:
     assert os.listdir(folder) == []
     assert process.returncode == 143
     assert said.decode().splitlines()[-1] == "Terminated"
+
+
+def test_sigterm_ends_a_command_only_where_it_waits(capsys: pytest.CaptureFixture[str]):
+    """Raised within a step, it came up inside the database driver, and a backup in 60 crashed or reported an error."""
+    steps: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 0.05
+            while time.monotonic() < deadline:
+                pass
+            steps.append("end of the step")
+            await asyncio.sleep(90)
+        finally:
+            steps.append("cleaned up")
+
+    with pytest.raises(SystemExit) as ended:
+        run_command(work())
+    assert (ended.value.code, steps) == (143, ["end of the step", "cleaned up"])
+    assert capsys.readouterr().err == "Terminated\n"
 
 
 @pytest.mark.integration
