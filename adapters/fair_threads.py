@@ -154,6 +154,11 @@ class FairThreads:
         with self._lock:
             self._cpu_used.add(tenant_id, cpu_seconds)
 
+    def rest(self, tenant_id: str, seconds: float) -> None:
+        """Let no further job of the tenant start for so long, after earlier rests, but at most MAX_REST_SECONDS."""
+        with self._lock:
+            self._delay(tenant_id, seconds)
+
     def is_heavy(self, tenant_id: str) -> bool:
         """Return whether the tenant's work currently runs at low priority."""
         with self._lock:
@@ -214,7 +219,8 @@ class FairThreads:
                 if job.future.set_running_or_notify_cancel():
                     job.future.set_exception(OSError(errno.ENOMEM, "the system starts no further thread"))
             else:
-                self._watch_at(now + LONG_SECONDS)
+                if self._yielding is not None:
+                    self._watch_at(now + LONG_SECONDS)
 
     def _use(self, tenant_id: str, now: float) -> float:
         """Return the thread seconds that the tenant has used recently, including its running jobs."""
@@ -232,20 +238,20 @@ class FairThreads:
 
     def _rest(self, tenant_id: str, cpu_seconds: float) -> None:
         """Delay the start of a heavy tenant's next job. Work without a tenant ("") is not delayed."""
+        if self._yielding is not None and tenant_id and self._is_heavy(tenant_id, time.monotonic()):
+            self._delay(tenant_id, self._yielding.rest * cpu_seconds)
+
+    def _delay(self, tenant_id: str, seconds: float) -> None:
         now = time.monotonic()
-        if self._yielding is None or not tenant_id or not self._is_heavy(tenant_id, now):
-            return
-        rest = min(MAX_REST_SECONDS, self._yielding.rest * cpu_seconds)
-        if rest > 0 and self._watch_at(now + rest):
-            self._rests[tenant_id] = max(now + rest, self._rests.get(tenant_id, 0.0))
+        until = min(max(now, self._rests.get(tenant_id, now)) + seconds, now + MAX_REST_SECONDS)
+        if until > now and self._watch_at(until):
+            self._rests[tenant_id] = until
 
     def _watch_at(self, when: float) -> bool:
         """Let the watcher check the jobs and rests at this time (monotonic). Return whether there is a watcher.
 
         Without a watcher, jobs keep their priority, and rests would not end.
         """
-        if self._yielding is None:
-            return False
         if not self._is_watched:
             try:
                 start_new_thread(self._watch, ())
@@ -292,11 +298,12 @@ class FairThreads:
                 now = time.monotonic()
                 self._rests = {tenant_id: until for tenant_id, until in self._rests.items() if until > now}
                 self._start_jobs()
-                if not (self._running or self._rests):
+                yielding = [] if self._yielding is None else self._running
+                if not (yielding or self._rests):
                     self._is_watched = False
                     return
                 times = list(self._rests.values())
-                for job in self._running:
+                for job in yielding:
                     is_long = job.started + LONG_SECONDS <= now
                     if is_long and job.thread_id and not job.has_low_priority:
                         # The job's thread cannot end while the lock is held.

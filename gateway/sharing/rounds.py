@@ -1,4 +1,4 @@
-"""Limit of the requests that begin in one round of the event loop; clients take turns.
+"""Limit of the requests that begin in one round of the event loop; owners take turns, and one request of each begins.
 
 Without it, 500 requests that arrive at once take their first steps in one round, and nothing else runs for 100 ms. The
 same holds wherever many requests wait for one event: the look-up of their key, or the end of their tenant's delay.
@@ -8,25 +8,21 @@ owner takes of every round delays it by a dozen.
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 
 # The first steps of a request (middlewares, key, body) take 0.2 ms, those up to a refusal 1 ms.
 REQUESTS_PER_ROUND = 8
-OWNER_PER_ROUND = 2
 # Maximum time until the end of an owner's rests, however many requests were charged at one moment.
 MAX_REST_SECONDS = 0.5
 
 
 class Rounds:
-    """Counter of the requests that begin in each round of the running event loop.
+    """Count of the requests that begin in each round of the running event loop. each: their maximum number."""
 
-    each: their maximum number. of_owner: the maximum number of one owner.
-    """
-
-    def __init__(self, each: int = REQUESTS_PER_ROUND, of_owner: int = OWNER_PER_ROUND) -> None:
+    def __init__(self, each: int = REQUESTS_PER_ROUND) -> None:
         self._each = each
-        self._of_owner = of_owner
-        self._begun: Counter[str] = Counter()
+        # Owners whose request has begun in this round.
+        self._begun: set[str] = set()
         self._is_counting = False
         # Each owner's queue is a dict, from which a client that leaves is removed at once.
         self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
@@ -71,11 +67,10 @@ class Rounds:
             self._next()
 
     def _may_begin(self, owner: str) -> bool:
-        is_full = self._begun.total() >= self._each or self._begun[owner] >= self._of_owner
-        return not is_full and owner not in self._rests
+        return len(self._begun) < self._each and owner not in self._begun and owner not in self._rests
 
     def _count(self, owner: str) -> None:
-        self._begun[owner] += 1
+        self._begun.add(owner)
         if not self._is_counting:
             self._is_counting = True
             asyncio.get_running_loop().call_soon(self._next)
@@ -85,7 +80,7 @@ class Rounds:
         self._begun.clear()
         self._is_counting = False
         for owner in [owner for owner in self._waiting if owner not in self._rests]:
-            if self._begun.total() >= self._each:
+            if len(self._begun) >= self._each:
                 return
             queue = self._waiting.pop(owner)
             while queue and self._may_begin(owner):

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from gateway.api.requests.memory import BodyShare
+from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReader
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.records.bases.base import Base, Shape
 from gateway.records.bases.registry import Bases
@@ -27,3 +29,11 @@ def with_tokenizer(tokenizer: Tokenizer) -> Tokenizers:
         raise AssertionError("the tokenizer is in memory")
 
     return Tokenizers(ask, ("base", tokenizer))
+
+
+async def measured(
+    reader: PromptReader, raw: bytes, endpoint: Endpoint, share: BodyShare, base: Base
+) -> InferenceRequest:
+    """Return a body, read as for a request to a base model."""
+    parsed = await reader.parse(raw, endpoint, share)
+    return await reader.measure(parsed, raw, share, base, await reader.counter(parsed, raw, share, base))

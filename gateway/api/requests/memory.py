@@ -36,6 +36,9 @@ NUM_THREADS = 2
 # CPU time that a tenant's refused requests may have used recently, and its half-life, in seconds: an attacker gets 14 %
 # of a core. Admitted requests are not counted, because the quota limits their rate.
 REFUSED_SECONDS, REFUSED_HALF_LIFE_S = 2.0, 10.0
+# After this CPU time the threads rest for the tenant: after each refused request, for a multiple of its CPU time. So
+# the first 2 s are no burst, in which every second chat of other tenants would take longer.
+FREE_REFUSED_SECONDS, REFUSED_REST = 0.2, 6.0
 
 
 def weigh(num_bytes: int, containers: int, values: int, *, is_narrow: bool) -> int:
@@ -57,9 +60,11 @@ class RefusedWork:
         self._lock = threading.Lock()
         self._seconds = RecentUse(REFUSED_HALF_LIFE_S)
 
-    def add(self, owner: str, seconds: float) -> None:
+    def add(self, owner: str, seconds: float) -> float:
+        """Count CPU time. Return the rest that the owner's threads owe for it, in seconds."""
         with self._lock:
             self._seconds.add(owner, seconds)
+            return REFUSED_REST * seconds if self._seconds.of(owner) > FREE_REFUSED_SECONDS else 0.0
 
     def check(self, owner: str) -> None:
         """Raise TooMuchRefused if the owner's refused requests have used up its CPU time."""
@@ -168,8 +173,8 @@ class BodyShare:
                 self._count_refused(seconds)
 
     def _count_refused(self, seconds: float) -> None:
-        if self.owner != OPERATOR:
-            self._memory.refused_work.add(self.owner, seconds)
+        if self.owner != OPERATOR and (rest := self._memory.refused_work.add(self.owner, seconds)):
+            self._memory.threads.rest(self.owner, rest)
 
 
 class BodyMemory:

@@ -35,6 +35,10 @@ MAX_VALUES = 200_000
 MAX_MEMBERS = 50_000
 
 
+# Returns the number of tokens of each prompt.
+Counter = Callable[[], list[int]]
+
+
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
     """An inference route. name: as in the ledger and the metrics. path: the same here and on the engines."""
 
@@ -112,23 +116,30 @@ class PromptReader:
         check_sizes(request, prompt_bytes)
         return request
 
-    async def measure(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> InferenceRequest:
-        """Return a parsed body with its token counts, which are checked against the base model's context.
+    async def counter(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> Counter:
+        """Return the function that counts the tokens of each prompt, after an engine has counted them if need be.
 
         Raises NoEngine if engines count the base's prompts and none is available.
         """
-        limit = base.context_length
-        _check_max_tokens(request, limit)
+        _check_max_tokens(request, base.context_length)
         tokenizer = await self._tokenizers.of(base)
-        if tokenizer is None:
-            counted = await share.wait(partial(self._tokenizers.count, base, request, raw))
-            work = partial(self._measure, request, raw, limit, lambda: counted)
-        else:
-            work = partial(self._measure, request, raw, limit, partial(_lengths, tokenizer, request, limit))
+        if tokenizer is not None:
+            return partial(_lengths, tokenizer, request, base.context_length)
+        counted = await share.wait(partial(self._tokenizers.count, base, request, raw))
+        return lambda: counted
+
+    async def measure(
+        self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base, count: Counter
+    ) -> InferenceRequest:
+        """Return a parsed body with its token counts, which are checked against the base model's context.
+
+        count: from `counter`.
+        """
+        work = partial(self._measure, request, raw, base.context_length, count)
         return share.run_here(work) if is_quick(raw) else await share.run(work)
 
-    def _measure(self, request: AnyRequest, raw: bytes, limit: int, count: Callable[[], list[int]]) -> InferenceRequest:
-        """Return the checked body. limit: the context length. count: returns the tokens of each prompt."""
+    def _measure(self, request: AnyRequest, raw: bytes, limit: int, count: Counter) -> InferenceRequest:
+        """Return the checked body. limit: the context length."""
         is_chat = isinstance(request, ChatCompletionRequest)
         field = "messages" if is_chat else "prompt"
         try:

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from gateway.api.inference.admission import ADMISSIONS_EACH
 from gateway.api.requests import memory
 from gateway.fleet import tokenizers
 from gateway.fleet.tokenizers import MAX_COUNTED, Tokenizers
@@ -71,6 +72,26 @@ async def test_engines_count_a_bounded_number_of_texts_and_the_tenant_pays_for_r
             "too_many_refused_requests",
             MAX_COUNTED + 1,
         )
+
+
+async def test_a_tenants_prompts_are_counted_by_engines_at_the_same_time(
+    tmp_path: Path, model_dir: Path, redis_url: str, migrated: Path
+):
+    """Few of a tenant's requests are checked at the same time, and a wait for an engine is no part of it."""
+    vllm = VllmDouble(api_key="", base_model="beta")
+    async with counting(vllm, "vllm", tmp_path, model_dir, redis_url, migrated) as acme:
+        vllm.tokenize_seconds = 60.0
+        asked = [asyncio.create_task(acme.complete(model="beta", max_tokens=1)) for _ in range(4 * ADMISSIONS_EACH)]
+
+        async def all_are_counted() -> bool:
+            return len(vllm.tokenized) == len(asked)
+
+        try:
+            await until(all_are_counted, 30)
+        finally:
+            for request in asked:
+                request.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
 
 
 async def test_a_slow_folder_delays_no_other_base(monkeypatch: pytest.MonkeyPatch, model_dir: Path):

@@ -1,6 +1,7 @@
 """Hostile bodies and connections: tiny chunks, unread bodies, endless heads."""
 
 import asyncio
+import contextlib
 import gzip
 import json
 import random
@@ -16,7 +17,7 @@ from gateway.api.requests import memory as body_memory
 from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.pieces import FREE_CHUNKS
 from gateway.api.requests.prompts import CHAT, COMPLETIONS, Endpoint, InferenceRequest, PromptReader
-from testing.gateway.bases import one_base, with_tokenizer
+from testing.gateway.bases import measured, one_base, with_tokenizer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from testing.tiny import save_byte_level_tokenizer
@@ -232,8 +233,7 @@ async def test_only_work_below_a_millisecond_is_done_on_the_event_loop(tmp_path:
     share = BodyShare(memory, "acme")
 
     async def measure(raw: bytes, endpoint: Endpoint = COMPLETIONS) -> InferenceRequest:
-        base = one_base(context_length=100_000)
-        return await reader.measure(await reader.parse(raw, endpoint, share), raw, share, base)
+        return await measured(reader, raw, endpoint, share, one_base(context_length=100_000))
 
     def chat(**fields: Any) -> bytes:
         return json.dumps({"model": "m", "messages": [{"role": "user", "content": "a"}], **fields}).encode()
@@ -295,6 +295,36 @@ async def test_prompts_that_are_counted_for_no_engine_have_a_rate(
         assert (refused.status, refused.error["code"]) == (429, "too_many_refused_requests")
         assert int(refused.headers["Retry-After"]) >= 1
         assert (await honest.complete()).error["code"] == "no_engine"
+
+
+async def test_threads_rest_after_a_tenants_refused_requests(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(body_memory, "FREE_REFUSED_SECONDS", 0.02)
+    monkeypatch.setattr(body_memory, "REFUSED_REST", 50.0)
+    memory, loop = BodyMemory(2**26), asyncio.get_running_loop()
+
+    def burn() -> None:
+        deadline = time.thread_time() + 0.03
+        while time.thread_time() < deadline:
+            pass
+
+    async def ask(owner: str, *, is_admitted: bool) -> float:
+        """Return the time at which the request's work began."""
+        with contextlib.suppress(ValueError), memory.share(owner) as share:
+            began = await share.run(loop.time)
+            await share.run(burn)
+            if is_admitted:
+                share.admitted()
+            raise ValueError
+        return began
+
+    for _ in range(3):
+        await ask("honest", is_admitted=True)
+    await ask("greedy", is_admitted=False)
+    refused_at = loop.time()
+    greedy, honest = await asyncio.gather(ask("greedy", is_admitted=True), ask("honest", is_admitted=True))
+    assert honest < greedy
+    # The rest had begun a moment before the request's end.
+    assert greedy > refused_at + 0.8 * body_memory.REFUSED_REST * 0.03
 
 
 async def test_refused_requests_have_a_rate_and_admitted_ones_do_not(

@@ -10,7 +10,7 @@ from gateway.api.requests.memory import BodyMemory, BodyShare
 from gateway.api.requests.prompts import CHAT, PromptReader
 from gateway.errors import BadRequest as Refused
 from gateway.fleet.kinds.vllm import VllmFields
-from testing.gateway.bases import one_base, with_tokenizer
+from testing.gateway.bases import measured, one_base, with_tokenizer
 from testing.tiny import save_byte_level_tokenizer
 from tests.engine.answering.tools import HISTORY, TEMPLATES, TOOLS
 from wire.errors import BadRequest
@@ -21,7 +21,7 @@ async def count(tokenizer: Tokenizer, **fields: object) -> int:
     raw = json.dumps({"model": "m", "messages": HISTORY, "max_tokens": 1} | fields).encode()
     reader = PromptReader(with_tokenizer(tokenizer), default_max_tokens=16)
     with BodyMemory(2**26).share("acme") as share:
-        return (await reader.measure(await reader.parse(raw, CHAT, share), raw, share, one_base())).prompt_tokens
+        return (await measured(reader, raw, CHAT, share, one_base())).prompt_tokens
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -69,7 +69,7 @@ async def test_fields_that_only_other_engines_serve(tmp_path, other_engines):
     asked = {"thinking_token_budget": 3}
     raw = json.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}]} | asked).encode()
     if other_engines:
-        body = (await reader.measure(await reader.parse(raw, CHAT, share), raw, share, one_base())).body
+        body = (await measured(reader, raw, CHAT, share, one_base())).body
         assert {name: body[name] for name in asked} == asked
     else:
         with pytest.raises(BadRequest) as refused:
