@@ -149,7 +149,7 @@ def table(off: Side, others: dict[str, Side]) -> list[str]:
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for load, aim in AIMS.items():
-        for name, on in others.items():
+        for name, on in others.items() if load in off.seconds else ():
             ratio = statistics.median(a / b for a, b in zip(off.seconds[load], on.seconds[load], strict=True))
             rates = [side.tokens[load] / statistics.median(side.seconds[load]) for side in (off, on)]
             drafted, accepted = on.drafts[load]
@@ -185,6 +185,8 @@ def main() -> None:
     parser.add_argument("--drafts", type=int, default=8)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--show", action="store_true", help="Print the answers.")
+    parser.add_argument("--only", choices=list(AIMS), nargs="+", help="these loads")
+    parser.add_argument("--control", action="store_true", help="also a second engine without drafts, for the noise")
     parser.add_argument("--model", type=Path, help="default: the demo model, fetched if need be")
     drafts_by = parser.add_mutually_exclusive_group()
     drafts_by.add_argument("--draft-model", type=Path, help="also draft by this smaller model of the same vocabulary")
@@ -203,12 +205,15 @@ def main() -> None:
             model = save_deeper_model(model, Path(scratch) / f"{model.name}-{args.deeper}x", args.deeper)
         tokenizer = Tokenizer.from_dir(model)
         adapters = make_adapters(BaseShape.from_config_dir(model), Path(scratch), 8, RANK)
-        speculation = {"ngram": SpeculativeConfig("ngram", args.drafts)}
+        speculation: dict[str, SpeculativeConfig | None] = {"ngram": SpeculativeConfig("ngram", args.drafts)}
+        if args.control:
+            speculation["nothing"] = None
         if draft_model:
             speculation[draft_model.name] = SpeculativeConfig("draft_model", args.drafts, model=str(draft_model))
         off = Side.start(model, adapters, None, args.dtype)
         others = {name: Side.start(model, adapters, each, args.dtype) for name, each in speculation.items()}
-        work = loads(tokenizer, off.engine.model_config.vocab_size)
+        every = loads(tokenizer, off.engine.model_config.vocab_size)
+        work = {load: every[load] for load in args.only or every}
         rounds = run_rounds([off, *others.values()], work, args.rounds, args.seconds)
     lines = [
         f"{date.today()}, {os.cpu_count()} cores, {model.name}, {args.dtype}, {args.drafts} drafts, {rounds} rounds:"
