@@ -227,8 +227,9 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         split_peppers(settings.key_pepper)[0].encode(),
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
-        left=registry.just_left,
+        take_left=registry.take_left,
     )
+    registry.on_restart = quarantine.restarted
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint), bases)

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 
 from engine.answering.ticket import Ticket
 from engine.core.client import Core
-from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import NO_RULES, TokenRules
 from engine.scheduling.outputs import next_output, without_arrays
 from engine.scheduling.request import NewRequest, RequestOutput
@@ -162,6 +162,6 @@ class InFlight:
     def failed(self, reason: str) -> None:
         self.core_failed.set()
         for ticket in {id(t): t for t, _ in self._tickets.values()}.values():
-            ticket.fail(EngineUnavailable(reason))
+            ticket.fail(EngineFailed(reason))
         for request_id in list(self._tickets):
             self.released(request_id)

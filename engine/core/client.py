@@ -14,7 +14,7 @@ import msgspec
 
 from adapters.tiers.tier_state import LoadResult
 from engine.core import messages
-from engine.core.errors import FAILED, EngineUnavailable
+from engine.core.errors import FAILED, EngineFailed, EngineUnavailable
 from engine.core.messages import AdapterFacts, Inspection, Question, StateReading, TokenRules
 from engine.progress import Progress
 from engine.scheduling.request import NewRequest, RequestOutput
@@ -250,4 +250,4 @@ class Core:
                 self._events.failed(reason)
         for future in self._calls.values():
             if not future.done():
-                future.set_exception(EngineUnavailable(reason))
+                future.set_exception(EngineFailed(reason))

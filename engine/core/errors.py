@@ -25,6 +25,10 @@ class EngineUnavailable(RuntimeError):
         self.retry_after = retry_after
 
 
+class EngineFailed(EngineUnavailable):
+    """The engine failed while it had this request, which may be the cause."""
+
+
 class QueueFull(EngineUnavailable):
     """Error of an engine that cannot serve this request now, but serves others."""
 

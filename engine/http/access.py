@@ -11,7 +11,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
 from engine.answering.usage_log import MAX_ID_BYTES
-from engine.http.errors import ApiError
+from engine.http.errors import IS_INTERNAL, ApiError
 from wire.headers import INTERNAL_TOKEN_HEADER
 
 logger = logging.getLogger(__name__)
@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 OPEN_ROUTES = ("/health", "/livez", "/metrics", "/ping", "/readyz")
 KEYED_ROUTES = ("/tokenize", "/detokenize")
 LOAD_ROUTE = "/v1/load_lora_adapter"
-# True for a request with the internal token.
-IS_INTERNAL = web.RequestKey("is_internal", bool)
 REQUEST_ID = web.RequestKey("request_id", str)
 # nginx's status for a client that left before its answer.
 CLIENT_LEFT = 499

@@ -27,9 +27,9 @@ from engine.core.client import Core
 from engine.core.errors import EngineUnavailable
 from engine.core.messages import LoadModel
 from engine.core.process import open_link
-from engine.http.access import IS_INTERNAL, Access, request_lines, say_request_id
+from engine.http.access import Access, request_lines, say_request_id
 from engine.http.description import engine_description
-from engine.http.errors import ApiError, error_boundary
+from engine.http.errors import IS_INTERNAL, ApiError, error_boundary
 from engine.http.metrics import Metrics
 from engine.http.routes import EngineRoutes, json_response
 from engine.http.state_feed import StateFeed

@@ -7,13 +7,16 @@ import msgspec
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.core.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from wire.errors import BadRequest
 from wire.http_requests import BadHead, check_head
 from wire.responses import ErrorDetail, ErrorResponse
 from wire.text.tokenizer import ChatTemplateError
 
 logger = logging.getLogger(__name__)
+
+# True for a request with the internal token, so that it comes from a gateway.
+IS_INTERNAL = web.RequestKey("is_internal", bool)
 
 
 class ApiError(Exception):
@@ -41,7 +44,16 @@ class ModelNotFound(ApiError):
 
 
 def as_api_error(exc: Exception, request: web.Request) -> ApiError:
-    """Return the answer for an exception. An unexpected one is logged, and its answer reveals nothing of it."""
+    """Return the answer for an exception. An unexpected one is logged, and its answer reveals nothing of it.
+
+    Raises ConnectionAbortedError if the engine failed with a gateway's request, whose connection is closed then: a
+    gateway takes that for the engine's death and quarantines a request with which engines die. After an answer it would
+    send the request to the next engine.
+    """
+    if isinstance(exc, EngineFailed) and request.get(IS_INTERNAL):
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionAbortedError(exc.message) from exc
     match exc:
         case ApiError():
             return exc

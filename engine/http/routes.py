@@ -15,7 +15,7 @@ from engine.answering.model_names import ModelRegistry
 from engine.answering.usage_log import UsageLog
 from engine.core.client import Core
 from engine.core.errors import EngineUnavailable
-from engine.http.access import IS_INTERNAL
+from engine.http.errors import IS_INTERNAL
 from engine.http.metrics import Metrics
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import read_caller

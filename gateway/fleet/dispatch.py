@@ -73,12 +73,14 @@ class Answering(msgspec.Struct, frozen=True):
     """A response of status 200, its body unread.
 
     release: frees the engine's places before the answer's end, because the engine has finished its part. Only the first
-    call has an effect. check_cut_off: returns whether a broken answer's client read too slowly; it may ask the engine.
+    call has an effect. end: notes that the answer was read to its end. check_cut_off: returns whether a broken answer's
+    client read too slowly; it may ask the engine.
     """
 
     engine: EngineRecord
     response: Incoming
     release: Callable[[], None]
+    end: Callable[[], None]
     check_cut_off: Callable[[], Awaitable[bool]]
 
 
@@ -170,7 +172,7 @@ class Fleet:
                 in_flight.free()
                 gate.free(place)
 
-            yield Answering(engine, response, release, partial(self._check_cut_off, engine, in_flight))
+            yield Answering(engine, response, release, in_flight.end, partial(self._check_cut_off, engine, in_flight))
 
     async def _begin(self, call: Call, bill: Bill, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
@@ -327,16 +329,17 @@ class Fleet:
     @asynccontextmanager
     async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, InFlight]]:
         """Send the request to an engine, and record the outcome in its breakers and the quarantine."""
-        started = time.monotonic()
         tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
         breaker.sent(tenant_id)
-        record = breaker.gave_up
+        started, record = time.monotonic(), breaker.gave_up
         self._in_progress[digest] += 1
         try:
             loads = digest is not None and not engine.holds(digest)
+            suspects = partial(self._quarantine.suspects, tenant_id, call.model.suspects, call.body)
             with (
                 upstream(call, engine) as span,
-                engine.requests.count(digest, tenant_id, loads=loads) as in_flight,
+                engine.requests.count(digest, tenant_id, loads=loads, suspects=suspects) as in_flight,
+                in_flight.ending_with(EngineGone, EngineRefused),
             ):
                 in_flight.instance = engine.state.instance
                 trace = span.headers()
@@ -361,6 +364,7 @@ class Fleet:
                                     # A cancellation during the check must not hide a death.
                                     if not cut_off:
                                         record = breaker.failed
+                                        in_flight.end()
                                         self._quarantine.died(engine, tenant_id, call.model.suspects, call.body)
             if ended is None:
                 record = breaker.succeeded
@@ -392,8 +396,5 @@ class Fleet:
                 in_flight.cut_off = asyncio.get_running_loop().create_future()
                 in_flight.cut_off.set_result(False)
             else:
-                in_flight.cut_off = asyncio.create_task(self._still_runs(engine, in_flight.instance))
+                in_flight.cut_off = asyncio.create_task(self._registry.still_runs(engine, in_flight.instance))
         return await asyncio.shield(in_flight.cut_off)
-
-    async def _still_runs(self, engine: EngineRecord, instance: str) -> bool:
-        return await self._registry.running_instance(engine) == instance

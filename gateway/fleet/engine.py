@@ -1,7 +1,7 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Literal
@@ -185,7 +185,7 @@ class EngineRecord:
     number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
     memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
     with another adapter than the request's. drained: an operator's drain, independent of the engine's health. base: id
-    of its base model; None if the base model is not on record.
+    of its base model; None if the base model is not on record. on_restart: called when it reports another instance.
     """
 
     address: Address
@@ -203,6 +203,7 @@ class EngineRecord:
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
     base: str | None = FIRST
+    on_restart: "Callable[[EngineRecord], None]" = lambda _: None
 
     @property
     def url(self) -> str:
@@ -314,6 +315,9 @@ class EngineRecord:
         """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
+        if state.instance != self.state.instance:
+            self.on_restart(self)
+        self.requests.survived()
         if state.adapters_host is not None:
             self.host = frozenset(bare_digest(digest) for digest in state.adapters_host)
         elif state.instance != self.state.instance:
@@ -365,6 +369,9 @@ class EngineRecord:
             else:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
+        if health in (Health.DRAINING, Health.ASLEEP):
+            # It ends on purpose.
+            self.requests.take_left()
         if health is not Health.UP:
             self.resident = self.host = frozenset()
             self.prefetched = Prefetched()

@@ -2,14 +2,27 @@
 
 import asyncio
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
-# Time after the end of a client's connection for which its request may still be the cause of an engine's death.
+from gateway.fleet.shared_deaths import Suspect
+
+# Time after which an engine that reports its state has survived a request that it was to abort.
 LEFT_SECONDS = 2.0
+# Maximum number of a tenant's left requests that are kept for an engine; the earliest are forgotten first.
+LEFT_EACH = 1000
+
+
+class LeftRequest(NamedTuple):
+    """A request that this process left before its answer's end. at: time (monotonic). suspects: its names in the
+    quarantine.
+    """
+
+    at: float
+    suspects: list[Suspect]
 
 
 @dataclass(slots=True)
@@ -27,8 +40,8 @@ class OwnRequests:
     by_tenant: Counter[str] = field(default_factory=Counter)
     loading: set[str | None] = field(default_factory=set)
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
-    # Tenants whose clients left before the answer's end, with the time (monotonic) of the last one, the newest last.
-    _left: dict[str, float] = field(default_factory=dict)
+    # Requests that were left before the answer's end, by tenant, until the engine has shown that it survived them.
+    _left: dict[str, deque[LeftRequest]] = field(default_factory=dict)
 
     @property
     def num_adapters(self) -> int:
@@ -36,19 +49,38 @@ class OwnRequests:
         return len(self.by_digest) - (None in self.by_digest)
 
     @property
-    def suspects(self) -> set[str]:
-        """Return the tenants with requests, and those whose clients have just left."""
-        return self.by_tenant.keys() | self.just_left
+    def tenants(self) -> set[str]:
+        """Return the tenants with requests of which one may be the cause if the engine dies now."""
+        return self.by_tenant.keys() | self._left.keys()
 
-    @property
-    def just_left(self) -> set[str]:
-        """Return the tenants whose clients have left within LEFT_SECONDS."""
-        recent = time.monotonic() - LEFT_SECONDS
-        return {tenant_id for tenant_id, at in self._left.items() if at > recent}
+    def take_left(self) -> list[Suspect]:
+        """Return the suspects of the requests that were left, and forget these requests."""
+        found = [suspect for requests in self._left.values() for each in requests for suspect in each.suspects]
+        self._left.clear()
+        return found
+
+    def survived(self) -> None:
+        """Forget the left requests that the engine has survived, because it reports its state now."""
+        before = time.monotonic() - LEFT_SECONDS
+        for tenant_id, requests in list(self._left.items()):
+            while requests and requests[0].at < before:
+                requests.popleft()
+            if not requests:
+                del self._left[tenant_id]
 
     @contextmanager
-    def count(self, digest: str | None, tenant_id: str = "", *, loads: bool = False) -> Iterator["InFlight"]:
-        """Count a request until the block ends. loads: whether the engine must load the adapter for it."""
+    def count(
+        self,
+        digest: str | None,
+        tenant_id: str = "",
+        *,
+        loads: bool = False,
+        suspects: Callable[[], list[Suspect]] = list,
+    ) -> Iterator["InFlight"]:
+        """Count a request until the block ends. It is left then, unless its `end` was called.
+
+        loads: whether the engine must load the adapter for it. suspects: returns its names in the quarantine.
+        """
         if loads:
             self.loading.add(digest)
         self.in_flight += 1
@@ -57,14 +89,10 @@ class OwnRequests:
         request = InFlight(self)
         try:
             yield request
-        except asyncio.CancelledError:
-            now = time.monotonic()
-            self._left.pop(tenant_id, None)
-            self._left[tenant_id] = now
-            while self._left[oldest := next(iter(self._left))] < now - LEFT_SECONDS:
-                del self._left[oldest]
-            raise
         finally:
+            if not request.has_ended:
+                left = LeftRequest(time.monotonic(), suspects())
+                self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
             request.free()
             count_less(self.by_digest, digest)
             count_less(self.by_tenant, tenant_id)
@@ -108,15 +136,29 @@ class Prefetched:
 class InFlight:
     """A request that counts in `in_flight`.
 
-    instance: the engine's instance that has it, None if unknown. cut_off: whether its broken answer was cut off because
-    the client read too slowly; None until that is asked.
+    instance: the engine's instance that has it, None if unknown. has_ended: whether the engine has no more to do with
+    it. cut_off: whether its broken answer was cut off because the client read too slowly; None until that is asked.
     """
 
     def __init__(self, requests: OwnRequests) -> None:
         self._requests = requests
         self.is_counted = True
+        self.has_ended = False
         self.instance: str | None = None
         self.cut_off: asyncio.Future[bool] | None = None
+
+    def end(self) -> None:
+        """Note that the engine has no more to do with the request."""
+        self.has_ended = True
+
+    @contextmanager
+    def ending_with(self, *errors: type[Exception]) -> Iterator[None]:
+        """Note the request's end if the block raises one of these errors."""
+        try:
+            yield
+        except errors:
+            self.end()
+            raise
 
     def free(self) -> None:
         """Remove the request from `in_flight`, because the engine has finished its part. It stays in `by_digest`."""

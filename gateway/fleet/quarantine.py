@@ -1,10 +1,10 @@
 """Quarantine: a request that two engines had when they died is not sent to a third.
 
-Any of the requests that an engine has when it dies may be the cause, also one whose client has just left. So a request,
-or a tenant's adapter, is quarantined only if no other tenant had requests on the engine at each of the deaths. A
-tenant's requests can therefore never put another tenant's into quarantine. Every gateway process reports its broken
-requests to the others (`shared_deaths.py`) and applies their reports as its own. Only an HMAC of a request is kept and
-shared.
+Any of the requests that an engine has when it dies may be the cause, also one that was left, until the engine has shown
+that it survived it. So a request, or a tenant's adapter, is quarantined only if no other tenant had requests on the
+engine at each of the deaths. A tenant's requests can therefore never put another tenant's into quarantine. Every
+gateway process reports its broken and left requests to the others (`shared_deaths.py`) and applies their reports as its
+own. Only an HMAC of a request is kept and shared.
 """
 
 import asyncio
@@ -13,8 +13,10 @@ import hmac
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -76,7 +78,7 @@ class Quarantine:
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
     of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
-    left: returns the tenants whose clients have just left an engine, given its URL.
+    take_left: returns the suspects of the requests that this process left on an engine (its URL), and forgets them.
     """
 
     def __init__(
@@ -86,9 +88,9 @@ class Quarantine:
         shared: SharedDeaths | None = None,
         count: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
-        left: Callable[[str], set[str]] = lambda url: set(),
+        take_left: Callable[[str], list[Suspect]] = lambda url: [],
     ) -> None:
-        self._left = left
+        self._take_left = take_left
         self._seconds = seconds
         self._secret = hmac.digest(secret, b"loraplex quarantine", hashlib.sha256)
         self._shared = shared
@@ -108,7 +110,7 @@ class Quarantine:
             return
         now = self._clock()
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
-        for key in self._suspects(tenant_id, digests, body) if self._candidates else ():
+        for key in self.suspects(tenant_id, digests, body) if self._candidates else ():
             if key in self._candidates and self._is_alone(key):
                 raise Quarantined(key.kind, self._deaths[key][-1].at + self._seconds - now)
 
@@ -125,8 +127,18 @@ class Quarantine:
         digests: the request's adapter, or all adapters of its mixture. others: further suspects, whose deaths are
         counted by `number_of_deaths` only.
         """
-        suspects = [*self._suspects(tenant_id, digests, body), *others]
-        report = Report(engine.url, [*{*engine.requests.suspects, tenant_id}], suspects)
+        tenants = engine.requests.tenants | {tenant_id}
+        suspects = [*self.suspects(tenant_id, digests, body), *others, *engine.requests.take_left()]
+        self._note(engine, tenants, suspects)
+
+    def restarted(self, engine: EngineRecord) -> None:
+        """Note the death of an engine that runs again, if requests were left there that no report has named."""
+        tenants = engine.requests.tenants
+        if suspects := engine.requests.take_left():
+            self._note(engine, tenants, suspects)
+
+    def _note(self, engine: EngineRecord, tenants: set[str], suspects: list[Suspect]) -> None:
+        report = Report(engine.url, [*tenants], suspects)
         if engine.foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
         self._apply(report, self._clock())
@@ -168,9 +180,9 @@ class Quarantine:
                 self._report_left(report.engine, self._clock() - age)
 
     def _report_left(self, engine_url: str, at: float) -> None:
-        """Report the tenants whose clients left this process's requests before the death: one may be the cause."""
-        if more := self._left(engine_url) - self._death(engine_url, at).tenants:
-            report = Report(engine_url, [*more], [])
+        """Report the requests that this process left on an engine before its death: one may be the cause."""
+        if suspects := self._take_left(engine_url):
+            report = Report(engine_url, [*{each.tenant_id for each in suspects}], suspects)
             self._apply(report, at)
             self._report(report)
 
@@ -218,10 +230,12 @@ class Quarantine:
             self._deaths[key] = [*deaths, death]
             if len(self._deaths[key]) >= DEATHS.get(key.kind, math.inf):
                 self._candidates.add(key)
-        while len(self._deaths) > MAX_SUSPECTS:
-            forgotten = next(iter(self._deaths))
-            del self._deaths[forgotten]
-            self._candidates.discard(forgotten)
+        while (excess := len(self._deaths) - MAX_SUSPECTS) > 0:
+            # The oldest of the tenant with the most, so that no tenant makes room for its own at others' expense.
+            [(most, _)] = Counter(key.tenant_id for key in self._deaths).most_common(1)
+            for forgotten in list(islice((key for key in self._deaths if key.tenant_id == most), excess)):
+                del self._deaths[forgotten]
+                self._candidates.discard(forgotten)
 
     def _death(self, engine_url: str, at: float) -> Death:
         last = self._last.get(engine_url)
@@ -234,7 +248,8 @@ class Quarantine:
     def _is_alone(self, key: Suspect) -> bool:
         return set.intersection(*(death.tenants for death in self._deaths[key])) == {key.tenant_id}
 
-    def _suspects(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
+    def suspects(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
+        """Return the suspects of a request: itself and its adapters."""
         lasting = {name: value for name, value in sorted(body.items()) if name not in VOLATILE}
         message = msgspec.json.encode([tenant_id, digests, lasting])
         found = Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())

@@ -12,6 +12,7 @@ from gateway.fleet.base_engines import EXACT, MAX_AGE, BaseEngines, capacity_of
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
 from gateway.fleet.queue import Capacity
+from gateway.fleet.shared_deaths import Suspect
 from gateway.fleet.sleeping import BaseAsleep
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,8 @@ class Registry:
         self._discover = discover
         self._silence_patience = silence_patience
         self._watch = watch
+        # Called with an engine whose instance has changed, before its record does.
+        self.on_restart: Callable[[EngineRecord], None] = lambda _: None
         self._engines: dict[str, EngineRecord] = {}
         # Large fleets, by base model.
         self._by_base: dict[str, BaseEngines] = {}
@@ -58,10 +61,10 @@ class Registry:
     def engines(self) -> tuple[EngineRecord, ...]:
         return tuple(self._engines.values())
 
-    def just_left(self, url: str) -> set[str]:
-        """Return the tenants whose clients have just left an engine; none for an unknown one."""
+    def take_left(self, url: str) -> list[Suspect]:
+        """Return the suspects of the requests that were left on an engine, and forget them; none if it is unknown."""
         engine = self._engines.get(url)
-        return set() if engine is None else engine.requests.just_left
+        return [] if engine is None else engine.requests.take_left()
 
     @property
     def up(self) -> list[EngineRecord]:
@@ -122,9 +125,9 @@ class Registry:
         seconds = [each for each in found if each is not None]
         return BaseAsleep(min(seconds)) if seconds else otherwise
 
-    async def running_instance(self, engine: EngineRecord) -> str | None:
-        """Ask an engine which instance it is, beside its own task. Returns None if that cannot be read now."""
-        return await self._watch.running_instance(engine)
+    async def still_runs(self, engine: EngineRecord, instance: str) -> bool:
+        """Ask an engine, beside its own task, whether it is this instance. Returns False if it does not answer now."""
+        return await self._watch.running_instance(engine) == instance
 
     async def poll(self) -> None:
         """Discover engines and check each of them once."""
@@ -204,4 +207,5 @@ class Registry:
         for url, address in addresses.items():
             if url not in self._engines:
                 slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS
-                self._engines[url] = EngineRecord(address, slots=slots, drained=self._drained.get(url))
+                drained = self._drained.get(url)
+                self._engines[url] = EngineRecord(address, slots=slots, drained=drained, on_restart=self.on_restart)

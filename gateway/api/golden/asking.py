@@ -175,6 +175,7 @@ class Asking:
             try:
                 bill.observe_receipt(answering.response.headers.get(RECEIPT_HEADER))
                 answer = await read_answer(answering.response, MAX_ANSWER_BYTES, _no_reservation)
+                answering.end()
                 bill.observe_answer(answer)
             except EngineMismatch:
                 self._metrics.adapter_mismatch(engine.url)

@@ -149,6 +149,7 @@ class Completions:
 
         is_own = not answering.engine.address.traits.has_own_secret
         answer = await read_answer(answering.response, self._max_answer_bytes, reserve, is_own=is_own)
+        answering.end()
         account.observe_answer(answer)
         if account.is_beyond_hold:
             assert account.hold is not None
@@ -182,6 +183,7 @@ class Completions:
                     async for event in read_events(answering.response, self._deliveries.reader_bytes):
                         account.observe_event(event)
                         if "error" in event:
+                            answering.end()
                             failed = public_error(event, answering.engine.address.traits)
                             account.failed(_code(failed))
                             await self._accounting.close_and_wait(account, Ending.BROKEN)
@@ -196,6 +198,8 @@ class Completions:
                         if visible is not None:
                             add_cost(visible, account)
                             await _send(delivery, response, msgspec.json.encode(visible))
+                    else:
+                        answering.end()
                 await self._accounting.close_ahead(account)
                 await _send(delivery, response, b"[DONE]")
             except ClientGone:

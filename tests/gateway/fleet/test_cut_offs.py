@@ -90,16 +90,17 @@ class Broken:
         self._found = list(found)
         call = SimpleNamespace(tenant=SimpleNamespace(id="a"), model=SimpleNamespace(digest=None, suspects=()), body={})
         self._call = cast(Any, SimpleNamespace(**vars(call), span=NO_SPAN))
-        self.fleet = Fleet(*cast(Any, (self, self, None, 1.0, SimpleNamespace(died=self._die), None, None, None)))
+        quarantine = SimpleNamespace(died=self._die, suspects=lambda *_: [])
+        self.fleet = Fleet(*cast(Any, (self, self, None, 1.0, quarantine, None, None, None)))
 
     def _die(self, _: EngineRecord, tenant_id: str, *__: object) -> None:
         self.died.append(tenant_id)
 
-    async def running_instance(self, _: EngineRecord) -> str:
+    async def still_runs(self, _: EngineRecord, instance: str) -> bool:
         if not self._found:
             self.hangs.set()
             await asyncio.Event().wait()
-        return self._found.pop(0)
+        return self._found.pop(0) == instance
 
     def open(self, *_: object) -> "Broken":
         return self

@@ -4,6 +4,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,7 +14,9 @@ from gateway.fleet import own_requests
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
-from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.call import EngineGone
+from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.health import Health
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import Suspect
@@ -100,26 +103,78 @@ def test_no_tenant_puts_anothers_requests_into_quarantine(deaths: list[EngineRec
     assert is_quarantined(quarantine) == expected
 
 
-def leave(record: EngineRecord, tenant: str) -> None:
+def leave(quarantine: Quarantine, record: EngineRecord, tenant: str) -> None:
     """Count a tenant's request that ends because its client leaves."""
-    with pytest.raises(asyncio.CancelledError), record.requests.count(None, tenant):
+    suspects = partial(quarantine.suspects, tenant, (), BODY)
+    with pytest.raises(asyncio.CancelledError), record.requests.count(None, tenant, suspects=suspects):
         raise asyncio.CancelledError
 
 
-def test_a_request_whose_client_has_just_left_may_be_the_cause(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+def restart(quarantine: Quarantine, record: EngineRecord, clock: Clock) -> None:
+    """Let an engine report another instance than before."""
+    clock.now += ONE_DEATH_SECONDS
+    record.on_restart = quarantine.restarted
+    record.observe_state(EngineState(instance=f"{clock.now}"), 0)
+
+
+def test_a_request_that_was_left_may_be_the_cause(clock: Clock):
     """Otherwise a tenant that sends what ends engines and leaves would put another tenant into quarantine."""
-    quarantine, records = Quarantine(100.0, SECRET, clock=clock), [engine(a=1) for _ in range(4)]
-    for record in records:
-        leave(record, "b")
+    quarantine, records = Quarantine(100.0, SECRET, clock=clock), [engine(a=1) for _ in range(3)]
     for record in records[:2]:
+        leave(quarantine, record, "b")
         die(quarantine, clock, record)
     assert not is_quarantined(quarantine)
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
-    leave(records[2], "b")
+    assert not is_quarantined(quarantine, tenant="b")
     die(quarantine, clock, records[2])
     assert is_quarantined(quarantine)
-    leave(records[3], "c")
-    assert records[3].requests._left.keys() == {"c"}
+
+
+def test_a_request_that_was_left_alone_on_engines_that_then_died_is_quarantined(clock: Clock):
+    """No request breaks then: only the engine's next instance shows the death."""
+    quarantine, records = Quarantine(100.0, SECRET, clock=clock), [engine() for _ in range(3)]
+    leave(quarantine, records[0], "a")
+    restart(quarantine, records[0], clock)
+    restart(quarantine, records[0], clock)
+    assert not is_quarantined(quarantine)
+    leave(quarantine, records[1], "a")
+    records[1].mark_down("it finishes its requests and stops", Health.DRAINING)
+    restart(quarantine, records[1], clock)
+    assert not is_quarantined(quarantine)
+    leave(quarantine, records[2], "a")
+    restart(quarantine, records[2], clock)
+    assert is_quarantined(quarantine)
+    assert not is_quarantined(quarantine, prompt="something else")
+
+
+def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine()
+    leave(quarantine, record, "a")
+    record.observe_state(EngineState(), 0)
+    assert record.requests.tenants == {"a"}, "the report may have been on its way when the client left"
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    record.observe_state(EngineState(), 0)
+    assert not record.requests.tenants
+    with record.requests.count(None, "a") as request:
+        request.end()
+    assert not record.requests.tenants
+    with pytest.raises(EngineGone), record.requests.count(None, "a") as request, request.ending_with(EngineGone):
+        raise EngineGone(had_it=False)
+    assert not record.requests.tenants
+    monkeypatch.setattr(own_requests, "LEFT_EACH", 10)
+    for _ in range(11):
+        leave(quarantine, record, "a")
+    assert len(record.requests.take_left()) == 10
+
+
+def test_a_tenants_suspects_make_no_room_for_its_own_at_others_expense(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.fleet.quarantine.MAX_SUSPECTS", 100)
+    quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine(a=1)
+    die(quarantine, clock, record)
+    for number in range(150):
+        quarantine.died(engine("http://two:1", b=1), "b", (), BODY | {"prompt": f"{number}"})
+    die(quarantine, clock, record)
+    assert is_quarantined(quarantine)
+    assert len(quarantine._deaths) == 100
 
 
 def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
@@ -134,8 +189,9 @@ def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
     assert not is_quarantined(quarantine, tenant="b", digests=["d"], prompt="never seen")
 
 
+@pytest.mark.parametrize("stream", [False, True])
 async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into_quarantine(
-    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+    stream: bool, tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     # Longer than a slow machine needs.
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
@@ -144,19 +200,17 @@ async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into
         of = settings(tmp_path, model_dir, [each.url for each in engines], redis_url, redis_timeout=30.0)
         gateway = await stack.enter_async_context(running(of))
         acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
-        slow = {"max_tokens": 8, "x_engine": {"tokens": 8, "delay": 10.0}}
+        # A stream has begun when its client leaves.
+        slow = {"max_tokens": 8, "stream": stream, "x_engine": {"tokens": 8, "delay": 0.5 if stream else 10.0}}
         asked = [asyncio.create_task(other.complete(prompt=f"{i}", **slow)) for i in range(8)]
 
         async def have_some() -> bool:
-            return all(each.requests for each in engines)
-
-        async def have_left() -> bool:
-            return "loraplex_gateway_http_in_flight 1.0" in (await gateway.admin.get("/metrics")).body.decode()
+            return all(each.events if stream else each.requests for each in engines)
 
         await until(have_some)
         for each in asked:
             each.cancel()
-        await until(have_left)
+        await until(partial(have_left, gateway))
         for each in engines:
             each.refuses = None
         assert (await acme.complete()).status == 502
@@ -168,6 +222,40 @@ async def test_a_tenant_that_leaves_before_engines_die_does_not_put_another_into
 
         await until(are_up)
         assert (await acme.complete()).status == 200
+
+
+async def have_left(gateway: Gateway) -> bool:
+    return "loraplex_gateway_http_in_flight 1.0" in (await gateway.admin.get("/metrics")).body.decode()
+
+
+async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    # Broken connections of one death would count as two then, but no connection breaks here.
+    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    acme = await gateway.tenant("acme")
+    body = {"prompt": "what ends engines", "max_tokens": 8, "x_engine": {"delay": 60.0, "tokens": 8}}
+
+    async def is_there() -> bool:
+        return len(upstream.requests) == number
+
+    async def is_known() -> bool:
+        [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+        return bool(engine["state"]["instance"] == upstream.instance)
+
+    for number in (1, 2):
+        asked = asyncio.create_task(acme.complete(**body))
+        await until(is_there)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(partial(have_left, gateway))
+        upstream.instance = f"after {number}"
+        await until(is_known)
+    got = await acme.complete(**body)
+    assert (got.status, got.error["code"]) == (422, "request_quarantined")
+    assert (await acme.complete(prompt="another")).status == 200
 
 
 async def test_a_request_that_kills_engines_is_answered_without_one(

@@ -38,9 +38,9 @@ class Processes:
 
     @asynccontextmanager
     async def one(self, secret: bytes = SECRET, left: Sequence[str] = ()) -> AsyncIterator[Quarantine]:
-        """Run a process. left: the tenants whose clients have just left its requests on each engine."""
-        shared = SharedDeaths(self._redis, self._deployment)
-        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, lambda url: set(left))
+        """Run a process. left: the tenants of requests that it leaves on each engine, again after each death."""
+        shared, suspects = SharedDeaths(self._redis, self._deployment), [Suspect("request", each, "f") for each in left]
+        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, lambda url: suspects)
         self.alive.append(quarantine)
         async with in_background(quarantine.watch()):
             yield quarantine
