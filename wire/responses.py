@@ -249,14 +249,16 @@ class EngineStateResponse(Struct):
     """Body of `GET /state`.
 
     `instance` changes with each start. `revision` increases with each change of `running`, `waiting`, `draining` or
-    the adapters in device memory; of two states of one instance, the higher one is newer. `adapters_resident` are
-    digests, and `adapters_activated` those of them that are activated LoRAs. `max_adapter_bytes`: largest size of an
-    adapter's tensors in the engine's dtype. `adapter_load_seconds`: recent average time of a load into host memory.
+    the adapters in device memory; of two states of one instance, the higher one is newer. `readings` increases with
+    each reading from the core; a state with the same number repeats the last one. `adapters_resident` are digests, and
+    `adapters_activated` those of them that are activated LoRAs. `max_adapter_bytes`: largest size of an adapter's
+    tensors in the engine's dtype. `adapter_load_seconds`: recent average time of a load into host memory.
     """
 
     instance: str
     draining: bool
     revision: int
+    readings: int
     model: str
     max_model_len: int
     max_num_seqs: int

@@ -46,6 +46,7 @@ class StateFeed:
         self.base_digest = base_digest
         self._instance = uuid.uuid4().hex
         self._revision = 0
+        self._readings = 0
         self._residency_version = 0
         self._host_version = -1
         self._host: list[str] = []
@@ -139,7 +140,8 @@ class StateFeed:
         if values != self._numbered:
             self._numbered = values
             self._revision += 1
-        state.revision = self._revision
+        self._readings += 1
+        state.revision, state.readings = self._revision, self._readings
         self._last = state
         self._line = msgspec.json.encode(msgspec.structs.replace(state, adapters_host=msgspec.UNSET)) + b"\n"
         return state
@@ -151,6 +153,7 @@ class StateFeed:
             instance=self._instance,
             draining=self._draining,
             revision=self._revision,
+            readings=self._readings,
             model=self._models.base_name,
             base_digest=self.base_digest,
             version=version("loraplex"),

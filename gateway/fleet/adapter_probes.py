@@ -3,10 +3,11 @@
 import logging
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
-from aiohttp import ClientConnectorError, ClientPayloadError, ServerDisconnectedError
+from aiohttp import ClientConnectorError, ClientError, ClientPayloadError, ServerDisconnectedError
 
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import network_reason
@@ -87,8 +88,13 @@ class AdapterProber:
         self, engine: EngineRecord, tenant: Tenant, digest: str, body: dict[str, Any], suspect: Suspect
     ) -> AdapterProbe:
         try:
-            with engine.requests.count(digest, tenant.id):
+            suspects = partial(self._quarantine.suspects, tenant.id, [suspect.mark], body)
+            with (
+                engine.requests.count(digest, tenant.id, suspects=suspects) as in_flight,
+                in_flight.ending_with(ClientError, ConnectionError),
+            ):
                 status, answer = await self._kinds[engine.address.traits.name].probe(engine, digest, tenant.id)
+                in_flight.end()
         except ClientConnectorError as error:
             raise NotProbed("the engine cannot be reached") from error
         except (ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:

@@ -45,6 +45,11 @@ class EngineRefused(Exception):
         self.unserved = unserved
 
     @property
+    def may_go_on(self) -> bool:
+        """Return whether the engine may go on with the request, because it gave no answer in time."""
+        return self.status is None and not self.unserved
+
+    @property
     def failed(self) -> bool:
         """Return whether the response is the engine's own fault: a redirect, or a 5xx not about load or an adapter."""
         if self.status is None or isinstance(self.error, Unavailable | BadRequest):

@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 
 from aiohttp import (
     ClientConnectorError,
+    ClientOSError,
     ClientResponse,
     ClientSession,
     ClientTimeout,
@@ -73,7 +74,7 @@ class EngineClient:
         kind = self._kinds[engine.address.traits.name]
         try:
             response = await kind.send(engine, call)
-        except (ClientConnectorError, ServerDisconnectedError, ConnectionError) as error:
+        except (ClientOSError, ServerDisconnectedError, ConnectionError) as error:
             engine.mark_down(f"a request failed: {network_reason(error)}")
             raise EngineGone(had_it=not isinstance(error, ClientConnectorError)) from error
         except HTTP_ERRORS as error:

@@ -329,9 +329,9 @@ class Fleet:
     @asynccontextmanager
     async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, InFlight]]:
         """Send the request to an engine, and record the outcome in its breakers and the quarantine."""
-        tenant_id, digest, breaker = call.tenant.id, call.model.digest, engine.breaker
+        tenant_id, digest, breaker, started = call.tenant.id, call.model.digest, engine.breaker, time.monotonic()
         breaker.sent(tenant_id)
-        started, record = time.monotonic(), breaker.gave_up
+        record = breaker.gave_up
         self._in_progress[digest] += 1
         try:
             loads = digest is not None and not engine.holds(digest)

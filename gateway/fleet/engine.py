@@ -134,6 +134,7 @@ class EngineState(msgspec.Struct, kw_only=True):
 
     instance: str | None = None
     revision: int = 0
+    readings: int | None = None
     model: str | None = None
     max_model_len: int = 0
     adapters_resident: list[str] = []
@@ -317,7 +318,9 @@ class EngineRecord:
             return
         if state.instance != self.state.instance:
             self.on_restart(self)
-        self.requests.survived()
+        if state.readings is None or state.readings != self.state.readings:
+            # A state that repeats the last one shows that the core's step has not ended.
+            self.requests.survived()
         if state.adapters_host is not None:
             self.host = frozenset(bare_digest(digest) for digest in state.adapters_host)
         elif state.instance != self.state.instance:
@@ -370,7 +373,7 @@ class EngineRecord:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health in (Health.DRAINING, Health.ASLEEP):
-            # It ends on purpose.
+            # Its end is intended, so it will be no death.
             self.requests.take_left()
         if health is not Health.UP:
             self.resident = self.host = frozenset()

@@ -10,15 +10,17 @@ from typing import Any, NamedTuple
 
 from gateway.fleet.shared_deaths import Suspect
 
-# Time after which an engine that reports its state has survived a request that it was to abort.
+# Minimum time between the end of a request that was left and a reading of the engine's state, for the reading to show
+# that the engine survived the request: earlier readings may have begun before its end.
 LEFT_SECONDS = 2.0
 # Maximum number of a tenant's left requests that are kept for an engine; the earliest are forgotten first.
 LEFT_EACH = 1000
 
 
 class LeftRequest(NamedTuple):
-    """A request that this process left before its answer's end. at: time (monotonic). suspects: its names in the
-    quarantine.
+    """A request that this process left before its answer's end, at a time (monotonic).
+
+    suspects: its names in the quarantine.
     """
 
     at: float
@@ -55,9 +57,9 @@ class OwnRequests:
 
     def take_left(self) -> list[Suspect]:
         """Return the suspects of the requests that were left, and forget these requests."""
-        found = [suspect for requests in self._left.values() for each in requests for suspect in each.suspects]
+        found = dict.fromkeys(each for requests in self._left.values() for left in requests for each in left.suspects)
         self._left.clear()
-        return found
+        return list(found)
 
     def survived(self) -> None:
         """Forget the left requests that the engine has survived, because it reports its state now."""
@@ -90,14 +92,14 @@ class OwnRequests:
         try:
             yield request
         finally:
-            if not request.has_ended:
-                left = LeftRequest(time.monotonic(), suspects())
-                self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
             request.free()
             count_less(self.by_digest, digest)
             count_less(self.by_tenant, tenant_id)
             if digest not in self.by_digest:
                 self.loading.discard(digest)
+            if not request.has_ended:
+                left = LeftRequest(time.monotonic(), suspects())
+                self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
 
     def abandon_unanswered(self) -> None:
         """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
@@ -153,11 +155,11 @@ class InFlight:
 
     @contextmanager
     def ending_with(self, *errors: type[Exception]) -> Iterator[None]:
-        """Note the request's end if the block raises one of these errors."""
+        """Note the request's end if the block raises one of these errors, unless its `may_go_on` is true."""
         try:
             yield
-        except errors:
-            self.end()
+        except errors as error:
+            self.has_ended = self.has_ended or not getattr(error, "may_go_on", False)
             raise
 
     def free(self) -> None:

@@ -1,10 +1,10 @@
 """Quarantine: a request that two engines had when they died is not sent to a third.
 
-Any of the requests that an engine has when it dies may be the cause, also one that was left, until the engine has shown
-that it survived it. So a request, or a tenant's adapter, is quarantined only if no other tenant had requests on the
-engine at each of the deaths. A tenant's requests can therefore never put another tenant's into quarantine. Every
-gateway process reports its broken and left requests to the others (`shared_deaths.py`) and applies their reports as its
-own. Only an HMAC of a request is kept and shared.
+Any of the requests that an engine has when it dies may be the cause. A request that was left may be it too, until the
+engine has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other
+tenant had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's
+into quarantine. Every gateway process reports its broken and left requests to the others (`shared_deaths.py`) and
+applies their reports as its own. Only an HMAC of a request is kept and shared.
 """
 
 import asyncio
@@ -23,7 +23,6 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.own_requests import LEFT_SECONDS
 from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
@@ -52,6 +51,8 @@ MAX_SUSPECTS = 10_000
 AWAY_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 REPORT_SECONDS = 0.25
+# Maximum age of a report after which a process still reports its own left requests: the engine is hardly back before.
+LATE_SECONDS = 5.0
 
 
 class Quarantined(GatewayError):
@@ -176,7 +177,7 @@ class Quarantine:
         for report, age in await self._shared.read():
             if age < self._seconds:
                 self._apply(report, self._clock() - age)
-            if age < LEFT_SECONDS:
+            if age < LATE_SECONDS:
                 self._report_left(report.engine, self._clock() - age)
 
     def _report_left(self, engine_url: str, at: float) -> None:

@@ -203,7 +203,11 @@ class Registry:
         for url in self._engines.keys() - addresses.keys():
             if watching := self._watching.get(url):
                 watching.cancel()
-            self._engines.pop(url).mark_down("it is no longer listed or announced", Health.DRAINING)
+            engine = self._engines.pop(url)
+            if engine.condition.health in (Health.DOWN, Health.SILENT):
+                # Its next instance may have another address.
+                engine.on_restart(engine)
+            engine.mark_down("it is no longer listed or announced", Health.DRAINING)
         for url, address in addresses.items():
             if url not in self._engines:
                 slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS

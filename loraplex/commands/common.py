@@ -90,8 +90,10 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
         def end() -> None:
             nonlocal is_terminated
-            is_terminated = True
-            task.cancel()
+            # A second signal must not end the cleaning up after the first.
+            if not is_terminated:
+                is_terminated = True
+                task.cancel()
 
         # Only the main thread may set handlers.
         if threading.current_thread() is threading.main_thread():

@@ -349,8 +349,6 @@ def test_a_heavy_tenants_jobs_take_a_part_of_a_core_and_others_do_not_wait(clock
         pool.close()
 
 
-@ON_LINUX
-@WITH_NORMAL_PRIORITY
 def test_a_tenants_jobs_rest_when_told_to_and_others_do_not_wait(clock):
     pool = FairThreads(2, "test", max_pending=50, max_pending_per_tenant=50, yielding=None)
     try:
@@ -368,6 +366,8 @@ def test_a_tenants_jobs_rest_when_told_to_and_others_do_not_wait(clock):
         pool.close()
 
 
+@ON_LINUX
+@WITH_NORMAL_PRIORITY
 def test_a_first_job_that_runs_long_goes_on_at_low_priority(threads, clock, monkeypatch):
     monkeypatch.setattr(fair_threads, "LONG_SECONDS", 0.05)
 

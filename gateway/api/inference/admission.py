@@ -2,7 +2,7 @@
 
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
 
 import msgspec
 from aiohttp import web
@@ -78,15 +78,23 @@ class Admission:
         tenant = principal.tenant
         share = held.enter_context(request.config_dict[BODY_MEMORY].share(tenant.id))
         raw = await read_shared(request, share)
-        async with self._turns.turn(tenant.id):
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._turns.turn(tenant.id))
             parsed, model = await self._check(request, endpoint, principal, raw, share)
-        base = self._catalog.bases.of_model(model.base)
-        count = await self._prompts.counter(parsed, raw, share, base)
-        async with self._turns.turn(tenant.id):
-            asked = await self._prompts.measure(parsed, raw, share, base, count)
+            asked = await self._measure(parsed, raw, share, model, turn)
             account = await self.reserve(principal, model, asked, endpoint, request[REQUEST_ID], arrived)
         share.admitted()
         return asked, account
+
+    async def _measure(
+        self, parsed: AnyRequest, raw: bytes, share: BodyShare, model: Model, turn: AsyncExitStack
+    ) -> InferenceRequest:
+        """Return a body with its token counts. The turn is given back while an engine counts."""
+        base = self._catalog.bases.of_model(model.base)
+        if not await self._prompts.counts_here(base):
+            await turn.aclose()
+        count = await self._prompts.counter(parsed, raw, share, base)
+        return await self._prompts.measure(parsed, raw, share, base, count)
 
     async def _check(
         self, request: web.Request, endpoint: Endpoint, principal: TenantPrincipal, raw: bytes, share: BodyShare
@@ -108,13 +116,11 @@ class Admission:
         self, tenant: Tenant, raw: bytes, endpoint: Endpoint, share: BodyShare
     ) -> tuple[Model, InferenceRequest]:
         """Return the model and the checked form of a request that the gateway itself makes for a tenant."""
-        async with self._turns.turn(tenant.id):
+        async with AsyncExitStack() as turn:
+            await turn.enter_async_context(self._turns.turn(tenant.id))
             parsed = await self._prompts.parse(raw, endpoint, share)
             model = await resolve_model(self._catalog, tenant, parsed.model)
-        base = self._catalog.bases.of_model(model.base)
-        count = await self._prompts.counter(parsed, raw, share, base)
-        async with self._turns.turn(tenant.id):
-            asked = await self._prompts.measure(parsed, raw, share, base, count)
+            asked = await self._measure(parsed, raw, share, model, turn)
         share.admitted()
         return model, asked
 

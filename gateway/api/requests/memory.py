@@ -36,8 +36,9 @@ NUM_THREADS = 2
 # CPU time that a tenant's refused requests may have used recently, and its half-life, in seconds: an attacker gets 14 %
 # of a core. Admitted requests are not counted, because the quota limits their rate.
 REFUSED_SECONDS, REFUSED_HALF_LIFE_S = 2.0, 10.0
-# After this CPU time the threads rest for the tenant: after each refused request, for a multiple of its CPU time. So
-# the first 2 s are no burst, in which every second chat of other tenants would take longer.
+# CPU time of refused requests after which the threads rest for the tenant, and the length of a rest as a multiple of a
+# refused request's CPU time. Otherwise a thread would be busy until REFUSED_SECONDS are used up, and each second chat
+# of other tenants would take longer meanwhile.
 FREE_REFUSED_SECONDS, REFUSED_REST = 0.2, 6.0
 
 
@@ -60,17 +61,18 @@ class RefusedWork:
         self._lock = threading.Lock()
         self._seconds = RecentUse(REFUSED_HALF_LIFE_S)
 
-    def add(self, owner: str, seconds: float) -> float:
-        """Count CPU time. Return the rest that the owner's threads owe for it, in seconds."""
+    def add(self, owner: str, seconds: float) -> None:
         with self._lock:
             self._seconds.add(owner, seconds)
-            return REFUSED_REST * seconds if self._seconds.of(owner) > FREE_REFUSED_SECONDS else 0.0
+
+    def of(self, owner: str) -> float:
+        """Return the CPU time of the owner's recently refused requests, in seconds."""
+        with self._lock:
+            return self._seconds.of(owner)
 
     def check(self, owner: str) -> None:
         """Raise TooMuchRefused if the owner's refused requests have used up its CPU time."""
-        with self._lock:
-            used = self._seconds.of(owner)
-        if used >= REFUSED_SECONDS:
+        if (used := self.of(owner)) >= REFUSED_SECONDS:
             raise TooMuchRefused(max(1, math.ceil(REFUSED_HALF_LIFE_S * math.log2(used / REFUSED_SECONDS))))
 
 
@@ -120,6 +122,7 @@ class BodyShare:
         if not self._is_admitted:
             self._is_refused = True
             self._count_refused(self._seconds)
+            self._rest(self._own_seconds)
 
     def unserved(self) -> None:
         """Count the CPU time of a request for which there was no engine: no limit of its tenant counts the request.
@@ -127,6 +130,7 @@ class BodyShare:
         The time that an engine took to count its tokens is left out, because it may have been a wait for that engine.
         """
         self._count_refused(self._own_seconds)
+        self._rest(self._own_seconds)
 
     def close(self) -> None:
         self._give_place_back()
@@ -173,8 +177,13 @@ class BodyShare:
                 self._count_refused(seconds)
 
     def _count_refused(self, seconds: float) -> None:
-        if self.owner != OPERATOR and (rest := self._memory.refused_work.add(self.owner, seconds)):
-            self._memory.threads.rest(self.owner, rest)
+        if self.owner != OPERATOR:
+            self._memory.refused_work.add(self.owner, seconds)
+
+    def _rest(self, seconds: float) -> None:
+        """Let the threads rest for the CPU time that a refused request took here."""
+        if self.owner != OPERATOR and self._memory.refused_work.of(self.owner) > FREE_REFUSED_SECONDS:
+            self._memory.threads.rest(self.owner, REFUSED_REST * seconds)
 
 
 class BodyMemory:

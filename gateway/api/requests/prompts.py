@@ -36,7 +36,7 @@ MAX_MEMBERS = 50_000
 
 
 # Returns the number of tokens of each prompt.
-Counter = Callable[[], list[int]]
+CountTokens = Callable[[], list[int]]
 
 
 class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,7 +116,11 @@ class PromptReader:
         check_sizes(request, prompt_bytes)
         return request
 
-    async def counter(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> Counter:
+    async def counts_here(self, base: Base) -> bool:
+        """Return whether this process counts the base's prompts, and no engine."""
+        return await self._tokenizers.of(base) is not None
+
+    async def counter(self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base) -> CountTokens:
         """Return the function that counts the tokens of each prompt, after an engine has counted them if need be.
 
         Raises NoEngine if engines count the base's prompts and none is available.
@@ -129,7 +133,7 @@ class PromptReader:
         return lambda: counted
 
     async def measure(
-        self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base, count: Counter
+        self, request: AnyRequest, raw: bytes, share: BodyShare, base: Base, count: CountTokens
     ) -> InferenceRequest:
         """Return a parsed body with its token counts, which are checked against the base model's context.
 
@@ -138,7 +142,7 @@ class PromptReader:
         work = partial(self._measure, request, raw, base.context_length, count)
         return share.run_here(work) if is_quick(raw) else await share.run(work)
 
-    def _measure(self, request: AnyRequest, raw: bytes, limit: int, count: Counter) -> InferenceRequest:
+    def _measure(self, request: AnyRequest, raw: bytes, limit: int, count: CountTokens) -> InferenceRequest:
         """Return the checked body. limit: the context length."""
         is_chat = isinstance(request, ChatCompletionRequest)
         field = "messages" if is_chat else "prompt"

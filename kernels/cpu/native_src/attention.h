@@ -303,10 +303,9 @@ struct Attention {
 
     // Converts n elements, a multiple of 16, and prefetches those of the next step.
     static void widen(const int8_t* from, int64_t at, int64_t next, T* to, int64_t n) {
-        typedef int8_t Byte16 __attribute__((vector_size(16)));
         for (int64_t i = 0; i < n; i += 16) {
             if (i % 64 == 0) __builtin_prefetch(from + next + i, 0, 2);
-            put16(to + i, __builtin_convertvector(__builtin_convertvector(load_vector<Byte16>(from + at + i), Int16), Float16));
+            put16_exact(to + i, __builtin_convertvector(load16(from + at + i), Float16));
         }
     }
 

@@ -72,11 +72,7 @@ inline void load_scales(const uint8_t* from, int64_t kind, Float16 (&scales)[2])
 inline void load_minimums(const uint8_t* panel, const Groups& w, const Float16 (&scales)[2], Float16 (&minimums)[2]) {
     const uint8_t* from = panel + w.value_bytes() + w.scale_bytes();
     if (w.offset_kind == kMinimums) return load_scales(from, w.scale_kind, minimums);
-    typedef uint8_t Byte16 __attribute__((vector_size(16)));
-    for (int v = 0; v < 2; v++) {
-        const Int16 zeros = __builtin_convertvector(load_vector<Byte16>(from + v * 16), Int16);
-        minimums[v] = -scales[v] * __builtin_convertvector(zeros, Float16);
-    }
+    for (int v = 0; v < 2; v++) minimums[v] = -scales[v] * __builtin_convertvector(load16(from + v * 16), Float16);
 }
 
 // Adds to each lane of sum the products of its four unsigned bytes of `a` and signed bytes of `b`.

@@ -10,11 +10,12 @@ from typing import Any, cast
 
 import pytest
 
+from gateway.errors import UpstreamFailed
 from gateway.fleet import own_requests
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
-from gateway.fleet.call import EngineGone
+from gateway.fleet.call import EngineGone, EngineRefused
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
@@ -160,10 +161,44 @@ def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monk
     with pytest.raises(EngineGone), record.requests.count(None, "a") as request, request.ending_with(EngineGone):
         raise EngineGone(had_it=False)
     assert not record.requests.tenants
+    with pytest.raises(EngineRefused), record.requests.count(None, "a") as request, request.ending_with(EngineRefused):
+        raise EngineRefused(UpstreamFailed("no answer in time"))
+    assert record.requests.tenants == {"a"}
+    record.observe_state(EngineState(readings=7), 0)
+    leave(quarantine, record, "a")
+    record.observe_state(EngineState(readings=7), 0)
+    assert record.requests.tenants == {"a"}, "this report repeats the one before, because a step has not ended"
+    record.observe_state(EngineState(readings=8), 0)
+    assert not record.requests.tenants
     monkeypatch.setattr(own_requests, "LEFT_EACH", 10)
     for _ in range(11):
         leave(quarantine, record, "a")
-    assert len(record.requests.take_left()) == 10
+    assert len(record.requests._left["a"]) == 10
+    assert record.requests.take_left() == quarantine.suspects("a", (), BODY)
+
+
+@pytest.mark.parametrize("health", [Health.DOWN, Health.UP])
+async def test_left_requests_count_if_the_dead_engine_disappears(health: Health, clock: Clock):
+    """Its next instance may have another address."""
+    quarantine, listed = Quarantine(100.0, SECRET, clock=clock), list[Address]()
+
+    async def discover() -> list[Address]:
+        return listed
+
+    async def check(_: EngineRecord) -> None: ...
+
+    registry = Registry(discover, cast(Any, check))
+    registry.on_restart = quarantine.restarted
+    for number in range(2):
+        listed.append(parse_address(f"http://engine-{number}:1"))
+        await registry.poll()
+        [record] = registry.engines
+        leave(quarantine, record, "a")
+        record.condition.change(health, "")
+        clock.now += ONE_DEATH_SECONDS
+        listed.clear()
+        await registry.poll()
+    assert is_quarantined(quarantine) == (health is Health.DOWN)
 
 
 def test_a_tenants_suspects_make_no_room_for_its_own_at_others_expense(clock: Clock, monkeypatch: pytest.MonkeyPatch):

@@ -38,9 +38,16 @@ class Processes:
 
     @asynccontextmanager
     async def one(self, secret: bytes = SECRET, left: Sequence[str] = ()) -> AsyncIterator[Quarantine]:
-        """Run a process. left: the tenants of requests that it leaves on each engine, again after each death."""
-        shared, suspects = SharedDeaths(self._redis, self._deployment), [Suspect("request", each, "f") for each in left]
-        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, lambda url: suspects)
+        """Run a process. left: the tenants of requests that it leaves on each engine before each of its deaths."""
+        shared, taken = SharedDeaths(self._redis, self._deployment), set[tuple[str, float]]()
+
+        def take(url: str) -> list[Suspect]:
+            if (url, self.clock.now) in taken:
+                return []
+            taken.add((url, self.clock.now))
+            return [Suspect("request", each, "f") for each in left]
+
+        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, take)
         self.alive.append(quarantine)
         async with in_background(quarantine.watch()):
             yield quarantine

@@ -54,7 +54,7 @@ async def terminated(process: asyncio.subprocess.Process, folder: Path) -> None:
 
 
 def test_sigterm_ends_a_command_only_where_it_waits(capsys: pytest.CaptureFixture[str]):
-    """Raised within a step, it came up inside the database driver, and a backup in 60 crashed or reported an error."""
+    """An exception of the signal's handler came up inside the database driver: a backup in 60 crashed or failed."""
     steps: list[str] = []
 
     async def work() -> None:
