@@ -32,7 +32,7 @@ def failing(forward: Callable[..., Any]) -> Callable[..., Any]:
 async def test_a_request_whose_step_fails_is_quarantined_after_two_engines(
     stream: bool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, redis_url: str, starts_servers: None
 ):
-    """When the engines answered it, the gateway took the answers for refusals and asked every further engine."""
+    """The gateway took the engines' answers for refusals and asked every further engine."""
     model = tmp_path_factory.mktemp("model")
     save_model(model)
     with ExitStack() as stack:

@@ -14,7 +14,7 @@ from gateway.errors import UpstreamFailed
 from gateway.fleet import own_requests
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
-from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, Breakers
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from gateway.fleet.call import EngineGone, EngineRefused
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Health
@@ -320,39 +320,6 @@ async def test_a_request_that_kills_engines_is_answered_without_one(
         page = (await gateway.admin.get("/metrics")).body.decode()
         assert 'loraplex_gateway_quarantined_total{kind="request"} 1.0' in page
     assert "a secret" not in caplog.text
-
-
-def test_one_tenants_failures_open_a_breaker_for_it_alone(clock: Clock):
-    breakers = Breakers(clock)
-    for _ in range(10 * FAILURES_UNTIL_OPEN):
-        breakers.sent("a")
-        breakers.failed("a")
-    assert not breakers.allows("a")
-    assert breakers.allows("b")
-    assert breakers.allows_some
-
-
-def test_failures_of_two_tenants_in_a_row_open_it_for_all(clock: Clock):
-    breakers = Breakers(clock)
-    for _ in range(FAILURES_UNTIL_OPEN):
-        breakers.failed("a")
-        breakers.failed("b")
-    assert not breakers.allows("c")
-    clock.now += 3600.0
-    breakers.sent("c")
-    assert not breakers.allows("d")
-    breakers.began("c")
-    breakers.succeeded("c")
-    assert breakers.allows("d")
-
-
-def test_a_success_between_them_keeps_it_closed(clock: Clock):
-    breakers = Breakers(clock)
-    for _ in range(10):
-        breakers.failed("a")
-        breakers.failed("b")
-        breakers.succeeded("c")
-    assert breakers.allows("c")
 
 
 @pytest.mark.parametrize("how", [{"drop_after": 1}, {"status": 500}])
