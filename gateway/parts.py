@@ -229,7 +229,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         resources.metrics.quarantined,
         take_left=registry.take_left,
     )
-    registry.on_restart = quarantine.restarted
+    registry.on_end = quarantine.ended
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
     fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint), bases)

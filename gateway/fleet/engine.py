@@ -186,7 +186,7 @@ class EngineRecord:
     number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
     memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
     with another adapter than the request's. drained: an operator's drain, independent of the engine's health. base: id
-    of its base model; None if the base model is not on record. on_restart: called when it reports another instance.
+    of its base model; None if the base model is not on record. on_end: called when its instance has died.
     """
 
     address: Address
@@ -204,7 +204,7 @@ class EngineRecord:
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
     base: str | None = FIRST
-    on_restart: "Callable[[EngineRecord], None]" = lambda _: None
+    on_end: "Callable[[EngineRecord], None]" = lambda _: None
 
     @property
     def url(self) -> str:
@@ -312,12 +312,18 @@ class EngineRecord:
         """Update the mean time of a request, weighted towards the most recent ones."""
         self.request_seconds += 0.1 * (seconds - self.request_seconds)
 
+    def note_end(self) -> None:
+        """Report the death of the engine's instance, unless it had begun to drain, and forget its left requests."""
+        if not self.state.draining:
+            self.on_end(self)
+        self.requests.take_left()
+
     def observe_state(self, state: EngineState, in_flight: int) -> None:
         """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
         if state.instance == self.state.instance and state.revision < self.state.revision:
             return
         if state.instance != self.state.instance:
-            self.on_restart(self)
+            self.note_end()
         if state.readings is None or state.readings != self.state.readings:
             # A state that repeats the last one shows that the core's step has not ended.
             self.requests.survived()

@@ -1,10 +1,10 @@
 """Quarantine: a request that two engines had when they died is not sent to a third.
 
-Any of the requests that an engine has when it dies may be the cause. A request that was left may be it too, until the
-engine has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other
-tenant had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's
-into quarantine. Every gateway process reports its broken and left requests to the others (`shared_deaths.py`) and
-applies their reports as its own. Only an HMAC of a request is kept and shared.
+Any request that an engine has when it dies may be the cause. An engine counts as having a request that was left until
+it has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other tenant
+had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's into
+quarantine. Every gateway process reports its broken and left requests to the others (`shared_deaths.py`) and applies
+their reports as its own. Only an HMAC of a request is kept and shared.
 """
 
 import asyncio
@@ -51,7 +51,8 @@ MAX_SUSPECTS = 10_000
 AWAY_SECONDS = 1.0
 PAUSE_SECONDS = 0.1
 REPORT_SECONDS = 0.25
-# Maximum age of a report after which a process still reports its own left requests: the engine is hardly back before.
+# Age of a report up to which a process reports its own left requests for the same death. Later, the engine may run
+# again and have other requests.
 LATE_SECONDS = 5.0
 
 
@@ -132,8 +133,8 @@ class Quarantine:
         suspects = [*self.suspects(tenant_id, digests, body), *others, *engine.requests.take_left()]
         self._note(engine, tenants, suspects)
 
-    def restarted(self, engine: EngineRecord) -> None:
-        """Note the death of an engine that runs again, if requests were left there that no report has named."""
+    def ended(self, engine: EngineRecord) -> None:
+        """Note the death of an engine's instance, if requests were left there that no report has named."""
         tenants = engine.requests.tenants
         if suspects := engine.requests.take_left():
             self._note(engine, tenants, suspects)

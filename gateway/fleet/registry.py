@@ -49,8 +49,8 @@ class Registry:
         self._discover = discover
         self._silence_patience = silence_patience
         self._watch = watch
-        # Called with an engine whose instance has changed, before its record does.
-        self.on_restart: Callable[[EngineRecord], None] = lambda _: None
+        # Called with an engine whose instance has died: it reports another one, or is down and no longer listed.
+        self.on_end: Callable[[EngineRecord], None] = lambda _: None
         self._engines: dict[str, EngineRecord] = {}
         # Large fleets, by base model.
         self._by_base: dict[str, BaseEngines] = {}
@@ -206,10 +206,10 @@ class Registry:
             engine = self._engines.pop(url)
             if engine.condition.health in (Health.DOWN, Health.SILENT):
                 # Its next instance may have another address.
-                engine.on_restart(engine)
+                engine.note_end()
             engine.mark_down("it is no longer listed or announced", Health.DRAINING)
         for url, address in addresses.items():
             if url not in self._engines:
                 slots = address.requests if address.traits.has_own_secret else DEFAULT_SLOTS
                 drained = self._drained.get(url)
-                self._engines[url] = EngineRecord(address, slots=slots, drained=drained, on_restart=self.on_restart)
+                self._engines[url] = EngineRecord(address, slots=slots, drained=drained, on_end=self.on_end)

@@ -85,7 +85,7 @@ inline void put16(bf16* p, Float16 x) {
     store_vector(p, __builtin_convertvector(rounded, Half16));
 #endif
 }
-// The numbers need no rounding, as those of int8.
+// The numbers must need no rounding, like whole numbers of 8 bits.
 inline void put16_exact(float* p, Float16 x) { put16(p, x); }
 inline void put16_exact(bf16* p, Float16 x) {
 #if defined(__AVX512BF16__)

@@ -114,7 +114,7 @@ def leave(quarantine: Quarantine, record: EngineRecord, tenant: str) -> None:
 def restart(quarantine: Quarantine, record: EngineRecord, clock: Clock) -> None:
     """Let an engine report another instance than before."""
     clock.now += ONE_DEATH_SECONDS
-    record.on_restart = quarantine.restarted
+    record.on_end = quarantine.ended
     record.observe_state(EngineState(instance=f"{clock.now}"), 0)
 
 
@@ -139,6 +139,8 @@ def test_a_request_that_was_left_alone_on_engines_that_then_died_is_quarantined(
     assert not is_quarantined(quarantine)
     leave(quarantine, records[1], "a")
     records[1].mark_down("it finishes its requests and stops", Health.DRAINING)
+    records[1].observe_state(EngineState(draining=True), 0)
+    leave(quarantine, records[1], "a")
     restart(quarantine, records[1], clock)
     assert not is_quarantined(quarantine)
     leave(quarantine, records[2], "a")
@@ -188,7 +190,7 @@ async def test_left_requests_count_if_the_dead_engine_disappears(health: Health,
     async def check(_: EngineRecord) -> None: ...
 
     registry = Registry(discover, cast(Any, check))
-    registry.on_restart = quarantine.restarted
+    registry.on_end = quarantine.ended
     for number in range(2):
         listed.append(parse_address(f"http://engine-{number}:1"))
         await registry.poll()
