@@ -1,19 +1,22 @@
-"""Probes of adapters in engines, off the path of requests. The quarantine counts their deaths; the breakers do not."""
+"""Probes of adapters in engines, off the path of requests. The quarantine counts their deaths; the breakers do not.
+
+An adapter is refused only if two engines died during its probes while no other tenant had requests there. Any other
+tenant's request may be the cause, also one that was left and that the engine has not shown to have survived. So for the
+time of a quarantine, an adapter with a death is probed only on engines without other tenants' requests, and after two
+deaths beside them not at all; its version stays `validating`.
+"""
 
 import logging
-from collections import Counter
 from collections.abc import Sequence
-from functools import partial
-from typing import Any
 
 import msgspec
-from aiohttp import ClientConnectorError, ClientError, ClientPayloadError, ServerDisconnectedError
+from aiohttp import ClientConnectorError, ClientError, ClientOSError, ClientPayloadError, ServerDisconnectedError
 
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import network_reason
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
-from gateway.fleet.quarantine import Quarantine, Quarantined
+from gateway.fleet.quarantine import Death, Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import RoutedRequest, choose
 from gateway.fleet.shared_deaths import Suspect
@@ -26,8 +29,10 @@ from wire.probes import AdapterProbe
 
 log = logging.getLogger(__name__)
 
-# Number of engines that died during probes of an adapter, at which it is refused.
+# Number of engines that died during probes of an adapter without other tenants' requests, at which it is refused, and
+# number of those that died beside such requests, at which its next probe waits.
 DEATHS_UNTIL_REFUSED = 2
+SHARED_DEATHS_UNTIL_WAIT = 2
 # Adapters whose deaths are remembered.
 MAX_REMEMBERED = 10_000
 
@@ -53,8 +58,8 @@ class AdapterProber:
         self._registry = registry
         self._kinds = kinds
         self._quarantine = quarantine
-        # Deaths that this process saw; those of all processes are in the quarantine, for its time.
-        self._deaths: Counter[Suspect] = Counter()
+        # Deaths that this process saw, for longer than the quarantine keeps them. The newest suspect is the last.
+        self._deaths: dict[Suspect, list[Death]] = {}
 
     def can_probe(self, base: str) -> bool:
         """Return whether an engine of the base model (its id) that can probe is available."""
@@ -65,58 +70,68 @@ class AdapterProber:
 
         binding: the base model, and the weights whose engines are tried first. only: URL of the only engine to try.
         """
-        body, suspect = {"probe": digest}, Suspect("probe", tenant.id, suspect_name(digest, binding.base))
+        suspects = [Suspect(kind, tenant.id, suspect_name(digest, binding.base)) for kind in ("probe", "adapter")]
+        beside_others = self._check_deaths(suspects[0])
         try:
-            self._quarantine.check(tenant.id, [suspect.mark], body)
+            self._quarantine.check_adapter(tenant.id, suspects[0].mark)
         except Quarantined as error:
-            raise AdapterRefused([Reason(message=error.message, code=error.code)]) from error
-        self._check_deaths(suspect)
-        left, refused = [each for each in self._engines(binding.base) if only in (None, each.url)], None
+            # It ends after a time, and a refusal does not.
+            raise NotProbed(error.message) from error
+        able = [each for each in self._engines(binding.base) if only in (None, each.url)]
+        left, refused = [each for each in able if beside_others or each.serves_only(tenant.id)], None
         request = RoutedRequest(digest)
         while (choice := choose([each for each in left if each.serves(binding)] or left, request)) is not None:
             try:
-                return await self._probe_in(choice.engine, tenant, digest, body, suspect)
+                return await self._probe_in(choice.engine, tenant, digest, suspects)
             except AdapterRefused as error:
                 if error.is_final:
                     raise
                 # It cannot load the adapter, for example because of its rank; another engine may have other limits.
                 refused = error
                 left.remove(choice.engine)
+        if refused is None and able:
+            raise NotProbed("an engine died during a probe of it, and each engine now has other tenants' requests")
         raise refused or NotProbed("no engine that can probe is available")
 
     async def _probe_in(
-        self, engine: EngineRecord, tenant: Tenant, digest: str, body: dict[str, Any], suspect: Suspect
+        self, engine: EngineRecord, tenant: Tenant, digest: str, suspects: Sequence[Suspect]
     ) -> AdapterProbe:
         try:
-            suspects = partial(self._quarantine.suspects, tenant.id, [suspect.mark], body)
             with (
-                engine.requests.count(digest, tenant.id, suspects=suspects) as in_flight,
+                engine.requests.count(digest, tenant.id, suspects=lambda: [*suspects]) as in_flight,
                 in_flight.ending_with(ClientError, ConnectionError),
             ):
                 status, answer = await self._kinds[engine.address.traits.name].probe(engine, digest, tenant.id)
                 in_flight.end()
         except ClientConnectorError as error:
             raise NotProbed("the engine cannot be reached") from error
-        except (ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
+        except (ClientOSError, ServerDisconnectedError, ClientPayloadError, ConnectionError) as error:
             engine.mark_down(f"a probe failed: {network_reason(error)}")
-            self._quarantine.died(engine, tenant.id, [suspect.mark], body, suspect)
-            self._deaths[suspect] += 1
-            while len(self._deaths) > MAX_REMEMBERED:
-                del self._deaths[next(iter(self._deaths))]
-            # Another gateway process may report the same death, or an earlier one.
-            await self._quarantine.reported()
-            self._check_deaths(suspect)
+            self._quarantine.died_with(engine, tenant.id, suspects)
+            self._remember(suspects[0])
+            # Another process may still report its tenants' requests for this death, so the next attempt counts it.
             raise NotProbed("the engine died during the probe") from error
         except HTTP_ERRORS as error:
             raise NotProbed(f"the engine did not answer: {type(error).__name__}") from error
         return _read(engine, status, answer)
 
-    def _check_deaths(self, suspect: Suspect) -> None:
-        """Raise AdapterRefused if too many engines died during probes of the adapter, at any gateway process."""
-        if max(self._deaths[suspect], self._quarantine.number_of_deaths(suspect)) >= DEATHS_UNTIL_REFUSED:
+    def _remember(self, suspect: Suspect) -> None:
+        known = self._deaths.pop(suspect, [])
+        self._deaths[suspect] = [*known, *(each for each in self._quarantine.deaths(suspect) if each not in known)]
+        while len(self._deaths) > MAX_REMEMBERED:
+            del self._deaths[next(iter(self._deaths))]
+
+    def _check_deaths(self, suspect: Suspect) -> bool:
+        """Return whether the adapter may be probed beside other tenants' requests. Raises AdapterRefused, NotProbed."""
+        recent = self._quarantine.deaths(suspect)
+        alone = [each for each in {*self._deaths.get(suspect, ()), *recent} if each.tenants == {suspect.tenant_id}]
+        if len(alone) >= DEATHS_UNTIL_REFUSED:
             log.error("adapter %s is refused: engines died during its probes", digest_name(suspect.mark))
             text = f"{DEATHS_UNTIL_REFUSED} engines died while they probed this adapter"
             raise AdapterRefused([Reason(message=text, code="adapter_probe_crashed")])
+        if sum(each not in alone for each in recent) >= SHARED_DEATHS_UNTIL_WAIT:
+            raise NotProbed("engines died during its probes and other tenants' requests; the next probe waits")
+        return not recent
 
     def _engines(self, base: str) -> list[EngineRecord]:
         able = (each for each in self._registry.up if each.state.probes and each.available)

@@ -182,11 +182,12 @@ class EngineRecord:
     """An engine as this gateway process sees it.
 
     requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those
-    that it reports in its host memory, for operators only. foreign_load: number of other gateways' requests. slots:
-    number of requests that it runs at once. load_seconds: time to load an adapter. prefetched: adapters in its host
-    memory by hints. request_seconds: time of a request. state: its last report. mismatched: the instance that answered
-    with another adapter than the request's. drained: an operator's drain, independent of the engine's health. base: id
-    of its base model; None if the base model is not on record. on_end: called when its instance has died.
+    that it reports in its host memory, for operators only. foreign_load: number of other gateways' requests.
+    last_foreign_load: the same when a DOWN engine was last up. slots: number of requests that it runs at once.
+    load_seconds: time to load an adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a
+    request. state: its last report. mismatched: the instance that answered with another adapter than the request's.
+    drained: an operator's drain, independent of the engine's health. base: id of its base model; None if the base model
+    is not on record. on_end: called when its instance has died.
     """
 
     address: Address
@@ -195,6 +196,7 @@ class EngineRecord:
     resident: frozenset[str] = frozenset()
     host: frozenset[str] = frozenset()
     foreign_load: int = 0
+    last_foreign_load: int = 0
     slots: int = DEFAULT_SLOTS
     load_seconds: float = DEFAULT_LOAD_SECONDS
     prefetched: Prefetched = field(default_factory=Prefetched)
@@ -277,6 +279,15 @@ class EngineRecord:
             return False
         return self.takes_adapters if model.adapters else not self.state.adapters_only
 
+    def serves_only(self, tenant_id: str) -> bool:
+        """Return whether no other tenant has a request here, running or left, as far as this process knows."""
+        return not self.foreign_load and self.requests.tenants <= {tenant_id}
+
+    @property
+    def had_foreign_load(self) -> bool:
+        """Return whether other gateways have requests here, or had them when the engine was last up."""
+        return self.foreign_load > 0 or self.last_foreign_load > 0
+
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.requests.by_digest[digest] > 0
@@ -324,6 +335,7 @@ class EngineRecord:
             return
         if state.instance != self.state.instance:
             self.note_end()
+        self.last_foreign_load = 0
         if state.readings is None or state.readings != self.state.readings:
             # A state that repeats the last one shows that the core's step has not ended.
             self.requests.survived()
@@ -341,6 +353,7 @@ class EngineRecord:
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
         """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""
         self._change(health, reason)
+        self.last_foreign_load = self.foreign_load or self.last_foreign_load
         self.foreign_load = 0
 
     def mark_misconfigured(self, reason: str) -> None:

@@ -113,25 +113,31 @@ class Quarantine:
         now = self._clock()
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
         for key in self.suspects(tenant_id, digests, body) if self._candidates else ():
-            if key in self._candidates and self._is_alone(key):
-                raise Quarantined(key.kind, self._deaths[key][-1].at + self._seconds - now)
+            self._check(key, now)
 
-    def died(
-        self,
-        engine: EngineRecord,
-        tenant_id: str,
-        digests: Sequence[str],
-        body: dict[str, Any],
-        *others: Suspect,
-    ) -> None:
+    def check_adapter(self, tenant_id: str, name: str) -> None:
+        """Raise Quarantined for an adapter in quarantine, by its name there."""
+        self._check(Suspect("adapter", tenant_id, name), self._clock())
+
+    def _check(self, key: Suspect, now: float) -> None:
+        if (
+            key in self._candidates
+            and (until := self._deaths[key][-1].at + self._seconds) > now
+            and self._is_alone(key)
+        ):
+            raise Quarantined(key.kind, until - now)
+
+    def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.
 
-        digests: the request's adapter, or all adapters of its mixture. others: further suspects, whose deaths are
-        counted by `number_of_deaths` only.
+        digests: the request's adapter, or all adapters of its mixture.
         """
+        self.died_with(engine, tenant_id, self.suspects(tenant_id, digests, body))
+
+    def died_with(self, engine: EngineRecord, tenant_id: str, suspects: Sequence[Suspect]) -> None:
+        """Note that an engine died with a tenant's suspects, as `died`."""
         tenants = engine.requests.tenants | {tenant_id}
-        suspects = [*self.suspects(tenant_id, digests, body), *others, *engine.requests.take_left()]
-        self._note(engine, tenants, suspects)
+        self._note(engine, tenants, [*suspects, *engine.requests.take_left()])
 
     def ended(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were left there that no report has named."""
@@ -141,7 +147,7 @@ class Quarantine:
 
     def _note(self, engine: EngineRecord, tenants: set[str], suspects: list[Suspect]) -> None:
         report = Report(engine.url, [*tenants], suspects)
-        if engine.foreign_load and (self._shared is None or self._shared.is_away):
+        if engine.had_foreign_load and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
         self._apply(report, self._clock())
         if self._shared is None:
@@ -149,10 +155,10 @@ class Quarantine:
         else:
             self._report(report)
 
-    def number_of_deaths(self, suspect: Suspect) -> int:
-        """Return the number of deaths that any process reported lately, whoever else was on the engines."""
+    def deaths(self, suspect: Suspect) -> list[Death]:
+        """Return the suspect's recent deaths, whoever else was on the engines. Tenants may be added to them later."""
         recent = self._clock() - self._seconds
-        return sum(death.at > recent for death in self._deaths.get(suspect, ()))
+        return [death for death in self._deaths.get(suspect, ()) if death.at > recent]
 
     async def reported(self) -> None:
         """Wait, within a deadline, until the last death is reported and all earlier reports are read."""

@@ -104,6 +104,22 @@ def test_no_tenant_puts_anothers_requests_into_quarantine(deaths: list[EngineRec
     assert is_quarantined(quarantine) == expected
 
 
+def test_other_gateways_requests_count_though_the_engine_is_marked_down_first(clock: Clock):
+    """Its health check or the broken request itself marks it before the death is noted, while Redis is away."""
+    quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine(a=1)
+    for number in range(2):
+        record.observe_state(EngineState(instance=f"{number}", running=3), 1)
+        record.mark_down("a request failed")
+        record.mark_down("its health check failed")
+        die(quarantine, clock, record)
+    assert not is_quarantined(quarantine)
+    for number in (3, 4):
+        record.observe_state(EngineState(instance=f"{number}", running=1), 1)
+        record.mark_down("a request failed")
+        die(quarantine, clock, record)
+    assert is_quarantined(quarantine)
+
+
 def leave(quarantine: Quarantine, record: EngineRecord, tenant: str) -> None:
     """Count a tenant's request that ends because its client leaves."""
     suspects = partial(quarantine.suspects, tenant, (), BODY)
@@ -378,7 +394,7 @@ async def test_deaths_on_one_base_model_refuse_no_probe_on_another(clock: Clock,
         mark = suspect_name(digest, own)
         for url in ("http://one:1", "http://two:1"):
             clock.now += ONE_DEATH_SECONDS
-            quarantine.died(engine(url, others=1), acme.id, [mark], BODY, Suspect("probe", acme.id, mark))
+            quarantine.died_with(engine(url), acme.id, [Suspect("probe", acme.id, mark)])
         for base in ("", "qwen"):
             with pytest.raises(AdapterRefused if base == own else NotProbed):
                 await prober.probe(acme, digest, Binding(base))

@@ -103,21 +103,22 @@ async def test_the_cause_may_be_a_request_whose_client_has_left_another_process(
         assert not is_quarantined(two)
 
 
-async def test_deaths_during_probes_at_two_processes_are_added_whoever_else_was_on_the_engines(any_redis: Any):
+async def test_deaths_during_probes_at_two_processes_are_added_with_the_tenants_of_both(any_redis: Any):
     processes, suspect = Processes(any_redis), Suspect("probe", "a", "0" * 64)
     async with processes.one() as one, processes.one() as two:
         for number, (quarantine, url) in enumerate(((one, "http://one:1"), (two, "http://two:1")), 1):
             processes.clock.now += ONE_DEATH_SECONDS
-            quarantine.died(engine(url, others=1, a=1, b=1), "a", ["0" * 64], BODY, suspect)
+            quarantine.died_with(engine(url, others=1, a=1), "a", [suspect])
             await quarantine.reported()
-            assert quarantine.number_of_deaths(suspect) == number
+            other = two if quarantine is one else one
+            other.died(engine(url, b=1), "b", (), BODY)
+            await other.reported()
             for each in processes.alive:
                 await each.read()
-        assert one.number_of_deaths(suspect) == 2
-        assert one.number_of_deaths(suspect._replace(tenant_id="b")) == 0
-        assert not is_quarantined(one), "another tenant was on both engines"
+                assert [death.tenants for death in each.deaths(suspect)] == number * [{"a", "b"}]
+        assert one.deaths(suspect._replace(tenant_id="b")) == []
         processes.clock.now += 101.0
-        assert one.number_of_deaths(suspect) == 0
+        assert one.deaths(suspect) == []
 
 
 async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any_redis: Any):
