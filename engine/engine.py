@@ -46,8 +46,9 @@ REPORTED_TENANTS = 20
 @dataclass(frozen=True, slots=True)
 class StepInFlight:
     """A step whose tokens the host has not read. launched: its forward pass, kept for steps with drafts only. started:
-    perf_counter at the start of its planning. is_typical: whether its time is like that of other steps with so many
-    rows. context: tokens of its requests. prompts: requests whose prompt log-probabilities it computes.
+    perf_counter at the start of its planning. is_short: whether it leaves streams out. is_catching_up: whether its
+    drafts took more work than usual. context: tokens of its requests. prompts: requests whose prompt log-probabilities
+    it computes.
     """
 
     sampling: StepTokens
@@ -55,7 +56,8 @@ class StepInFlight:
     started: float
     num_decodes: int
     num_prompt_tokens: int
-    is_typical: bool
+    is_short: bool
+    is_catching_up: bool
     context: int
     prompts: list[Request]
 
@@ -189,7 +191,8 @@ class Engine:
                 started,
                 num_decodes,
                 num_prompt_tokens,
-                not self.scheduler.is_short and (drafter is None or drafter.is_typical),
+                self.scheduler.is_short,
+                drafter is not None and drafter.is_catching_up,
                 launched.layout.context,
                 [rows.request for rows in launched.layout.prompt_rows],
             )
@@ -217,7 +220,9 @@ class Engine:
         step, self._in_flight = self._in_flight, None
         if step is None:
             return StepOutputs()
+        num_tokens = self._num_generated_tokens
         outputs = self._accept(step) if step.launched is None else self._accept_drafts(step)
+        num_tokens = self._num_generated_tokens - num_tokens
         # A long prompt's log-probabilities are sent after each step: together they would stall step loop and front.
         parts = [each for each in step.prompts if each.prompt_logprobs and each.status is Status.RUNNING]
         outputs.whole += [request.output([]) for request in parts]
@@ -226,10 +231,10 @@ class Engine:
         now = time.perf_counter()
         # The step ran from its start, or from the end of the step before it if that was later.
         seconds = now - max(step.started, self._last_commit)
-        if step.is_typical and not num_drafts:
+        if not (step.is_short or step.is_catching_up or num_drafts):
             self._pacer.observe(seconds, step.num_decodes, step.num_prompt_tokens)
-        if drafter is not None and step.is_typical and not step.num_prompt_tokens:
-            drafter.observe(seconds, step.num_decodes, num_drafts)
+        if drafter is not None and not step.is_short and not step.num_prompt_tokens:
+            drafter.observe(seconds, step.num_decodes, num_drafts, num_tokens, step.is_catching_up)
         decodes = step.num_decodes + num_drafts
         self._steps.add(seconds, decodes=decodes, prompt_tokens=step.num_prompt_tokens, context=step.context)
         self._last_commit = now

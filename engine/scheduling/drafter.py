@@ -3,7 +3,7 @@
 A draft is accepted if it equals the token that the sampler draws at its place, after everything before it is committed:
 grammar, penalties, seeds and stop tokens see the same state as without drafts, so no answer changes. Only steps without
 prompts have drafts. Their number follows from measured times: a draft is planned if its probability of being accepted
-is worth the time that it adds. Independent of tensors.
+is worth the time that it adds, and if drafts have not lost more time before than they may. Independent of tensors.
 """
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
@@ -43,7 +43,7 @@ class Drafter:
         self._times = StepTimes()
         self._drafted: list[Request] = []
         self._counts: dict[str, list[int]] = {}
-        self.is_typical = True  # whether the last plan's time is like that of other steps with so many drafts
+        self.is_catching_up = False  # whether the last plan's proposals did more work than usual
 
     def expects(self, requests: Collection[Request]) -> bool:
         """Return whether drafts are likely to pay in the next step of these requests, whose newest tokens are in
@@ -66,7 +66,7 @@ class Drafter:
         """Add drafts to a plan as long as they pay. Return whether a request has drafts, or had blocks for them.
         may_draft: whether the plan has decodes only, and all tokens of its requests are known.
         """
-        num_decodes, self.is_typical = len(plan), True
+        num_decodes, self.is_catching_up = len(plan), False
         if not may_draft or not self._may_pay(num_decodes):
             return False
         chosen = self._choose({r: self._chances(r) for r in plan if r.can_draft}, num_decodes)
@@ -74,7 +74,7 @@ class Drafter:
         if numbers:
             for request, proposal in self._proposer.propose(numbers).items():
                 self._plan(request, proposal, plan)
-            self.is_typical = not self._proposer.is_catching_up
+            self.is_catching_up = self._proposer.is_catching_up
         return bool(numbers)
 
     def confirm(self, moved: Iterable[Request]) -> list[Request]:
@@ -105,9 +105,9 @@ class Drafter:
         self._drafted = []
         return number
 
-    def observe(self, seconds: float, num_decodes: int, num_drafts: int) -> None:
-        """Record the time of a step without prompts, which was typical."""
-        self._times.observe(seconds, num_decodes, num_drafts)
+    def observe(self, seconds: float, num_decodes: int, num_drafts: int, num_tokens: int, is_catching_up: bool) -> None:
+        """Record a step without prompts (see `StepTimes`). num_tokens: that it brought."""
+        self._times.observe(seconds, num_decodes, num_drafts, num_tokens, is_catching_up)
 
     def counts(self) -> tuple[DraftCount, ...]:
         """Return the drafts since the engine's start by adapter."""

@@ -1,4 +1,9 @@
-"""Measured times of decode steps, with and without drafts, which decide how many drafts pay. Has no clock."""
+"""Measured times of decode steps, with and without drafts, which decide how many drafts pay. Has no clock.
+
+Drafts have a credit: the time that they have saved, and a share of the time of all steps without them, for trials. Work
+for drafts that brings nothing spends it. Without credit there are no drafts, so that whatever is drafted, an engine is
+slower than without drafts by that share at most.
+"""
 
 from dataclasses import dataclass
 
@@ -11,17 +16,23 @@ STEPS_UNTIL_PLAIN = 64
 FORGOTTEN = 0.99
 # Factor by which a draft must bring more than it costs.
 MARGIN = 1.1
+# Share of the time of steps without drafts that trials of drafts may cost.
+TRIALS = 0.01
+# Credit in steps without drafts: at first, at least, and at most. A stall of the machine in a step with drafts would
+# end drafts for long without a least credit; without a most one, drafts that cease to pay would go on for long.
+FIRST_CREDIT, LEAST_CREDIT, MOST_CREDIT = 8.0, -2.0, 16.0
 
 
 @dataclass(slots=True)
 class _Times:
     """Times of the steps with one number of decodes. plain: mean seconds of a step without drafts. rows: weighted sum
-    of drafts. spent: weighted sum of the seconds that they added.
+    of drafts. spent: weighted sum of the seconds that they added. credit: in seconds.
     """
 
     plain: float
     rows: float
     spent: float
+    credit: float
     steps_since_plain: int = 0
 
     @property
@@ -36,24 +47,35 @@ class StepTimes:
     def __init__(self) -> None:
         self._times: dict[int, _Times] = {}
 
-    def observe(self, seconds: float, num_decodes: int, num_drafts: int) -> None:
-        """Record a step without prompts."""
+    def observe(self, seconds: float, num_decodes: int, num_drafts: int, num_tokens: int, is_catching_up: bool) -> None:
+        """Record a step without prompts. num_tokens: that it brought. is_catching_up: whether it did more work for
+        drafts than usual, so that its time says nothing about other steps.
+        """
         times = self._times.get(num_decodes)
         if times is None:
-            if not num_drafts:
-                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds)
-        elif num_drafts:
+            if not num_drafts and not is_catching_up:
+                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds, FIRST_CREDIT * seconds)
+            return
+        plain = times.plain
+        if num_drafts or is_catching_up:
+            gain = num_tokens / num_decodes * plain - seconds
+        else:
+            gain = TRIALS * plain
+        times.credit = min(max(times.credit + gain, LEAST_CREDIT * plain), MOST_CREDIT * plain)
+        if is_catching_up:
+            return
+        if num_drafts:
             times.rows = _MEMORY * times.rows + num_drafts
-            times.spent = _MEMORY * times.spent + seconds - times.plain
+            times.spent = _MEMORY * times.spent + seconds - plain
             times.steps_since_plain += 1
         else:
-            times.plain = _MEMORY * times.plain + (1 - _MEMORY) * seconds
+            times.plain = _MEMORY * plain + (1 - _MEMORY) * seconds
             times.steps_since_plain = 0
 
     def may_draft(self, num_decodes: int) -> bool:
         """Return whether a step with so many decodes may have drafts; if not, it measures the plain time."""
         times = self._times.get(num_decodes)
-        return times is not None and times.steps_since_plain < STEPS_UNTIL_PLAIN
+        return times is not None and times.steps_since_plain < STEPS_UNTIL_PLAIN and times.credit > 0
 
     def pays(self, chance: float, num_decodes: int, num_drafts: int, expected: float) -> bool:
         """Return whether a further draft raises the tokens per second of a step.

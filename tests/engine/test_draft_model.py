@@ -165,17 +165,22 @@ def test_a_long_prompt_catches_up_over_steps_while_others_draft(
     assert accepted > 0.9 * drafted_tokens
 
 
-def test_steps_that_catch_up_are_not_measured(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_catch_up_are_marked(make_engine: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.execution.draft_model.CATCH_UP", 16)
     engine, _ = make_engine("base")
     drafter = engine.scheduler.drafter
     assert drafter is not None
-    drafter._times.observe(1.0, 1, 0)
-    seen: list[int] = []
-    monkeypatch.setattr(drafter._times, "observe", lambda seconds, decodes, drafts: seen.append(drafts))
+    drafter._times.observe(1.0, 1, 0, 1, False)
+    seen: list[tuple[int, bool]] = []
+
+    def observe(seconds: float, num_decodes: int, num_drafts: int, num_tokens: int, is_catching_up: bool) -> None:
+        seen.append((num_drafts, is_catching_up))
+
+    monkeypatch.setattr(drafter._times, "observe", observe)
     run(engine, requests_of(1, prompt=60, tokens=90))
-    assert engine.state().num_steps - len(seen) == 5, "one has the prompt, four catch up 61 tokens"
-    assert seen[0] > 0
+    assert engine.state().num_steps - len(seen) == 1, "one has the prompt"
+    assert seen[:4] == [(0, True), (0, True), (0, True), (4, True)], "four catch up 61 tokens, and the last one drafts"
+    assert not any(is_catching_up for _, is_catching_up in seen[4:])
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from engine.scheduling.proposer import PromptLookups
 from engine.scheduling.rates import Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
-from engine.scheduling.step_times import STEPS_UNTIL_PLAIN, StepTimes
+from engine.scheduling.step_times import FIRST_CREDIT, LEAST_CREDIT, STEPS_UNTIL_PLAIN, TRIALS, StepTimes
 from engine.speculative_config import SpeculativeConfig
 from testing.device_pools import EveryAdapter, Worker, pool_of
 from wire.errors import ConfigError
@@ -75,30 +75,86 @@ def test_rates_follow_predictions_that_no_step_computed() -> None:
 def test_a_draft_is_planned_if_it_brings_more_than_it_costs() -> None:
     times = StepTimes()
     assert not times.may_draft(1), "the plain time is measured first"
-    times.observe(0.010, 1, 0)
+    times.observe(0.010, 1, 0, 1, False)
     for _ in range(50):
-        times.observe(0.010 + 4 * 0.002, 1, 4)
+        times.observe(0.010 + 4 * 0.002, 1, 4, 4, False)
     assert times.pays(0.3, 1, 0, 1.0)
     assert not times.pays(0.2, 1, 0, 1.0)
     assert not times.pays(0.3, 1, 4, 3.5), "the step is longer and brings more already"
     for _ in range(STEPS_UNTIL_PLAIN):
-        times.observe(0.018, 1, 4)
+        times.observe(0.018, 1, 4, 2, False)
     assert not times.may_draft(1), "the plain time is measured anew"
-    times.observe(0.010, 1, 0)
+    times.observe(0.010, 1, 0, 1, False)
     assert times.may_draft(1)
     assert not times.may_draft(2), "each number of decodes has times of its own"
 
 
 def test_drafts_that_never_pay_are_tried_again_some_day() -> None:
     times = StepTimes()
-    times.observe(0.010, 8, 0)
+    times.observe(0.010, 8, 0, 8, False)
     for _ in range(50):
-        times.observe(0.010 + 0.030, 8, 2)
+        times.observe(0.010 + 0.030, 8, 2, 9, False)
     steps = 0
     while not times.pays(1.0, 8, 0, 8.0):
         times.forget(8)
         steps += 1
     assert 50 < steps < 1000
+
+
+def serve(
+    streams: int, answers: int, catching_up: int, slower: float, cost: float, accepted: float
+) -> tuple[float, float]:
+    """Return the time that `answers` batches of answers of 150 tokens take, and take without drafts, in plain steps.
+
+    catching_up: steps in which the draft model computes a batch's prompts, each longer by `slower` plain steps. cost:
+    of a draft, in plain steps. accepted: share of the drafts. A request drafts one token, and expects it to be right.
+    """
+    times, rng = StepTimes(), random.Random(0)
+    seconds = plain = 0.0
+    for _ in range(answers):
+        tokens, behind = 0, catching_up
+        while tokens < 150 * streams:
+            spent, drafts, new = 1.0, 0, streams
+            is_catching_up = False
+            if times.may_draft(streams):
+                if times.pays(0.99, streams, 0, streams):
+                    is_catching_up = behind > 0
+                    if is_catching_up:
+                        behind, spent = behind - 1, 1 + slower
+                    else:
+                        drafts = streams
+                        new += sum(rng.random() < accepted for _ in range(streams))
+                        spent += cost * streams
+                else:
+                    times.forget(streams)
+            times.observe(0.01 * spent, streams, drafts, new, is_catching_up)
+            seconds += spent
+            tokens += new
+        plain += tokens / streams
+    return seconds, plain
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(
+    streams=st.integers(1, 16),
+    catching_up=st.integers(0, 60),
+    slower=st.floats(0, 2),
+    each=st.floats(0, 2),
+    accepted=st.floats(0, 1),
+)
+def test_drafts_cost_a_percent_at_most(
+    streams: int, catching_up: int, slower: float, each: float, accepted: float
+) -> None:
+    """A batch's prompts may be caught up, at any cost, for drafts that turn out to be dear or wrong."""
+    steps, plain = serve(streams, 20, catching_up, slower, each / streams, accepted)
+    assert steps <= plain * (1 + TRIALS) + FIRST_CREDIT - LEAST_CREDIT
+
+
+def test_drafts_that_pay_go_on_although_prompts_are_caught_up_for_them() -> None:
+    steps, plain = serve(streams=8, answers=20, catching_up=5, slower=0.4, cost=0.02, accepted=0.8)
+    assert steps < plain / 1.45
+    steps, plain = serve(streams=1, answers=20, catching_up=5, slower=1.5, cost=0.4, accepted=0.9)
+    assert steps < plain / 1.15
 
 
 Made = tuple[Scheduler, Drafter, Request]
@@ -110,8 +166,8 @@ def make(prompt: list[int], **params: Any) -> Made:
     scheduler = Scheduler(cache, pool_of(EveryAdapter(), 1, Worker()), StepLimits(4, 32))
     drafter = Drafter(PromptLookups(1, 2), 6, cache, scheduler.policy, 32)
     scheduler.drafter = drafter
-    drafter._times.observe(1.0, 1, 0)
-    drafter._times.observe(1.0, 1, 1)
+    drafter._times.observe(1.0, 1, 0, 1, False)
+    drafter._times.observe(1.0, 1, 1, 2, False)
     request = Request(NewRequest("r", prompt, SamplingParams(**{"max_tokens": 20, **params}), tenant_id="t"))
     scheduler.add(request)
     plan = scheduler.schedule()
