@@ -18,9 +18,11 @@ FORGOTTEN = 0.99
 MARGIN = 1.1
 # Share of the time of steps without drafts that trials of drafts may cost.
 TRIALS = 0.01
-# Credit in steps without drafts: at first, at least, and at most. A stall of the machine in a step with drafts would
-# end drafts for long without a least credit; without a most one, drafts that cease to pay would go on for long.
-FIRST_CREDIT, LEAST_CREDIT, MOST_CREDIT = 8.0, -2.0, 16.0
+# Credit at first and at most, in tokens of steps without drafts. A first request's prompt has to be caught up before
+# its drafts save anything. Without a most credit, drafts that cease to pay would go on for long.
+FIRST_CREDIT, MOST_CREDIT = 32.0, 64.0
+# Least credit, in steps: a stall of the machine in a step with drafts must not end drafts for long.
+LEAST_CREDIT = -2.0
 
 
 @dataclass(slots=True)
@@ -54,14 +56,15 @@ class StepTimes:
         times = self._times.get(num_decodes)
         if times is None:
             if not num_drafts and not is_catching_up:
-                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds, FIRST_CREDIT * seconds)
+                credit = FIRST_CREDIT / num_decodes * seconds
+                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds, credit)
             return
         plain = times.plain
         if num_drafts or is_catching_up:
             gain = num_tokens / num_decodes * plain - seconds
         else:
             gain = TRIALS * plain
-        times.credit = min(max(times.credit + gain, LEAST_CREDIT * plain), MOST_CREDIT * plain)
+        times.credit = min(max(times.credit + gain, LEAST_CREDIT * plain), MOST_CREDIT / num_decodes * plain)
         if is_catching_up:
             return
         if num_drafts:

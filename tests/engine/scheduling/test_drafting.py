@@ -147,7 +147,7 @@ def test_drafts_cost_a_percent_at_most(
 ) -> None:
     """A batch's prompts may be caught up, at any cost, for drafts that turn out to be dear or wrong."""
     steps, plain = serve(streams, 20, catching_up, slower, each / streams, accepted)
-    assert steps <= plain * (1 + TRIALS) + FIRST_CREDIT - LEAST_CREDIT
+    assert steps <= plain * (1 + TRIALS) + FIRST_CREDIT / streams - LEAST_CREDIT
 
 
 def test_drafts_that_pay_go_on_although_prompts_are_caught_up_for_them() -> None:
