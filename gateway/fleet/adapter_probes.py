@@ -98,10 +98,11 @@ class AdapterProber:
     ) -> AdapterProbe:
         try:
             with (
-                engine.requests.count(digest, tenant.id, suspects=lambda: [*suspects]) as in_flight,
+                engine.requests.count(digest, tenant.id, is_sent=False, suspects=lambda: [*suspects]) as in_flight,
                 in_flight.ending_with(ClientError, ConnectionError),
             ):
-                status, answer = await self._kinds[engine.address.traits.name].probe(engine, digest, tenant.id)
+                kind = self._kinds[engine.address.traits.name]
+                status, answer = await kind.probe(engine, digest, tenant.id, in_flight.sent)
                 in_flight.end()
         except ClientConnectorError as error:
             raise NotProbed("the engine cannot be reached") from error

@@ -68,7 +68,7 @@ class EngineWithdrew(EngineRefused):
     """The engine takes no requests at present, for example because it drains. It counts as absent."""
 
 
-def _ignore(_: int) -> None:
+def _ignore(*_: int) -> None:
     pass
 
 
@@ -77,7 +77,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: tokens of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the
     span. hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a
-    whole answer. engine: the only engine that may serve it; None for any.
+    whole answer. on_sent: called before the first byte goes to an engine, or before a load of the adapter. engine: the
+    only engine that may serve it; None for any.
     """
 
     request_id: str
@@ -90,6 +91,7 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     trace: dict[str, str] = {}
     hold: "Hold | None" = None
     on_progress: Callable[[int], None] = _ignore
+    on_sent: Callable[[], None] = _ignore
     engine: "EngineRecord | None" = None
 
     @property

@@ -274,9 +274,7 @@ class Fleet:
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
-            response, in_flight = await self._until_abandoned(
-                engine, held.enter_async_context(self._attempt(engine, call))
-            )
+            response, in_flight = await held.enter_async_context(self._attempt(engine, call))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
@@ -305,7 +303,7 @@ class Fleet:
         return None
 
     @staticmethod
-    async def _until_abandoned(engine: EngineRecord, answer: Awaitable[T]) -> T:
+    async def _until_abandoned(engine: EngineRecord, in_flight: InFlight, answer: Awaitable[T]) -> T:
         """Await an answer's first byte. Raises EngineGone if the registry ends the wait for a silent engine."""
         try:
             async with asyncio.timeout(None) as wait:
@@ -317,7 +315,7 @@ class Fleet:
         except TimeoutError as error:
             if not wait.expired():
                 raise
-            raise EngineGone(had_it=True) from error
+            raise EngineGone(had_it=in_flight.is_sent) from error
 
     def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
@@ -338,13 +336,14 @@ class Fleet:
             suspects = partial(self._quarantine.suspects, tenant_id, call.model.suspects, call.body)
             with (
                 upstream(call, engine) as span,
-                engine.requests.count(digest, tenant_id, loads=loads, suspects=suspects) as in_flight,
+                engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects) as in_flight,
                 in_flight.ending_with(EngineGone, EngineRefused),
             ):
                 in_flight.instance = engine.state.instance
-                trace = span.headers()
-                sent = replace(call, trace=trace) if trace else call
-                async with self._client.open(engine, sent) as response:
+                sent = replace(call, trace=span.headers() or call.trace, on_sent=in_flight.sent)
+                async with AsyncExitStack() as held:
+                    opened = held.enter_async_context(self._client.open(engine, sent))
+                    response = await self._until_abandoned(engine, in_flight, opened)
                     breaker.began(tenant_id)
                     try:
                         yield response, in_flight

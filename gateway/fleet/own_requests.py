@@ -77,18 +77,20 @@ class OwnRequests:
         tenant_id: str = "",
         *,
         loads: bool = False,
+        is_sent: bool = True,
         suspects: Callable[[], list[Suspect]] = list,
     ) -> Iterator["InFlight"]:
-        """Count a request until the block ends. It is left then, unless its `end` was called.
+        """Count a request until the block ends. It is left then, if it was sent and its `end` was not called.
 
-        loads: whether the engine must load the adapter for it. suspects: returns its names in the quarantine.
+        loads: whether the engine must load the adapter for it. is_sent: whether the engine may have it from the
+        beginning, before a call of `sent`. suspects: returns its names in the quarantine.
         """
         if loads:
             self.loading.add(digest)
         self.in_flight += 1
         self.by_digest[digest] += 1
         self.by_tenant[tenant_id] += 1
-        request = InFlight(self)
+        request = InFlight(self, is_sent)
         try:
             yield request
         finally:
@@ -97,7 +99,7 @@ class OwnRequests:
             count_less(self.by_tenant, tenant_id)
             if digest not in self.by_digest:
                 self.loading.discard(digest)
-            if not request.has_ended:
+            if request.is_sent and not request.has_ended:
                 left = LeftRequest(time.monotonic(), suspects())
                 self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
 
@@ -138,16 +140,22 @@ class Prefetched:
 class InFlight:
     """A request that counts in `in_flight`.
 
-    instance: the engine's instance that has it, None if unknown. has_ended: whether the engine has no more to do with
-    it. cut_off: whether its broken answer was cut off because the client read too slowly; None until that is asked.
+    instance: the engine's instance that has it, None if unknown. is_sent: whether the engine may have any byte of it.
+    has_ended: whether the engine has no more to do with it. cut_off: whether its broken answer was cut off because the
+    client read too slowly; None until that is asked.
     """
 
-    def __init__(self, requests: OwnRequests) -> None:
+    def __init__(self, requests: OwnRequests, is_sent: bool) -> None:
         self._requests = requests
+        self.is_sent = is_sent
         self.is_counted = True
         self.has_ended = False
         self.instance: str | None = None
         self.cut_off: asyncio.Future[bool] | None = None
+
+    def sent(self) -> None:
+        """Note that bytes of the request go to the engine from now on."""
+        self.is_sent = True
 
     def end(self) -> None:
         """Note that the engine has no more to do with the request."""

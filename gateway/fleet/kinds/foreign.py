@@ -50,6 +50,9 @@ class ForeignKind(EngineKind):
         digest, headers = call.model.digest, self.headers(engine)
         if digest is None:
             return await self.deliver(engine, call, body, headers)
+        if digest not in engine.resident:
+            # The load may be the cause of the server's death.
+            call.on_sent()
         await self.prepare_adapter(engine, digest)
         response = await self.deliver(engine, call, body, headers)
         if engine.address.prefill is None and await self.lacks_adapter(response, call):

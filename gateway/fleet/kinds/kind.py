@@ -9,7 +9,8 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import msgspec
-from aiohttp import ClientResponse, ClientResponseError, ClientSession, ClientTimeout
+from aiohttp import BytesPayload, ClientResponse, ClientResponseError, ClientSession, ClientTimeout
+from aiohttp.abc import AbstractStreamWriter
 
 from adapters.store import AdapterStore
 from gateway.errors import BadRequest, GatewayError, Unavailable, UpstreamFailed
@@ -102,8 +103,10 @@ class EngineKind(ABC):
         ) as response:
             return response.status, await response.read()
 
-    async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> tuple[int, bytes]:
-        """Return status and body of an adapter's probe, for an engine whose state has `probes`.
+    async def probe(
+        self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Callable[[], None]
+    ) -> tuple[int, bytes]:
+        """Return status and body of an adapter's probe, for an engine whose state has `probes`. on_sent: as in `Call`.
 
         Raises ClientError, OSError, TimeoutError.
         """
@@ -166,13 +169,25 @@ class EngineKind(ABC):
     ) -> ClientResponse:
         """Post a request's body. url: as in `get`. Raises ClientError, OSError, TimeoutError."""
         headers = {"Content-Type": "application/json", "x-request-id": call.request_id, **call.trace, **headers}
-        data = msgspec.json.encode(body)
+        data = NotedBytes(msgspec.json.encode(body), call.on_sent)
         # The first byte of a whole answer arrives with its last, so no read time-out applies: the request's time limit
         # and the engine's health (`Registry`) bound the wait.
         timeout = self._session.timeout if body.get("stream") else WHOLE_TIMEOUT
         url = f"{url or engine.url}{call.path}"
         # A redirect would carry the prompt and the secret to another host.
         return await self._session.post(url, data=data, headers=headers, allow_redirects=False, timeout=timeout)
+
+
+class NotedBytes(BytesPayload):
+    """Body of a request. note: called before its first byte, with which the headers go, is sent."""
+
+    def __init__(self, body: bytes, note: Callable[[], None]) -> None:
+        super().__init__(body)
+        self._note = note
+
+    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
+        self._note()
+        await super().write_with_length(writer, content_length)
 
 
 class ErrorDetail(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Our own engine: it pushes its state, orders tenants fairly, keeps allowances and loads adapters by itself."""
 
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +18,7 @@ from gateway.fleet.kinds.kind import (
     EngineKind,
     ErrorDetail,
     FilesMissing,
+    NotedBytes,
     Services,
     read_detail,
     retry_after,
@@ -139,9 +140,11 @@ class Loraplex(EngineKind):
     async def send_service(self, engine: EngineRecord, service: dict[str, float]) -> None:
         await self._post_json(engine, "/service", ServiceElsewhere(service), SERVICE_TIMEOUT)
 
-    async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> tuple[int, bytes]:
+    async def probe(
+        self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Callable[[], None]
+    ) -> tuple[int, bytes]:
         headers = {"Content-Type": "application/json", TENANT_HEADER: tenant_id, **self._token}
-        data = msgspec.json.encode(ProbeRequest(digest_name(digest)))
+        data = NotedBytes(msgspec.json.encode(ProbeRequest(digest_name(digest))), on_sent)
         async with self._session.post(
             engine.url + "/probe", data=data, headers=headers, timeout=ADAPTER_TIMEOUT, allow_redirects=False
         ) as response:

@@ -43,7 +43,7 @@ class Engines:
         self.all = {each.url: each for each in registry.engines}
         self.prober = AdapterProber(registry, cast(Any, {"loraplex": self}), self.quarantine)
 
-    async def probe(self, engine: EngineRecord, digest: str, tenant_id: str) -> Any:
+    async def probe(self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Any) -> Any:
         self.probed.append(engine.url)
         raise self.error
 
@@ -107,7 +107,7 @@ async def test_no_requests_of_other_tenants_get_an_adapter_refused(engines: Engi
 async def test_a_request_that_begins_during_the_probe_may_be_the_cause(leaves: bool, engines: Engines):
     begun = ExitStack()
 
-    async def probe(engine: EngineRecord, digest: str, tenant_id: str) -> Any:
+    async def probe(engine: EngineRecord, digest: str, tenant_id: str, on_sent: Any) -> Any:
         engines.probed.append(engine.url)
         begun.enter_context(engine.requests.count(None, "b"))
         if leaves:

@@ -1,0 +1,94 @@
+"""Requests whose clients leave: they count as possible causes of an engine's death only if the engine may have them."""
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import ClientRequest, TCPConnector
+
+from gateway.fleet import own_requests
+from gateway.fleet.quarantine import Quarantine
+from testing.gateway.running import Gateway, running, settings, until
+from testing.gateway.upstream import Upstream
+from tests.gateway.fleet.test_quarantine import BODY, have_left
+
+
+class Connections:
+    """Connections for requests to engines; those to the first engine that is tried do not open.
+
+    ports: of the engines. tried: those that got a request. is_open: lets all connections open.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:
+        self.ports = [int(url.rsplit(":", 1)[1]) for url in urls]
+        self.tried: list[int] = []
+        self.is_open = False
+        connect = TCPConnector.connect
+
+        async def hang(connector: TCPConnector, request: ClientRequest, **others: Any) -> Any:
+            port = request.url.port
+            if request.method == "POST" and port in self.ports and not self.is_open:
+                self.tried.append(port)
+                if port == self.tried[0]:
+                    await asyncio.Event().wait()
+            return await connect(connector, request, **others)
+
+        monkeypatch.setattr(TCPConnector, "connect", hang)
+
+    async def are_tried(self, number: int) -> bool:
+        return len(self.tried) == number
+
+
+async def test_a_client_that_leaves_while_the_gateway_connects_is_not_blamed(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    acme = await gateway.tenant("acme")
+
+    async def is_known() -> bool:
+        [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+        return bool(engine["state"]["instance"] == upstream.instance)
+
+    connections = Connections(monkeypatch, upstream.url)
+    for number in (1, 2):
+        asked = asyncio.create_task(acme.complete(**BODY))
+        await until(partial(connections.are_tried, number))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await until(partial(have_left, gateway))
+        upstream.instance = f"after {number}"
+        await until(is_known)
+    connections.is_open = True
+    assert (await acme.complete(**BODY)).status == 200
+
+
+async def test_a_request_that_waits_for_a_connection_to_a_silent_engine_is_not_blamed(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    died = []
+    monkeypatch.setattr(Quarantine, "died", lambda self, engine, *request: died.append(engine.url))
+    async with Upstream().serving() as one, Upstream().serving() as two:
+        of = settings(tmp_path, model_dir, [one.url, two.url], redis_url, engine_silence=2.0)
+        async with running(of) as gateway:
+            acme = await gateway.tenant("acme")
+
+            async def listened_to() -> bool:
+                return one.followers == two.followers == 1
+
+            await until(listened_to)
+            connections = Connections(monkeypatch, one.url, two.url)
+            asking = asyncio.create_task(acme.complete())
+            await until(partial(connections.are_tried, 1))
+            silent = one if one.url.endswith(f":{connections.tried[0]}") else two
+            silent.mute = True
+            try:
+                got = await asyncio.wait_for(asking, 60.0)
+            finally:
+                silent.mute = False
+            assert got.status == 200
+            assert len(one.requests) + len(two.requests) == 1
+            assert died == []
