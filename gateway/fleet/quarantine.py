@@ -108,12 +108,12 @@ class Quarantine:
 
     def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or an adapter in quarantine."""
-        if not self._candidates:
-            return
         now = self._clock()
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
-        for key in self.suspects(tenant_id, digests, body) if self._candidates else ():
-            self._check(key, now)
+        # A tenant's large bodies take time, and no other tenant's candidates concern them.
+        if any(key.tenant_id == tenant_id for key in self._candidates):
+            for key in self.suspects(tenant_id, digests, body):
+                self._check(key, now)
 
     def check_adapter(self, tenant_id: str, name: str) -> None:
         """Raise Quarantined for an adapter in quarantine, by its name there."""

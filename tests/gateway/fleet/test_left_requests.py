@@ -1,6 +1,7 @@
 """Requests whose clients leave: they count as possible causes of an engine's death only if the engine may have them."""
 
 import asyncio
+import threading
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ from aiohttp import ClientRequest, TCPConnector
 
 from gateway.fleet import own_requests
 from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.shared_deaths import Suspect
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, have_left
+from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, have_left, is_quarantined
 
 
 class Connections:
@@ -92,3 +94,39 @@ async def test_a_request_that_waits_for_a_connection_to_a_silent_engine_is_not_b
             assert got.status == 200
             assert len(one.requests) + len(two.requests) == 1
             assert died == []
+
+
+async def test_the_name_of_a_left_request_is_computed_beside_the_event_loop(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    """The event loop stood for the HMAC of a large body."""
+    threads = []
+    suspects = Quarantine.suspects
+
+    def named(self: Quarantine, *request: Any) -> list[Suspect]:
+        threads.append(threading.current_thread())
+        return suspects(self, *request)
+
+    monkeypatch.setattr(Quarantine, "suspects", named)
+    acme = await gateway.tenant("acme")
+    asked = asyncio.create_task(acme.complete(max_tokens=8, x_engine={"delay": 60.0, "tokens": 8}))
+
+    async def is_there() -> bool:
+        return len(upstream.requests) == 1
+
+    async def is_named() -> bool:
+        return len(threads) == 1
+
+    await until(is_there)
+    asked.cancel()
+    await until(is_named)
+    assert threads[0] is not threading.current_thread()
+
+
+async def test_no_body_is_hashed_for_other_tenants_quarantines(monkeypatch: pytest.MonkeyPatch):
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    for _ in range(2):
+        die(quarantine, clock, engine(a=1))
+    assert is_quarantined(quarantine)
+    monkeypatch.setattr(Quarantine, "suspects", lambda *_: pytest.fail("hashed"))
+    quarantine.check("b", (), BODY)
