@@ -11,6 +11,7 @@ from aiohttp import ClientSession, ServerDisconnectedError, web
 from engine.answering import report
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
+from gateway.fleet.call import Call
 from gateway.fleet.dispatch import Fleet
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
@@ -19,7 +20,6 @@ from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, settings, until
 from testing.gateway.upstream import Upstream
-from wire.telemetry.spans import NO_SPAN
 
 
 class Counting(Upstream):
@@ -88,8 +88,8 @@ class Broken:
         self.died: list[str] = []
         self.hangs = asyncio.Event()
         self._found = list(found)
-        call = SimpleNamespace(tenant=SimpleNamespace(id="a"), model=SimpleNamespace(digest=None, suspects=()), body={})
-        self._call = cast(Any, SimpleNamespace(**vars(call), span=NO_SPAN))
+        model, tenant = cast(Any, SimpleNamespace(digest=None, suspects=())), cast(Any, SimpleNamespace(id="a"))
+        self._call = Call(request_id="r", path="/", body={}, model=model, tenant=tenant, prompt_tokens=1)
         quarantine = SimpleNamespace(died=self._die, suspects=lambda *_: [])
         self.fleet = Fleet(*cast(Any, (self, self, None, 1.0, quarantine, None, None, None)))
 
