@@ -186,8 +186,8 @@ class EngineRecord:
     last_foreign_load: the same when a DOWN engine was last up. slots: number of requests that it runs at once.
     load_seconds: time to load an adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a
     request. state: its last report. mismatched: the instance that answered with another adapter than the request's.
-    drained: an operator's drain, independent of the engine's health. base: id of its base model; None if the base model
-    is not on record. on_end: called when its instance has died.
+    drained: an operator's drain, independent of the engine's health. is_ending: whether its instance ends by intention.
+    base: id of its base model; None if the base model is not on record. on_end: called when its instance has died.
     """
 
     address: Address
@@ -205,6 +205,7 @@ class EngineRecord:
     mismatched: str | None = None
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
+    is_ending: bool = False
     base: str | None = FIRST
     on_end: "Callable[[EngineRecord], None]" = lambda _: None
 
@@ -283,11 +284,6 @@ class EngineRecord:
         """Return whether no other tenant has a request here, running or left, as far as this process knows."""
         return not self.foreign_load and self.requests.tenants <= {tenant_id}
 
-    @property
-    def had_foreign_load(self) -> bool:
-        """Return whether other gateways have requests here, or had them when the engine was last up."""
-        return self.foreign_load > 0 or self.last_foreign_load > 0
-
     def holds(self, digest: str) -> bool:
         """Return whether the engine has the adapter, or loads it for a request of this process."""
         return digest in self.resident or self.requests.by_digest[digest] > 0
@@ -325,9 +321,10 @@ class EngineRecord:
 
     def note_end(self) -> None:
         """Report the death of the engine's instance, unless it had begun to drain, and forget its left requests."""
-        if not self.state.draining:
+        if not (self.state.draining or self.is_ending):
             self.on_end(self)
-        self.requests.take_left()
+        self.requests.forget_left()
+        self.is_ending = False
 
     def observe_state(self, state: EngineState, in_flight: int) -> None:
         """Apply the engine's state, unless a newer one is known. in_flight: this process's requests at the query."""
@@ -392,8 +389,10 @@ class EngineRecord:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health in (Health.DRAINING, Health.ASLEEP):
-            # Its end is intended, so it will be no death.
-            self.requests.take_left()
+            # Its end is intended, so it is no death. Until then its left requests may be the cause of broken ones.
+            self.is_ending = True
+        if health is Health.UP:
+            self.is_ending = False
         if health is not Health.UP:
             self.resident = self.host = frozenset()
             self.prefetched = Prefetched()

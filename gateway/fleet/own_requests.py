@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from gateway.fleet.shared_deaths import Suspect
 
@@ -20,14 +20,16 @@ LEFT_EACH = 1000
 _THREAD = ThreadPoolExecutor(1, thread_name_prefix="left-requests")
 
 
-class LeftRequest(NamedTuple):
+@dataclass(slots=True)
+class LeftRequest:
     """A request that this process left before its answer's end, at a time (monotonic).
 
-    suspects: its names in the quarantine, once they are computed.
+    suspects: its names in the quarantine, once they are computed. is_reported: whether a death was reported with it.
     """
 
     at: float
     suspects: Future[list[Suspect]]
+    is_reported: bool = False
 
 
 @dataclass(slots=True)
@@ -58,11 +60,28 @@ class OwnRequests:
         """Return the tenants with requests of which one may be the cause if the engine dies now."""
         return self.by_tenant.keys() | self._left.keys()
 
-    def take_left(self) -> list[Suspect]:
-        """Return the suspects of the requests that were left, and forget these requests."""
-        left = [each for requests in self._left.values() for each in requests]
-        self._left.clear()
+    def report_left(self) -> list[Suspect]:
+        """Return the suspects of the requests that were left since the last report.
+
+        Their tenants still count: a connection may break without the engine's death, which may follow.
+        """
+        left = [each for requests in self._left.values() for each in requests if not each.is_reported]
+        for each in left:
+            each.is_reported = True
         return list(dict.fromkeys(suspect for each in left for suspect in each.suspects.result()))
+
+    def forget_left(self) -> None:
+        """Forget the requests that were left, because the engine's instance has ended."""
+        self._left.clear()
+
+    @contextmanager
+    def loading_for(self, tenant_id: str) -> Iterator[None]:
+        """Count a load for a tenant until the block ends. It may be the cause of a death like a request."""
+        self.by_tenant[tenant_id] += 1
+        try:
+            yield
+        finally:
+            count_less(self.by_tenant, tenant_id)
 
     def survived(self) -> None:
         """Forget the left requests that the engine has survived, because it reports its state now."""

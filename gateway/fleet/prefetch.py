@@ -73,7 +73,8 @@ class Prefetch:
     async def _hint(self, engine: EngineRecord, digest: str, tenant_id: str) -> None:
         is_loaded = False
         try:
-            is_loaded = await self._send(engine, digest, tenant_id)
+            with engine.requests.loading_for(tenant_id):
+                is_loaded = await self._send(engine, digest, tenant_id)
             self._problems.ended(engine)
         except (*HTTP_ERRORS, MsgspecError) as error:
             self._problems.found(engine, "takes no prefetch hints", type(error).__name__)

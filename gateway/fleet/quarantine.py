@@ -80,7 +80,7 @@ class Quarantine:
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
     of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
-    take_left: returns the suspects of the requests that this process left on an engine (its URL), and forgets them.
+    take_left: returns the suspects of the requests that this process left on an engine (its URL), once each.
     """
 
     def __init__(
@@ -137,17 +137,17 @@ class Quarantine:
     def died_with(self, engine: EngineRecord, tenant_id: str, suspects: Sequence[Suspect]) -> None:
         """Note that an engine died with a tenant's suspects, as `died`."""
         tenants = engine.requests.tenants | {tenant_id}
-        self._note(engine, tenants, [*suspects, *engine.requests.take_left()])
+        self._note(engine, tenants, [*suspects, *engine.requests.report_left()])
 
     def ended(self, engine: EngineRecord) -> None:
         """Note the death of an engine's instance, if requests were left there that no report has named."""
         tenants = engine.requests.tenants
-        if suspects := engine.requests.take_left():
+        if suspects := engine.requests.report_left():
             self._note(engine, tenants, suspects)
 
     def _note(self, engine: EngineRecord, tenants: set[str], suspects: list[Suspect]) -> None:
         report = Report(engine.url, [*tenants], suspects)
-        if engine.had_foreign_load and (self._shared is None or self._shared.is_away):
+        if (engine.foreign_load or engine.last_foreign_load) and (self._shared is None or self._shared.is_away):
             report.tenants.append(UNKNOWN_TENANTS)
         self._apply(report, self._clock())
         if self._shared is None:

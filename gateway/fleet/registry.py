@@ -62,9 +62,9 @@ class Registry:
         return tuple(self._engines.values())
 
     def take_left(self, url: str) -> list[Suspect]:
-        """Return the suspects of the requests that were left on an engine, and forget them; none if it is unknown."""
+        """Return the unreported suspects of the requests that were left on an engine; none if it is unknown."""
         engine = self._engines.get(url)
-        return [] if engine is None else engine.requests.take_left()
+        return [] if engine is None else engine.requests.report_left()
 
     @property
     def up(self) -> list[EngineRecord]:

@@ -10,11 +10,14 @@ import pytest
 from aiohttp import ClientRequest, TCPConnector
 
 from gateway.fleet import own_requests
-from gateway.fleet.quarantine import Quarantine
+from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.health import Health
+from gateway.fleet.prefetch import Prefetch
+from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
 from gateway.fleet.shared_deaths import Suspect
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, have_left, is_quarantined
+from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, have_left, is_quarantined, leave
 
 
 class Connections:
@@ -130,3 +133,34 @@ async def test_no_body_is_hashed_for_other_tenants_quarantines(monkeypatch: pyte
     assert is_quarantined(quarantine)
     monkeypatch.setattr(Quarantine, "suspects", lambda *_: pytest.fail("hashed"))
     quarantine.check("b", (), BODY)
+
+
+@pytest.mark.parametrize("ends", ["drain", "break"])
+def test_left_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
+    """A drain, or a connection that broke without a death, forgot them: the other tenant then was there alone."""
+    quarantine, records = Quarantine(100.0, SECRET, clock=(clock := Clock())), [engine(a=1), engine(a=1)]
+    for record in records:
+        leave(quarantine, record, "b")
+        if ends == "drain":
+            record.mark_down("it finishes its requests and stops", Health.DRAINING)
+        else:
+            clock.now += ONE_DEATH_SECONDS
+            quarantine.died(record, "b", (), BODY | {"prompt": f"{clock.now}"})
+        die(quarantine, clock, record)
+        record.observe_state(EngineState(instance=f"{clock.now}"), 0)
+        assert record.requests.tenants == {"a"}
+    assert not is_quarantined(quarantine)
+
+
+async def test_a_hint_may_be_the_cause_while_the_engine_loads_its_adapter():
+    records, tenants = [engine(a=1)], list[set[str]]()
+
+    async def send(record: EngineRecord, digest: str, tenant_id: str) -> bool:
+        tenants.append({*record.requests.tenants})
+        return True
+
+    prefetch = Prefetch(send)
+    prefetch.hint(records[0], ["d"], "b")
+    await until(lambda: asyncio.sleep(0, len(tenants) == 1))
+    assert tenants == [{"a", "b"}]
+    await until(lambda: asyncio.sleep(0, records[0].requests.tenants == {"a"}))

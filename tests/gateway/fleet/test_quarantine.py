@@ -192,7 +192,7 @@ def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monk
     for _ in range(11):
         leave(quarantine, record, "a")
     assert len(record.requests._left["a"]) == 10
-    assert record.requests.take_left() == quarantine.suspects("a", (), BODY)
+    assert record.requests.report_left() == quarantine.suspects("a", (), BODY)
 
 
 @pytest.mark.parametrize("health", [Health.DOWN, Health.UP])
