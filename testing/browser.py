@@ -23,8 +23,8 @@ CHECKER = """source => {
     const options = {reporter: "violations", preload: false};
     window.violations = more => own.axe.run(opener.document.documentElement, {...options, ...more});
 }"""
-WIDTHS = (1280, 390)
-SCHEMES = ("light", "dark")
+# Widths and colour schemes in which pages are checked. Neighbours differ by one of the two, as each change takes time.
+VIEWS = ((390, "light"), (390, "dark"), (1280, "dark"), (1280, "light"))
 CONTRAST = {"runOnly": ["color-contrast"]}
 # Longest wait for a state of a page. Playwright's own 5 s are too short where two cores run several tests.
 PATIENCE_MS = 60_000
@@ -60,8 +60,9 @@ def expect(actual: Any) -> Any:
 class Person:
     """A browser window of its own, with its cookies. problems: console errors, failed scripts and dialogs so far."""
 
-    def __init__(self, context: Any, page: Any, url: str) -> None:
+    def __init__(self, context: Any, page: Any, url: str, width: int, scheme: str) -> None:
         self.context, self.page, self.url = context, page, url
+        self.width, self.scheme = width, scheme
         self.problems: list[str] = []
         self._checker: Any = None
         page.on("console", self._note)
@@ -142,7 +143,7 @@ async def person(
         page = await context.new_page()
         if not is_painted:
             await context.new_page()
-        yield Person(context, page, url)
+        yield Person(context, page, url, width, scheme)
     finally:
         await context.close()
 
@@ -158,20 +159,19 @@ async def faults(who: Person) -> list[str]:
 async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
     """Open each page once and return its faults at both widths and in both colour schemes.
 
-    Every rule runs at both widths. The other scheme changes colours only, so only the contrast rule runs there.
+    The other scheme changes colours only, so only the contrast rule runs there.
     """
     found = []
     for path in paths:
         # The narrow window comes first: layout left over from the wide one could hide that the page is too wide.
-        await _show(who, min(WIDTHS), "light")
+        await _show(who, *VIEWS[0])
         await who.open(path)
         seen, who.problems = [f": {each}" for each in who.problems], []
-        for width in sorted(WIDTHS):
-            for scheme in SCHEMES:
-                await _show(who, width, scheme)
-                here = await _violations(who, CONTRAST if scheme == "dark" else {})
-                here += await _sideways(who) if scheme == "light" else []
-                seen += [f" ({width} px, {scheme}): {each}" for each in here]
+        for width, scheme in VIEWS:
+            await _show(who, width, scheme)
+            here = await _violations(who, CONTRAST if scheme == "dark" else {})
+            here += await _sideways(who) if scheme == "light" else []
+            seen += [f" ({width} px, {scheme}): {each}" for each in here]
         found += [path + each for each in [*seen, *(f": {each}" for each in who.problems)]]
         who.problems = []
     await who.page.bring_to_front()
@@ -179,9 +179,13 @@ async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
 
 
 async def _show(who: Person, width: int, scheme: str) -> None:
-    await who.page.set_viewport_size({"width": width, "height": 900})
-    # During a transition between two schemes, a colour has the contrast of neither.
-    await who.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    """Change the window's width and colour scheme, if they differ from the last ones."""
+    if width != who.width:
+        await who.page.set_viewport_size({"width": width, "height": 900})
+    if scheme != who.scheme:
+        # During a transition between two schemes, a colour has the contrast of neither.
+        await who.page.emulate_media(color_scheme=scheme, reduced_motion="reduce")
+    who.width, who.scheme = width, scheme
 
 
 async def _sideways(who: Person) -> list[str]:
