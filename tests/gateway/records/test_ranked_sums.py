@@ -1,8 +1,12 @@
 """Every sum that a page of usage shows equals the sum over the ledger's rows, for each group and period."""
 
+import asyncio
 import random
+import shutil
 from collections import Counter
+from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -17,6 +21,7 @@ from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.money.usage_steps import total_of
 from testing.gateway.rows import row
+from tests.gateway.conftest import BOTH, new_database
 
 NOW = datetime.now(UTC)
 TODAY = NOW.replace(hour=0, minute=0, second=0, microsecond=0)
@@ -50,6 +55,38 @@ def rows(seed: int) -> list[UsageRow]:
     return found
 
 
+@pytest.fixture(scope="module")
+def seed(request: pytest.FixtureRequest) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module", params=BOTH)
+def filled_url(request: pytest.FixtureRequest, seed: int, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the URL of a database with the rows of a seed, which tests only read: the writing is slow."""
+    if request.param == "postgres":
+        postgres, template = request.getfixturevalue("postgres"), request.getfixturevalue("migrated_template")
+        url = postgres.get_uri(database=asyncio.run(new_database(postgres, template)))
+    else:
+        path: Path = tmp_path_factory.mktemp("ranked") / "records.db"
+        shutil.copy(request.getfixturevalue("migrated"), path)
+        url = f"sqlite:///{path}"
+
+    async def write() -> None:
+        database = Database(url)
+        await UsageWriter(database).write(rows(seed))
+        await database.close()
+
+    asyncio.run(write())
+    return url
+
+
+@pytest.fixture
+async def filled(filled_url: str) -> AsyncIterator[Database]:
+    database = Database(filled_url)
+    yield database
+    await database.close()
+
+
 def sums_of(used: list[UsageRow], part: Part, group_by: GroupBy) -> dict[tuple[Any, ...], Counter[str]]:
     found: dict[tuple[Any, ...], Counter[str]] = {}
     for each in used:
@@ -63,12 +100,11 @@ def sums_of(used: list[UsageRow], part: Part, group_by: GroupBy) -> dict[tuple[A
 
 @pytest.mark.parametrize("group_by", ["tenant", "model", "key", "end_user"])
 @pytest.mark.parametrize("part", [WHOLE, EDGES], ids=["whole days", "edges"])
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2], indirect=True, scope="module")
 async def test_pages_have_every_group_with_the_sums_of_its_rows(
-    database: Database, part: Part, group_by: GroupBy, seed: int
+    filled: Database, part: Part, group_by: GroupBy, seed: int
 ):
-    used, ranking = rows(seed), UsageRanking(database)
-    await UsageWriter(database).write(used)
+    used, ranking = rows(seed), UsageRanking(filled)
     expected, before = sums_of(used, part, group_by), sums_of(used, BEFORE, group_by)
     for measure in MEASURES:
         found: dict[tuple[Any, ...], dict[str, int]] = {}
@@ -87,9 +123,9 @@ async def test_pages_have_every_group_with_the_sums_of_its_rows(
 
 
 @pytest.mark.parametrize("group_by", ["model", "end_user"])
-async def test_curves_are_those_of_the_groups_rows(database: Database, group_by: GroupBy):
-    used, ranking = rows(3), UsageRanking(database)
-    await UsageWriter(database).write(used)
+@pytest.mark.parametrize("seed", [3], indirect=True, scope="module")
+async def test_curves_are_those_of_the_groups_rows(filled: Database, group_by: GroupBy, seed: int):
+    used, ranking = rows(seed), UsageRanking(filled)
     page = await ranking.groups(WHOLE, group_by, "cost", limit=8)
     steps = await ranking.steps(WHOLE, "day")
     curves = await ranking.curves(WHOLE, group_by, page.groups, "cost", "day", steps)
