@@ -37,7 +37,6 @@ class Plan(dict[Request, int]):
         if rows is not None:
             for request in rows.requests:
                 if request.status is running:  # else it ended while this step was being launched
-                    request.charged = 0.0
                     request.num_computed += 1
             for i in (rows.ends % block_size == 0).nonzero()[0].tolist():
                 if rows.requests[i].status is running:

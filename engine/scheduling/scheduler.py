@@ -364,8 +364,8 @@ class Scheduler:
 
     def _return_charge(self, request: Request) -> None:
         """Return the cost of planned work that will not be executed, or whose result will be dropped."""
-        if request.charged:
-            self.policy.charge(request, -request.charged)
+        if charged := request.charged + self._streams.take_charge(request):
+            self.policy.charge(request, -charged)
             request.charged = 0.0
 
     def _count_target(self, request: Request) -> None:

@@ -258,6 +258,24 @@ def test_a_plan_without_its_launch_is_planned_again(make_simulated: Make) -> Non
     assert again.streams.ends.tolist() == first.streams.ends.tolist()
 
 
+def test_the_charge_of_a_token_is_returned_once_and_only_before_its_launch(make_simulated: Make) -> None:
+    engine, _ = make_simulated(async_scheduling=False)
+    for number in range(3):
+        params = SamplingParams(max_tokens=30, ignore_eos=True)
+        engine.add_request(NewRequest(str(number), [1, 2, 3], params, tenant_id=str(number)))
+    for _ in range(8):
+        engine.step()
+    scheduler = engine.scheduler
+    first, *_, last = scheduler.running
+    before = scheduler.policy.counter("0")
+    scheduler.schedule()
+    assert scheduler._streams.take_charge(first) == scheduler.policy.counter("0") - before > 0
+    assert scheduler._streams.take_charge(first) == 0
+    assert scheduler._streams.take_charge(last) > 0
+    scheduler.advance(scheduler.schedule())
+    assert scheduler._streams.take_charge(first) == 0
+
+
 def test_a_request_that_ends_while_another_starts_is_no_stream(make_simulated: Make) -> None:
     """The number of running requests stays the same."""
     engine, _ = make_simulated(async_scheduling=True)
