@@ -28,7 +28,9 @@ from engine.scheduling.plan import Plan
 from engine.scheduling.request import Request, TokenLogprobs
 
 DEVICE = torch.device("meta")
-_BASE, _FACTOR, _LAST = (np.uint64(n) for n in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+_FACTOR, _LAST = (np.uint64(n) for n in (0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+# Odd factors of a draw's seed, position and last token.
+_FACTORS = np.array([0x1E3779B97F4A7C15, 0x2545F4914F6CDD1D, 0x5851F42D4C957F2D])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ class SimulatedRunner:
         self._draw_table = DrawTable(limits.max_num_seqs)
         self._last_tokens = np.zeros(limits.max_num_seqs, np.int64)
         self._slots = np.zeros(limits.max_num_seqs, np.int64)  # of the adapters, by seat
+        self._adapter_numbers = np.zeros(len(adapters.slot_digests) + 1, np.uint64)  # by slot
         self._busy_until = 0.0
 
     def forward(self, plan: Plan) -> Pass:
@@ -101,14 +104,12 @@ class SimulatedRunner:
         if not requests:
             return SimulatedTokens([], [], launched.ends)
         draws = self._draws(launched.layout, places)
-        tokens: list[int] = (draws % np.uint64(self._vocab_size)).tolist()
-        are_plain = [request.is_plain for request in requests]
-        if not all(are_plain):
-            for i, is_plain in enumerate(are_plain):
-                if not is_plain:
-                    tokens[i] = self._finish_token(requests[i], int(draws[i]), tokens[i])
+        tokens = (draws % np.uint64(self._vocab_size)).view(np.int64)
+        for i, request in enumerate(requests):
+            if not request.is_plain:
+                tokens[i] = self._finish_token(request, int(draws[i]), int(tokens[i]))
         self._last_tokens[places.seats] = tokens
-        return SimulatedTokens(requests, tokens, launched.ends)
+        return SimulatedTokens(requests, tokens.tolist(), launched.ends)
 
     @property
     def seat_bytes(self) -> int:
@@ -126,18 +127,14 @@ class SimulatedRunner:
         before = np.where(token_ids < 0, self._last_tokens[places.seats], token_ids)
         # The adapter of a request's last token in the step is that of all its places.
         self._slots[layout.seats] = layout.adapters
-        slots = self._slots[places.seats].tolist()
-        hashes = {slot: self._adapter_hash(slot) for slot in set(slots)}
+        slots = self._slots[places.seats]
+        for slot in set(slots.tolist()):
+            if slot >= 0:  # the number of the base model, -1, stays 0
+                self._adapter_numbers[slot] = _as_number(self._slot_digests[slot])
         # A greedy answer does not depend on the seed.
         seeds = np.where(columns.temperature == 0, 0, columns.seeds)
-        found = np.array([hashes[slot] for slot in slots], np.uint64)
-        for part in (seeds, columns.positions, before):
-            found = _mix(found + _BASE + part.view(np.uint64))
-        return found
-
-    def _adapter_hash(self, slot: int) -> int:
-        """Return a number made from the digest of the adapter in the slot, 0 for the base model."""
-        return _as_number(self._slot_digests[slot]) if slot >= 0 else 0
+        numbers = seeds * _FACTORS[0] + columns.positions * _FACTORS[1] + before * _FACTORS[2]
+        return _mix(self._adapter_numbers[slots] + numbers.view(np.uint64))
 
     def _finish_token(self, request: Request, draw: int, token: int) -> int:
         """Return the token, or another one if the request's rules forbid it.
