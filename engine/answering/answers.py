@@ -35,6 +35,8 @@ from wire.text.tokenizer import Tokenizer
 
 # Maximum number of special tokens, such as <s>, that a tokenizer puts before a text. An echoed text omits them.
 MAX_LEADING_SPECIALS = 2
+# The text and ids of a prompt that is not echoed.
+NO_ECHO: tuple[str, list[int]] = ("", [])
 
 T = TypeVar("T")
 ChoiceT = TypeVar("ChoiceT", CompletionChoice, ChatChoice)
@@ -132,10 +134,11 @@ class CompletionAnswer(Answer[CompletionChoice]):
         return None
 
     def chunk(self, delta: Delta) -> CompletionChoice:
-        prompt, prompt_ids = self._echo.pop(delta.index, ("", []))
-        tokens: list[tuple[int, TokenLogprobs | None]] = []
-        offsets: list[int] = []
+        prompt, prompt_ids = self._echo.pop(delta.index, NO_ECHO)
+        logprobs = None
         if self._top_logprobs is not None:
+            tokens: list[tuple[int, TokenLogprobs | None]] = []
+            offsets: list[int] = []
             if prompt_ids and delta.prompt_logprobs is not None:
                 tokens += zip(prompt_ids, delta.prompt_logprobs, strict=True)
                 offsets += self._place_prompt(delta.index, prompt, prompt_ids)
@@ -148,10 +151,16 @@ class CompletionAnswer(Answer[CompletionChoice]):
             offsets += self._place(
                 delta.index, [entry.token_id for entry in delta.logprobs], self._streams[delta.index]
             )
-        choice = CompletionChoice(delta.index, prompt + delta.text)
-        choice.logprobs = self._logprobs(tokens, offsets) if tokens else None
-        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
-        choice.prompt_logprobs, choice.token_ids = self._of_prompt(delta), self._ids(delta.token_ids)
+            logprobs = self._logprobs(tokens, offsets) if tokens else None
+        choice = CompletionChoice(
+            delta.index,
+            prompt + delta.text,
+            logprobs,
+            delta.finish_reason,
+            delta.stop_reason,
+            self._of_prompt(delta),
+            token_ids=self._ids(delta.token_ids),
+        )
         if delta.index in self._unopened:
             self._unopened.discard(delta.index)
             choice.prompt_token_ids = self._ids(self._prompts[delta.index // (self._body.n or 1)])

@@ -177,7 +177,8 @@ class GenerationRoutes:
                 run.keep_tally(self.finished.open(caller.request_id, run.prompt_tokens), caller.allowance)
             try:
                 if asked.body.stream:
-                    return await run.stream(request, asked.answer)
+                    # Each token resumes the frames of this task only, not those of the handlers around it.
+                    return await asyncio.create_task(run.stream(request, asked.answer))
                 return await run.whole(request, asked.answer, Report(request, ticket))
             finally:
                 run.count_left()

@@ -135,14 +135,17 @@ class InFlight:
     # The methods below are the core's events.
 
     def stepped(self, seconds: float, outputs: Sequence[RequestOutput], plain: Iterable[tuple[str, int]]) -> None:
-        # A released sequence has no ticket. Any other one has had an output.
-        every = [*outputs, *(next_output(self._last[id_], token) for id_, token in plain if id_ in self._tickets)]
-        for output in every:
-            found = self._tickets.get(output.request_id)
-            if found is not None:
-                self._last[output.request_id] = without_arrays(output)
-                ticket, index = found
-                ticket.deliver(index, output)
+        tickets, last, every = self._tickets, self._last, [*outputs]
+        for output in outputs:
+            if (found := tickets.get(output.request_id)) is not None:
+                last[output.request_id] = without_arrays(output)
+                found[0].deliver(found[1], output)
+        for id_, token in plain:
+            # A released sequence has no ticket. Any other one has had an output.
+            if (found := tickets.get(id_)) is not None:
+                last[id_] = output = next_output(last[id_], token)
+                every.append(output)
+                found[0].deliver(found[1], output)
         self._on_step(seconds, every)
 
     def refused(self, request_id: str, error: Exception) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -68,6 +69,7 @@ class Run:
         self._body = body
         self._internal = internal
         self._wants_tokens = bool(body.return_token_ids)
+        self._has_logprobs = body.num_logprobs is not None or body.num_prompt_logprobs is not None
         self._continuous_usage = body.continuous_usage
         self._no_usage = None if body.include_usage else UNSET
         self._choices = body.n or 1
@@ -185,7 +187,10 @@ class Run:
             await response.prepare(request)
             opened: set[int] = set()
             while deltas:
-                if payload := await self._chunks_beside_others(answer, deltas, opened):
+                is_small = not self._has_logprobs or _num_entries(deltas) <= INLINE_ENTRIES
+                # Large chunks are made on a thread: with `echo`, the first one has the whole prompt.
+                chunks = partial(self._chunks, answer, deltas, opened)
+                if payload := chunks() if is_small else await asyncio.to_thread(chunks):
                     await write(request, response, payload, internal=self._internal)
                 try:
                     deltas = await anext(news, [])
@@ -205,12 +210,6 @@ class Run:
         finally:
             await news.aclose()
         return response
-
-    async def _chunks_beside_others(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
-        """Return the chunks, made on a thread if they are large: with `echo`, the first one has the whole prompt."""
-        if _num_entries(deltas) <= INLINE_ENTRIES:
-            return self._chunks(answer, deltas, opened)
-        return await asyncio.to_thread(self._chunks, answer, deltas, opened)
 
     def _chunks(self, answer: Answer[Any], deltas: list[Delta], opened: set[int]) -> bytes:
         usage = self._usage() if self._continuous_usage else self._no_usage

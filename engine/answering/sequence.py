@@ -115,6 +115,13 @@ class Sequence:
             delta.finish_reason, self.finished = "length", True
             return
         ids = output.token_ids
+        if output.finish_reason is None and not self._text.has_stops:
+            # The usual output: the sequence goes on, and all of its text can be sent.
+            delta.text += self._text.push(ids)
+            delta.token_ids += ids
+            if output.logprobs is not None:
+                delta.logprobs += output.logprobs
+            return
         last = ids[-1] if ids and output.finish_reason == "stop" else None
         unseen = not self._include_stop and (last in self._end_ids or last in self._stop_ids)
         before = self._text.num_tokens

@@ -11,10 +11,11 @@ from wire.text.tokenizer import Tokenizer
 class OutputText:
     """Detokenizer with stop strings: `push` takes tokens and returns text to send.
 
-    stop: the stop string that ended the text, None until then.
+    stop: the stop string that ended the text, None until then. num_tokens: number of tokens taken in, up to and
+    including the one that completed the stop string. has_stops: whether there are stop strings.
     """
 
-    __slots__ = ("_held", "_include_stop", "_min_tokens", "_num_tokens", "_stops", "_stream", "stop")
+    __slots__ = ("_held", "_include_stop", "_min_tokens", "_stops", "_stream", "has_stops", "num_tokens", "stop")
 
     def __init__(
         self,
@@ -29,9 +30,10 @@ class OutputText:
         """shown_ids: special tokens that are written as text. after: the prompt's tokens."""
         self._stream = tokenizer.stream(shown_ids, after)
         self._stops = tuple(stops)
+        self.has_stops = bool(stops)
         self._include_stop = include_stop
         self._min_tokens = min_tokens
-        self._num_tokens = 0
+        self.num_tokens = 0
         self._held = ""
         self.stop: str | None = None
 
@@ -39,25 +41,20 @@ class OutputText:
     def stopped(self) -> bool:
         return self.stop is not None
 
-    @property
-    def num_tokens(self) -> int:
-        """Return the number of tokens taken in, up to and including the one that completed the stop string."""
-        return self._num_tokens
-
     def count_unseen(self) -> None:
         """Count a token that is not part of the text: the end token."""
-        self._num_tokens += 1
+        self.num_tokens += 1
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that is certain to be part of the answer."""
         if not self._stops:
-            self._num_tokens += len(token_ids)
+            self.num_tokens += len(token_ids)
             return self._stream.push(token_ids)
         pieces = []
         for token_id in token_ids:
             if self.stopped:
                 break
-            self._num_tokens += 1
+            self.num_tokens += 1
             pieces.append(self._scan(self._stream.push((token_id,))))
         return "".join(pieces)
 
@@ -70,7 +67,7 @@ class OutputText:
         return text + held
 
     def _scan(self, text: str) -> str:
-        if self._num_tokens <= self._min_tokens:
+        if self.num_tokens <= self._min_tokens:
             # Text within `min_tokens` can neither complete nor begin a stop string.
             return text
         text = self._held + text
