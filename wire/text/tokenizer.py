@@ -6,16 +6,17 @@ Torch-free, so that the gateway counts tokens with the same code. Equal to trans
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.meta
 import tokenizers
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from wire.text.detokenizer import CONTEXT, ByteLevelStream, Stream, WindowStream
-from wire.text.lower_bound import LeastCount, TokenBound
-from wire.text.templates import ROOM, NoRoom, environment, join
 
 # Mark appended to a message that is to be continued, to find its end in the rendered text. The space shows whether the
 # template trims messages. The two characters are from the private-use area, which meaningful text does not contain.
@@ -24,6 +25,8 @@ _CONTINUED = "\ue0c0\ue0c1 "
 # number of characters in such a piece.
 _LONG_TOKEN = 8
 _PIECE = 16384
+# Template variable: the maximum number of characters of the rendered text, None for no limit.
+_ROOM = "_room"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -50,6 +53,10 @@ class ChatTemplateError(ValueError):
         self.param = param
 
 
+class _NoRoom(Exception):
+    """A rendered text with more characters than the allowed tokens can have."""
+
+
 class Tokenizer:
     """The tokenizer and chat template of one model. Thread-safe: holds no state of a request."""
 
@@ -67,14 +74,13 @@ class Tokenizer:
         self._template = _compile(template) if template is not None else None
         self.tool_template = tool_template or (template if template and _takes_tools(template) else None)
         self._tool_template = _compile(self.tool_template) if self.tool_template is not None else None
-        spec = json.loads(backend.to_str())
-        self._bound = TokenBound(backend, spec, filter(None, [template, tool_template, *special.values()]))
         self.eos_token_ids = frozenset(eos)
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self._longest_token = max([_LONG_TOKEN, *map(len, backend.get_vocab(with_added_tokens=True))])
         self.special_ids = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._bytes: dict[int, bytes] = {}
-        self._is_byte_level = _is_byte_level(spec["decoder"])
+        decoder = json.loads(backend.to_str())["decoder"] if backend.decoder is not None else None
+        self._is_byte_level = _is_byte_level(decoder)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> "Tokenizer":
@@ -168,25 +174,10 @@ class Tokenizer:
         number of useful tokens; rendering stops when the text certainly has more. Raises ChatTemplateError,
         TextTooLong.
         """
-        least = None if limit is None else LeastCount(self._bound, limit)
         if continue_final_message:
             marked = {**messages[-1], "content": messages[-1]["content"] + _CONTINUED}
-            # The tokens after the mark do not count.
-            text = _cut_at_mark(self._render([*messages[:-1], marked], tools, False, template_kwargs, limit, None))
-            if least is not None and least.add(text):
-                raise TextTooLong(limit or 0)
-            return text
-        return self._render(messages, tools, add_generation_prompt, template_kwargs, limit, least)
-
-    def _render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        template_kwargs: Mapping[str, Any] | None,
-        limit: int | None,
-        least: LeastCount | None,
-    ) -> str:
+            text = self.render_chat([*messages[:-1], marked], tools, False, False, template_kwargs, limit=limit)
+            return _cut_at_mark(text)
         template = self._tool_template if tools else self._template
         if template is None:
             what = (
@@ -201,11 +192,11 @@ class Tokenizer:
             "tools": tools,
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
-            ROOM: room,
+            _ROOM: room,
         }
         try:
-            return join(template.generate(variables), room, least)
-        except NoRoom:
+            return _join(template.generate(variables), room)
+        except _NoRoom:
             raise TextTooLong(limit or 0) from None
         except RecursionError:
             raise ChatTemplateError("the model's chat template refuses the messages: nested too deeply") from None
@@ -270,18 +261,68 @@ def _cut_at_mark(text: str) -> str:
     return before if text.startswith(_CONTINUED, at) else before.rstrip()
 
 
+class _GenerationBlock(Extension):
+    """The tag `{% generation %}`, which marks the assistant's words for training; it renders as its body."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2's own declaration
+
+    def parse(self, parser: "jinja2.parser.Parser") -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    return ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+
+
 def _takes_tools(template: str) -> bool:
     try:
-        return "tools" in jinja2.meta.find_undeclared_variables(environment().parse(template))
+        return "tools" in jinja2.meta.find_undeclared_variables(_environment().parse(template))
     except jinja2.TemplateError as exc:
         raise TokenizerError(f"the chat template is not valid: {exc}") from None
 
 
 def _compile(template: str) -> jinja2.Template:
+    environment = _environment()
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment().from_string(template)
+        return environment.from_string(template)
     except jinja2.TemplateError as exc:
         raise TokenizerError(f"the chat template is not valid: {exc}") from None
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _join(pieces: Iterable[str], room: int | None) -> str:
+    """Join pieces of at most `room` characters together. Raises _NoRoom before producing more."""
+    joined, length = [], 0
+    for piece in pieces:
+        joined.append(piece)
+        length += len(piece)
+        if room is not None and length > room:
+            raise _NoRoom
+    return "".join(joined)
+
+
+@jinja2.pass_context
+def _to_json(
+    context: jinja2.runtime.Context,
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    # Jinja's own filter escapes HTML, which no model was trained on.
+    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    # Indentation multiplies the size of a deep value, so it is encoded in pieces.
+    return encoder.encode(value) if indent is None else _join(encoder.iterencode(value), context.get(_ROOM))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
