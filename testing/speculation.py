@@ -26,6 +26,7 @@ def always_drafting() -> Iterator[pytest.MonkeyPatch]:
     """Make every draft pay."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(StepTimes, "may_draft", lambda *_: True)
+        patch.setattr(StepTimes, "may_catch_up", lambda *_: True)
         patch.setattr(StepTimes, "pays", lambda *_: True)
         yield patch
 
@@ -39,7 +40,7 @@ def guessing() -> Iterator[dict[str, list[int]]]:
 
         found: dict[Request, list[int]] = {}
 
-        def chances(lookups: PromptLookups, request: Request, most: int) -> list[float]:
+        def chances(lookups: PromptLookups, request: Request, most: int, *, may_catch_up: bool) -> list[float]:
             done, wanted = request.num_output_tokens, rng.randrange(7)
             drafts = truth[request.request_id][done : done + rng.randrange(wanted + 1)]
             drafts += [rng.randrange(VOCAB) for _ in range(wanted - len(drafts))]

@@ -58,8 +58,10 @@ class DraftModel:
         self._rates = SharedRates()
         self.is_catching_up = False
 
-    def chances(self, request: Request, most: int) -> list[float]:
-        """Return the chances of drafts; none where catching up costs more than the answer's remaining tokens."""
+    def chances(self, request: Request, most: int, *, may_catch_up: bool) -> list[float]:
+        """Return the chances of drafts; none for a request far behind that may not catch up, or that would need more
+        work for it than for the answer's remaining tokens.
+        """
         shared, follower = self._rates.of(request), self._followers.get(request)
         rates, num_behind = shared if follower is None else follower.rates, len(request.token_ids)
         if follower is None or not follower.drafts:
@@ -68,13 +70,14 @@ class DraftModel:
             self._follow(request, follower, shared)
             num_behind = follower.twin.num_to_compute
         num_left = request.params.max_tokens - request.num_output_tokens
-        if self._is_behind(num_behind) and num_behind * self._sizes.token_cost > num_left:
+        is_too_dear = not may_catch_up or num_behind * self._sizes.token_cost > num_left
+        if is_too_dear and self._is_behind(num_behind):
             return []
         return rates.chances(min(most, self._sizes.context - len(request.token_ids)), is_fresh=True)
 
-    def foresee(self, request: Request) -> float:
+    def foresee(self, request: Request, *, may_catch_up: bool) -> float:
         """Return the chance of the next draft, which does not depend on the token in flight."""
-        return max(self.chances(request, 1), default=0.0)
+        return max(self.chances(request, 1, may_catch_up=may_catch_up), default=0.0)
 
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
         self._drop_ended()

@@ -3,7 +3,7 @@
 A draft is accepted if it equals the token that the sampler draws at its place, after everything before it is committed:
 grammar, penalties, seeds and stop tokens see the same state as without drafts, so no answer changes. Only steps without
 prompts have drafts. Their number follows from measured times: a draft is planned if its probability of being accepted
-is worth the time that it adds, and if drafts have not lost more time before than they may. Independent of tensors.
+is worth the time that it adds. Independent of tensors.
 """
 
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
@@ -43,7 +43,7 @@ class Drafter:
         self._times = StepTimes()
         self._drafted: list[Request] = []
         self._counts: dict[str, list[int]] = {}
-        self.is_catching_up = False  # whether the last plan's proposals did more work than usual
+        self.is_catching_up = False  # whether the proposer caught up with requests in the last plan
 
     def expects(self, requests: Collection[Request]) -> bool:
         """Return whether drafts are likely to pay in the next step of these requests, whose newest tokens are in
@@ -52,9 +52,9 @@ class Drafter:
         number = len(requests)
         if not self._may_pay(number):
             return False
-        has_chances = False
+        has_chances, may_catch_up = False, self._times.may_catch_up(number)
         for request in requests:
-            chance = self._proposer.foresee(request) if request.can_draft else 0.0
+            chance = self._proposer.foresee(request, may_catch_up=may_catch_up) if request.can_draft else 0.0
             if chance and self._times.pays(chance, number, 0, number):
                 return True
             has_chances |= chance > 0
@@ -69,7 +69,8 @@ class Drafter:
         num_decodes, self.is_catching_up = len(plan), False
         if not may_draft or not self._may_pay(num_decodes):
             return False
-        chosen = self._choose({r: self._chances(r) for r in plan if r.can_draft}, num_decodes)
+        may_catch_up = self._times.may_catch_up(num_decodes)
+        chosen = self._choose({r: self._chances(r, may_catch_up) for r in plan if r.can_draft}, num_decodes)
         numbers = {r: room for r, number in chosen.items() if (room := self._make_room(r, number))}
         if numbers:
             for request, proposal in self._proposer.propose(numbers).items():
@@ -106,7 +107,7 @@ class Drafter:
         return number
 
     def observe(self, seconds: float, num_decodes: int, num_drafts: int, num_tokens: int, is_catching_up: bool) -> None:
-        """Record a step without prompts (see `StepTimes`). num_tokens: that it brought."""
+        """Record a step without prompts (see `StepTimes`). num_tokens: number of new tokens."""
         self._times.observe(seconds, num_decodes, num_drafts, num_tokens, is_catching_up)
 
     def counts(self) -> tuple[DraftCount, ...]:
@@ -122,10 +123,10 @@ class Drafter:
         self._times.forget(num_decodes)
         return False
 
-    def _chances(self, request: Request) -> list[float]:
+    def _chances(self, request: Request, may_catch_up: bool) -> list[float]:
         """Return the probability that all of the request's first 1, 2, ... drafts are accepted."""
         left = request.params.max_tokens - request.num_output_tokens - 1
-        return self._proposer.chances(request, max(0, min(self._most_drafts, left)))
+        return self._proposer.chances(request, max(0, min(self._most_drafts, left)), may_catch_up=may_catch_up)
 
     def _choose(self, chances: Mapping[Request, list[float]], num_decodes: int) -> Mapping[Request, int]:
         """Return the number of drafts that pay, the likeliest first over all requests. A request's own drafts become

@@ -22,19 +22,20 @@ class Proposal(NamedTuple):
 class Proposer(Protocol):
     """Source of drafts for all requests of a step.
 
-    is_catching_up: whether the last `propose` did more work than usual, so that the step's time means nothing.
+    is_catching_up: whether the last `propose` caught up with requests, so that the step's time means nothing.
     """
 
     @property
     def is_catching_up(self) -> bool: ...
 
-    def chances(self, request: Request, most: int) -> list[float]:
+    def chances(self, request: Request, most: int, *, may_catch_up: bool) -> list[float]:
         """Return the probability that all of the request's next 1, 2, ... drafts are accepted, for at most `most`
-        drafts. Every earlier draft of the request has been accepted or dropped.
+        drafts. Every earlier draft of the request has been accepted or dropped. may_catch_up: whether drafts may need
+        more work than usual first.
         """
         ...
 
-    def foresee(self, request: Request) -> float:
+    def foresee(self, request: Request, *, may_catch_up: bool) -> float:
         """Return the probability that the request's next draft is accepted, where its newest token is in flight."""
         ...
 
@@ -72,7 +73,7 @@ class PromptLookups:
         self._least, self._most = least, most
         self._rates = SharedRates()
 
-    def chances(self, request: Request, most: int) -> list[float]:
+    def chances(self, request: Request, most: int, *, may_catch_up: bool) -> list[float]:
         shared = self._rates.of(request)
         if request.lookup is None:
             request.lookup = PromptLookup(self._least, self._most, Rates(shared.fresh, shared.next))
@@ -80,9 +81,9 @@ class PromptLookups:
             shared.observe(is_true, is_fresh=is_fresh, weight=ADAPTER_WEIGHT)
         return request.lookup.chances(most) if most > 0 and request.lookup.find() else []
 
-    def foresee(self, request: Request) -> float:
+    def foresee(self, request: Request, *, may_catch_up: bool) -> float:
         """Return the probability that the token in flight and the one after it continue the occurrence found so far."""
-        found = self.chances(request, 2)
+        found = self.chances(request, 2, may_catch_up=may_catch_up)
         return found[1] if len(found) > 1 else 0.0
 
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:

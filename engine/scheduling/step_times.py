@@ -1,8 +1,8 @@
 """Measured times of decode steps, with and without drafts, which decide how many drafts pay. Has no clock.
 
-Drafts have a credit: the time that they have saved, and a share of the time of all steps without them, for trials. Work
-for drafts that brings nothing spends it. Without credit there are no drafts, so that whatever is drafted, an engine is
-slower than without drafts by that share at most.
+A proposer's work to catch up with requests before it can draft for them is paid from a credit: the time that drafts
+have saved, and a share of the time of steps without drafts, for trials. So whatever has to be caught up, and whatever
+comes of it, an engine is slower than without this work by that share at most.
 """
 
 from dataclasses import dataclass
@@ -16,19 +16,21 @@ STEPS_UNTIL_PLAIN = 64
 FORGOTTEN = 0.99
 # Factor by which a draft must bring more than it costs.
 MARGIN = 1.1
-# Share of the time of steps without drafts that trials of drafts may cost.
+# Most plain times that a step counts for, without drafts and in the credit: longer ones are stalls of the machine.
+MAX_PLAIN, MAX_STEP = 2.0, 16.0
+# Share of the time of steps without drafts that may be spent on catching up, whatever comes of it.
 TRIALS = 0.01
-# Credit at first and at most, in tokens of steps without drafts. A first request's prompt has to be caught up before
-# its drafts save anything. Without a most credit, drafts that cease to pay would go on for long.
-FIRST_CREDIT, MOST_CREDIT = 32.0, 64.0
-# Least credit, in steps: a stall of the machine in a step with drafts must not end drafts for long.
-LEAST_CREDIT = -2.0
+# Initial and maximum credit, in tokens of steps without drafts. The first request's prompt has to be caught up before
+# its drafts save anything.
+FIRST_CREDIT, MAX_CREDIT = 32.0, 1024.0
+# Maximum debt from drafts that lose time, in steps: their own measured cost ends these, not the debt.
+MAX_DEBT = 2.0
 
 
 @dataclass(slots=True)
 class _Times:
     """Times of the steps with one number of decodes. plain: mean seconds of a step without drafts. rows: weighted sum
-    of drafts. spent: weighted sum of the seconds that they added. credit: in seconds.
+    of drafts. spent: weighted sum of the seconds that they added. credit: in plain steps.
     """
 
     plain: float
@@ -50,35 +52,36 @@ class StepTimes:
         self._times: dict[int, _Times] = {}
 
     def observe(self, seconds: float, num_decodes: int, num_drafts: int, num_tokens: int, is_catching_up: bool) -> None:
-        """Record a step without prompts. num_tokens: that it brought. is_catching_up: whether it did more work for
-        drafts than usual, so that its time says nothing about other steps.
+        """Record a step without prompts. num_tokens: number of new tokens. is_catching_up: whether the proposer caught
+        up with requests, so that the step's time says nothing about others.
         """
         times = self._times.get(num_decodes)
         if times is None:
             if not num_drafts and not is_catching_up:
-                credit = FIRST_CREDIT / num_decodes * seconds
-                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds, credit)
+                self._times[num_decodes] = _Times(seconds, 1.0, FIRST_SHARE * seconds, FIRST_CREDIT / num_decodes)
             return
-        plain = times.plain
-        if num_drafts or is_catching_up:
-            gain = num_tokens / num_decodes * plain - seconds
-        else:
-            gain = TRIALS * plain
-        times.credit = min(max(times.credit + gain, LEAST_CREDIT * plain), MOST_CREDIT / num_decodes * plain)
+        gain = num_tokens / num_decodes - min(seconds / times.plain, MAX_STEP)
         if is_catching_up:
-            return
-        if num_drafts:
+            times.credit += gain
+        elif num_drafts:
+            times.credit = max(times.credit + gain, min(times.credit, -MAX_DEBT))
             times.rows = _MEMORY * times.rows + num_drafts
-            times.spent = _MEMORY * times.spent + seconds - plain
+            times.spent = _MEMORY * times.spent + seconds - times.plain
             times.steps_since_plain += 1
         else:
-            times.plain = _MEMORY * plain + (1 - _MEMORY) * seconds
+            times.credit += TRIALS
+            times.plain += (1 - _MEMORY) * (min(seconds, MAX_PLAIN * times.plain) - times.plain)
             times.steps_since_plain = 0
+        times.credit = min(times.credit, MAX_CREDIT / num_decodes)
+
+    def may_catch_up(self, num_decodes: int) -> bool:
+        """Return whether the proposer may catch up with requests in a step with so many decodes."""
+        return self._times[num_decodes].credit > 0
 
     def may_draft(self, num_decodes: int) -> bool:
         """Return whether a step with so many decodes may have drafts; if not, it measures the plain time."""
         times = self._times.get(num_decodes)
-        return times is not None and times.steps_since_plain < STEPS_UNTIL_PLAIN and times.credit > 0
+        return times is not None and times.steps_since_plain < STEPS_UNTIL_PLAIN
 
     def pays(self, chance: float, num_decodes: int, num_drafts: int, expected: float) -> bool:
         """Return whether a further draft raises the tokens per second of a step.

@@ -303,6 +303,7 @@ def test_a_stream_does_not_write_into_blocks_that_it_had_for_drafts_only(
     plain, _ = make_engine(enable_prefix_caching=False)
     expected = [run(plain, [new])[new.request_id][0] for new in (stream, other)]
     monkeypatch.setattr(StepTimes, "may_draft", lambda _, num_decodes: num_decodes == 2)
+    monkeypatch.setattr(StepTimes, "may_catch_up", lambda *_: True)
     monkeypatch.setattr(StepTimes, "pays", lambda *_: True)
     engine, _ = make_engine("base", async_scheduling=True, enable_prefix_caching=False)
     found: dict[str, list[int]] = {"0": [], "1": [], "other": []}
