@@ -4,7 +4,7 @@ The structs' annotations hold types and ranges. Each struct's `check` holds the 
 """
 
 import re
-from functools import lru_cache
+from threading import Lock
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -48,6 +48,9 @@ _LIMIT = re.compile(r"Expected `(\w+)` (of length )?(<=|>=|<|>) (\S+)")
 BOUND_WORDS = {"<=": "at most", ">=": "at least", "<": "below", ">": "above"}
 UNITS = {"str": "characters", "array": "entries", "object": "entries"}
 
+_decoders: dict[type, "msgspec.json.Decoder[Any]"] = {}
+_building = Lock()
+
 
 def decode(kind: type[RequestT], body: bytes) -> RequestT:
     """Decode a JSON body and check it. Raises BadRequest."""
@@ -73,9 +76,16 @@ def refuse(request: Struct, *fields: str, allowed: tuple[Any, ...] = ()) -> None
             raise BadRequest(field, f"{field} is not served by this engine", "unsupported_parameter")
 
 
-@lru_cache
 def _decoder(kind: type[RequestT]) -> "msgspec.json.Decoder[RequestT]":
-    return msgspec.json.Decoder(kind)
+    """Return the decoder of a kind, built by one thread while others wait.
+
+    msgspec reads a struct's annotations into a table at its first use, and runs Python code meanwhile. A second thread
+    that decodes by the unfinished table ends the process with a segmentation fault.
+    """
+    if (found := _decoders.get(kind)) is None:
+        with _building:
+            found = _decoders.get(kind) or _decoders.setdefault(kind, msgspec.json.Decoder(kind))
+    return found
 
 
 def _explain(error: str, kind: type, body: bytes) -> BadRequest:

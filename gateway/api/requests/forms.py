@@ -55,7 +55,8 @@ class _Typed(msgspec.Struct):
 
 
 _FREE_TEXT = _Typed("text")
-_DECODER = msgspec.json.Decoder(_Fields)
+# Built here, because threads use them: see `wire.decoding`.
+_DECODER, _FORMAT_DECODER = msgspec.json.Decoder(_Fields), msgspec.json.Decoder(_Typed | None)
 
 
 def form_of(raw: bytes) -> bytes | None:
@@ -64,7 +65,7 @@ def form_of(raw: bytes) -> bytes | None:
     """
     try:
         fields = {name: bytes(value) for name, value in msgspec.structs.asdict(_DECODER.decode(raw)).items()}
-        if msgspec.json.decode(fields["response_format"], type=_Typed | None) == _FREE_TEXT:
+        if _FORMAT_DECODER.decode(fields["response_format"]) == _FREE_TEXT:
             fields["response_format"] = _NULL
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         # The parser of requests refuses this body, with the reason.
