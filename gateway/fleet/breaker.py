@@ -6,12 +6,24 @@ Health checks detect a dead engine; breakers detect one that answers health chec
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 FAILURES_UNTIL_OPEN = 3
 FIRST_PAUSE_SECONDS = 1.0
 MAX_PAUSE_SECONDS = 30.0
-# Most tenants whose failures are remembered for an engine.
+# Time after which a trial without an answer no longer keeps other requests from the engine.
+MAX_TRIAL_SECONDS = 30.0
+# Most tenants whose failures, or failed trials, are remembered for an engine.
 MAX_TENANTS = 10_000
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sent:
+    """A request that a tenant sent to an engine, at a time of the breakers' clock."""
+
+    tenant_id: str
+    at: float
 
 
 class Breakers:
@@ -19,9 +31,10 @@ class Breakers:
 
     A tenant's breaker opens after FAILURES_UNTIL_OPEN of its own failures in a row. The common breaker opens once
     FAILURES_UNTIL_OPEN - 1 failures, without any tenant's success between them, come from other tenants than the one
-    with the most. A failed trial opens it again, but only a trial's own tenant fails it, and that tenant then gets no
-    further trial until a request has succeeded: its requests try its own breaker. So the failing requests of a single
-    tenant block the engine for that tenant only.
+    with the most. A failed trial opens it again. A tenant whose trial failed, or ended without an answer after
+    FIRST_PAUSE_SECONDS, gets no further trial until any request has succeeded: after a pause its requests are sent
+    beside the trial's place, as far as its own breaker allows. So tenants with failing requests block the engine for
+    others with one trial each, and an engine that only such tenants use is still tried.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,9 +43,8 @@ class Breakers:
         self._of: dict[str, Breaker] = {}
         # Failures since the last success or opening, by tenant.
         self._failing: Counter[str] = Counter()
-        # Tenant of the trial until its answer is complete, and of the last failed one.
-        self._trial: str | None = None
-        self._failed_trial: str | None = None
+        # Tenants that get no trial, the earliest first.
+        self._untrusted: dict[str, None] = {}
 
     @property
     def allows_some(self) -> bool:
@@ -49,55 +61,75 @@ class Breakers:
         own = self._of.get(tenant_id)
         return self._of_all.allows and (own is None or own.allows)
 
-    def sent(self, tenant_id: str) -> None:
+    def sent(self, tenant_id: str) -> Sent:
+        """Note that a request is sent. Returns it for the other methods."""
+        request = Sent(tenant_id, self._clock())
         if (own := self._of.get(tenant_id)) is not None:
-            own.sent()
-        if self._of_all.is_open and not self._of_all.is_on_trial and tenant_id != self._failed_trial:
-            self._of_all.sent()
-            self._trial = tenant_id
+            own.sent(request)
+        if self._of_all.is_open and self._of_all.allows:
+            if self._of_all.trial is not None:
+                # Its time is over.
+                self.gave_up(self._of_all.trial)
+            if tenant_id not in self._untrusted:
+                self._of_all.sent(request)
+        return request
 
-    def began(self, tenant_id: str) -> None:
-        for breaker in self._both(tenant_id):
-            breaker.began()
+    def began(self, request: Sent) -> None:
+        """Note that the request's answer has begun."""
+        for breaker in self._both(request):
+            breaker.began(request)
 
-    def succeeded(self, tenant_id: str) -> None:
+    def succeeded(self, request: Sent) -> None:
         self._of_all.succeeded()
-        self._of.pop(tenant_id, None)
+        self._of.pop(request.tenant_id, None)
         self._failing.clear()
-        self._trial = self._failed_trial = None
+        self._untrusted.clear()
 
-    def failed(self, tenant_id: str) -> None:
-        self._of.setdefault(tenant_id, Breaker(self._clock)).failed()
-        if len(self._of) > MAX_TENANTS:
-            del self._of[next(iter(self._of))]
-        is_trial = tenant_id == self._trial
-        if self._of_all.is_open and not (is_trial and self._of_all.is_on_trial):
+    def failed(self, request: Sent) -> None:
+        tenant_id = request.tenant_id
+        self._of.setdefault(tenant_id, Breaker(self._clock)).failed(request)
+        _limit(self._of)
+        is_trial = request is self._of_all.trial
+        if self._of_all.is_open and not is_trial:
             # The request was sent before the breaker opened, or beside a trial.
             return
+        if is_trial:
+            self._distrust(tenant_id)
         self._failing[tenant_id] += 1
         if is_trial or self._failing.total() - max(self._failing.values()) >= FAILURES_UNTIL_OPEN - 1:
-            self._of_all.failed()
+            self._of_all.failed(request)
             self._failing.clear()
-            self._trial, self._failed_trial = None, self._trial
 
-    def gave_up(self, tenant_id: str) -> None:
-        for breaker in self._both(tenant_id):
-            breaker.gave_up()
-        if tenant_id == self._trial:
-            self._trial = None
+    def gave_up(self, request: Sent) -> None:
+        """Note that the request ended before it showed whether the engine works."""
+        is_unanswered = self._of_all.is_open and request is self._of_all.trial
+        if is_unanswered and self._clock() - request.at >= FIRST_PAUSE_SECONDS:
+            self._distrust(request.tenant_id)
+        for breaker in self._both(request):
+            breaker.gave_up(request)
 
-    def _both(self, tenant_id: str) -> list["Breaker"]:
-        """Return the tenant's breaker, and the common one if the trial is the tenant's."""
-        own = self._of.get(tenant_id)
-        return [each for each in (own, self._of_all if tenant_id == self._trial else None) if each is not None]
+    def _distrust(self, tenant_id: str) -> None:
+        self._untrusted[tenant_id] = None
+        _limit(self._untrusted)
+
+    def _both(self, request: Sent) -> list["Breaker"]:
+        own = self._of.get(request.tenant_id)
+        return [self._of_all] if own is None else [own, self._of_all]
+
+
+def _limit(by_tenant: dict[str, Any]) -> None:
+    """Remove the earliest tenant if there are too many."""
+    if len(by_tenant) > MAX_TENANTS:
+        del by_tenant[next(iter(by_tenant))]
 
 
 class Breaker:
     """A circuit breaker.
 
     It is closed until `failures_until_open` failures in a row, open for a pause that doubles each time, then half open
-    for a single trial. A failed trial opens it again. A trial whose answer begins closes it, because an answer may take
-    minutes; until an answer is complete, a single failure opens it again, for twice the pause.
+    for a single trial, and for another one if the trial has no answer after MAX_TRIAL_SECONDS. A failed trial opens it
+    again. A trial whose answer begins closes it, because an answer may take minutes; until an answer is complete, a
+    single failure opens it again, for twice the pause.
     """
 
     def __init__(
@@ -109,12 +141,12 @@ class Breaker:
         self._pause = 0.0
         self._is_open = False
         self._open_until = 0.0
-        self._on_trial = False
+        self._trial: Sent | None = None
 
     @property
     def allows(self) -> bool:
         """Return whether a request may be sent now."""
-        return not self._is_open or (not self._on_trial and self._clock() >= self._open_until)
+        return not self._is_open or self._clock() >= self._open_until
 
     @property
     def is_open(self) -> bool:
@@ -122,36 +154,40 @@ class Breaker:
         return self._is_open
 
     @property
-    def is_on_trial(self) -> bool:
-        return self._on_trial
+    def trial(self) -> Sent | None:
+        """Return the last trial until it has failed or was given up, or any request has succeeded."""
+        return self._trial
 
     @property
     def seconds_open(self) -> float:
         """Return the seconds until a trial request is allowed; 0 if the breaker is closed."""
         return max(0.0, self._open_until - self._clock()) if self._is_open else 0.0
 
-    def sent(self) -> None:
-        """Note that a request is sent. While the breaker is half open, this request is the trial."""
-        self._on_trial = self._is_open
+    def sent(self, request: Sent) -> None:
+        """Note that a request is sent. While the breaker is half open, the first one is the trial."""
+        if self._is_open and self.allows:
+            self._trial, self._open_until = request, self._clock() + MAX_TRIAL_SECONDS
 
-    def began(self) -> None:
-        """Note that an answer has begun."""
-        if self._on_trial:
-            self._failures, self._is_open, self._on_trial = self._until_open - 1, False, False
+    def began(self, request: Sent) -> None:
+        """Note that the request's answer has begun."""
+        if request is self._trial:
+            self._failures, self._is_open = self._until_open - 1, False
 
     def succeeded(self) -> None:
-        self._failures, self._pause, self._is_open, self._on_trial = 0, 0.0, False, False
+        self._failures, self._pause, self._is_open, self._trial = 0, 0.0, False, None
 
-    def failed(self) -> None:
-        if self._is_open and not self._on_trial:
+    def failed(self, request: Sent) -> None:
+        is_trial = request is self._trial
+        if self._is_open and not is_trial:
             # The request was sent before the breaker opened. A death breaks many requests at once and counts only once.
             return
         self._failures += 1
-        if self._on_trial or self._failures >= self._until_open:
+        if is_trial or self._failures >= self._until_open:
             self._pause = min(max(FIRST_PAUSE_SECONDS, 2 * self._pause), MAX_PAUSE_SECONDS)
             self._open_until = self._clock() + self._pause
-            self._is_open, self._on_trial = True, False
+            self._is_open, self._trial = True, None
 
-    def gave_up(self) -> None:
-        """Note that the client ended the request before it showed whether the engine works."""
-        self._on_trial = False
+    def gave_up(self, request: Sent) -> None:
+        """Note that the request ended before it showed whether the engine works. Another one may be the trial now."""
+        if request is self._trial:
+            self._trial, self._open_until = None, self._clock()

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -182,7 +182,7 @@ class Fleet:
         """
         tries = _Tries(self._prefix(call))
         try:
-            async with asyncio.timeout(self._first_byte_seconds) if call.is_stream else nullcontext():
+            async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None) as limit:
                 while True:
                     engine = self._choose(call, tries)
                     tries.engines.append(engine)
@@ -191,14 +191,12 @@ class Fleet:
                         await call.hold.cover_all()
                     bill.sent(engine, call.prompt_tokens)
                     place.count_service = partial(self._service.served, engine, call.tenant.id)
-                    begun = await self._try(engine, call, bill, tries, held)
+                    begun = await self._try(engine, call, bill, tries, held, limit)
                     if begun is not None:
                         self._conversations.served(tries.prefix, engine)
                         place.count_service(call.prompt_tokens * PROMPT_TOKEN)
                         return begun
         except TimeoutError:
-            if tries.engines:
-                tries.engines[-1].breaker.failed(call.tenant.id)
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
 
@@ -270,11 +268,11 @@ class Fleet:
         self.prefetch.hint(engine, call.model.adapters, call.tenant.id)
 
     async def _try(
-        self, engine: EngineRecord, call: Call, bill: Bill, tries: _Tries, held: AsyncExitStack
+        self, engine: EngineRecord, call: Call, bill: Bill, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
-            response, in_flight = await held.enter_async_context(self._attempt(engine, call))
+            response, in_flight = await held.enter_async_context(self._attempt(engine, call, limit))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
@@ -325,11 +323,12 @@ class Fleet:
             raise EngineRefused(error) from error
 
     @asynccontextmanager
-    async def _attempt(self, engine: EngineRecord, call: Call) -> AsyncIterator[tuple[Incoming, InFlight]]:
+    async def _attempt(
+        self, engine: EngineRecord, call: Call, limit: asyncio.Timeout | None = None
+    ) -> AsyncIterator[tuple[Incoming, InFlight]]:
         """Send the request to an engine, and record the outcome in its breakers and the quarantine."""
         tenant_id, digest, breaker, started = call.tenant.id, call.model.digest, engine.breaker, time.monotonic()
-        breaker.sent(tenant_id)
-        record = breaker.gave_up
+        attempt, record = breaker.sent(tenant_id), breaker.gave_up
         self._in_progress[digest] += 1
         try:
             loads = digest is not None and not engine.holds(digest)
@@ -344,7 +343,7 @@ class Fleet:
                 async with AsyncExitStack() as held:
                     opened = held.enter_async_context(self._client.open(engine, sent))
                     response = await self._until_abandoned(engine, in_flight, opened)
-                    breaker.began(tenant_id)
+                    breaker.began(attempt)
                     try:
                         yield response, in_flight
                     finally:
@@ -370,8 +369,10 @@ class Fleet:
                 if in_flight.is_counted:
                     # Otherwise the client took longer to read than the engine took to answer.
                     engine.observe_request(time.monotonic() - started)
-        except EngineGone:
-            record = breaker.failed
+        except (asyncio.CancelledError, EngineGone) as error:
+            # A cancellation means that the client has left, or that the engine did not begin to answer in time.
+            if isinstance(error, EngineGone) or (limit is not None and limit.expired()):
+                record = breaker.failed
             raise
         except EngineRefused as refusal:
             if refusal.broken or refusal.failed:
@@ -381,7 +382,7 @@ class Fleet:
             raise
         finally:
             count_less(self._in_progress, digest)
-            record(tenant_id)
+            record(attempt)
 
     async def _check_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
         """Return whether a broken answer was cut off because its client read too slowly, so that no engine failed.

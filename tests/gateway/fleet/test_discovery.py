@@ -10,7 +10,7 @@ from redis.asyncio import Redis
 
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.base_engines import EXACT, capacity_of
-from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, Breaker
+from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, MAX_PAUSE_SECONDS, Breaker, Sent
 from gateway.fleet.discovery import ANNOUNCEMENTS, Announcements, Discovery
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.kinds.vllm import Vllm
@@ -250,27 +250,31 @@ class Clock:
         return self.now
 
 
+# A request that was sent before the breaker opened.
+ANOTHER = Sent("a", 0.0)
+
+
 def test_the_breaker_opens_tries_one_and_waits_longer_each_time():
     clock = Clock()
     breaker = Breaker(clock)
     for _ in range(FAILURES_UNTIL_OPEN):
         assert breaker.allows
-        breaker.sent()
-        breaker.failed()
+        breaker.sent(request := Sent("a", 0.0))
+        breaker.failed(request)
     pause = FIRST_PAUSE_SECONDS
     for _ in range(10):
         assert not breaker.allows
         clock.now += pause
         # A single trial request is sent, and no other until its outcome.
         assert breaker.allows
-        breaker.sent()
+        breaker.sent(request := Sent("a", 0.0))
         assert not breaker.allows
-        breaker.failed()
+        breaker.failed(request)
         pause = min(2 * pause, MAX_PAUSE_SECONDS)
     clock.now += pause
-    breaker.sent()
+    breaker.sent(Sent("a", 0.0))
     breaker.succeeded()
-    breaker.sent()
+    breaker.sent(Sent("a", 0.0))
     assert breaker.allows
 
 
@@ -278,24 +282,24 @@ def test_a_trial_that_begins_to_answer_lets_others_in_and_its_failure_opens_it_f
     clock = Clock()
     breaker = Breaker(clock)
     for _ in range(FAILURES_UNTIL_OPEN):
-        breaker.failed()
+        breaker.failed(ANOTHER)
     clock.now += FIRST_PAUSE_SECONDS
-    breaker.sent()
+    breaker.sent(request := Sent("a", 0.0))
     assert not breaker.allows
     # Its answer may take minutes; other requests do not wait for that.
-    breaker.began()
+    breaker.began(request)
     assert breaker.allows
-    breaker.sent()
-    breaker.failed()
+    breaker.sent(ANOTHER)
+    breaker.failed(ANOTHER)
     assert not breaker.allows
     clock.now += FIRST_PAUSE_SECONDS
     assert not breaker.allows
     clock.now += FIRST_PAUSE_SECONDS
-    breaker.sent()
-    breaker.began()
+    breaker.sent(request := Sent("a", 0.0))
+    breaker.began(request)
     breaker.succeeded()
     for _ in range(FAILURES_UNTIL_OPEN - 1):
-        breaker.failed()
+        breaker.failed(ANOTHER)
         assert breaker.allows
 
 
@@ -303,7 +307,7 @@ def test_many_requests_that_one_death_breaks_cost_one_pause():
     clock = Clock()
     breaker = Breaker(clock)
     for _ in range(FAILURES_UNTIL_OPEN + 20):
-        breaker.failed()
+        breaker.failed(ANOTHER)
     assert not breaker.allows
     clock.now += FIRST_PAUSE_SECONDS
     assert breaker.allows
@@ -313,16 +317,16 @@ def test_a_trial_that_its_client_ends_leaves_the_place_to_the_next():
     clock = Clock()
     breaker = Breaker(clock)
     for _ in range(FAILURES_UNTIL_OPEN):
-        breaker.failed()
+        breaker.failed(ANOTHER)
     clock.now += FIRST_PAUSE_SECONDS
-    breaker.sent()
-    breaker.gave_up()
+    breaker.sent(request := Sent("a", 0.0))
+    breaker.gave_up(request)
     assert breaker.allows
 
 
 def test_a_success_between_failures_keeps_it_closed():
     breaker = Breaker(Clock())
     for _ in range(10 * FAILURES_UNTIL_OPEN):
-        breaker.failed()
+        breaker.failed(ANOTHER)
         breaker.succeeded()
         assert breaker.allows

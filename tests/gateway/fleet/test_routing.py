@@ -138,8 +138,8 @@ def test_an_engine_is_passed_over_that_is_down_or_broken():
     down, broken, well = (engine(url, resident=("d",)) for url in URLS[:3])
     down.mark_down("test")
     for _ in range(3):
-        broken.breaker.failed("one")
-        broken.breaker.failed("two")
+        broken.breaker.failed(broken.breaker.sent("one"))
+        broken.breaker.failed(broken.breaker.sent("two"))
     assert chosen([down, broken, well], "d") == well.url
     assert chosen([down, broken], "d") is None
     assert chosen([], "d") is None

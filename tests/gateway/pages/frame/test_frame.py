@@ -83,8 +83,8 @@ async def test_the_strip_names_each_fault_with_its_beginning(reader, site):
     assert "3/3 engines up" in text
     world.states["database"] = State("unavailable", SINCE)
     for _ in range(3):
-        broken.breaker.failed("a")
-        broken.breaker.failed("b")
+        broken.breaker.failed(broken.breaker.sent("a"))
+        broken.breaker.failed(broken.breaker.sent("b"))
     down.mark_down("connection refused")
     _, text = await reader.get("/admin/")
     assert "Database is faulty" in text
