@@ -77,8 +77,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_tokens: tokens of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the
     span. hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a
-    whole answer. on_sent: called before the first byte goes to an engine, or before a load of the adapter. engine: the
-    only engine that may serve it; None for any.
+    whole answer. on_sent: called before the first byte goes to an engine, or before a load of the adapter is sent.
+    engine: the only engine that may serve it; None for any.
     """
 
     request_id: str

@@ -3,7 +3,7 @@
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -50,20 +50,17 @@ class ForeignKind(EngineKind):
         digest, headers = call.model.digest, self.headers(engine)
         if digest is None:
             return await self.deliver(engine, call, body, headers)
-        if digest not in engine.resident:
-            # The load may be the cause of the server's death.
-            call.on_sent()
-        await self.prepare_adapter(engine, digest)
+        await self.prepare_adapter(engine, digest, call.on_sent)
         response = await self.deliver(engine, call, body, headers)
         if engine.address.prefill is None and await self.lacks_adapter(response, call):
             response.release()
-            await self.adapters.ensure(engine, digest, again=True)
+            await self.adapters.ensure(engine, digest, call.on_sent, again=True)
             response = await self.deliver(engine, call, body, headers)
         return response
 
-    async def prepare_adapter(self, engine: EngineRecord, digest: str) -> None:
-        """Prepare the server for a request's adapter. Raises what `send` raises."""
-        await self.adapters.ensure(engine, digest)
+    async def prepare_adapter(self, engine: EngineRecord, digest: str, on_sent: Callable[[], None]) -> None:
+        """Prepare the server for a request's adapter. on_sent: as in `Call`. Raises what `send` raises."""
+        await self.adapters.ensure(engine, digest, on_sent)
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]

@@ -56,11 +56,14 @@ class RuntimeAdapters:
         self._api = api
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
-    async def ensure(self, engine: EngineRecord, digest: str, *, again: bool = False) -> None:
+    async def ensure(
+        self, engine: EngineRecord, digest: str, on_sent: Callable[[], None] = lambda: None, *, again: bool = False
+    ) -> None:
         """Load the adapter unless the engine has it, or finds it by itself; concurrent callers share a load.
 
-        again: whether the engine has just answered that it lacks the adapter, so that it must be loaded. Raises the
-        protocol's BadRequest for an activated LoRA, UpstreamFailed, ClientError, OSError, TimeoutError.
+        on_sent: called before a load is sent, because it may be the cause of the server's death. again: whether the
+        engine has just answered that it lacks the adapter, so that it must be loaded. Raises the protocol's BadRequest
+        for an activated LoRA, UpstreamFailed, ClientError, OSError, TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
@@ -74,10 +77,10 @@ class RuntimeAdapters:
         if digest not in engine.resident:
             load = moving.loads.get(digest)
             if load is None:
-                load = moving.loads[digest] = asyncio.create_task(self._load(engine, digest))
-                load.add_done_callback(lambda done: moving.ended(digest, done))
-            # Other requests may wait for the same load, so a client that leaves must not end it.
-            await asyncio.shield(load)
+                load = moving.loads[digest] = Load()
+                load.task = asyncio.create_task(self._load(engine, digest, load))
+                load.task.add_done_callback(lambda done: moving.ended(digest, done))
+            await load.wait(on_sent)
         await self._make_room(engine, moving)
 
     def note_running(self, engine: EngineRecord) -> None:
@@ -90,7 +93,7 @@ class RuntimeAdapters:
             if digest is not None:
                 self._uses.note(engine.url, digest)
 
-    async def _load(self, engine: EngineRecord, digest: str) -> None:
+    async def _load(self, engine: EngineRecord, digest: str, load: "Load") -> None:
         with ExitStack() as stack:
             try:
                 opened = self._verified.use(self._store, digest)
@@ -102,6 +105,11 @@ class RuntimeAdapters:
             if checkpoint.manifest.invocation:
                 # These servers ignore the field, and would apply the adapter to all tokens.
                 raise BadRequest("model", "model: this engine serves no activated LoRA (alora_invocation_tokens)")
+            if not load.waiting:
+                # All clients have left, so nobody would be known as the cause of a death. A request that comes in this
+                # moment finds that the server lacks the adapter, and loads it again.
+                return
+            load.note_sent()
             started = time.monotonic()
             body = {"lora_name": self._api.name(digest), "lora_path": str(checkpoint.folder)}
             status, answer = await self._post(engine, self._api.load, body)
@@ -171,11 +179,38 @@ def _message(answer: bytes) -> str:
     return read_detail(answer).message or answer[:500].decode(errors="replace")
 
 
+class Load:
+    """A load of an adapter. waiting: the `on_sent` of each request that waits for it."""
+
+    def __init__(self) -> None:
+        self.task: asyncio.Task[None] | None = None
+        self.waiting: list[Callable[[], None]] = []
+        self._is_sent = False
+
+    async def wait(self, on_sent: Callable[[], None]) -> None:
+        """Wait until the adapter is loaded. Raises what the load raises."""
+        assert self.task is not None
+        if self._is_sent:
+            on_sent()
+        self.waiting.append(on_sent)
+        try:
+            # Other requests may wait for the same load, so a client that leaves must not end it.
+            await asyncio.shield(self.task)
+        finally:
+            self.waiting.remove(on_sent)
+
+    def note_sent(self) -> None:
+        """Note that the server gets the load now."""
+        self._is_sent = True
+        for on_sent in self.waiting:
+            on_sent()
+
+
 class _Moving:
     """Running loads and unloads of a server. unloading: unloads the surplus; None while nothing does."""
 
     def __init__(self) -> None:
-        self.loads: dict[str, asyncio.Task[None]] = {}
+        self.loads: dict[str, Load] = {}
         self.unloads: dict[str, asyncio.Event] = {}
         self.unloading: asyncio.Task[None] | None = None
 
