@@ -227,7 +227,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         split_peppers(settings.key_pepper)[0].encode(),
         SharedDeaths(redis, settings.database_url),
         resources.metrics.quarantined,
-        take_left=registry.take_left,
+        report_left=registry.report_left,
     )
     registry.on_end = quarantine.ended
     client = EngineClient(kinds)

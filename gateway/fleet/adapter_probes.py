@@ -8,6 +8,7 @@ deaths beside them not at all; its version stays `validating`.
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import msgspec
 from aiohttp import ClientConnectorError, ClientError, ClientOSError, ClientPayloadError, ServerDisconnectedError
@@ -16,6 +17,7 @@ from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import network_reason
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
+from gateway.fleet.own_requests import named
 from gateway.fleet.quarantine import Death, Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import RoutedRequest, choose
@@ -98,7 +100,7 @@ class AdapterProber:
     ) -> AdapterProbe:
         try:
             with (
-                engine.requests.count(digest, tenant.id, is_sent=False, suspects=lambda: [*suspects]) as in_flight,
+                engine.requests.count(digest, tenant.id, is_sent=False, suspects=partial(named, suspects)) as in_flight,
                 in_flight.ending_with(ClientError, ConnectionError),
             ):
                 kind = self._kinds[engine.address.traits.name]

@@ -137,9 +137,9 @@ class Fleet:
         """
         return self._registry.of_base(base).keeps_allowances
 
-    def check(self, tenant_id: str, model: "Model", body: dict[str, Any]) -> None:
+    async def check(self, tenant_id: str, model: "Model", body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or adapter with which engines died."""
-        self._quarantine.check(tenant_id, model.suspects, body)
+        await self._quarantine.check(tenant_id, model.suspects, body)
 
     @asynccontextmanager
     async def open(self, call: Call, bill: Bill) -> AsyncIterator[Answering]:
@@ -186,7 +186,7 @@ class Fleet:
                 while True:
                     engine = self._choose(call, tries)
                     tries.engines.append(engine)
-                    self._check_again(call)
+                    await self._check_again(call)
                     if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
                         await call.hold.cover_all()
                     bill.sent(engine, call.prompt_tokens)
@@ -315,10 +315,10 @@ class Fleet:
                 raise
             raise EngineGone(had_it=in_flight.is_sent) from error
 
-    def _check_again(self, call: Call) -> None:
+    async def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
-            self.check(call.tenant.id, call.model, call.body)
+            await self.check(call.tenant.id, call.model, call.body)
         except Quarantined as error:
             raise EngineRefused(error) from error
 

@@ -320,7 +320,7 @@ class EngineRecord:
         self.request_seconds += 0.1 * (seconds - self.request_seconds)
 
     def note_end(self) -> None:
-        """Report the death of the engine's instance, unless it had begun to drain, and forget its left requests."""
+        """Report the death of the engine's instance, unless it drained or slept, and forget its left requests."""
         if not (self.state.draining or self.is_ending):
             self.on_end(self)
         self.requests.forget_left()

@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,19 +16,26 @@ from gateway.fleet.shared_deaths import Suspect
 LEFT_SECONDS = 2.0
 # Maximum number of a tenant's left requests that are kept for an engine; the earliest are forgotten first.
 LEFT_EACH = 1000
-# Names are HMACs of whole bodies, which take 10 ms for 8 MiB. The event loop does not wait for them.
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="left-requests")
+# Names of a request in the quarantine. Those of a large body are computed in a thread.
+Names = Future[list[Suspect]]
+
+
+def named(suspects: Sequence[Suspect]) -> Names:
+    """Return names that are known already."""
+    names: Names = Future()
+    names.set_result([*suspects])
+    return names
 
 
 @dataclass(slots=True)
 class LeftRequest:
-    """A request that this process left before its answer's end, at a time (monotonic).
+    """A request or a hint that this process left before its answer's end, at a time (monotonic).
 
-    suspects: its names in the quarantine, once they are computed. is_reported: whether a death was reported with it.
+    names: its names in the quarantine; a hint has none. is_reported: whether a death was reported with it.
     """
 
     at: float
-    suspects: Future[list[Suspect]]
+    names: Names
     is_reported: bool = False
 
 
@@ -37,17 +44,20 @@ class OwnRequests:
     """This process's requests on an engine.
 
     in_flight: number of requests that the engine has not finished. by_digest: number of requests whose answers the
-    gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. loading: adapters
-    that these requests made the engine load, until it reports them or the last of their requests ends. unanswered: a
-    time-out for each request that the engine has not begun to answer.
+    gateway has not yet passed on, by adapter (None: the base model). by_tenant: the same by tenant. hinted: number of
+    hints that the engine has not answered, by tenant. loading: adapters that the requests made the engine load, until
+    it reports them or the last of their requests ends. unanswered: a time-out for each request that the engine has not
+    begun to answer.
     """
 
     in_flight: int = 0
     by_digest: Counter[str | None] = field(default_factory=Counter)
     by_tenant: Counter[str] = field(default_factory=Counter)
+    hinted: Counter[str] = field(default_factory=Counter)
     loading: set[str | None] = field(default_factory=set)
     unanswered: set[asyncio.Timeout] = field(default_factory=set)
-    # Requests that were left before the answer's end, by tenant, until the engine has shown that it survived them.
+    # Requests and hints that were left before the answer's end, by tenant, until the engine has shown that it survived
+    # them.
     _left: dict[str, deque[LeftRequest]] = field(default_factory=dict)
 
     @property
@@ -57,38 +67,47 @@ class OwnRequests:
 
     @property
     def tenants(self) -> set[str]:
-        """Return the tenants with requests of which one may be the cause if the engine dies now."""
-        return self.by_tenant.keys() | self._left.keys()
+        """Return the tenants with requests or hints of which one may be the cause if the engine dies now."""
+        return self.by_tenant.keys() | self.hinted.keys() | self._left.keys()
 
-    def report_left(self) -> list[Suspect]:
-        """Return the suspects of the requests that were left since the last report.
+    def report_left(self) -> tuple[set[str], list[Names]]:
+        """Return `tenants`, and the names of the requests that were left since the last report.
 
-        Their tenants still count: a connection may break without the engine's death, which may follow.
+        The tenants count at each death: a connection may break without the engine's death, which may follow.
         """
         left = [each for requests in self._left.values() for each in requests if not each.is_reported]
         for each in left:
             each.is_reported = True
-        return list(dict.fromkeys(suspect for each in left for suspect in each.suspects.result()))
+        return self.tenants, [each.names for each in left]
 
     def forget_left(self) -> None:
         """Forget the requests that were left, because the engine's instance has ended."""
+        for requests in self._left.values():
+            for each in requests:
+                _forget(each)
         self._left.clear()
 
     @contextmanager
     def loading_for(self, tenant_id: str) -> Iterator[None]:
-        """Count a load for a tenant until the block ends. It may be the cause of a death like a request."""
-        self.by_tenant[tenant_id] += 1
+        """Count a hint for a tenant until the block ends. It is left if the block raises.
+
+        Its load may be the cause of a death, and its connection may break before those of requests.
+        """
+        self.hinted[tenant_id] += 1
         try:
             yield
+        except BaseException:
+            self._leave(tenant_id, named(()))
+            raise
         finally:
-            count_less(self.by_tenant, tenant_id)
+            count_less(self.hinted, tenant_id)
 
     def survived(self) -> None:
         """Forget the left requests that the engine has survived, because it reports its state now."""
         before = time.monotonic() - LEFT_SECONDS
         for tenant_id, requests in list(self._left.items()):
             while requests and requests[0].at < before:
-                requests.popleft()
+                _forget(requests.popleft())
             if not requests:
                 del self._left[tenant_id]
 
@@ -100,7 +119,7 @@ class OwnRequests:
         *,
         loads: bool = False,
         is_sent: bool = True,
-        suspects: Callable[[], list[Suspect]] = list,
+        suspects: Callable[[], Names] = lambda: named(()),
     ) -> Iterator["InFlight"]:
         """Count a request until the block ends. It is left then, if it was sent and its `end` was not called.
 
@@ -122,8 +141,11 @@ class OwnRequests:
             if digest not in self.by_digest:
                 self.loading.discard(digest)
             if request.is_sent and not request.has_ended:
-                left = LeftRequest(time.monotonic(), _THREAD.submit(suspects))
-                self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
+                self._leave(tenant_id, suspects())
+
+    def _leave(self, tenant_id: str, names: Names) -> None:
+        left = LeftRequest(time.monotonic(), names)
+        self._left.setdefault(tenant_id, deque(maxlen=LEFT_EACH)).append(left)
 
     def abandon_unanswered(self) -> None:
         """End the wait of all requests that the engine has not begun to answer; they go to other engines."""
@@ -196,6 +218,12 @@ class InFlight:
         """Remove the request from `in_flight`, because the engine has finished its part. It stays in `by_digest`."""
         self._requests.in_flight -= self.is_counted
         self.is_counted = False
+
+
+def _forget(left: LeftRequest) -> None:
+    """Cancel the computation of names that no report waits for."""
+    if not left.is_reported:
+        left.names.cancel()
 
 
 def count_less(counts: Counter[Any], key: Any) -> None:

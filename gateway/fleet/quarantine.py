@@ -3,8 +3,9 @@
 Any request that an engine has when it dies may be the cause. An engine counts as having a request that was left until
 it has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other tenant
 had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's into
-quarantine. Every gateway process reports its broken and left requests to the others (`shared_deaths.py`) and applies
-their reports as its own. Only an HMAC of a request is kept and shared.
+quarantine. Every gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the
+tenants with requests or hints there, also for a death that another process reports. It applies their reports as its
+own. Only an HMAC of a request is kept and shared.
 """
 
 import asyncio
@@ -12,10 +13,13 @@ import hashlib
 import hmac
 import logging
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -23,6 +27,7 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.fleet.engine import EngineRecord
+from gateway.fleet.own_requests import Names, named
 from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
@@ -54,6 +59,12 @@ REPORT_SECONDS = 0.25
 # Age of a report up to which a process reports its own left requests for the same death. Later, the engine may run
 # again and have other requests.
 LATE_SECONDS = 5.0
+# Names are HMACs of whole bodies, which take 10 ms for 8 MiB. The event loop computes those of bodies of at most
+# INLINE_CHARS characters; other values count as VALUE_CHARS.
+INLINE_CHARS, VALUE_CHARS = 2**16, 8
+# Bodies that wait for the thread. Beyond them, the oldest of the tenant with the most gets no name.
+MAX_UNNAMED = 32
+_THREAD = ThreadPoolExecutor(1, thread_name_prefix="quarantine")
 
 
 class Quarantined(GatewayError):
@@ -75,12 +86,47 @@ class Death(msgspec.Struct, eq=False):
     tenants: set[str]
 
 
+class Unnamed:
+    """Requests with large bodies that wait for their names, oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Names, tuple[str, Callable[[], list[Suspect]]]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, tenant_id: str, compute: Callable[[], list[Suspect]]) -> Names:
+        """Return the names that `compute` returns in the thread. They are cancelled if too many bodies wait."""
+        names: Names = Future()
+        with self._lock:
+            self._waiting[names] = tenant_id, compute
+            dropped = self._drop() if len(self._waiting) > MAX_UNNAMED else None
+        if dropped is not None:
+            dropped.cancel()
+        _THREAD.submit(self._compute_next)
+        return names
+
+    def _drop(self) -> Names:
+        [(most, _)] = Counter(tenant_id for tenant_id, _ in self._waiting.values()).most_common(1)
+        oldest = next(names for names, (tenant_id, _) in self._waiting.items() if tenant_id == most)
+        del self._waiting[oldest]
+        return oldest
+
+    def _compute_next(self) -> None:
+        with self._lock:
+            names = next(iter(self._waiting), None)
+            if names is None:
+                return
+            _, compute = self._waiting.pop(names)
+        if names.set_running_or_notify_cancel():
+            _compute(names, compute)
+
+
 class Quarantine:
     """Deaths of engines, and the requests and adapters in quarantine.
 
     seconds: how long a death is remembered and a quarantine lasts. secret: key of the HMACs; the same for all processes
     of a deployment. shared: None for a single process. count: called with the kind of each new quarantine.
-    take_left: returns the suspects of the requests that this process left on an engine (its URL), once each.
+    report_left: returns the tenants with requests of this process on an engine (its URL), running or left, and the
+    names of the left ones, once each.
     """
 
     def __init__(
@@ -90,9 +136,9 @@ class Quarantine:
         shared: SharedDeaths | None = None,
         count: Callable[[str], None] = lambda kind: None,
         clock: Callable[[], float] = time.monotonic,
-        take_left: Callable[[str], list[Suspect]] = lambda url: [],
+        report_left: Callable[[str], tuple[set[str], list[Names]]] = lambda url: (set(), []),
     ) -> None:
-        self._take_left = take_left
+        self._left_on = report_left
         self._seconds = seconds
         self._secret = hmac.digest(secret, b"loraplex quarantine", hashlib.sha256)
         self._shared = shared
@@ -103,17 +149,23 @@ class Quarantine:
         # Suspects with enough deaths; other tenants of these deaths may still be reported.
         self._candidates: set[Suspect] = set()
         self._announced: set[Suspect] = set()
+        self._unnamed = Unnamed()
+        # Deaths that wait for names.
+        self._late: set[asyncio.Task[None]] = set()
         self._unsent: dict[str, Report] = {}
         self._sending: asyncio.Task[None] | None = None
 
-    def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
+    async def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
         """Raise Quarantined for a request or an adapter in quarantine."""
         now = self._clock()
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
         # A tenant's large bodies take time, and no other tenant's candidates concern them.
         if any(key.tenant_id == tenant_id for key in self._candidates):
-            for key in self.suspects(tenant_id, digests, body):
-                self._check(key, now)
+            compute = partial(self._name, tenant_id, digests, body)
+            is_quick = not _is_large(body)
+            names = compute() if is_quick else await asyncio.get_running_loop().run_in_executor(_THREAD, compute)
+            for key in names:
+                self._check(key, self._clock())
 
     def check_adapter(self, tenant_id: str, name: str) -> None:
         """Raise Quarantined for an adapter in quarantine, by its name there."""
@@ -132,26 +184,50 @@ class Quarantine:
 
         digests: the request's adapter, or all adapters of its mixture.
         """
-        self.died_with(engine, tenant_id, self.suspects(tenant_id, digests, body))
+        self._died(engine, tenant_id, self.suspects(tenant_id, digests, body))
 
     def died_with(self, engine: EngineRecord, tenant_id: str, suspects: Sequence[Suspect]) -> None:
         """Note that an engine died with a tenant's suspects, as `died`."""
-        tenants = engine.requests.tenants | {tenant_id}
-        self._note(engine, tenants, [*suspects, *engine.requests.report_left()])
+        self._died(engine, tenant_id, named(suspects))
+
+    def _died(self, engine: EngineRecord, tenant_id: str, own: Names) -> None:
+        tenants, names = engine.requests.report_left()
+        self._note_on(engine, tenants | {tenant_id}, [own, *names])
 
     def ended(self, engine: EngineRecord) -> None:
-        """Note the death of an engine's instance, if requests were left there that no report has named."""
-        tenants = engine.requests.tenants
-        if suspects := engine.requests.report_left():
-            self._note(engine, tenants, suspects)
+        """Note the death of an engine's instance, if requests were there."""
+        tenants, names = engine.requests.report_left()
+        if tenants:
+            self._note_on(engine, tenants, names)
 
-    def _note(self, engine: EngineRecord, tenants: set[str], suspects: list[Suspect]) -> None:
-        report = Report(engine.url, [*tenants], suspects)
+    def _note_on(self, engine: EngineRecord, tenants: set[str], names: Sequence[Names]) -> None:
         if (engine.foreign_load or engine.last_foreign_load) and (self._shared is None or self._shared.is_away):
-            report.tenants.append(UNKNOWN_TENANTS)
-        self._apply(report, self._clock())
+            tenants = tenants | {UNKNOWN_TENANTS}
+        self._note(engine.url, tenants, names, self._clock())
+
+    def _note(self, engine_url: str, tenants: set[str], names: Sequence[Names], at: float) -> None:
+        """Apply and report a death with the names that are computed; the others follow when they are."""
+        late = [each for each in names if not each.done()]
+        found = dict.fromkeys(suspect for each in names if each not in late for suspect in _computed(each))
+        report = Report(engine_url, [*tenants], [*found])
+        death = self._apply(report, at)
+        self._share(report)
+        for each in late:
+            task = asyncio.create_task(self._note_late(engine_url, death, each))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+
+    async def _note_late(self, engine_url: str, death: Death, names: Names) -> None:
+        """Add names to a death that is noted already, when they are computed."""
+        await asyncio.gather(asyncio.wrap_future(names), return_exceptions=True)
+        if suspects := _computed(names):
+            self._add(death, suspects)
+            # Another process may count a late report as a death of its own, so it names all tenants.
+            self._share(Report(engine_url, [*death.tenants], suspects))
+
+    def _share(self, report: Report) -> None:
         if self._shared is None:
-            self._announce(suspects)
+            self._announce(report.suspects)
         else:
             self._report(report)
 
@@ -162,9 +238,11 @@ class Quarantine:
 
     async def reported(self) -> None:
         """Wait, within a deadline, until the last death is reported and all earlier reports are read."""
-        if self._sending is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(REPORT_SECONDS):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(REPORT_SECONDS):
+                if self._late:
+                    await asyncio.wait(self._late)
+                if self._sending is not None:
                     await asyncio.shield(self._sending)
 
     async def watch(self) -> None:
@@ -183,16 +261,19 @@ class Quarantine:
         assert self._shared is not None
         for report, age in await self._shared.read():
             if age < self._seconds:
-                self._apply(report, self._clock() - age)
-            if age < LATE_SECONDS:
-                self._report_left(report.engine, self._clock() - age)
+                at = self._clock() - age
+                death = self._apply(report, at)
+                if age < LATE_SECONDS:
+                    self._report_left(report.engine, death, at)
 
-    def _report_left(self, engine_url: str, at: float) -> None:
-        """Report the requests that this process left on an engine before its death: one may be the cause."""
-        if suspects := self._take_left(engine_url):
-            report = Report(engine_url, [*{each.tenant_id for each in suspects}], suspects)
-            self._apply(report, at)
-            self._report(report)
+    def _report_left(self, engine_url: str, death: Death, at: float) -> None:
+        """Report this process's requests on an engine for another's report: one may be the cause.
+
+        A death that has their tenants already was reported with them.
+        """
+        tenants, names = self._left_on(engine_url)
+        if names or not tenants <= death.tenants:
+            self._note(engine_url, tenants, names, at)
 
     def _report(self, report: Report) -> None:
         """Add to the engine's unsent report. All requests that break at once go into a single message."""
@@ -227,17 +308,25 @@ class Quarantine:
                 what = key.kind, len(self._deaths[key]), key.tenant_id
                 log.error("quarantine: the %s was on %d engines when they died: tenant %s", *what)
 
-    def _apply(self, report: Report, at: float) -> None:
-        """Add a report to the known deaths. at: the time of the report on this process's clock."""
+    def _apply(self, report: Report, at: float) -> Death:
+        """Add a report to the known deaths, and return its own. at: the report's time on this process's clock."""
         death = self._death(report.engine, at)
         death.tenants.update(report.tenants)
+        self._add(death, report.suspects)
+        return death
+
+    def _add(self, death: Death, suspects: Sequence[Suspect]) -> None:
+        """Add suspects to a death."""
         recent = death.at - self._seconds
-        for key in report.suspects:
+        for key in suspects:
             deaths = [known for known in self._deaths.pop(key, []) if known.at > recent and known is not death]
             # The newest last, so that the oldest is forgotten first.
             self._deaths[key] = [*deaths, death]
             if len(self._deaths[key]) >= DEATHS.get(key.kind, math.inf):
                 self._candidates.add(key)
+            else:
+                # It may have been one by deaths that are forgotten now.
+                self._candidates.discard(key)
         while (excess := len(self._deaths) - MAX_SUSPECTS) > 0:
             # The oldest of the tenant with the most, so that no tenant makes room for its own at others' expense.
             [(most, _)] = Counter(key.tenant_id for key in self._deaths).most_common(1)
@@ -256,9 +345,53 @@ class Quarantine:
     def _is_alone(self, key: Suspect) -> bool:
         return set.intersection(*(death.tenants for death in self._deaths[key])) == {key.tenant_id}
 
-    def suspects(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
-        """Return the suspects of a request: itself and its adapters."""
+    def suspects(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> Names:
+        """Return the suspects of a request, itself and its adapters. They are computed at once for a small body."""
+        compute = partial(self._name, tenant_id, digests, body)
+        if _is_large(body):
+            return self._unnamed.add(tenant_id, compute)
+        names: Names = Future()
+        _compute(names, compute)
+        return names
+
+    def _name(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
         lasting = {name: value for name, value in sorted(body.items()) if name not in VOLATILE}
         message = msgspec.json.encode([tenant_id, digests, lasting])
         found = Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())
         return [found, *(Suspect("adapter", tenant_id, digest) for digest in digests)]
+
+
+def _compute(names: Names, compute: Callable[[], list[Suspect]]) -> None:
+    """Set names to the result of `compute`, or to its error."""
+    try:
+        names.set_result(compute())
+    except Exception as error:  # noqa: BLE001 - passed on to the reader, which loses this request only
+        names.set_exception(error)
+
+
+def _computed(names: Names) -> list[Suspect]:
+    """Return computed names; none if they could not be computed, or too many bodies waited."""
+    if names.cancelled():
+        return []
+    if error := names.exception():
+        # Its text may have a part of the body.
+        log.error("quarantine: a request on an engine that died has no name: %s", type(error).__name__)
+        return []
+    return names.result()
+
+
+def _is_large(body: dict[str, Any]) -> bool:
+    """Return whether the names of a body are computed in the thread. At most INLINE_CHARS of it are read."""
+    size, values = 0, list[Any]([body])
+    while values and size <= INLINE_CHARS:
+        value = values.pop()
+        if isinstance(value, str):
+            size += len(value)
+        elif isinstance(value, msgspec.Raw):
+            size += memoryview(value).nbytes
+        elif isinstance(value, dict | list):
+            size += VALUE_CHARS * len(value)
+            if size <= INLINE_CHARS:
+                values += value
+                values += value.values() if isinstance(value, dict) else ()
+    return size > INLINE_CHARS

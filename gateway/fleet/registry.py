@@ -11,8 +11,8 @@ from gateway.errors import NoEngine
 from gateway.fleet.base_engines import EXACT, MAX_AGE, BaseEngines, capacity_of
 from gateway.fleet.engine import DEFAULT_SLOTS, Address, Drained, EngineRecord
 from gateway.fleet.health import Health
+from gateway.fleet.own_requests import Names
 from gateway.fleet.queue import Capacity
-from gateway.fleet.shared_deaths import Suspect
 from gateway.fleet.sleeping import BaseAsleep
 
 log = logging.getLogger(__name__)
@@ -61,10 +61,10 @@ class Registry:
     def engines(self) -> tuple[EngineRecord, ...]:
         return tuple(self._engines.values())
 
-    def take_left(self, url: str) -> list[Suspect]:
-        """Return the unreported suspects of the requests that were left on an engine; none if it is unknown."""
+    def report_left(self, url: str) -> tuple[set[str], list[Names]]:
+        """Return the result of `OwnRequests.report_left` for an engine; nothing if it is unknown."""
         engine = self._engines.get(url)
-        return [] if engine is None else engine.requests.report_left()
+        return (set(), []) if engine is None else engine.requests.report_left()
 
     @property
     def up(self) -> list[EngineRecord]:

@@ -135,7 +135,7 @@ class Admission:
     ) -> Account:
         """Reserve a request's amounts on the tenant's limits, and limit it to the granted tokens."""
         tenant = principal.tenant
-        self._fleet.check(tenant.id, model, asked.body)
+        await self._fleet.check(tenant.id, model, asked.body)
         self._accounting.check_room()
         base = self._catalog.bases.name_of(model.base)
         price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights

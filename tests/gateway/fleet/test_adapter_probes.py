@@ -12,7 +12,8 @@ from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
 from gateway.fleet.registry import Registry
-from gateway.records.bases.base import Binding
+from gateway.fleet.shared_deaths import Suspect
+from gateway.records.bases.base import Binding, suspect_name
 from gateway.records.database import Database
 from gateway.records.tenants.tenants import Tenant, Tenants
 from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock
@@ -135,3 +136,21 @@ async def test_a_quarantined_adapter_is_not_refused_for_good(engines: Engines):
     engines.clock.now += 101.0
     assert await engines.attempt() is NotProbed
     assert len(engines.probed) == 1
+
+
+async def test_deaths_on_one_base_model_refuse_no_probe_on_another(database: Database):
+    acme = await Tenants(database).create("acme", {}, "op")
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+
+    async def discover() -> list[Address]:
+        return []
+
+    prober = AdapterProber(Registry(discover, cast(Any, None)), cast(Any, {}), quarantine)
+    for own, digest in (("", "d"), ("qwen", "e")):
+        mark = suspect_name(digest, own)
+        for url in ("http://one:1", "http://two:1"):
+            clock.now += ONE_DEATH_SECONDS
+            quarantine.died_with(EngineRecord(parse_address(url)), acme.id, [Suspect("probe", acme.id, mark)])
+        for base in ("", "qwen"):
+            with pytest.raises(AdapterRefused if base == own else NotProbed):
+                await prober.probe(acme, digest, Binding(base))

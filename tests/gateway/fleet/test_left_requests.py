@@ -2,22 +2,34 @@
 
 import asyncio
 import threading
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
-from aiohttp import ClientRequest, TCPConnector
+from aiohttp import ClientRequest, ServerDisconnectedError, TCPConnector
 
 from gateway.fleet import own_requests
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
+from gateway.fleet.quarantine import _THREAD, INLINE_CHARS, ONE_DEATH_SECONDS, VALUE_CHARS, Quarantine, Quarantined
 from gateway.fleet.shared_deaths import Suspect
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, have_left, is_quarantined, leave
+from tests.gateway.fleet.test_quarantine import (
+    BODY,
+    SECRET,
+    Clock,
+    die,
+    engine,
+    have_left,
+    is_quarantined,
+    leave,
+    restart,
+)
 
 
 class Connections:
@@ -103,14 +115,8 @@ async def test_the_name_of_a_left_request_is_computed_beside_the_event_loop(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     """The event loop stood for the HMAC of a large body."""
-    threads = []
-    suspects = Quarantine.suspects
-
-    def named(self: Quarantine, *request: Any) -> list[Suspect]:
-        threads.append(threading.current_thread())
-        return suspects(self, *request)
-
-    monkeypatch.setattr(Quarantine, "suspects", named)
+    threads = note_threads(monkeypatch)
+    monkeypatch.setattr("gateway.fleet.quarantine.INLINE_CHARS", 0)
     acme = await gateway.tenant("acme")
     asked = asyncio.create_task(acme.complete(max_tokens=8, x_engine={"delay": 60.0, "tokens": 8}))
 
@@ -126,13 +132,152 @@ async def test_the_name_of_a_left_request_is_computed_beside_the_event_loop(
     assert threads[0] is not threading.current_thread()
 
 
+def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Return the threads that compute names from now on."""
+    threads, compute = list[threading.Thread](), Quarantine._name
+
+    def name(self: Quarantine, *request: Any) -> list[Suspect]:
+        threads.append(threading.current_thread())
+        return compute(self, *request)
+
+    monkeypatch.setattr(Quarantine, "_name", name)
+    return threads
+
+
+@pytest.mark.parametrize(
+    "large",
+    [
+        {"prompt": "x" * INLINE_CHARS},
+        {"prompt": [1] * (INLINE_CHARS // VALUE_CHARS)},
+        {"messages": [{"role": "user", "content": "x" * (INLINE_CHARS // 8)}] * 8},
+        {"guided": msgspec.Raw(b'"' + b"x" * INLINE_CHARS + b'"')},
+        {"response_format": {"x" * INLINE_CHARS: 1}},
+    ],
+)
+async def test_a_large_body_is_checked_beside_the_event_loop(large: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    for _ in range(2):
+        die(quarantine, clock, engine(a=1))
+        quarantine.died(engine(a=1), "a", (), large)
+        await quarantine.reported()
+    threads = note_threads(monkeypatch)
+    assert is_quarantined(quarantine)
+    assert threads == [threading.current_thread()]
+    with pytest.raises(Quarantined):
+        await quarantine.check("a", (), large)
+    assert threads[1] is not threading.current_thread()
+
+
+class Bodies:
+    """Left requests with large bodies, whose names wait until `go` is set. named: the prompts of those with names."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go, self.named = threading.Event(), list[str]()
+        self._compute = Quarantine._name
+        monkeypatch.setattr("gateway.fleet.quarantine.INLINE_CHARS", 100)
+        monkeypatch.setattr(Quarantine, "_name", self._name)
+        self.quarantine = Quarantine(100.0, SECRET, clock=Clock())
+
+    def _name(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
+        if threading.current_thread() is not threading.main_thread():
+            assert self.go.wait(60.0)
+            self.named.append(body["prompt"][0])
+            if body["prompt"].startswith("!"):
+                raise ValueError(body["prompt"])
+        return self._compute(self.quarantine, tenant_id, digests, body)
+
+    def leave(self, record: EngineRecord, tenant: str, prompt: str) -> None:
+        body = {"prompt": prompt * 101}
+        with record.requests.count(None, tenant, suspects=partial(self.quarantine.suspects, tenant, (), body)):
+            pass
+
+    async def settle(self) -> None:
+        self.go.set()
+        await asyncio.get_running_loop().run_in_executor(_THREAD, int)
+        await self.quarantine.reported()
+
+
+@pytest.fixture
+def bodies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bodies]:
+    made = Bodies(monkeypatch)
+    yield made
+    made.go.set()
+
+
+async def test_a_death_does_not_wait_for_the_names_of_large_bodies(bodies: Bodies, caplog: pytest.LogCaptureFixture):
+    """It waited for all of them, and one that failed lost the death of all."""
+    record = engine(c=1)
+    leave(bodies.quarantine, record, "b")
+    for prompt in ("1", "!", "2"):
+        bodies.leave(record, "a", prompt)
+    bodies.quarantine.ended(record)
+    record.requests.forget_left()
+    [death] = bodies.quarantine._last.values()
+    assert death.tenants == {"a", "b", "c"}
+    assert [suspect.tenant_id for suspect in bodies.quarantine._deaths] == ["b"]
+    await bodies.settle()
+    assert [(suspect.tenant_id, deaths) for suspect, deaths in bodies.quarantine._deaths.items()] == [
+        ("b", [death]),
+        ("a", [death]),
+        ("a", [death]),
+    ]
+    assert "has no name: ValueError" in caplog.text
+    assert "!!" not in caplog.text
+
+
+async def test_a_retry_waits_for_the_name_of_its_death(bodies: Bodies, monkeypatch: pytest.MonkeyPatch):
+    """Otherwise a request that ends engines would get a further one while other bodies are hashed."""
+    monkeypatch.setattr("gateway.fleet.quarantine.REPORT_SECONDS", 60.0)
+    large = {"prompt": "x" * 101}
+    for url in ("http://one:1", "http://two:1"):
+        bodies.quarantine.died(engine(url, a=1), "a", (), large)
+    waits = asyncio.create_task(bodies.quarantine.reported())
+    await asyncio.sleep(0.05)
+    assert not waits.done()
+    bodies.go.set()
+    await waits
+    with pytest.raises(Quarantined):
+        await bodies.quarantine.check("a", (), large)
+
+
+async def test_large_bodies_that_wait_for_names_are_bounded(bodies: Bodies, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("gateway.fleet.quarantine.MAX_UNNAMED", 4)
+    record = engine()
+    bodies.leave(record, "c", "0")
+    await until(lambda: asyncio.sleep(0, not bodies.quarantine._unnamed._waiting))
+    for tenant, prompt in ("b1", "a2", "a3", "a4", "a5", "b6"):
+        bodies.leave(record, tenant, prompt)
+    assert record.requests.tenants == {"a", "b", "c"}, "a tenant counts also without a name"
+    bodies.quarantine.ended(record)
+    await bodies.settle()
+    assert bodies.named == ["0", "1", "4", "5", "6"]
+
+
+@pytest.mark.parametrize("how", ["survived", "drained"])
+async def test_no_name_is_computed_for_a_request_that_the_engine_survived(
+    how: str, bodies: Bodies, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    record = engine()
+    bodies.leave(record, "c", "0")
+    await until(lambda: asyncio.sleep(0, not bodies.quarantine._unnamed._waiting))
+    bodies.leave(record, "a", "1")
+    if how == "survived":
+        record.observe_state(EngineState(), 0)
+    else:
+        record.mark_down("it finishes its requests and stops", Health.DRAINING)
+        record.note_end()
+    await bodies.settle()
+    assert bodies.named == ["0"]
+
+
 async def test_no_body_is_hashed_for_other_tenants_quarantines(monkeypatch: pytest.MonkeyPatch):
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     for _ in range(2):
         die(quarantine, clock, engine(a=1))
     assert is_quarantined(quarantine)
-    monkeypatch.setattr(Quarantine, "suspects", lambda *_: pytest.fail("hashed"))
-    quarantine.check("b", (), BODY)
+    monkeypatch.setattr(Quarantine, "_name", lambda *_: pytest.fail("hashed"))
+    await quarantine.check("b", (), BODY)
 
 
 @pytest.mark.parametrize("ends", ["drain", "break"])
@@ -152,6 +297,17 @@ def test_left_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
     assert not is_quarantined(quarantine)
 
 
+def test_a_tenants_left_request_counts_at_each_death_until_the_instance_has_ended():
+    """After a report of it, a later death was noted without its tenant, so that another one was there alone."""
+    quarantine, record = Quarantine(100.0, SECRET, clock=(clock := Clock())), engine()
+    leave(quarantine, record, "b")
+    die(quarantine, clock, record)
+    assert quarantine._last[record.url].tenants == {"a", "b"}
+    restart(quarantine, record, clock)
+    assert quarantine._last[record.url].tenants == {"b"}
+    assert [len(deaths) for deaths in quarantine._deaths.values()] == [1, 1], "its request counts at one death"
+
+
 async def test_a_hint_may_be_the_cause_while_the_engine_loads_its_adapter():
     records, tenants = [engine(a=1)], list[set[str]]()
 
@@ -164,3 +320,23 @@ async def test_a_hint_may_be_the_cause_while_the_engine_loads_its_adapter():
     await until(lambda: asyncio.sleep(0, len(tenants) == 1))
     assert tenants == [{"a", "b"}]
     await until(lambda: asyncio.sleep(0, records[0].requests.tenants == {"a"}))
+
+
+@pytest.mark.parametrize("error", [ServerDisconnectedError, TimeoutError])
+async def test_a_hint_that_breaks_may_be_the_cause_of_the_death(error: type[Exception]):
+    """It counted no more when the other tenant's request broke just after it, and that tenant alone was blamed."""
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    records = [engine(a=1), engine("http://two:1", a=1)]
+
+    async def send(record: EngineRecord, digest: str, tenant_id: str) -> bool:
+        raise error
+
+    prefetch = Prefetch(send)
+    for record in records:
+        prefetch.hint(record, ["d"], "b")
+        await until(lambda: asyncio.sleep(0, not prefetch._tasks))
+        die(quarantine, clock, record)
+        assert [death.tenants for death in quarantine._last.values()][-1] == {"a", "b"}
+        record.observe_state(EngineState(instance="next"), 0)
+        assert record.requests.tenants == {"a"}
+    assert not is_quarantined(quarantine)

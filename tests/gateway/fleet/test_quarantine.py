@@ -12,7 +12,6 @@ import pytest
 
 from gateway.errors import UpstreamFailed
 from gateway.fleet import own_requests
-from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from gateway.fleet.call import EngineGone, EngineRefused
@@ -20,10 +19,6 @@ from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
 from gateway.fleet.registry import Registry
-from gateway.fleet.shared_deaths import Suspect
-from gateway.records.bases.base import Binding, suspect_name
-from gateway.records.database import Database
-from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.test_adapters import files, push
@@ -57,11 +52,15 @@ def die(quarantine: Quarantine, clock: Clock, at: EngineRecord, tenant: str = "a
 
 
 def is_quarantined(quarantine: Quarantine, tenant: str = "a", digests: Sequence[str] = (), **body: Any) -> bool:
+    check = quarantine.check(tenant, digests, BODY | body)
     try:
-        quarantine.check(tenant, digests, BODY | body)
+        # The check of a small body never waits.
+        check.send(None)
     except Quarantined:
         return True
-    return False
+    except StopIteration:
+        return False
+    raise AssertionError("the check waited")
 
 
 def test_a_request_is_quarantined_after_its_second_death_for_a_time(clock: Clock):
@@ -77,6 +76,18 @@ def test_a_request_is_quarantined_after_its_second_death_for_a_time(clock: Clock
     assert counted == ["request"]
     clock.now += 101.0
     assert not is_quarantined(quarantine)
+
+
+def test_deaths_that_are_forgotten_count_no_more(clock: Clock):
+    """A request was quarantined by one new death after two that were older than the quarantine's time."""
+    quarantine = Quarantine(100.0, SECRET, clock=clock)
+    die(quarantine, clock, engine(a=1))
+    die(quarantine, clock, engine(a=1))
+    clock.now += 101.0
+    die(quarantine, clock, engine(a=1))
+    assert not is_quarantined(quarantine)
+    die(quarantine, clock, engine(a=1))
+    assert is_quarantined(quarantine)
 
 
 def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
@@ -192,7 +203,10 @@ def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monk
     for _ in range(11):
         leave(quarantine, record, "a")
     assert len(record.requests._left["a"]) == 10
-    assert record.requests.report_left() == quarantine.suspects("a", (), BODY)
+    tenants, names = record.requests.report_left()
+    assert tenants == {"a"}
+    assert [each.result() for each in names] == 10 * [quarantine.suspects("a", (), BODY).result()]
+    assert record.requests.report_left() == ({"a"}, []), "the tenant counts at each death, its requests at one"
 
 
 @pytest.mark.parametrize("health", [Health.DOWN, Health.UP])
@@ -380,21 +394,3 @@ async def test_an_adapter_store_that_fails_closes_no_engine(
     upstream.refuses = False
     for tenant in tenants:
         assert (await tenant.complete()).status == 200
-
-
-async def test_deaths_on_one_base_model_refuse_no_probe_on_another(clock: Clock, database: Database):
-    acme = await Tenants(database).create("acme", {}, "op")
-    quarantine = Quarantine(100.0, SECRET, clock=clock)
-
-    async def discover() -> list[Address]:
-        return []
-
-    prober = AdapterProber(Registry(discover, cast(Any, None)), cast(Any, {}), quarantine)
-    for own, digest in (("", "d"), ("qwen", "e")):
-        mark = suspect_name(digest, own)
-        for url in ("http://one:1", "http://two:1"):
-            clock.now += ONE_DEATH_SECONDS
-            quarantine.died_with(engine(url), acme.id, [Suspect("probe", acme.id, mark)])
-        for base in ("", "qwen"):
-            with pytest.raises(AdapterRefused if base == own else NotProbed):
-                await prober.probe(acme, digest, Binding(base))

