@@ -50,7 +50,7 @@ class AdapterRefused(Exception):
 
 
 class NotProbed(Exception):
-    """No engine could probe the adapter now; it can be tried again."""
+    """No engine could probe the adapter now; it can be tried again. The message is for its tenant."""
 
 
 class AdapterProber:
@@ -147,10 +147,12 @@ def _read(engine: EngineRecord, status: int, answer: bytes) -> AdapterProbe:
         raise AdapterRefused([Reason(message=detail.message, code=detail.code)], is_final=False)
     try:
         if status != 200:
-            raise NotProbed(f"engine {engine.url} answered {status}")
+            log.info("engine %s answered a probe with status %d", engine.url, status)
+            raise NotProbed(f"the engine answered {status}")
         probe = msgspec.json.decode(answer, type=AdapterProbe)
     except msgspec.MsgspecError as error:
-        raise NotProbed(f"engine {engine.url} sent another answer than a probe's") from error
+        log.info("engine %s sent another answer than a probe's", engine.url)
+        raise NotProbed("the engine sent another answer than a probe's") from error
     if probe.reasons:
         reasons = [Reason(message=each.message, param="file", code=each.code) for each in probe.reasons]
         raise AdapterRefused(reasons, probe)

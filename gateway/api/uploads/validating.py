@@ -11,6 +11,7 @@ import msgspec
 from gateway.billing.sweeps import Client, is_first
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
+from gateway.fleet.quarantine import Quarantined
 from gateway.process.background import running
 from gateway.records.adapters.catalog import Adapter, Catalog
 from gateway.records.adapters.probes import Probes, Unprobed
@@ -41,6 +42,13 @@ class ProbeRefused(BadRequest):
     def __init__(self, reasons: tuple[Reason, ...]) -> None:
         text = "; ".join(reason.message for reason in reasons)
         super().__init__(f"The adapter was refused: {text}.", param="file", code=reasons[0].code)
+
+
+def _unavailable(error: NotProbed) -> Unavailable:
+    """Return the tenant's error for an adapter that is not probed now. A quarantine says when it ends."""
+    cause = error.__cause__
+    seconds = int(cause.headers["Retry-After"]) if isinstance(cause, Quarantined) else 1
+    return Unavailable(f"The adapter cannot be probed now: {str(error).rstrip('.')}.", retry_after=seconds)
 
 
 class Validation:
@@ -116,7 +124,7 @@ class Validation:
             try:
                 now = await self._prober.probe(tenant, found.digest, binding, engine)
             except NotProbed as error:
-                raise Unavailable("No engine can probe the adapter now; try again shortly.") from error
+                raise _unavailable(error) from error
             except AdapterRefused as refused:
                 if refused.probe is None:
                     raise ProbeRefused(refused.reasons) from refused

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.api.uploads import validating
+from gateway.fleet.adapter_probes import AdapterProber, NotProbed
 from testing.adapter_files import upload_form
 from testing.engine import RunningServer
 from testing.gateway.running import Client, Gateway, running, settings, until
@@ -81,6 +82,11 @@ async def test_a_tenant_that_fails_engines_during_probes_gets_no_adapter_of_anot
     """Two engines died during probes of the adapter, so it was refused."""
     monkeypatch.setattr(validating, "SEARCH_SECONDS", 0.1)
     monkeypatch.setattr(validating, "CLAIM_SECONDS", 0.1)
+    unprobed = note_unprobed(monkeypatch)
+
+    async def has_waited() -> bool:
+        return any("each engine now has other tenants' requests" in reason for reason in unprobed)
+
     model, store = tmp_path_factory.mktemp("model"), tmp_path_factory.mktemp("store")
     save_model(model)
     save_adapter(tmp_path / "adapter")
@@ -104,7 +110,7 @@ async def test_a_tenant_that_fails_engines_during_probes_gets_no_adapter_of_anot
             assert (pushed.status, pushed.json["state"]) == (202, "validating")
             await until(lambda: has_faults(gateway))
             # The next attempts find an engine that has only the other tenant's requests.
-            await asyncio.sleep(3.0)
+            await until(has_waited)
             assert [each["state"] for each in await versions(acme)] == ["validating"]
             assert len(await gateway.engine_faults()) == 1
             for each in attack:
@@ -114,6 +120,21 @@ async def test_a_tenant_that_fails_engines_during_probes_gets_no_adapter_of_anot
                 return [each["state"] for each in await versions(acme)] == ["ready"]
 
             await until(is_ready)
+
+
+def note_unprobed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the reasons for which adapters were not probed, to which later ones are added."""
+    reasons, probe = list[str](), AdapterProber.probe
+
+    async def note(*given: Any) -> Any:
+        try:
+            return await probe(*given)
+        except NotProbed as error:
+            reasons.append(str(error))
+            raise
+
+    monkeypatch.setattr(AdapterProber, "probe", note)
+    return reasons
 
 
 async def keep_running(tenant: Client, number: int) -> None:
