@@ -174,7 +174,7 @@ class Bodies:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.named = threading.Event(), list[str]()
         self._compute = Quarantine._name
-        monkeypatch.setattr("gateway.fleet.quarantine.INLINE_CHARS", 100)
+        monkeypatch.setattr("gateway.fleet.quarantine.INLINE_CHARS", 1000)
         monkeypatch.setattr(Quarantine, "_name", self._name)
         self.quarantine = Quarantine(100.0, SECRET, clock=Clock())
 
@@ -187,7 +187,7 @@ class Bodies:
         return self._compute(self.quarantine, tenant_id, digests, body)
 
     def leave(self, record: EngineRecord, tenant: str, prompt: str) -> None:
-        body = {"prompt": prompt * 101}
+        body = {"prompt": prompt * 1001}
         with record.requests.count(None, tenant, suspects=partial(self.quarantine.suspects, tenant, (), body)):
             pass
 
@@ -228,7 +228,7 @@ async def test_a_death_does_not_wait_for_the_names_of_large_bodies(bodies: Bodie
 async def test_a_retry_waits_for_the_name_of_its_death(bodies: Bodies, monkeypatch: pytest.MonkeyPatch):
     """Otherwise a request that ends engines would get a further one while other bodies are hashed."""
     monkeypatch.setattr("gateway.fleet.quarantine.REPORT_SECONDS", 60.0)
-    large = {"prompt": "x" * 101}
+    large = {"prompt": "x" * 1001}
     for url in ("http://one:1", "http://two:1"):
         bodies.quarantine.died(engine(url, a=1), "a", (), large)
     waits = asyncio.create_task(bodies.quarantine.reported())
