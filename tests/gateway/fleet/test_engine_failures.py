@@ -1,6 +1,7 @@
 """Real engines whose steps fail: the request that is the cause fails two engines, and no more."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
@@ -58,15 +59,20 @@ async def test_a_request_whose_step_fails_is_quarantined_after_two_engines(
             assert (await other.complete(**body)).status == 200
 
 
-def failing_beside_probes(forward: Callable[..., Any], begun: set[str], url: str) -> Callable[..., Any]:
-    """Return a slow step that fails if the cause and a probe are both in it. begun: gets `url` with the cause."""
+def failing_beside_probes(
+    forward: Callable[..., Any], begun: set[str], url: str, over: threading.Event
+) -> Callable[..., Any]:
+    """Return a slow step that fails if a probe is in it, from a step with the cause until `over`.
+
+    begun: gets `url` with the cause. A probe may have a step to itself while the cause is in the engine.
+    """
 
     def fail(plan: Any) -> Any:
         time.sleep(0.02)
         if any(request.params.seed == CAUSE for request in plan):
             begun.add(url)
-            if any(request.params.keep_logits for request in plan):
-                raise Panic("of Rust")
+        if url in begun and not over.is_set() and any(request.params.keep_logits for request in plan):
+            raise Panic("of Rust")
         return forward(plan)
 
     return fail
@@ -92,10 +98,10 @@ async def test_a_tenant_that_fails_engines_during_probes_gets_no_adapter_of_anot
     save_adapter(tmp_path / "adapter")
     with ExitStack() as stack:
         engines = [stack.enter_context(closing(RunningServer(model, store, internal_token=TOKEN))) for _ in range(2)]
-        begun = set[str]()
+        begun, over = set[str](), threading.Event()
         for each in engines:
             runner = each.core.engine.runner
-            runner.forward = failing_beside_probes(runner.forward, begun, each.url)  # type: ignore[method-assign]
+            runner.forward = failing_beside_probes(runner.forward, begun, each.url, over)  # type: ignore[method-assign]
         given = {"adapter_store": str(store), "base_model": "tiny", "redis_timeout": 30.0}
         of = settings(tmp_path, model, [each.url for each in engines], redis_url, **given)
         async with running(of) as gateway:
@@ -113,6 +119,7 @@ async def test_a_tenant_that_fails_engines_during_probes_gets_no_adapter_of_anot
             await until(has_waited)
             assert [each["state"] for each in await versions(acme)] == ["validating"]
             assert len(await gateway.engine_faults()) == 1
+            over.set()
             for each in attack:
                 each.cancel()
 
