@@ -112,7 +112,7 @@ async def test_all_requests_that_wait_for_a_load_count_from_its_sending():
 
 
 async def test_a_load_whose_clients_have_all_left_is_not_sent():
-    """Nobody would be known as the cause of a death."""
+    """A death by it would have no known cause."""
     server = Server()
     server.answers.set()
     server.reads.clear()
