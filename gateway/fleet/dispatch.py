@@ -377,7 +377,7 @@ class Fleet:
         except EngineRefused as refusal:
             if refusal.broken or refusal.failed:
                 record = breaker.failed
-            elif refusal.status is not None:
+            elif refusal.status is not None and not refusal.unserved:
                 record = breaker.succeeded
             raise
         finally:

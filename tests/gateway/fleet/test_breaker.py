@@ -9,6 +9,9 @@ from gateway.fleet import breaker
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN, FIRST_PAUSE_SECONDS, MAX_TRIAL_SECONDS, Breakers
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
+from testing.gateway.vllm_double import VllmDouble
+from tests.gateway.api.test_adapters import files, push
+from tests.gateway.fleet.kinds.test_fleet_vllm import key_file
 from tests.gateway.fleet.test_quarantine import Clock
 
 
@@ -274,3 +277,29 @@ async def test_a_trial_that_gets_no_first_byte_in_time_has_failed(
         upstream.holds = False
         assert (await asked).status == 200
         assert (await d.complete()).status == 200
+
+
+async def test_a_request_that_no_engine_of_the_kind_serves_is_no_success(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Nothing was sent to the engine, so its breaker must not close."""
+    clock, made = Clock(), list[Breakers]()
+
+    def make() -> Breakers:
+        made.append(Breakers(clock))
+        return made[-1]
+
+    monkeypatch.setattr("gateway.fleet.engine.Breakers", make)
+    async with VllmDouble().serving() as vllm:
+        engines = [f"vllm+{vllm.url}?key_file={key_file(tmp_path)}"]
+        async with running(settings(tmp_path, model_dir, engines, redis_url, redis_timeout=30.0)) as gateway:
+            acme = await gateway.tenant("acme")
+            for seed, name in enumerate(("a", "b")):
+                assert (await push(acme, name, files(seed))).status == 201
+            [breakers] = made
+            fail(breakers, *"ab" * FAILURES_UNTIL_OPEN)
+            clock.now += FIRST_PAUSE_SECONDS
+            assert (await acme.complete(model="a*0.5+b*0.5")).error["param"] == "model"
+            assert breakers.allows("c"), "the trial is free again"
+            breakers.sent("c")
+            assert not breakers.allows("d"), "the breaker is half open still"
