@@ -2,7 +2,7 @@
 
 A proposer's work to catch up with requests before it can draft for them is paid from a credit: the time that drafts
 have saved, and a share of the time of steps without drafts, for trials. So whatever has to be caught up, and whatever
-comes of it, an engine is slower than without this work by that share at most.
+comes of it, an engine loses the initial credit once, and later that share of its time at most.
 """
 
 from dataclasses import dataclass
