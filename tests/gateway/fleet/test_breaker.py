@@ -240,17 +240,24 @@ def test_a_trial_without_an_answer_blocks_others_once(how: str):
         assert not breakers.allows("d"), "the later trial runs"
 
 
-async def test_a_trial_that_gets_no_first_byte_in_time_has_failed(
-    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
-):
-    """The time-out counted as a client that left: the pause did not grow, and the tenant got the next trial too."""
-    clock, made = Clock(), list[Breakers]()
+def made_breakers(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> list[Breakers]:
+    """Give the breakers of later engines this clock. Return a list to which each of them is added."""
+    made: list[Breakers] = []
 
     def make() -> Breakers:
         made.append(Breakers(clock))
         return made[-1]
 
     monkeypatch.setattr("gateway.fleet.engine.Breakers", make)
+    return made
+
+
+async def test_a_trial_that_gets_no_first_byte_in_time_has_failed(
+    tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The time-out counted as a client that left: the pause did not grow, and the tenant got the next trial too."""
+    clock = Clock()
+    made = made_breakers(monkeypatch, clock)
     async with (
         Upstream().serving() as upstream,
         running(settings(tmp_path, model_dir, [upstream.url], redis_url, engine_timeout=1.0)) as gateway,
@@ -283,13 +290,8 @@ async def test_a_request_that_no_engine_of_the_kind_serves_is_no_success(
     tmp_path: Path, model_dir: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Nothing was sent to the engine, so its breaker must not close."""
-    clock, made = Clock(), list[Breakers]()
-
-    def make() -> Breakers:
-        made.append(Breakers(clock))
-        return made[-1]
-
-    monkeypatch.setattr("gateway.fleet.engine.Breakers", make)
+    clock = Clock()
+    made = made_breakers(monkeypatch, clock)
     async with VllmDouble().serving() as vllm:
         engines = [f"vllm+{vllm.url}?key_file={key_file(tmp_path)}"]
         async with running(settings(tmp_path, model_dir, engines, redis_url, redis_timeout=30.0)) as gateway:

@@ -58,6 +58,42 @@ class Connections:
         return len(self.tried) == number
 
 
+async def end_with_left(gateway: Gateway, upstream: Upstream, asked: "asyncio.Task[Any]", instance: str) -> None:
+    """Let the client of a request leave, and then another instance be at the engine's address."""
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    await until(partial(have_left, gateway))
+    upstream.instance = instance
+
+    async def is_known() -> bool:
+        [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+        return bool(engine["state"]["instance"] == instance)
+
+    await until(is_known)
+
+
+async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
+    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
+):
+    # Broken connections of one death would count as two then, but no connection breaks here.
+    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
+    acme = await gateway.tenant("acme")
+    body = {"prompt": "what ends engines", "max_tokens": 8, "x_engine": {"delay": 60.0, "tokens": 8}}
+
+    async def is_there() -> bool:
+        return len(upstream.requests) == number
+
+    for number in (1, 2):
+        asked = asyncio.create_task(acme.complete(**body))
+        await until(is_there)
+        await end_with_left(gateway, upstream, asked, f"after {number}")
+    got = await acme.complete(**body)
+    assert (got.status, got.error["code"]) == (422, "request_quarantined")
+    assert (await acme.complete(prompt="another")).status == 200
+
+
 async def test_a_client_that_leaves_while_the_gateway_connects_is_not_blamed(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
@@ -65,20 +101,11 @@ async def test_a_client_that_leaves_while_the_gateway_connects_is_not_blamed(
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
 
-    async def is_known() -> bool:
-        [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
-        return bool(engine["state"]["instance"] == upstream.instance)
-
     connections = Connections(monkeypatch, upstream.url)
     for number in (1, 2):
         asked = asyncio.create_task(acme.complete(**BODY))
         await until(partial(connections.are_tried, number))
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await until(partial(have_left, gateway))
-        upstream.instance = f"after {number}"
-        await until(is_known)
+        await end_with_left(gateway, upstream, asked, f"after {number}")
     connections.is_open = True
     assert (await acme.complete(**BODY)).status == 200
 

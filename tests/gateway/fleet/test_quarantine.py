@@ -295,36 +295,6 @@ async def have_left(gateway: Gateway) -> bool:
     return "loraplex_gateway_http_in_flight 1.0" in (await gateway.admin.get("/metrics")).body.decode()
 
 
-async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
-    gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
-):
-    # Broken connections of one death would count as two then, but no connection breaks here.
-    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", 0.0)
-    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
-    acme = await gateway.tenant("acme")
-    body = {"prompt": "what ends engines", "max_tokens": 8, "x_engine": {"delay": 60.0, "tokens": 8}}
-
-    async def is_there() -> bool:
-        return len(upstream.requests) == number
-
-    async def is_known() -> bool:
-        [engine] = (await gateway.admin.get("/admin/api/engines")).json["data"]
-        return bool(engine["state"]["instance"] == upstream.instance)
-
-    for number in (1, 2):
-        asked = asyncio.create_task(acme.complete(**body))
-        await until(is_there)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        await until(partial(have_left, gateway))
-        upstream.instance = f"after {number}"
-        await until(is_known)
-    got = await acme.complete(**body)
-    assert (got.status, got.error["code"]) == (422, "request_quarantined")
-    assert (await acme.complete(prompt="another")).status == 200
-
-
 async def test_a_request_that_kills_engines_is_answered_without_one(
     tmp_path: Path, model_dir: Path, redis_url: str, caplog: pytest.LogCaptureFixture
 ):
