@@ -128,8 +128,8 @@ class EngineConfig:
     )
     speculative_config: SpeculativeConfig | None = option(
         None,
-        help='Propose several tokens for a step, as JSON: {"method": "ngram", "num_speculative_tokens": 4}; no answer '
-        "changes.",
+        help='Propose several tokens for a step, as JSON: {"method": "ngram", "num_speculative_tokens": 4}, or method '
+        '"draft_model" with the field "model"; no answer changes.',
     )
     max_lora_rank: int = option(64, least=1, help="Maximum rank of an adapter.")
     lora_dtype: LoraDType = option("auto", help="Dtype of adapters.")
