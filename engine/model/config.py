@@ -12,6 +12,7 @@ from typing import Any
 from engine.model.quantised.methods import read_method
 from engine.model.rope import RopeConfig
 from wire.errors import ConfigError
+from wire.json_values import as_json
 from wire.model_config import context_length, positive, positive_number
 
 
@@ -99,7 +100,7 @@ def shared_fields(raw: dict[str, Any], architecture: str) -> dict[str, Any]:
     eos: int | list[int] | None = raw.get("eos_token_id")
     ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
     if any(type(i) is not int for i in ids):
-        raise ConfigError("eos_token_id", f"expected token ids, got {str(eos)[:40]!r}")
+        raise ConfigError("eos_token_id", f"expected token ids, got {as_json(eos)}")
     return {
         "architecture": architecture,
         "vocab_size": required(raw, "vocab_size"),
@@ -122,5 +123,5 @@ def windows_by_type(raw: dict[str, Any], window: int) -> tuple[int, ...]:
     types, num_layers = raw["layer_types"], required(raw, "num_hidden_layers")
     known = {"sliding_attention": window, "full_attention": 0}
     if not isinstance(types, list) or len(types) != num_layers or not all(kind in known for kind in types):
-        raise ConfigError("layer_types", f"expected {num_layers} of {', '.join(known)}, got {str(types)[:80]}")
+        raise ConfigError("layer_types", f"expected {num_layers} of {', '.join(known)}, got {as_json(types)}")
     return tuple(known[kind] for kind in types)

@@ -14,6 +14,7 @@ from engine.model.weights import Checkpoint, open_weights
 from engine.progress import Progress
 from kernels.ops import Ops
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +40,8 @@ def parse_model_config(raw: dict[str, Any]) -> ModelConfig:
     architectures = raw.get("architectures") or ["none"]
     architecture = architectures[0] if isinstance(architectures, list) else architectures
     if not isinstance(architecture, str) or architecture not in FAMILIES:
-        raise ConfigError(
-            "architectures", f"{architecture} is not served; expected one of {', '.join(sorted(FAMILIES))}"
-        )
+        shown = architecture if isinstance(architecture, str) else as_json(architecture)
+        raise ConfigError("architectures", f"{shown} is not served; expected one of {', '.join(sorted(FAMILIES))}")
     return FAMILIES[architecture].parse(raw, architecture)
 
 

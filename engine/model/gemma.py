@@ -15,6 +15,7 @@ from engine.model.rope import RopeConfig, read_rope, rope_table
 from engine.model.weights import Checkpoint
 from kernels.ops import DecoderWeights, LayerWeights, Ops
 from wire.errors import ConfigError
+from wire.json_values import as_json
 from wire.model_config import positive, positive_number
 
 ARCHITECTURES = ("Gemma2ForCausalLM", "Gemma3ForCausalLM")
@@ -41,7 +42,7 @@ def parse_config(raw: dict[str, Any], architecture: str) -> GemmaConfig:
     is_third = architecture == "Gemma3ForCausalLM"
     activation = raw.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
-        raise ConfigError("hidden_activation", f"expected gelu_pytorch_tanh, got {activation!r}")
+        raise ConfigError("hidden_activation", f"expected gelu_pytorch_tanh, got {as_json(activation)}")
     if raw.get("use_bidirectional_attention"):
         raise ConfigError("use_bidirectional_attention", "expected false: only causal attention is served")
     required(raw, "head_dim")  # it is not hidden_size / num_attention_heads
@@ -75,9 +76,9 @@ def _ropes(raw: dict[str, Any]) -> tuple[RopeConfig, RopeConfig]:
     """
     given, scaling = raw.get("rope_parameters") or {}, raw.get("rope_scaling") or {}
     if not isinstance(given, dict) or not all(isinstance(fields or {}, dict) for fields in given.values()):
-        raise ConfigError("rope_parameters", f"expected objects by type of layer, got {str(given)[:80]!r}")
+        raise ConfigError("rope_parameters", f"expected objects by type of layer, got {as_json(given)}")
     if not isinstance(scaling, dict):
-        raise ConfigError("rope_scaling", f"expected an object, got {str(scaling)[:80]!r}")
+        raise ConfigError("rope_scaling", f"expected an object, got {as_json(scaling)}")
     full = {"rope_theta": raw.get("rope_theta") or 1e6, **scaling, **(given.get("full_attention") or {})}
     local = {"rope_theta": raw.get("rope_local_base_freq") or 1e4, **(given.get("sliding_attention") or {})}
     return read_rope({**raw, "rope_parameters": full}), read_rope({**raw, "rope_parameters": local})

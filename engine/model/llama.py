@@ -11,6 +11,7 @@ from engine.model.rope import read_rope, rope_table
 from engine.model.weights import Checkpoint
 from kernels.ops import DecoderWeights, LayerWeights, Ops
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 # Served architectures, each with the properties that it implies and config.json does not state.
 ARCHITECTURES: dict[str, dict[str, bool]] = {
@@ -33,7 +34,7 @@ def parse_config(raw: dict[str, Any], architecture: str) -> LlamaConfig:
     """Parse config.json's content. Raises ConfigError naming the field."""
     implied = ARCHITECTURES[architecture]
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise ConfigError("hidden_act", f"expected silu, got {raw['hidden_act']!r}")
+        raise ConfigError("hidden_act", f"expected silu, got {as_json(raw['hidden_act'])}")
     shared = shared_fields(raw, architecture)
     bias = raw.get("attention_bias", False)
     return LlamaConfig(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from wire.errors import ConfigError
+from wire.json_values import as_json
 from wire.model_config import positive_number
 
 # Parameters that each rope type requires.
@@ -40,13 +41,15 @@ def read_rope(raw: dict[str, Any]) -> RopeConfig:
     given = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
     parameters = raw.get(given) or {}
     if not isinstance(parameters, dict):
-        raise ConfigError(given, f"expected an object, got {parameters!r}")
+        raise ConfigError(given, f"expected an object, got {as_json(parameters)}")
     parameters = dict(parameters)
     theta = positive_number("rope_theta", parameters.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
     if not isinstance(kind, str) or kind not in ROPE_TYPES:
-        raise ConfigError(given, f"rope type {kind!r} is not served; expected one of default, linear, llama3, yarn")
+        raise ConfigError(
+            given, f"rope type {as_json(kind)} is not served; expected one of default, linear, llama3, yarn"
+        )
     for name in ROPE_TYPES[kind]:
         positive_number(f"{given}.{name}", parameters.get(name))
     _check_optional_rope(kind, given, parameters)
@@ -63,11 +66,11 @@ def _check_optional_rope(kind: str, given: str, parameters: dict[str, Any]) -> N
         if parameters.get(name) is not None:
             positive_number(f"{given}.{name}", parameters[name])
     if kind == "llama3" and not parameters["low_freq_factor"] < parameters["high_freq_factor"]:
-        raise ConfigError(f"{given}.high_freq_factor", f"expected more than low_freq_factor, got {parameters}")
+        raise ConfigError(f"{given}.high_freq_factor", f"expected more than low_freq_factor, got {as_json(parameters)}")
     if kind == "factors":
         factors = parameters.get("factors")
         if not isinstance(factors, list) or not factors:
-            raise ConfigError(f"{given}.factors", f"expected a list of numbers, got {factors!r}")
+            raise ConfigError(f"{given}.factors", f"expected a list of numbers, got {as_json(factors)}")
         for factor in factors:
             positive_number(f"{given}.factors", factor)
 

@@ -1,7 +1,8 @@
 """Tensor files in mapped memory, whose pages are released to the system as soon as they are copied.
 
 The reader of a format checks the file's header against the file's size, then returns the place of each tensor. A model
-is never in memory twice: not as file pages beside tensors, and not as a whole in another dtype.
+is never in memory twice: not as file pages beside tensors, and not as a whole in another dtype. Numbers that are NaN or
+infinite are refused where they are read. Errors about a tensor are `FILE: tensor NAME: problem`.
 """
 
 import json
@@ -22,13 +23,17 @@ from kernels.weights import LinearWeights
 from wire.errors import ConfigError
 
 CHUNK_BYTES = 32 << 20
+NOT_FINITE = "holds NaN or infinity"
 _MAX_HEADER_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in its file. start, num_bytes: place in the file, in bytes. dtype: the format's own name."""
+    """A tensor in its file. name, dtype: the file's and the format's own. start, num_bytes: place in the file, in
+    bytes.
+    """
 
+    name: str
     shape: tuple[int, ...]
     dtype: str
     start: int
@@ -39,7 +44,14 @@ class WeightsFile(Protocol):
     """A file of tensors under the names of a Hugging Face checkpoint."""
 
     @property
+    def path(self) -> Path: ...
+
+    @property
     def entries(self) -> Mapping[str, Entry]: ...
+
+    def own_name(self, name: str) -> str:
+        """Return the file's own name for a tensor, present or missing."""
+        ...
 
     def read(self, name: str, out: Tensor) -> None:
         """Copy a tensor into `out`, of its shape and any dtype and device. Raises ConfigError for damaged data."""
@@ -62,12 +74,24 @@ def damaged(path: Path, what: str) -> ConfigError:
     return ConfigError("model", f"{path} is damaged or cut off: {what}")
 
 
+def tensor_error(path: Path, name: str, problem: str, field: str = "model") -> ConfigError:
+    """Return the error about a tensor. name: the file's own."""
+    return ConfigError(field, f"{path}: tensor {name}: {problem}")
+
+
+def is_finite(values: Tensor) -> bool:
+    """Return whether no value is NaN or infinite, without a temporary tensor of their size."""
+    if values.dtype == torch.float8_e4m3fn:  # it has no infinity; its NaNs are the bytes 0x7f and 0xff
+        return bool(values.view(torch.int8).max() < 0x7F and values.view(torch.uint8).max() < 0xFF)
+    return not values.is_floating_point() or all(math.isfinite(end) for end in torch.aminmax(values))
+
+
 def check_ends(path: Path, size: int, entries: Mapping[str, Entry]) -> None:
     """Raise ConfigError if a tensor ends beyond the file's `size` bytes."""
     ends = {name: entry.start + entry.num_bytes for name, entry in entries.items()}
     for name, end in ends.items():
         if end > size:
-            raise damaged(path, f"tensor {name} ends beyond the end of the file: {size} bytes of {max(ends.values())}")
+            raise damaged(path, f"tensor {name}: ends beyond the end of the file: {size} bytes of {max(ends.values())}")
 
 
 class MappedFile:
@@ -89,8 +113,10 @@ class MappedFile:
     def rows(self, entry: Entry) -> Iterator[tuple[int, int, Tensor]]:
         """Yield a tensor's bytes some rows at a time: first row, end row (exclusive), uint8 `[rows, bytes of a row]`.
 
-        The pages of the yielded rows are released to the system when the next rows are requested.
+        The pages of the yielded rows are released to the system when the next rows are requested. Raises ConfigError
+        for numbers that are NaN or infinite.
         """
+        dtype = RAW_DTYPES.get(entry.dtype)
         num_rows = entry.shape[0] if entry.shape else 1
         row_bytes = entry.num_bytes // num_rows
         step = max(1, CHUNK_BYTES // row_bytes)
@@ -98,6 +124,8 @@ class MappedFile:
             last = min(first + step, num_rows)
             start, size = entry.start + first * row_bytes, (last - first) * row_bytes
             data = torch.frombuffer(self.data, dtype=torch.uint8, count=size, offset=start)
+            if dtype is not None and not is_finite(data.view(dtype)):
+                raise tensor_error(self.path, entry.name, NOT_FINITE)
             yield first, last, data.view(-1, row_bytes)
             self._release(start, start + size)
 
@@ -115,14 +143,18 @@ class SafetensorsFile:
     """A `.safetensors` file. Raises ConfigError if it is truncated or damaged, or if a tensor's dtype is not served."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._file = MappedFile(path)
         self.entries = self._read_header()
 
+    def own_name(self, name: str) -> str:
+        return name
+
     def read(self, name: str, out: Tensor) -> None:
         entry = self.entries[name]
-        dtype = FILE_DTYPES.get(entry.dtype)
-        if dtype is None:
-            raise ConfigError("model", f"tensor {name} is {entry.dtype}; served are {', '.join(FILE_DTYPES)}")
+        dtype = self._dtype(entry, FILE_DTYPES)
+        if out.is_meta:  # a model's size does not depend on the values
+            return
         out = out.view(entry.shape[0], -1)
         for first, last, data in self._file.rows(entry):
             out[first:last].copy_(data.view(dtype))
@@ -132,14 +164,20 @@ class SafetensorsFile:
 
     def raw(self, name: str) -> Tensor:
         entry = self.entries[name]
-        if entry.dtype not in RAW_DTYPES:
-            raise ConfigError("model", f"tensor {name} is {entry.dtype}; served are {', '.join(RAW_DTYPES)}")
+        dtype = self._dtype(entry, RAW_DTYPES)
         parts = [data.clone() for _, _, data in self._file.rows(entry)] if entry.num_bytes else []
         data = torch.cat(parts).flatten() if parts else torch.empty(0, dtype=torch.uint8)
-        return data.view(RAW_DTYPES[entry.dtype]).view(entry.shape)
+        return data.view(dtype).view(entry.shape)
 
     def close(self) -> None:
         self._file.close()
+
+    def _dtype(self, entry: Entry, served: Mapping[str, torch.dtype]) -> torch.dtype:
+        """Return a tensor's dtype. Raises ConfigError for one that is not served."""
+        if entry.dtype not in served:
+            problem = f"dtype {entry.dtype} is not served; expected one of {', '.join(served)}"
+            raise tensor_error(self.path, entry.name, problem)
+        return served[entry.dtype]
 
     def _read_header(self) -> dict[str, Entry]:
         data, path = self._file.data, self._file.path
@@ -163,8 +201,8 @@ class SafetensorsFile:
         start, end = value["data_offsets"]
         shape = tuple(value["shape"])
         if not all(type(number) is int and number >= 0 for number in (start, end, *shape)) or start > end:
-            raise ValueError(f"tensor {name} has offsets {start!r}, {end!r} and shape {shape}")
+            raise ValueError(f"tensor {name}: offsets {start!r}, {end!r} with shape {shape}")
         dtype = RAW_DTYPES.get(value["dtype"])
         if dtype is not None and math.prod(shape) * dtype.itemsize != end - start:
-            raise ValueError(f"tensor {name} has {end - start} bytes for shape {shape} in {value['dtype']}")
-        return Entry(shape, value["dtype"], begin + start, end - start)
+            raise ValueError(f"tensor {name}: {end - start} bytes for shape {shape} in {value['dtype']}")
+        return Entry(name, shape, value["dtype"], begin + start, end - start)

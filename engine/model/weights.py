@@ -1,6 +1,7 @@
 """Weights by name, copied once from mapped files to the decoder's tensors, in the decoder's dtype and on its device."""
 
 import json
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,9 +12,10 @@ from torch import Tensor
 from engine.model.config import ModelConfig, read_config
 from engine.model.quantised.method import Method
 from engine.model.quantised.methods import read_method
-from engine.model.tensor_files import SafetensorsFile, WeightsFile
+from engine.model.tensor_files import SafetensorsFile, WeightsFile, tensor_error
 from engine.progress import LOADING, Progress
 from kernels import reference
+from kernels.dtypes import FILE_DTYPES
 from kernels.weights import DENSE, LinearWeights, Scheme, concatenated, dense, divided, round_to_int4, round_to_int8
 from wire.errors import ConfigError
 
@@ -39,6 +41,7 @@ class Checkpoint:
         method: Method | None = None,
         serves: Callable[[Scheme], bool] = lambda _: True,
     ) -> None:
+        self._opened = files
         self.files = {name: file for file in files for name in file.entries}
         self.dtype, self.device = dtype, device
         self._quantization, self._method, self._serves = quantization, method, serves
@@ -86,11 +89,21 @@ class Checkpoint:
         """Return the name that the file gives to a tensor's dtype."""
         return self.files[name].entries[name].dtype
 
+    def error(self, name: str, problem: str, field: str = "model") -> ConfigError:
+        """Return the error about a tensor. A missing tensor of several files is said to be of their folder."""
+        files = [self.files[name]] if name in self.files else self._opened
+        path = Path(os.path.commonpath([file.path for file in files]))
+        return tensor_error(path, files[0].own_name(name), problem, field)
+
     def _weights(self, modules: list[tuple[str, int]], in_features: int, *, is_table: bool = False) -> LinearWeights:
         stored = [self._stored(module, rows, in_features) for module, rows in modules]
+        for (module, _), weights in zip(modules, stored, strict=True):
+            if weights is not None and self._quantization in ROUND:
+                name = next(name for name in self.files if name.startswith(f"{module}."))
+                raise self.error(name, "quantised already; expected auto or none", "quantization")
+            if weights is None and not is_table:
+                self._check_dense(module)
         kept = [weights for weights in stored if weights is not None and self._keeps(weights.scheme)]
-        if self._quantization in ROUND and any(weights is not None for weights in stored):
-            raise ConfigError("quantization", f"tensor {modules[0][0]} is quantised already; expected auto or none")
         # No scheme represents FP8 weights and others exactly.
         if len(kept) == len(stored) and len({weights.scheme.kind == "fp8" for weights in kept}) == 1:
             return concatenated(kept).to(self.device)
@@ -135,10 +148,18 @@ class Checkpoint:
         Raises ConfigError.
         """
         if name not in self.files:
-            raise ConfigError("model", f"tensor {name} is missing from the weights")
+            raise self.error(name, "missing")
         found = self.files[name].entries[name].shape
         if found != shape:
-            raise ConfigError("model", f"tensor {name} has shape {found}, the config says {shape}")
+            raise self.error(name, f"shape {found}, the config says {shape}")
+
+    def _check_dense(self, module: str) -> None:
+        """Raise ConfigError for a dense layer that is quantised according to config.json."""
+        name = f"{module}.weight"
+        if self._method is None or module not in self._method.layers or self.stored_dtype(name) not in FILE_DTYPES:
+            return
+        problem = f"dense, but quantization_config says {self._method.name} and does not exclude this layer"
+        raise self.error(name, f"{problem}; if no layer is quantised, remove quantization_config from config.json")
 
     def _read(self, name: str, out: Tensor) -> None:
         self.files[name].read(name, out)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from kernels.weights import Kind, LinearWeights, pack_halves, quantised
-from wire.errors import ConfigError
 
 _BLOCK, _SUPER = 32, 256
 
@@ -25,19 +24,14 @@ class _Groups(NamedTuple):
     mins: Tensor | None = None
 
 
-def read_blocks(name: str, kind: str, data: Tensor) -> LinearWeights:
-    """Convert rows of blocks, uint8 `[rows, bytes]`, to a linear layer's weights. Raises ConfigError for scales that
-    are not finite.
-    """
+def read_blocks(kind: str, data: Tensor) -> LinearWeights:
+    """Convert rows of blocks, uint8 `[rows, bytes]`, to a linear layer's weights."""
     block_bytes, read = KEPT[kind]
     found = read(data.view(-1, block_bytes))
     rows = len(data)
     values = found.values.reshape(rows, -1)
     scales, mins = (None if part is None else part.reshape(rows, -1) for part in (found.scales, found.mins))
     assert scales is not None
-    for part in (scales, mins):
-        if part is not None and not torch.isfinite(part).all():
-            raise ConfigError("model", f"tensor {name} ({kind}) holds NaN or infinite values; is it damaged?")
     in_features = values.shape[1]
     if found.kind == "int4":
         values = pack_halves(values)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from engine.model.tensor_files import Entry, MappedFile, check_ends, damaged
+from engine.model.tensor_files import Entry, MappedFile, check_ends, damaged, tensor_error
 from wire.errors import ConfigError
 
 T = TypeVar("T", str, bool, int, float)
@@ -109,20 +109,25 @@ class _Reader:
         tensors = {}
         for name, shape, kind, offset, size in infos:
             if name in tensors:
-                raise ValueError(f"tensor {name} appears twice")
-            tensors[name] = Entry(shape, kind, begin + offset, size)
+                raise ValueError(f"tensor {name}: appears twice")
+            tensors[name] = Entry(name, shape, kind, begin + offset, size)
         check_ends(self._path, len(self._data), tensors)
         return metadata, tensors
 
     def _tensor_info(self) -> tuple[str, tuple[int, ...], str, int, int]:
         name, num_dimensions = self._string(), self._scalar("I")
         if not 1 <= num_dimensions <= _MAX_DIMENSIONS:
-            raise ValueError(f"tensor {name} has {num_dimensions} dimensions")
+            raise ValueError(f"tensor {name}: {num_dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
-        kind, offset = GGMLQuantizationType(self._scalar("I")), self._scalar("Q")
+        number, offset = self._scalar("I"), self._scalar("Q")
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            problem = f"unknown type {number}: the file is damaged, or newer than this release"
+            raise tensor_error(self._path, name, problem) from None
         block, block_bytes = GGML_QUANT_SIZES[kind]
         if min(shape) < 1 or shape[-1] % block:
-            raise ValueError(f"tensor {name} has shape {shape} in {kind.name}")
+            raise ValueError(f"tensor {name}: shape {shape} in {kind.name}")
         return name, shape, kind.name, offset, math.prod(shape) // block * block_bytes
 
     def _value(self, kind: int) -> Any:

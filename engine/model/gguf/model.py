@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.model.gguf.blocks import KEPT, read_blocks
 from engine.model.gguf.file import GgufFile, end_ids
-from engine.model.tensor_files import Entry
+from engine.model.tensor_files import NOT_FINITE, Entry, is_finite, tensor_error
 from kernels.dtypes import FILE_DTYPES
 from kernels.weights import LinearWeights, concatenated
 from wire.errors import ConfigError
@@ -39,6 +39,9 @@ _IN_LAYER = {
     "ffn_down": "mlp.down_proj",
 }
 _NAME = re.compile(r"(?:blk\.(?P<layer>\d+)\.)?(?P<module>\w+)\.(?P<kind>weight|bias)")
+# Names of Hugging Face's checkpoints, and their modules' names in GGUF files.
+_HF_NAME = re.compile(r"(?:model\.layers\.(?P<layer>\d+)\.)?(?P<module>[\w.]+)\.(?P<kind>weight|bias)")
+_OWN = {hf: own for names in (_TOP, _IN_LAYER) for own, hf in names.items()}
 # Divisors of the rotary frequencies (Llama 3.1's scaling). They are config, not weights.
 _ROPE_FACTORS = "rope_freqs.weight"
 _MAX_SIZE = 1 << 24  # limit of each size in the metadata; a larger one means damage, and would be allocated
@@ -128,9 +131,9 @@ def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
     if _ROPE_FACTORS in gguf.tensors:
         entry = gguf.tensors[_ROPE_FACTORS]
         factors = torch.empty(entry.shape)
-        _copy(gguf, _ROPE_FACTORS, entry, factors, None)
+        _copy(gguf, entry, factors, None)
         if entry.shape != (head_dim // 2,) or not (factors > 0).all():
-            raise ConfigError("model", f"{gguf.file.path}: tensor {_ROPE_FACTORS}: expected {head_dim // 2} divisors")
+            raise tensor_error(gguf.file.path, _ROPE_FACTORS, f"expected {head_dim // 2} divisors")
         rope |= {"rope_type": "factors", "factors": factors.tolist()}
     elif kind in ("linear", "yarn"):
         if linear is None:
@@ -145,7 +148,8 @@ def _rope(gguf: GgufFile, architecture: str, head_dim: int) -> dict[str, Any]:
             if (factor := number("scaling.attn_factor")) is not None:
                 rope["attention_factor"] = factor
     elif kind != "none":
-        raise ConfigError("model", f"rope.scaling.type {kind!r} is not served; expected one of none, linear, yarn")
+        problem = f"{architecture}.rope.scaling.type {kind!r} is not served; expected one of none, linear, yarn"
+        raise ConfigError("model", f"{gguf.file.path}: {problem}")
     return rope
 
 
@@ -153,27 +157,37 @@ class GgufWeights:
     """The `WeightsFile` of a GGUF file. Raises ConfigError for a tensor that the architecture does not have."""
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self._gguf = GgufFile.open(path)
-        self._names = {_hf_name(name, path): name for name in self._gguf.tensors if name != _ROPE_FACTORS}
-        self.entries = {name: self._gguf.tensors[ggml] for name, ggml in self._names.items()}
+        tensors = self._gguf.tensors
+        self.entries = {_hf_name(name, path): entry for name, entry in tensors.items() if name != _ROPE_FACTORS}
         heads = self._gguf.get("llama.attention.head_count", int)
         kv_heads = self._gguf.get("llama.attention.head_count_kv", int) or heads
         self._permuted_heads = {"q_proj": heads, "k_proj": kv_heads} if heads else {}
 
+    def own_name(self, name: str) -> str:
+        match = _HF_NAME.fullmatch(name)
+        if match is None or match["module"] not in _OWN:
+            return name
+        layer = "" if match["layer"] is None else f"blk.{match['layer']}."
+        return f"{layer}{_OWN[match['module']]}.{match['kind']}"
+
     def read(self, name: str, out: Tensor) -> None:
-        _copy(self._gguf, self._names[name], self.entries[name], out, self._order(name, out.shape[0]))
+        _copy(self._gguf, self.entries[name], out, self._order(name, out.shape[0]))
 
     def stored(self, name: str) -> LinearWeights | None:
         entry = self.entries[name]
         if entry.dtype not in KEPT or len(entry.shape) != 2:
             return None
-        parts = [read_blocks(name, entry.dtype, data) for _, _, data in self._gguf.file.rows(entry)]
-        weights = concatenated(parts)
+        weights = concatenated([read_blocks(entry.dtype, data) for _, _, data in self._gguf.file.rows(entry)])
+        if not all(is_finite(part) for part in weights.tensors.values()):
+            raise tensor_error(self.path, entry.name, NOT_FINITE)
         order = self._order(name, entry.shape[0])
         return weights if order is None else weights.rows(torch.argsort(order))
 
     def raw(self, name: str) -> Tensor:
-        raise ConfigError("model", f"tensor {name} is {self.entries[name].dtype}, which only a GGUF file has")
+        entry = self.entries[name]
+        raise tensor_error(self.path, entry.name, f"type {entry.dtype} belongs to no quant_method")
 
     def close(self) -> None:
         self._gguf.file.close()
@@ -182,7 +196,8 @@ class GgufWeights:
         """Return `_rotary_order` for q and k of the llama architecture, else None. Raises ConfigError."""
         heads = self._permuted_heads.get(name.split(".")[-2])
         if heads is not None and (heads < 1 or rows % (2 * heads)):
-            raise ConfigError("model", f"tensor {name} has {rows} rows, which cannot be {heads} heads of pairs")
+            problem = f"{rows} rows, which cannot be {heads} heads of pairs"
+            raise tensor_error(self.path, self.entries[name].name, problem)
         return None if heads is None else _rotary_order(rows, heads)
 
 
@@ -192,7 +207,7 @@ def _hf_name(name: str, path: Path) -> str:
         return f"{_TOP[match['module']]}.{match['kind']}"
     if match is not None and match["layer"] is not None and match["module"] in _IN_LAYER:
         return f"model.layers.{match['layer']}.{_IN_LAYER[match['module']]}.{match['kind']}"
-    raise ConfigError("model", f"{path}: tensor {name} belongs to no decoder that is served")
+    raise tensor_error(path, name, "belongs to no decoder that is served")
 
 
 def _rotary_order(rows: int, heads: int) -> Tensor:
@@ -203,25 +218,26 @@ def _rotary_order(rows: int, heads: int) -> Tensor:
     return torch.arange(rows).view(heads, 2, dim // 2).transpose(1, 2).flatten()
 
 
-def _copy(gguf: GgufFile, name: str, entry: Entry, out: Tensor, order: Tensor | None) -> None:
+def _copy(gguf: GgufFile, entry: Entry, out: Tensor, order: Tensor | None) -> None:
     if len(entry.shape) == 1 and entry.dtype not in FILE_DTYPES:
-        raise ConfigError("model", f"tensor {name} is a vector quantised as {entry.dtype}, which is not supported")
+        raise tensor_error(gguf.file.path, entry.name, f"type {entry.dtype} is not served for a vector")
     out = out.view(entry.shape[0], -1)
     for first, last, data in gguf.file.rows(entry):
         dtype = FILE_DTYPES.get(entry.dtype)
-        values = _dequantized(name, entry.dtype, data) if dtype is None else data.view(dtype)
-        if not torch.isfinite(values).all():
-            raise ConfigError("model", f"{gguf.file.path}: tensor {name} holds NaN or infinite values; is it damaged?")
+        values = _dequantized(gguf, entry, data) if dtype is None else data.view(dtype)
         if order is None:
             out[first:last].copy_(values)
         else:
             out[order[first:last].to(out.device)] = values.to(out.device, out.dtype)
 
 
-def _dequantized(name: str, kind: str, data: Tensor) -> Tensor:
-    """Return uint8 `[rows, bytes]` as fp32 `[rows, columns]`."""
+def _dequantized(gguf: GgufFile, entry: Entry, data: Tensor) -> Tensor:
+    """Return uint8 `[rows, bytes]` as fp32 `[rows, columns]`. Raises ConfigError."""
     try:
-        values = dequantize(data.numpy(), GGMLQuantizationType[kind])
+        numbers = dequantize(data.numpy(), GGMLQuantizationType[entry.dtype])
     except NotImplementedError:
-        raise ConfigError("model", f"tensor {name} is quantised as {kind}, which is not supported") from None
-    return torch.from_numpy(np.ascontiguousarray(values, np.float32))
+        raise tensor_error(gguf.file.path, entry.name, f"type {entry.dtype} is not served") from None
+    values = torch.from_numpy(np.ascontiguousarray(numbers, np.float32))
+    if not is_finite(values):
+        raise tensor_error(gguf.file.path, entry.name, NOT_FINITE)
+    return values

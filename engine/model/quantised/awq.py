@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.model.quantised.method import Groups, Module, RawTensors, choose, unpack_words
+from engine.model.quantised.method import Coverage, Groups, Module, RawTensors, choose, unpack_words
 from kernels.weights import LinearWeights
 
 # Position of each of eight outputs in its 32-bit word, in units of four bits.
@@ -21,7 +21,9 @@ class Awq:
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises ConfigError naming the field."""
         choose(config, "bits", (4,))
-        choose({"version": str(config.get("version", "gemm")).lower()}, "version", ("gemm",))
+        version = config.get("version", "gemm")
+        choose({"version": version.lower() if isinstance(version, str) else version}, "version", ("gemm",))
+        self.layers = Coverage(config)
 
     def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
         m = Module(tensors, module, "awq int4")

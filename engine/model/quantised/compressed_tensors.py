@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from engine.model.quantised.fp8 import is_fp8, read_weights
-from engine.model.quantised.method import FIELD, Groups, Module, RawTensors, choose, unpack_words
+from engine.model.quantised.method import FIELD, Coverage, Groups, Module, RawTensors, choose, names_of, unpack_words
 from kernels.weights import GROUP, LinearWeights, int8_by_output
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 
@@ -33,6 +34,7 @@ class CompressedTensors:
             given = config.get(field) or {}
             if given and not (isinstance(given, dict) and given.get("format") == "dense"):
                 raise ConfigError(FIELD, f"{field} is not served; use a checkpoint without it")
+        self.layers = Coverage(config, _targets(config))
 
     def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
         m = Module(tensors, module, self.name)
@@ -40,7 +42,7 @@ class CompressedTensors:
             return self._packed(m, rows, columns)
         if is_fp8(m):
             return read_weights(m, rows, columns, "weight_scale", None)
-        if not m.has("weight_scale"):
+        if m.stored_dtype("weight") != "I8" and not m.has("weight_scale"):
             return None
         weight = m.take("weight", (torch.int8,), rows, columns)
         scales = self._scales(m, rows)
@@ -58,7 +60,7 @@ class CompressedTensors:
         words = m.raw("weight_packed")
         bits = next((bits for bits in (4, 8) if words.shape == (rows, -(-columns * bits // 32))), None)
         if bits is None or words.dtype != torch.int32:
-            raise m.error("weight_packed", f"is {list(words.shape)}; expected int32 {rows} rows of 4 or 8 bits")
+            raise m.error("weight_packed", f"{list(words.shape)}; expected int32 {rows} rows of 4 or 8 bits")
         values = unpack_words(words, bits).flatten(1)[:, :columns]
         scales, zeros = self._scales(m, rows), None
         if m.has("weight_zero_point"):
@@ -76,3 +78,15 @@ class CompressedTensors:
 
     def _order(self, m: Module, columns: int) -> Tensor | None:
         return m.take("weight_g_idx", (torch.int32,), columns) if m.has("weight_g_idx") else None
+
+
+def _targets(config: Mapping[str, Any]) -> list[str] | None:
+    """Return the names of the layers that `config_groups` quantises, None for all linear layers. Raises ConfigError."""
+    groups = config.get("config_groups")
+    if groups is None:
+        return None
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise ConfigError(FIELD, f"config_groups: expected an object of objects, got {as_json(groups)}")
+    # A group without weights quantises activations only.
+    names = [name for group in groups.values() if group.get("weights") for name in names_of(group, "targets")]
+    return None if "Linear" in names else names

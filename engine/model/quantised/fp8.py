@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.model.quantised.method import FIELD, Module, RawTensors
+from engine.model.quantised.method import FIELD, Coverage, Module, RawTensors
 from kernels.weights import FP8, LinearWeights, fp8
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 # Names of the scales that multiply a weight, in files of DeepSeek and transformers, and in files of vLLM.
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -18,14 +19,14 @@ class Fp8:
     `weight_block_size` (config.json).
     """
 
-    name = "fp8"
-
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Raises ConfigError naming the field."""
+        self.name: str = config["quant_method"]
+        self.layers = Coverage(config)
         block = config.get("weight_block_size")
         sizes = block if isinstance(block, list) else []
         if block is not None and (len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes)):
-            raise ConfigError(FIELD, f"weight_block_size: expected two sizes, got {str(block)[:40]}")
+            raise ConfigError(FIELD, f"weight_block_size: expected two sizes, got {as_json(block)}")
         self._block = (sizes[0], sizes[1]) if sizes else None
 
     def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
@@ -40,7 +41,7 @@ def is_fp8(m: Module) -> bool:
     """Return whether a module's weights are FP8. Raises ConfigError for other numbers of FP8 than e4m3."""
     stored = m.stored_dtype("weight")
     if stored.startswith("F8_") and stored != E4M3:
-        raise m.error("weight", f"is {stored}; expected {E4M3}")
+        raise m.error("weight", f"{stored}; expected {E4M3}")
     return stored == E4M3
 
 
@@ -58,5 +59,5 @@ def read_weights(m: Module, rows: int, columns: int, scales: str, block: tuple[i
         block = (128, 128)
     expected = None if block is None else (-(-rows // block[0]), -(-columns // block[1]))
     if block is None or shape != expected:
-        raise m.error(scales, f"is {list(shape)}; expected one, [{rows}, 1], or one for each block")
+        raise m.error(scales, f"{list(shape)}; expected one, [{rows}, 1], or one for each block")
     return fp8(values, factors.repeat_interleave(min(block[0], rows), 0)[:rows], block[1])

@@ -3,6 +3,7 @@
 A reader converts a module's tensors to a scheme of `kernels.weights` without changing any weight.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -10,10 +11,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from kernels.weights import LinearWeights, dense, pack_halves, quantised
+from kernels.weights import SCALE_DTYPES, LinearWeights, dense, pack_halves, quantised
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 FIELD = "quantization_config"
+# Lists of modules that stay dense: of compressed-tensors, of vLLM's FP8, and of transformers.
+_DENSE_LISTS = ("ignore", "ignored_layers", "modules_to_not_convert")
 
 
 class RawTensors(Protocol):
@@ -27,15 +31,57 @@ class RawTensors(Protocol):
         """Return the name that the file gives to a tensor's dtype."""
         ...
 
+    def error(self, name: str, problem: str) -> ConfigError:
+        """Return the error about a tensor, present or missing."""
+        ...
+
+
+class Coverage:
+    """Layers that a `quantization_config` says are quantised.
+
+    only: names of these layers; None: all. without: names of dense layers, beside those that the config lists. A name
+    may be a part of a layer's name or a regular expression, with or without `re:`, because programs write both.
+    """
+
+    def __init__(
+        self, config: Mapping[str, Any], only: Sequence[str] | None = None, without: Sequence[str] = ()
+    ) -> None:
+        """Raises ConfigError naming the field."""
+        self._only = only
+        self._without = [*without, *(name for field in _DENSE_LISTS for name in names_of(config, field))]
+
+    def __contains__(self, module: str) -> bool:
+        return (self._only is None or _is_named(module, self._only)) and not _is_named(module, self._without)
+
+
+def _is_named(module: str, names: Sequence[str]) -> bool:
+    return any(name in module or _expression(name).match(module) for name in names)
+
+
+def _expression(name: str) -> re.Pattern[str]:
+    try:
+        return re.compile(name.removeprefix("re:"))
+    except re.error:
+        return re.compile(re.escape(name))
+
+
+def names_of(config: Mapping[str, Any], field: str) -> list[str]:
+    """Return a list of names, empty if it is missing or null. Raises ConfigError."""
+    names = config.get(field)
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ConfigError(FIELD, f"{field}: expected a list of names, got {as_json(names)}")
+    return names or []
+
 
 class Method(Protocol):
-    """Reader of one `quant_method` of config.json."""
+    """Reader of one `quant_method` of config.json. layers: those that it says are quantised."""
 
     name: str
+    layers: Coverage
 
     def read(self, tensors: RawTensors, module: str, rows: int, columns: int) -> LinearWeights | None:
-        """Return a module's weights `[rows, columns]`, or None if they are not quantised. Raises ConfigError, naming
-        the tensor and the scheme.
+        """Return a module's weights `[rows, columns]`, or None if they are dense. Raises ConfigError, naming the tensor
+        and the scheme.
         """
         ...
 
@@ -70,7 +116,7 @@ class Module:
         if found.dtype not in dtypes or found.shape != shape:
             expected = f"{' or '.join(str(d).removeprefix('torch.') for d in dtypes)} {list(shape)}"
             raise self.error(
-                part, f"is {str(found.dtype).removeprefix('torch.')} {list(found.shape)}; expected {expected}"
+                part, f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}; expected {expected}"
             )
         return found
 
@@ -80,26 +126,23 @@ class Module:
 
     def raw(self, part: str) -> Tensor:
         if not self.has(part):
-            raise self.error(part, "is missing")
+            raise self.error(part, "missing")
         return self.tensors.raw(f"{self.name}.{part}")
 
     def scales(self, part: str, *shape: int) -> Tensor:
-        """Return finite scales. Raises ConfigError."""
-        found = self.take(part, (torch.float16, torch.bfloat16, torch.float32), *shape)
-        if not torch.isfinite(found.float()).all():
-            raise self.error(part, "holds NaN or infinite values; is it damaged?")
-        return found
+        """Return scales of a shape. Raises ConfigError."""
+        return self.take(part, SCALE_DTYPES, *shape)
 
     def groups(self, part: str) -> int:
         """Return the number of groups of scales `[groups, out]`. Raises ConfigError for another form."""
         found = self.raw(part)
         if found.dim() != 2:
             shown = f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-            raise self.error(part, f"is {shown}; expected two dimensions")
+            raise self.error(part, f"{shown}; expected two dimensions")
         return len(found)
 
     def error(self, part: str, problem: str) -> ConfigError:
-        return ConfigError("model", f"tensor {self.name}.{part} ({self.scheme}) {problem}")
+        return self.tensors.error(f"{self.name}.{part}", f"{problem} ({self.scheme})")
 
     def _check_sizes(self, found: Groups, rows: int, columns: int) -> None:
         """Check all sizes and indices, because native code reads the tensors without checks. Raises ConfigError."""
@@ -108,7 +151,7 @@ class Module:
             raise self.error("weight", f"{groups} groups of {columns} inputs: expected groups of 16 or more")
         grouped = [found.scales] if found.zeros is None else [found.scales, found.zeros]
         if found.values.shape != (rows, columns) or any(part.shape != (rows, groups) for part in grouped):
-            raise self.error("weight", f"is {rows} by {columns}, which does not fill whole words of packed values")
+            raise self.error("weight", f"{rows} by {columns}, which does not fill whole words of packed values")
         if found.order is not None and not 0 <= int(found.order.min()) <= int(found.order.max()) < groups:
             raise self.error("g_idx", f"names a group outside 0 to {groups - 1}")
 
@@ -152,6 +195,8 @@ def choose(config: Mapping[str, Any], field: str, expected: Sequence[Any], defau
     """Return a field of `quantization_config`. Raises ConfigError unless it has one of the expected values."""
     value = config.get(field, default)
     if value not in expected:
+        kind = "a string" if isinstance(expected[0], str) else "a number"
+        found = as_json(value) if field in config else "none"
         shown = ", ".join(str(each) for each in expected)
-        raise ConfigError(FIELD, f"{field} {str(value)[:40]!r} is not served; expected one of {shown}")
+        raise ConfigError(FIELD, f"{field}: expected {kind}, one of {shown}; got {found}")
     return expected[expected.index(value)]  # not `value`, which may be 4.0

@@ -7,8 +7,9 @@ from engine.model.quantised.awq import Awq
 from engine.model.quantised.compressed_tensors import CompressedTensors
 from engine.model.quantised.fp8 import Fp8
 from engine.model.quantised.gptq import Gptq
-from engine.model.quantised.method import FIELD, Method
+from engine.model.quantised.method import FIELD, Method, choose
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 METHODS: dict[str, Callable[[Mapping[str, Any]], Method]] = {
     "awq": Awq,
@@ -26,8 +27,6 @@ def read_method(raw: Mapping[str, Any]) -> Method | None:
     config = raw.get(FIELD)
     if not config:
         return None
-    name = config.get("quant_method") if isinstance(config, dict) else None
-    if not isinstance(name, str) or name not in METHODS:
-        served = ", ".join(METHODS)
-        raise ConfigError(FIELD, f"quant_method {str(name)[:40]!r} is not served; expected one of {served}")
-    return METHODS[name](config)
+    if not isinstance(config, dict):
+        raise ConfigError(FIELD, f"expected an object, got {as_json(config)}")
+    return METHODS[choose(config, "quant_method", tuple(METHODS))](config)

@@ -17,6 +17,7 @@ from engine.model.gguf.blocks import KEPT
 from engine.model.gguf.folder import write_folder
 from engine.model.gguf.tokenizer import read_tokenizer
 from engine.model.rope import rope_frequencies
+from engine.model.tensor_files import NOT_FINITE
 from engine.model.weights import open_weights
 from kernels import reference
 from testing import gguf_files, tiny
@@ -131,7 +132,9 @@ def test_other_types_and_mixtures_with_them_are_dequantised(llama: Path, tmp_pat
         assert source.linear([("model.layers.0.mlp.up_proj", 512)], 256).scheme.kind == "dense"
     file = gguf_files.write(llama, tmp_path / "model.gguf", Kind.Q8_0)
     with open_weights(file, torch.float32, CPU, quantization="int8") as source:
-        refusal = "quantization: tensor model.layers.0.mlp.up_proj is quantised already; expected auto or none"
+        refusal = (
+            r"^quantization: \S*/model\.gguf: tensor blk\.0\.ffn_up\.weight: quantised already; expected auto or none$"
+        )
         with pytest.raises(ConfigError, match=refusal):
             source.linear([("model.layers.0.mlp.up_proj", 512)], 256)
 
@@ -143,10 +146,11 @@ def test_a_kept_block_whose_scale_is_not_finite_is_refused(llama: Path, tmp_path
     content = bytearray(file.read_bytes())
     content[entry.start : entry.start + 2] = b"\x00\x7e"  # NaN
     file.write_bytes(content)
-    with open_weights(file, torch.float32, CPU, quantization="auto") as source:
-        refusal = r"tensor model.layers.0.mlp.up_proj.weight \(Q8_0\) holds NaN"
-        with pytest.raises(ConfigError, match=refusal):
-            source.linear([("model.layers.0.mlp.up_proj", 512)], 256)
+    with (
+        open_weights(file, torch.float32, CPU, quantization="auto") as source,
+        pytest.raises(ConfigError, match=rf"model\.gguf: tensor blk\.0\.ffn_up\.weight: {NOT_FINITE}$"),
+    ):
+        source.linear([("model.layers.0.mlp.up_proj", 512)], 256)
 
 
 def test_rope_scaling_is_transformers_own(llama: Path, tmp_path: Path) -> None:
@@ -157,7 +161,9 @@ def test_rope_scaling_is_transformers_own(llama: Path, tmp_path: Path) -> None:
     file = gguf_files.write(llama, tmp_path / "linear.gguf", rope={"type": "linear", "factor": 2.0})
     rope = parse_model_config(read_config(file)).rope
     assert (rope.kind, rope.parameters["factor"]) == ("linear", 2.0)
-    with pytest.raises(ConfigError, match="longrope"):
+    with pytest.raises(
+        ConfigError, match=r"^model: \S*/long\.gguf: llama\.rope\.scaling\.type 'longrope' is not served"
+    ):
         read_config(gguf_files.write(llama, tmp_path / "long.gguf", rope={"type": "longrope"}))
 
 
@@ -230,7 +236,7 @@ def test_what_we_do_not_serve_is_refused_by_name(llama: Path, tmp_path: Path) ->
     with pytest.raises(ConfigError, match="architecture 'phi3' is not served; expected one of llama, qwen2, qwen3"):
         read_config(file)
     gate = {"blk.0.ffn_gate_inp.weight": np.zeros((4, 256), np.float32)}
-    with pytest.raises(ConfigError, match=r"blk\.0\.ffn_gate_inp\.weight belongs to no decoder"):
+    with pytest.raises(ConfigError, match=r"^model: \S*: tensor blk\.0\.ffn_gate_inp\.weight: belongs to no decoder"):
         tensors(gguf_files.write(llama, tmp_path / "moe.gguf", extra=gate))
 
 
@@ -298,5 +304,49 @@ def test_weights_that_are_no_numbers_are_refused(llama: Path, tmp_path: Path) ->
     data = bytearray(file.read_bytes())
     data[-8:-4] = struct.pack("<f", float("nan"))
     file.write_bytes(data)
-    with pytest.raises(ConfigError, match="NaN or infinite"):
+    with pytest.raises(ConfigError, match=rf"^model: \S*/model\.gguf: tensor (\w+\.)+weight: {NOT_FINITE}$"):
+        tensors(file)
+
+
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q2_K, Kind.Q6_K])
+def test_blocks_that_are_no_numbers_are_refused_when_dequantised(kind: Kind, llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf", kind)
+    name = "model.layers.1.self_attn.q_proj.weight"
+    with open_weights(file, torch.float32, CPU) as source:
+        entry = source.files[name].entries[name]
+    data = bytearray(file.read_bytes())
+    data[entry.start : entry.start + 210] = b"\xff" * 210  # NaN, wherever the block has its scale
+    file.write_bytes(data)
+    with (
+        open_weights(file, torch.float32, CPU) as source,
+        pytest.raises(ConfigError, match=rf"tensor blk\.1\.attn_q\.weight: {NOT_FINITE}$"),
+    ):
+        source.get(name, *entry.shape)
+
+
+def test_missing_and_misshapen_tensors_have_the_files_own_names(llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf")
+    with open_weights(file, torch.float32, CPU) as source:
+        for name, own in (
+            ("model.layers.7.mlp.gate_proj.weight", "blk.7.ffn_gate.weight"),
+            ("model.layers.0.self_attn.q_proj.bias", "blk.0.attn_q.bias"),
+            ("other.weight", "other.weight"),
+        ):
+            with pytest.raises(ConfigError, match=rf"^model: \S*/model\.gguf: tensor {re.escape(own)}: missing$"):
+                source.get(name, 4)
+        with pytest.raises(ConfigError, match=r"tensor token_embd\.weight: shape \(96, 256\), the config says \(4,\)"):
+            source.get("model.embed_tokens.weight", 4)
+        file_of = source.files["model.norm.weight"]
+        assert all(file_of.own_name(name) == entry.name for name, entry in file_of.entries.items())
+
+
+def test_an_unknown_type_names_its_tensor(llama: Path, tmp_path: Path) -> None:
+    file = gguf_files.write(llama, tmp_path / "model.gguf")
+    data = bytearray(file.read_bytes())
+    at = data.index(b"blk.1.ffn_up.weight") + len("blk.1.ffn_up.weight") + 4 + 2 * 8
+    data[at : at + 4] = struct.pack("<I", 4711)
+    file.write_bytes(data)
+    with pytest.raises(
+        ConfigError, match=r"^model: \S*/model\.gguf: tensor blk\.1\.ffn_up\.weight: unknown type 4711: "
+    ):
         tensors(file)

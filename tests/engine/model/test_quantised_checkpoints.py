@@ -15,6 +15,7 @@ from engine.model.config import read_config
 from engine.model.decoder import load_embedding_and_head
 from engine.model.families import parse_model_config
 from engine.model.quantised.methods import METHODS
+from engine.model.tensor_files import NOT_FINITE, tensor_error
 from engine.model.weights import Checkpoint, base_tensor, open_weights
 from kernels import reference
 from kernels.cpu.plain import TorchOps
@@ -88,7 +89,9 @@ def test_weights_are_exactly_the_checkpoint_s(case: str, model: Path, tmp_path: 
         assert torch.equal(qkv(source).tensors["weight"], wanted)
     with (
         open_weights(tmp_path / "out", torch.float32, CPU, quantization="int8") as source,
-        pytest.raises(ConfigError, match="q_proj is quantised already; expected auto or none"),
+        pytest.raises(
+            ConfigError, match=r"^quantization: \S*: tensor \S*q_proj\.\w+: quantised already; expected auto or none"
+        ),
     ):
         qkv(source)
 
@@ -126,7 +129,8 @@ def test_a_layer_of_fp8_and_other_parts_is_dequantised(other: str, model: Path, 
             return files.fp8(weight, "channel")
         return files.int8(weight, symmetric=True) if other == "int8" else ({"weight": weight}, weight)
 
-    expected = files.write(model, tmp_path / "out", PACKED | {"format": "mixed-precision"}, quantise)
+    config = PACKED | {"format": "mixed-precision", "ignore": ["re:.*([kv]|gate|up)_proj$"]}
+    expected = files.write(model, tmp_path / "out", config, quantise)
     wanted = torch.cat([expected[f"model.layers.1.self_attn.{name}_proj.weight"] for name in "qkv"])
     with open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto") as source:
         found = qkv(source)
@@ -154,103 +158,117 @@ class Tensors(dict[str, Tensor]):
     def stored_dtype(self, name: str) -> str:
         return {torch.float8_e4m3fn: "F8_E4M3"}.get(self[name].dtype, "other")
 
+    def error(self, name: str, problem: str) -> ConfigError:
+        return tensor_error(Path("memory"), name, problem)
+
 
 Q = "model.layers.1.self_attn.q_proj"
 BREAKS: dict[str, tuple[str, Callable[[dict[str, Tensor]], Any], str]] = {
-    "missing zeros": ("gptq 4", lambda t: t.pop(f"{Q}.qzeros"), r"q_proj.qzeros \(gptq int4\) is missing"),
+    "missing zeros": ("gptq 4", lambda t: t.pop(f"{Q}.qzeros"), r"q_proj.qzeros: missing \(gptq int4\)$"),
     "other dtype": (
         "awq", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"].long()}),
-        r"q_proj.qweight \(awq int4\) is int64 \[64, 8\]; expected int32 \[64, 8\]",
+        r"q_proj.qweight: int64 \[64, 8\]; expected int32 \[64, 8\] \(awq int4\)$",
     ),
     "other shape": (
         "gptq 4", lambda t: t.update({f"{Q}.qweight": t[f"{Q}.qweight"][:-1].clone()}),
-        r"q_proj.qweight \(gptq int4\) is int32 \[7, 64\]; expected int32 \[8, 64\]",
+        r"q_proj.qweight: int32 \[7, 64\]; expected int32 \[8, 64\] \(gptq int4\)$",
     ),
     "not a number": (
-        "packed 4", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan),
-        r"q_proj.weight_scale \(compressed-tensors\) holds NaN",
+        "packed 4", lambda t: t[f"{Q}.weight_scale"].fill_(torch.nan), f"q_proj.weight_scale: {NOT_FINITE}$"
     ),
     "five bits": (
         "packed 4", lambda t: t.update({f"{Q}.weight_packed": torch.zeros(64, 10, dtype=torch.int32)}),
-        r"q_proj.weight_packed \(compressed-tensors\) is \[64, 10\]",
+        r"q_proj.weight_packed: \[64, 10\]; expected int32 64 rows of 4 or 8 bits \(compressed-tensors\)$",
     ),
     "groups of 8": (
         "packed 4 symmetric", lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 8)}),
-        r"q_proj.weight \(compressed-tensors\) 8 groups of 64 inputs: expected groups of 16",
+        r"q_proj.weight: 8 groups of 64 inputs: expected groups of 16.* \(compressed-tensors\)$",
     ),
     "other blocks": (
         "fp8 block", lambda t: t.update({f"{Q}.weight_scale_inv": torch.ones(3, 3)}),
-        r"q_proj.weight_scale_inv \(fp8\) is \[3, 3\]; expected one, \[64, 1\], or one for each block",
+        r"q_proj.weight_scale_inv: \[3, 3\]; expected one, \[64, 1\], or one for each block \(fp8\)$",
     ),
     "no scale": (
-        "fbgemm channel", lambda t: t.pop(f"{Q}.weight_scale"), r"q_proj.weight_scale \(fp8\) is missing"
+        "fbgemm channel", lambda t: t.pop(f"{Q}.weight_scale"), r"q_proj.weight_scale: missing \(fbgemm_fp8\)$"
+    ),
+    "no scale, int8": (
+        "int8 symmetric", lambda t: t.pop(f"{Q}.weight_scale"),
+        r"q_proj.weight_scale: missing \(compressed-tensors\)$",
     ),
     "no scales of blocks": (
-        "fp8 block", lambda t: t.pop(f"{Q}.weight_scale_inv"), r"q_proj.weight_scale_inv \(fp8\) is missing"
+        "fp8 block", lambda t: t.pop(f"{Q}.weight_scale_inv"), r"q_proj.weight_scale_inv: missing \(fp8\)$"
     ),
     "no scale, compressed-tensors": (
         "fp8 channel", lambda t: t.pop(f"{Q}.weight_scale"),
-        r"q_proj.weight_scale \(compressed-tensors\) is missing",
+        r"q_proj.weight_scale: missing \(compressed-tensors\)$",
     ),
     "e5m2": (
         "fbgemm channel", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(torch.float8_e5m2)}),
-        r"q_proj.weight \(fp8\) is F8_E5M2; expected F8_E4M3",
+        r"q_proj.weight: F8_E5M2; expected F8_E4M3 \(fbgemm_fp8\)$",
     ),
     "e5m2, compressed-tensors": (
         "fp8 tensor", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"].float().to(torch.float8_e5m2)}),
-        r"q_proj.weight \(compressed-tensors\) is F8_E5M2; expected F8_E4M3",
+        r"q_proj.weight: F8_E5M2; expected F8_E4M3 \(compressed-tensors\)$",
     ),
     "infinite scale": (
-        "fp8 tensor", lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf),
-        r"q_proj.weight_scale \(compressed-tensors\) holds NaN or infinite values",
+        "fp8 tensor", lambda t: t[f"{Q}.weight_scale"].fill_(torch.inf), f"q_proj.weight_scale: {NOT_FINITE}$"
     ),
     "not a number, fp8": (
-        "fp8 block", lambda t: t[f"{Q}.weight_scale_inv"][1].fill_(torch.nan),
-        r"q_proj.weight_scale_inv \(fp8\) holds NaN",
+        "fp8 block", lambda t: t[f"{Q}.weight_scale_inv"][1].fill_(torch.nan), f"q_proj.weight_scale_inv: {NOT_FINITE}$"
+    ),
+    "not a number among FP8 weights": (
+        "fbgemm channel", lambda t: t[f"{Q}.weight"].view(torch.uint8)[63].fill_(0x7F), f"q_proj.weight: {NOT_FINITE}$"
+    ),
+    "not a number, gptq": (
+        "gptq 4", lambda t: t[f"{Q}.scales"][1, 2].fill_(torch.nan), f"q_proj.scales: {NOT_FINITE}$"
+    ),
+    "infinite scale, awq": (
+        "awq", lambda t: t[f"{Q}.scales"][0, 63].fill_(-torch.inf), f"q_proj.scales: {NOT_FINITE}$"
     ),
     "integer scales": (
         "fbgemm channel", lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 1, dtype=torch.int32)}),
-        r"q_proj.weight_scale \(fp8\) is int32 \[64, 1\]; expected float16 or bfloat16 or float32",
+        r"q_proj.weight_scale: int32 \[64, 1\]; expected float32 or float16 or bfloat16 \[64, 1\] \(fbgemm_fp8\)$",
     ),
     "scales of other rows": (
         "fbgemm channel", lambda t: t.update({f"{Q}.weight_scale": torch.ones(63, 1)}),
-        r"q_proj.weight_scale \(fp8\) is \[63, 1\]; expected one, \[64, 1\], or one for each block",
+        r"q_proj.weight_scale: \[63, 1\]; expected one, \[64, 1\], or one for each block \(fbgemm_fp8\)$",
     ),
     "rows of weights": (
         "fbgemm channel", lambda t: t.update({f"{Q}.weight": t[f"{Q}.weight"][1:].clone()}),
-        r"q_proj.weight \(fp8\) is float8_e4m3fn \[63, 64\]; expected float8_e4m3fn \[64, 64\]",
+        r"q_proj.weight: float8_e4m3fn \[63, 64\]; expected float8_e4m3fn \[64, 64\] \(fbgemm_fp8\)$",
     ),
     "scalar of scales, gptq": (
         "gptq 4", lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}),
-        r"q_proj.scales \(gptq int4\) is float32 \[\]; expected two dimensions",
+        r"q_proj.scales: float32 \[\]; expected two dimensions \(gptq int4\)$",
     ),
     "scalar of scales, awq": (
-        "awq", lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}), r"q_proj.scales \(awq int4\) is float32 \[\]",
+        "awq", lambda t: t.update({f"{Q}.scales": torch.tensor(1.0)}),
+        r"q_proj.scales: float32 \[\]; expected two dimensions \(awq int4\)$",
     ),
     "no groups": (
         "packed 4 symmetric", lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 0)}),
-        r"q_proj.weight \(compressed-tensors\) 0 groups of 64 inputs",
+        r"q_proj.weight: 0 groups of 64 inputs.* \(compressed-tensors\)$",
     ),
     "more groups than inputs": (
         "gptq 4 shuffled",
         lambda t: t.update(
             {f"{Q}.scales": torch.ones(128, 64), f"{Q}.qzeros": torch.zeros(128, 8, dtype=torch.int32)}
         ),
-        r"q_proj.weight \(gptq int4\) 128 groups of 64 inputs",
+        r"q_proj.weight: 128 groups of 64 inputs.* \(gptq int4\)$",
     ),
     "group beyond the last": (
         "gptq 4 shuffled", lambda t: t[f"{Q}.g_idx"].__setitem__(5, 2),
-        r"q_proj.g_idx \(gptq int4\) names a group outside 0 to 1",
+        r"q_proj.g_idx: names a group outside 0 to 1 \(gptq int4\)$",
     ),
     "group before the first": (
         "gptq 4 shuffled", lambda t: t[f"{Q}.g_idx"].__setitem__(5, -1),
-        r"q_proj.g_idx \(gptq int4\) names a group outside 0 to 1",
+        r"q_proj.g_idx: names a group outside 0 to 1 \(gptq int4\)$",
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", sorted(BREAKS))
-def test_a_broken_tensor_is_refused_by_name_and_scheme(name: str, model: Path, tmp_path: Path) -> None:
+def test_a_broken_tensor_is_refused_by_file_and_name(name: str, model: Path, tmp_path: Path) -> None:
     case, damage, refusal = BREAKS[name]
     config, quantise, _ = CASES[case]
     files.write(model, tmp_path / "out", config, quantise)
@@ -259,7 +277,7 @@ def test_a_broken_tensor_is_refused_by_name_and_scheme(name: str, model: Path, t
     save_file(tensors, tmp_path / "out/model.safetensors")
     with (
         open_weights(tmp_path / "out", torch.float32, CPU, quantization="auto") as source,
-        pytest.raises(ConfigError, match=refusal),
+        pytest.raises(ConfigError, match=rf"^model: \S*/out/model\.safetensors: tensor \S*{refusal}"),
     ):
         qkv(source)
 
@@ -267,21 +285,32 @@ def test_a_broken_tensor_is_refused_by_name_and_scheme(name: str, model: Path, t
 @pytest.mark.parametrize(
     ("config", "refusal"),
     [
-        ({"quant_method": "bitsandbytes"}, f"'bitsandbytes' is not served; expected one of {', '.join(METHODS)}"),
-        ({"quant_method": "gptq", "bits": 3}, "bits '3' is not served; expected one of 4, 8"),
-        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "'marlin' is not served"),
-        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "version 'gemv' is not served; expected one of gemm"),
-        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, "format 'nvfp4-pack-quantized'"),
+        (
+            {"quant_method": "bitsandbytes"},
+            f'quant_method: expected a string, one of {", ".join(METHODS)}; got "bitsandbytes"',
+        ),
+        ({"quant_method": "gptq", "bits": 3}, "bits: expected a number, one of 4, 8; got 3"),
+        ({"quant_method": "gptq", "bits": "4"}, 'bits: expected a number, one of 4, 8; got "4"'),
+        ({"quant_method": "gptq"}, "bits: expected a number, one of 4, 8; got none"),
+        ({"quant_method": "gptq", "bits": None}, "bits: expected a number, one of 4, 8; got null"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, 'checkpoint_format: .*; got "marlin"'),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, 'version: expected a string, .* gemm; got "gemv"'),
+        ({"quant_method": "awq", "bits": 4, "version": True}, "version: expected a string, one of gemm; got true"),
+        (PACKED | {"format": "nvfp4-pack-quantized"}, 'format: expected .* dense; got "nvfp4-pack-quantized"'),
         (PACKED | {"transform_config": {"config_groups": {}}}, "transform_config is not served"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size: expected two sizes"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size: expected two sizes, got \[128\]"),
         (PACKED | {"sparsity_config": "dense"}, "sparsity_config is not served"),
-        ({"quant_method": ["gptq"]}, "is not served; expected one of"),
-        ("awq", "quant_method 'None' is not served"),
+        (PACKED | {"ignore": "lm_head"}, 'ignore: expected a list of names, got "lm_head"'),
+        (PACKED | {"config_groups": ["g"]}, r'config_groups: expected an object of objects, got \["g"\]'),
+        (GPTQ4 | {"dynamic": [None]}, r"dynamic: expected an object, got \[null\]"),
+        ({"quant_method": ["gptq"]}, r'quant_method: expected a string, one of .*; got \["gptq"\]'),
+        ({"bits": 4}, "quant_method: expected a string, one of .*; got none"),
+        ("awq", 'expected an object, got "awq"'),
     ],
 )
 def test_a_foreign_quantisation_is_refused_before_any_weight(config: Any, refusal: str, model: Path) -> None:
     raw = json.loads((model / "config.json").read_text()) | {"quantization_config": config}
-    with pytest.raises(ConfigError, match=f"quantization_config: .*{refusal}"):
+    with pytest.raises(ConfigError, match=f"^quantization_config: {refusal}"):
         parse_model_config(raw)
 
 
@@ -294,7 +323,7 @@ def test_sizes_that_no_word_holds_are_refused(module: str, rows: int, columns: i
     tensors = {
         "q.qweight": words(shapes[module]), "q.qzeros": words(groups, rows // 8), "q.scales": torch.ones(groups, rows)
     }  # fmt: skip
-    with pytest.raises(ConfigError, match=rf"tensor q\.\w+ \({module} int4\) .*{rows} by {columns}"):
+    with pytest.raises(ConfigError, match=rf"tensor q\.\w+: .*{rows} by {columns}.* \({module} int4\)$"):
         METHODS[module]({"quant_method": module, "bits": 4}).read(Tensors(tensors), "q", rows, columns)
 
 

@@ -1,6 +1,7 @@
 """Safetensors folders: reading into place, shards, damage, and the memory that reading takes."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from engine.model import tensor_files as weights_file
+from engine.model.tensor_files import NOT_FINITE, is_finite
 from engine.model.weights import open_weights
 from wire.errors import ConfigError
 
@@ -36,14 +38,16 @@ def test_tensors_are_read_under_one_another_in_one_dtype(tmp_path: Path, monkeyp
 
 def test_what_is_missing_or_misshapen_is_named(tmp_path: Path) -> None:
     with open_weights(save(tmp_path), torch.float32, CPU) as source:
-        with pytest.raises(ConfigError, match="tensor c is missing"):
+        with pytest.raises(ConfigError, match=r"^model: \S*/model\.safetensors: tensor c: missing$"):
             source.get("c", 4)
-        with pytest.raises(ConfigError, match=r"tensor a has shape \(5, 8\), the config says \(8, 5\)"):
+        with pytest.raises(ConfigError, match=r"^model: \S*: tensor a: shape \(5, 8\), the config says \(8, 5\)"):
             source.get("a", 8, 5)
     save_file({"a": torch.zeros(2, 2, dtype=torch.int8)}, tmp_path / "model.safetensors")
     with (
         open_weights(tmp_path, torch.float32, CPU) as source,
-        pytest.raises(ConfigError, match="tensor a is I8; served are F32, F16, BF16"),
+        pytest.raises(
+            ConfigError, match=r"^model: \S*: tensor a: dtype I8 is not served; expected one of F32, F16, BF16$"
+        ),
     ):
         source.get("a", 2, 2)
 
@@ -57,6 +61,10 @@ def test_shards_are_found_by_the_index(tmp_path: Path) -> None:
     save_file({"b": TENSORS["b"]}, tmp_path / "two.safetensors")
     with _open(tmp_path) as source:
         assert {"a", "b"} == set(source.files)
+        with pytest.raises(ConfigError, match=rf"^model: {re.escape(str(tmp_path))}: tensor c: missing$"):
+            source.get("c", 4)
+        with pytest.raises(ConfigError, match=r"^model: \S*/two\.safetensors: tensor b: shape"):
+            source.get("b", 4)
     index.write_text("[]")
     with pytest.raises(ConfigError, match="is not an index of weights"), _open(tmp_path):
         pass
@@ -109,8 +117,61 @@ def test_a_header_that_is_none_is_refused(tmp_path: Path, entry: Any) -> None:
 def test_a_header_that_lies_about_sizes_is_refused(tmp_path: Path) -> None:
     file = save(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes().replace(b'"shape":[5,8]', b'"shape":[5,9]'))
-    with pytest.raises(ConfigError, match=r"tensor a has 160 bytes for shape .5, 9. in F32"), _open(tmp_path):
+    with pytest.raises(ConfigError, match=r"tensor a: 160 bytes for shape .5, 9. in F32"), _open(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [torch.nan, -torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("place", [(0, 0), (17, 21), (31, 63)])
+def test_a_weight_that_is_no_number_is_refused_by_name(
+    dtype: torch.dtype, value: float, place: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last place is in the last of several chunks."""
+    monkeypatch.setattr(weights_file, "CHUNK_BYTES", 1024)
+    weight = torch.randn(32, 64).to(dtype)
+    weight[place] = value
+    save_file(
+        {"a.weight": torch.randn(32, 64), "b.weight": weight, "b.bias": torch.ones(32)}, tmp_path / "m.safetensors"
+    )
+    refusal = rf"^model: {re.escape(str(tmp_path / 'm.safetensors'))}: tensor b\.weight: {NOT_FINITE}$"
+    for quantization in ("auto", "none", "int8", "int4"):
+        with (
+            open_weights(tmp_path, torch.bfloat16, CPU, quantization=quantization) as source,
+            pytest.raises(ConfigError, match=refusal),
+        ):
+            source.linear([("a", 32), ("b", 32)], 64)
+    with open_weights(tmp_path, torch.bfloat16, CPU) as source, pytest.raises(ConfigError, match=refusal):
+        source.get("b.weight", 32, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_largest_weights_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
+    """Their sums and squares are infinite."""
+    weight = torch.full((64, 64), torch.finfo(dtype).max, dtype=dtype)
+    tensors = {"one": weight, "both": weight * torch.randn(64, 64).sign().to(dtype), "low": -weight}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with open_weights(tmp_path, dtype, CPU) as source:
+        for name, tensor in tensors.items():
+            assert torch.equal(source.get(name, 64, 64), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn])
+def test_every_pattern_of_bits_is_told_finite_or_not(dtype: torch.dtype) -> None:
+    bits = torch.uint8 if dtype.itemsize == 1 else torch.int16
+    every = torch.arange(1 << 8 * dtype.itemsize).to(bits).view(dtype)
+    finite = every.float().isfinite()
+    assert is_finite(every.view(bits)[finite].view(dtype))
+    others = every.view(bits)[~finite]
+    assert len(others) in (2, 256, 2048)
+    for number in others:
+        assert not is_finite(torch.stack((torch.zeros_like(number), number)).view(dtype)), number
+
+
+def test_reading_for_a_size_reads_no_values(tmp_path: Path) -> None:
+    save_file({"a": torch.full((4, 32), torch.nan)}, tmp_path / "model.safetensors")
+    with open_weights(tmp_path, torch.float32, torch.device("meta")) as source:
+        assert source.get("a", 4, 32).shape == (4, 32)
 
 
 PEAK = """
