@@ -84,8 +84,9 @@ def build(config: EngineConfig, host_cache: HostCache, progress: Progress) -> Pa
     graph_sizes = resolve_graph_sizes(config, device, sizes.max_num_seqs)
     graph_tokens = default_token_sizes(sizes.max_num_batched_tokens) if graph_sizes else ()
     limits = RunnerLimits(0, config.block_size, sizes.max_num_seqs, context, kv_dtype, graph_sizes, graph_tokens)
-    loaded = (_load_decoder if platform.has_ops else _simulate)(config, model, device, context, progress)
+    # The draft model comes first, because it is small: its faults are found before the base model's long load.
     draft = None if found_draft is None else _load_draft(*found_draft, device, limits, sizes, progress)
+    loaded = (_load_decoder if platform.has_ops else _simulate)(config, model, device, context, progress)
     platform.release_memory()  # temporary tensors of the load are not counted as weights
     used = platform.used_memory() - (0 if share is None else share.before)
     shape, on_device = BaseShape.from_config(raw_config), adapter_bytes(config, share, used, platform)

@@ -34,6 +34,9 @@ def find_draft(config: EngineConfig, model: ModelConfig, platform: Platform) -> 
     if not platform.has_ops:
         raise refused("method", "expected ngram: a simulated device runs no draft_model")
     path = Path(speculation.model).expanduser()
+    if not path.exists():
+        expected = "expected a local model folder or .gguf file; a hub id is not downloaded here"
+        raise refused("model", f"no such folder or file: {speculation.model}: {expected}")
     draft = replace(config, model=str(path), quantization="auto", max_model_len=None, speculative_config=None)
     try:
         found = parse_model_config(read_config(path))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from wire.errors import ConfigError
+from wire.json_values import as_json
 
 MAX_DRAFTS, MAX_LOOKUP = 32, 64
 DEFAULT_MIN, DEFAULT_MAX = 2, 5
@@ -34,11 +35,11 @@ class SpeculativeConfig:
 
     def __post_init__(self) -> None:
         if self.method not in FIELDS:
-            raise refused("method", f"expected ngram (prompt lookup) or draft_model, got {self.method!r}")
+            raise refused("method", f"expected ngram (prompt lookup) or draft_model, got {as_json(self.method)}")
         _check("num_speculative_tokens", self.num_speculative_tokens, MAX_DRAFTS)
         if self.method == "draft_model":
             if not isinstance(self.model, str) or not self.model:
-                raise refused("model", f"expected a model folder or a .gguf file, got {self.model!r}")
+                raise refused("model", f"expected a model folder or a .gguf file, got {as_json(self.model)}")
             return
         least, most = self.prompt_lookup_min, self.prompt_lookup_max
         given = (least or most or DEFAULT_MIN, most or least or DEFAULT_MAX)
@@ -52,8 +53,10 @@ class SpeculativeConfig:
     def parse(cls, text: str) -> "SpeculativeConfig":
         """Parse a JSON object. Raises ConfigError that names the field."""
         try:
-            given: Any = json.loads(text)
-        except ValueError:
+            given: Any = json.loads(text, object_pairs_hook=_fields)
+        except ConfigError:
+            raise
+        except (ValueError, RecursionError):
             given = None
         if not isinstance(given, dict):
             example = '{"method": "ngram", "num_speculative_tokens": 4}'
@@ -73,9 +76,19 @@ class SpeculativeConfig:
         return cls(**{name: value for name, value in given.items() if name in known})
 
 
+def _fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object. Raises ConfigError for a field that is given twice."""
+    fields: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in fields:
+            raise refused(name, "given twice")
+        fields[name] = value
+    return fields
+
+
 def _check(name: str, value: Any, most: int) -> None:
     if type(value) is not int or not 1 <= value <= most:
-        raise refused(name, f"expected a whole number from 1 to {most}, got {value!r}")
+        raise refused(name, f"expected a whole number from 1 to {most}, got {as_json(value)}")
 
 
 def refused(name: str, message: str) -> ConfigError:

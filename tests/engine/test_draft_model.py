@@ -1,6 +1,7 @@
 """A draft model changes no answer: whatever it proposes, and however its cache is shared, freed and caught up."""
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from engine.build import kv_bytes_per_token
 from engine.engine import Engine
@@ -267,7 +269,18 @@ def test_it_runs_in_graphs(make_engine: Make, always: None, monkeypatch: pytest.
     assert counts(engine)[1]
 
 
-def test_a_model_that_cannot_draft_is_refused_by_name(tiny: Path, make_engine: Make, tmp_path: Path) -> None:
+def test_a_model_that_cannot_draft_is_refused_before_the_base_model_is_read(
+    tiny: Path, make_engine: Make, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    shutil.copytree(tiny / "base", tmp_path / "base")
+    (tmp_path / "base/model.safetensors").write_bytes(b"")
+    on_broken_base = engine_maker(tmp_path, request, dtype="float32", device="cpu")
+
+    def refusal(draft: str) -> str:
+        with pytest.raises(ConfigError) as raised:
+            on_broken_base(speculative_config=SpeculativeConfig("draft_model", 4, model=draft))
+        return str(raised.value)
+
     shutil.copytree(tiny / "other", tmp_path / "wide")
     config = json.loads((tmp_path / "wide/config.json").read_text())
     (tmp_path / "wide/config.json").write_text(json.dumps(config | {"vocab_size": 999}))
@@ -279,14 +292,20 @@ def test_a_model_that_cannot_draft_is_refused_by_name(tiny: Path, make_engine: M
     (tmp_path / "swapped/tokenizer.json").write_text(json.dumps(content))
     (tmp_path / "empty").mkdir()
     shutil.copy(tiny / "other/config.json", tmp_path / "empty")
+    shutil.copytree(tiny / "other", tmp_path / "poisoned")
+    tensors = load_file(tmp_path / "poisoned/model.safetensors")
+    tensors["model.layers.0.mlp.up_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, tmp_path / "poisoned/model.safetensors")
     for folder, message in (
-        (tmp_path / "nowhere", "no such folder"),
+        ("some/hub-id", "no such folder or file: some/hub-id: expected a local model folder or .gguf file; a hub id"),
+        (tmp_path / "nowhere", "no such folder or file: .*/nowhere: expected a local model folder or .gguf file"),
+        (tmp_path / "poisoned", r"/model\.safetensors: tensor model\.layers\.0\.mlp\.up_proj\.weight: holds NaN"),
         (tmp_path / "wide", r"expected a model of the base model's vocabulary of \d+ tokens, .* has 999"),
         (tmp_path / "swapped", "2 tokens of .* have other texts, the first is"),
         (tmp_path / "empty", "expected .safetensors weights"),
     ):
-        with pytest.raises(ConfigError, match=f"^speculative_config: model: .*{message}"):
-            make_engine(str(folder))
+        assert re.match(f"speculative_config: model: .*{message}", refusal(str(folder)))
+    assert refusal(str(tiny / "other")).endswith("base/model.safetensors is damaged or cut off: it is empty")
     with pytest.raises(ConfigError, match="speculative_config: method: expected ngram: a simulated device"):
         make_engine("other", device="simulated:0,0")
 

@@ -278,6 +278,16 @@ def test_nothing_gives_way_to_a_draft() -> None:
     [
         ("ngram", "a JSON object"),
         ("[]", "a JSON object"),
+        ("[" * 100_000, "a JSON object"),
+        (
+            '{"method": null, "num_speculative_tokens": 3}',
+            "method: expected ngram (prompt lookup) or draft_model, got null",
+        ),
+        ('{"method": "ngram", "num_speculative_tokens": "3"}', 'expected a whole number from 1 to 32, got "3"'),
+        (
+            '{"method": "ngram", "num_speculative_tokens": 3, "num_speculative_tokens": 4}',
+            "num_speculative_tokens: given twice",
+        ),
         ('{"method": "ngram"}', "num_speculative_tokens: expected a value"),
         ('{"num_speculative_tokens": 3}', "method: expected a value"),
         ('{"method": "eagle", "num_speculative_tokens": 3}', "method: expected ngram"),
@@ -289,7 +299,7 @@ def test_nothing_gives_way_to_a_draft() -> None:
             "prompt_lookup_min: unknown; known are method, num_speculative_tokens, model",
         ),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens: expected a whole number"),
-        ('{"method": "ngram", "num_speculative_tokens": true}', "num_speculative_tokens: expected a whole number"),
+        ('{"method": "ngram", "num_speculative_tokens": true}', "expected a whole number from 1 to 32, got true"),
         ('{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 0}', "prompt_lookup_max: expected"),
         (
             '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 5, "prompt_lookup_max": 3}',
