@@ -187,7 +187,8 @@ void gemm(const T* x, const RoundedRows& rounded, const Packed<T>& w, const Delt
     MatrixUnit unit;
     alignas(64) float products[kPanelRows * kPanel];
     const bool reads_rounded = w.reads_rounded(), uses_unit = uses_matrix_unit<T>() && !reads_rounded;
-    std::vector<float> widened(w.in_groups() && !reads_rounded ? w.in_features * kPanel : 0);
+    const bool widens = w.in_groups() && !reads_rounded;
+    std::vector<float> widened(widens ? w.groups.count(w.in_features) * w.groups.group * kPanel : 0);
     for (int64_t p = team.take_near(panels, thread); p < panels; p = team.take_near(panels, thread)) {
         const T* panel = static_cast<const T*>(w.data) + p * kPanel * k_padded;
         const uint8_t* blocks = static_cast<const uint8_t*>(w.data) + p * w.groups.panel_bytes(w.in_features);

@@ -340,24 +340,27 @@ inline float dequantised(const uint8_t* panel, int64_t k, int64_t column, const 
     return w.offset_kind ? product + mins[column / 16][column % 16] : product;
 }
 
-// Writes a panel as fp32, [in_features][32].
+// Writes a panel as fp32, [in_features, padded to whole groups][32].
 inline void dequantise_panel(const uint8_t* panel, int64_t in_features, const Groups& w, float* out) {
-    for (int64_t g = 0; g < w.count(in_features); g++, panel += w.block_bytes()) {
+    const int64_t rows = w.bits == 8 ? w.group : w.group / 2;
+    for (int64_t g = 0; g < w.count(in_features); g++, panel += w.block_bytes(), out += w.group * kQuantisedColumns) {
         Float16 scales[2], mins[2] = {};
         load_scales(panel + w.value_bytes(), w.scale_kind, scales);
         if (w.offset_kind) load_minimums(panel, w, scales, mins);
-        const int64_t half = w.group / 2, last = std::min(w.group, in_features - g * w.group);
-        for (int64_t k = 0; k < last; k++) {
-            const int64_t at = w.bits == 8 ? k : k % half;
-            const uint8_t* bytes = panel + at / 4 * kQuantisedColumns * 4 + at % 4;
-            float* to = out + (g * w.group + k) * kQuantisedColumns;
-            for (int64_t j = 0; j < kQuantisedColumns; j++) {
-                const uint8_t byte = bytes[j * 4];
-                const int64_t value = w.bits == 8 ? byte : k < half ? byte & 15 : byte >> 4;
-                const float product = scales[j / 16][j % 16] * float(value - w.zero());
-                to[j] = w.offset_kind ? product + mins[j / 16][j % 16] : product;
+        const auto write = [&](int64_t k, int v, Word16 stored) __attribute__((always_inline)) {
+            const Int16 values = cast<Int16>(stored) - int32_t(w.zero());
+            const Float16 product = scales[v] * __builtin_convertvector(values, Float16);
+            put16(out + k * kQuantisedColumns + v * 16, w.offset_kind ? product + mins[v] : product);
+        };
+        for (int64_t k = 0; k < rows; k += 4)
+            for (int v = 0; v < 2; v++) {
+                const Word16 words = load_vector<Word16>(panel + (k * kQuantisedColumns + v * 64));
+                for (int byte = 0; byte < 4; byte++) {
+                    const Word16 stored = words >> (8 * byte) & 0xffu;
+                    write(k + byte, v, w.bits == 8 ? stored : stored & 15u);
+                    if (w.bits == 4) write(rows + k + byte, v, stored >> 4);
+                }
             }
-        }
     }
 }
 

@@ -1,5 +1,8 @@
 """Products with weights of 8 and 4 bits against `kernels.reference`, and rounding to such weights."""
 
+import time
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -94,6 +97,24 @@ def test_in_bf16_the_native_product_rounds_inputs_too(scheme: Scheme, rows: int)
     exact = reference.linear(x.float(), weights)
     assert (y.float() - exact).norm() < 0.02 * exact.norm()
     assert (y.float() - rounded).norm() < (y.float() - exact).norm()
+
+
+@pytest.mark.parametrize("rounded", [round_to_int8, round_to_int4])
+def test_in_fp32_a_row_takes_about_as_long_as_with_dense_weights(rounded: Callable[[Tensor], LinearWeights]) -> None:
+    """Widening the weights costs little beside reading them in fp32; weight by weight it took four times as long."""
+    library = native_build.load()
+    assert library is not None
+    ops = native.NativeOps(library)
+    ops.threads = 1  # the calling thread, whose time other processes do not change
+    original, x, tables = normal(2048, 2048), normal(1, 2048), step_tables(ops, 1)
+    seconds: dict[str, list[float]] = {"dense": [], "rounded": []}
+    packed = {"dense": ops.pack(dense(original)), "rounded": ops.pack(rounded(original))}
+    for _ in range(15):
+        for name, weights in packed.items():
+            began = time.thread_time()
+            ops.linear(x, weights, None, tables)
+            seconds[name].append(time.thread_time() - began)
+    assert min(seconds["rounded"]) < 2.5 * min(seconds["dense"])
 
 
 @pytest.mark.parametrize("scheme", SCHEMES[:4], ids=str)
