@@ -323,6 +323,7 @@ class Engine:
             tiers=pool.tier_state(),
             recent_steps=self._steps.recent(),
             drafts=() if scheduler.drafter is None else scheduler.drafter.counts(),
+            draft_steps={} if scheduler.drafter is None else scheduler.drafter.outcomes(),
         )
 
     def close(self) -> None:

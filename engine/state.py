@@ -1,11 +1,11 @@
 """An engine's constants and counters, as its core reports them. No torch and no msgspec."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from adapters.tiers.tier_state import TierState
 from engine.config import EngineConfig
-from engine.scheduling.drafter import DraftCount
+from engine.scheduling.drafter import DraftCount, Outcome
 from engine.scheduling.kv_cache import prefix_keys
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.preemption_counts import PreemptionCount
@@ -60,7 +60,8 @@ class EngineFacts:
 @dataclass(frozen=True, slots=True)
 class EngineState:
     """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
-    adapters. num_in_target, num_over_target: first tokens within their request's target, and beyond it.
+    adapters. num_in_target, num_over_target: first tokens within their request's target, and beyond it. draft_steps:
+    steps with decodes by what became of drafts; empty without speculative decoding.
     """
 
     residency_version: int
@@ -86,3 +87,4 @@ class EngineState:
     tiers: TierState
     recent_steps: tuple[SecondSums, ...] = ()
     drafts: tuple[DraftCount, ...] = ()
+    draft_steps: Mapping[Outcome, int] = field(default_factory=dict)

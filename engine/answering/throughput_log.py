@@ -3,14 +3,24 @@
 import asyncio
 import logging
 import time
+from collections import Counter
 
 from engine.core.client import Core
 from engine.core.errors import EngineUnavailable
+from engine.scheduling.drafter import Outcome
 from engine.state import EngineState
 
 logger = logging.getLogger(__name__)
 
 EVERY_S = 10.0
+_REASONS: dict[Outcome, str] = {
+    "catching_up": "the draft model has yet to catch up with requests",
+    "cost": "a draft costs more time than it saves",
+    "measuring": "steps without drafts are measured",
+    "no_proposal": "nothing is proposed",
+    "no_room": "there are too many requests or too few blocks",
+    "prompts": "steps have prompts",
+}
 
 
 async def log_throughput(core: Core) -> None:
@@ -39,5 +49,21 @@ def throughput_line(before: EngineState, now: EngineState, seconds: float) -> st
     return (
         f"running {now.num_running}, waiting {now.num_waiting}, prompts {prompt / seconds:.1f} tokens/s, "
         f"generated {generated / seconds:.1f} tokens/s, KV cache {used:.1%} used, prefix hits {hit:.1%}, "
-        f"adapters resident {len(now.resident_adapters)}"
+        f"adapters resident {len(now.resident_adapters)}{_drafts(before, now)}"
     )
+
+
+def _drafts(before: EngineState, now: EngineState) -> str:
+    """Return the end of the line: the drafts between two readings, and the most frequent reason of steps without."""
+    steps = Counter(now.draft_steps)
+    steps.subtract(before.draft_steps)
+    if not (total := steps.total()):
+        return ""
+    drafted = sum(count.drafted for count in now.drafts) - sum(count.drafted for count in before.drafts)
+    accepted = sum(count.accepted for count in now.drafts) - sum(count.accepted for count in before.drafts)
+    held_back = total - steps.pop("drafted", 0)
+    line = f", drafts: {accepted} accepted of {drafted}, held back in {held_back / total:.0%} of steps"
+    if not held_back:
+        return line
+    [(outcome, _)] = steps.most_common(1)
+    return f"{line}, mostly because {_REASONS[outcome]} ({outcome})"

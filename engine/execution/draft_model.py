@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from engine.execution.runner import StepRunner, tokens_by_request
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.plan import Plan
-from engine.scheduling.proposer import Proposal, SharedRates
+from engine.scheduling.proposer import Proposal, Reason, SharedRates
 from engine.scheduling.rates import ADAPTER_WEIGHT, Rates
 from engine.scheduling.request import NOT_FINITE, NewRequest, Request, Status
 
@@ -78,6 +78,10 @@ class DraftModel:
     def foresee(self, request: Request, *, may_catch_up: bool) -> float:
         """Return the chance of the next draft, which does not depend on the token in flight."""
         return max(self.chances(request, 1, may_catch_up=may_catch_up), default=0.0)
+
+    def reason(self, request: Request) -> Reason:
+        """Return whether a request without chances is too long for the draft model, or too far ahead of it."""
+        return "catching_up" if len(request.token_ids) < self._sizes.context else "no_proposal"
 
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
         self._drop_ended()

@@ -1,6 +1,6 @@
 """Prometheus metrics of one engine, in a registry of its own, so that two engines in one process stay separate."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 
@@ -9,7 +9,7 @@ from engine.config import MetricsNames
 from engine.http.quick_histogram import QuickHistogram
 from engine.http.tier_metrics import TierMetrics
 from engine.http.vllm_metrics import VllmMetrics
-from engine.scheduling.drafter import OTHERS, DraftCount
+from engine.scheduling.drafter import OTHERS, DraftCount, Outcome
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import BASE_SERVED, RequestOutput
 from wire.digests import digest_name
@@ -57,12 +57,7 @@ class Metrics:
             f"{PREFIX}_prompt_tokens_cached", "Prompt tokens found in the prefix cache.", registry=registry
         )
         self.generation_tokens = Counter(f"{PREFIX}_generation_tokens", "Tokens generated.", registry=registry)
-        self._drafted = Counter(
-            f"{PREFIX}_draft_tokens", "Drafts computed for the requests of an adapter.", ["adapter"], registry=registry
-        )
-        self._accepted = Counter(
-            f"{PREFIX}_draft_tokens_accepted", "Drafts that became tokens of an answer.", ["adapter"], registry=registry
-        )
+        self._drafted, self._accepted, self._draft_steps = _draft_counters(registry)
         self.finished = Counter(
             f"{PREFIX}_requests_finished",
             "Finished sequences, including those whose client disconnected.",
@@ -130,12 +125,14 @@ class Metrics:
         self.count(tiers.page_waits, state.page_waits)
         self.count(tiers.page_wait_seconds, state.page_wait_seconds)
 
-    def show_drafts(self, counts: Iterable[DraftCount]) -> None:
+    def show_drafts(self, counts: Iterable[DraftCount], steps: Mapping[Outcome, int]) -> None:
         """Update the counters of speculative decoding, whose labels the engine bounds."""
         for adapter, drafted, accepted in counts:
             label = adapter if adapter == OTHERS else digest_name(adapter) if adapter else BASE_SERVED
             self.count(self._drafted.labels(label), drafted)
             self.count(self._accepted.labels(label), accepted)
+        for outcome, number in steps.items():
+            self.count(self._draft_steps.labels(outcome), number)
 
     def count(self, counter: Counter, total: float) -> None:
         """Raise a counter to the engine's own total."""
@@ -144,6 +141,17 @@ class Metrics:
 
     def render(self) -> bytes:
         return generate_latest(self._registry)
+
+
+def _draft_counters(registry: CollectorRegistry) -> tuple[Counter, Counter, Counter]:
+    """Return the counters of drafts, of accepted drafts, and of steps by outcome."""
+    computed, accepted = "Drafts computed for the requests of an adapter.", "Drafts that became tokens of an answer."
+    outcomes = "Steps with decodes, by whether they had drafts or why not."
+    return (
+        Counter(f"{PREFIX}_draft_tokens", computed, ["adapter"], registry=registry),
+        Counter(f"{PREFIX}_draft_tokens_accepted", accepted, ["adapter"], registry=registry),
+        Counter(f"{PREFIX}_draft_steps", outcomes, ["outcome"], registry=registry),
+    )
 
 
 def _tenant_gauges(registry: CollectorRegistry) -> dict[str, Gauge]:

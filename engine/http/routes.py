@@ -183,7 +183,7 @@ class EngineRoutes:
         self.metrics.count(self.metrics.over_target, state.num_over_target)
         self.metrics.show_tenants(state.tenants)
         self.metrics.show_tiers(state.tiers)
-        self.metrics.show_drafts(state.drafts)
+        self.metrics.show_drafts(state.drafts, state.draft_steps)
         self.metrics.count(self.metrics.adapter_loads, state.num_adapter_loads)
         if self.metrics.vllm is not None:
             names = self.models.names_of(state.resident_adapters)

@@ -6,8 +6,9 @@ prompts have drafts. Their number follows from measured times: a draft is planne
 is worth the time that it adds. Independent of tensors.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, MutableMapping
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from engine.scheduling.cost import DRAFT, step_cost
 from engine.scheduling.kv_cache import KVCache
@@ -19,6 +20,9 @@ from engine.scheduling.step_times import StepTimes
 # Adapters with counts of their own; further ones share the counts of OTHERS.
 COUNTED_ADAPTERS = 50
 OTHERS = "others"
+# Whether a step with decodes had drafts, or why it had none: it had prompts too; a draft cost more time than it was
+# likely to save; the time without drafts was measured; rows of logits or blocks were lacking; or a proposer's `Reason`.
+Outcome = Literal["drafted", "prompts", "cost", "measuring", "no_room", "catching_up", "no_proposal"]
 
 
 class DraftCount(NamedTuple):
@@ -43,6 +47,9 @@ class Drafter:
         self._times = StepTimes()
         self._drafted: list[Request] = []
         self._counts: dict[str, list[int]] = {}
+        self._outcomes: Counter[Outcome] = Counter()
+        # Why a step planned while another one is in flight has no drafts. Beside prompts, `expects` is not called.
+        self._foreseen: Outcome = "prompts"
         self.is_catching_up = False  # whether the proposer caught up with requests in the last plan
 
     def expects(self, requests: Collection[Request]) -> bool:
@@ -50,7 +57,8 @@ class Drafter:
         flight. If so, these tokens have to be read before the step is planned.
         """
         number = len(requests)
-        if not self._may_pay(number):
+        if (obstacle := self._obstacle(number)) is not None:
+            self._foreseen = obstacle
             return False
         has_chances, may_catch_up = False, self._times.may_catch_up(number)
         for request in requests:
@@ -60,23 +68,44 @@ class Drafter:
             has_chances |= chance > 0
         if has_chances:
             self._times.forget(number)
+        self._foreseen = "cost" if has_chances else self._reason(requests)
         return False
 
-    def extend(self, plan: MutableMapping[Request, int], *, may_draft: bool) -> bool:
+    def extend(self, plan: MutableMapping[Request, int], num_decodes: int, *, may_draft: bool) -> bool:
         """Add drafts to a plan as long as they pay. Return whether a request has drafts, or had blocks for them.
-        may_draft: whether the plan has decodes only, and all tokens of its requests are known.
+        num_decodes: of the plan; one with prompts too has no drafts. may_draft: whether all tokens of its requests are
+        known, and no stream is left out.
         """
-        num_decodes, self.is_catching_up = len(plan), False
-        if not may_draft or not self._may_pay(num_decodes):
-            return False
+        self.is_catching_up, had_blocks = False, False
+        if len(plan) > num_decodes:
+            outcome: Outcome = "prompts"
+        elif may_draft and num_decodes:
+            outcome, had_blocks = self._draft(plan, num_decodes)
+        else:
+            outcome = self._foreseen
+        if num_decodes:
+            self._outcomes[outcome] += 1
+        self._foreseen = "prompts"
+        return had_blocks
+
+    def _draft(self, plan: MutableMapping[Request, int], num_decodes: int) -> tuple[Outcome, bool]:
+        """Add drafts to a plan of decodes. Return also whether a request had blocks for them."""
+        if (obstacle := self._obstacle(num_decodes)) is not None:
+            return obstacle, False
         may_catch_up = self._times.may_catch_up(num_decodes)
-        chosen = self._choose({r: self._chances(r, may_catch_up) for r in plan if r.can_draft}, num_decodes)
+        chances = {r: self._chances(r, may_catch_up) for r in plan if r.can_draft}
+        chosen = self._choose(chances, num_decodes)
+        if not chosen:
+            return "cost" if any(chances.values()) else self._reason(plan), False
         numbers = {r: room for r, number in chosen.items() if (room := self._make_room(r, number))}
-        if numbers:
-            for request, proposal in self._proposer.propose(numbers).items():
-                self._plan(request, proposal, plan)
-            self.is_catching_up = self._proposer.is_catching_up
-        return bool(numbers)
+        if not numbers:
+            return "no_room", False
+        for request, proposal in self._proposer.propose(numbers).items():
+            self._plan(request, proposal, plan)
+        self.is_catching_up = self._proposer.is_catching_up
+        if any(request.num_drafted for request in numbers):
+            return "drafted", True
+        return "catching_up" if self.is_catching_up else "no_proposal", True
 
     def confirm(self, moved: Iterable[Request]) -> list[Request]:
         """Return the requests whose newest token is their next draft. The step has computed it, so the token after it
@@ -114,19 +143,34 @@ class Drafter:
         """Return the drafts since the engine's start by adapter."""
         return tuple(DraftCount(adapter, *counts) for adapter, counts in self._counts.items())
 
-    def _may_pay(self, num_decodes: int) -> bool:
-        """Return whether a step with so many decodes has room for drafts, and drafts pay if all are accepted."""
-        if num_decodes >= self._most_rows or not self._times.may_draft(num_decodes):
-            return False
+    def outcomes(self) -> dict[Outcome, int]:
+        """Return the steps with decodes since the engine's start by what became of drafts."""
+        return dict(self._outcomes)
+
+    def _obstacle(self, num_decodes: int) -> Outcome | None:
+        """Return why a step with so many decodes has no drafts, whatever its requests; None if it may have some."""
+        if num_decodes >= self._most_rows:
+            return "no_room"
+        if not self._times.may_draft(num_decodes):
+            return "measuring"
         if self._times.pays(1.0, num_decodes, 0, num_decodes):
-            return True
+            return None
         self._times.forget(num_decodes)
-        return False
+        return "cost"
+
+    def _reason(self, requests: Iterable[Request]) -> Outcome:
+        """Return why requests have no chances: the reason of the first one whose answer has room for drafts."""
+        wanting = (r for r in requests if r.can_draft and self._num_left(r) > 0)
+        return next((self._proposer.reason(request) for request in wanting), "no_proposal")
 
     def _chances(self, request: Request, may_catch_up: bool) -> list[float]:
         """Return the probability that all of the request's first 1, 2, ... drafts are accepted."""
-        left = request.params.max_tokens - request.num_output_tokens - 1
-        return self._proposer.chances(request, max(0, min(self._most_drafts, left)), may_catch_up=may_catch_up)
+        most = max(0, min(self._most_drafts, self._num_left(request)))
+        return self._proposer.chances(request, most, may_catch_up=may_catch_up)
+
+    def _num_left(self, request: Request) -> int:
+        """Return the number of tokens after the next one that the answer may have."""
+        return request.params.max_tokens - request.num_output_tokens - 1
 
     def _choose(self, chances: Mapping[Request, list[float]], num_decodes: int) -> Mapping[Request, int]:
         """Return the number of drafts that pay, the likeliest first over all requests. A request's own drafts become

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from engine.scheduling.prompt_lookup import PromptLookup
 from engine.scheduling.rates import ADAPTER_WEIGHT, FIRST_FRESH, FIRST_NEXT, Rates
@@ -10,6 +10,8 @@ from engine.scheduling.request import Request
 
 # Pairs of tenant and adapter whose rates are kept, the most recently used ones.
 KEPT_RATES = 1024
+# Why a request has no chances: the proposer is far behind with its text, or has no drafts for it.
+Reason = Literal["catching_up", "no_proposal"]
 
 
 class Proposal(NamedTuple):
@@ -37,6 +39,10 @@ class Proposer(Protocol):
 
     def foresee(self, request: Request, *, may_catch_up: bool) -> float:
         """Return the probability that the request's next draft is accepted, where its newest token is in flight."""
+        ...
+
+    def reason(self, request: Request) -> Reason:
+        """Return why a request has no chances, right after `chances` or `foresee` has returned none."""
         ...
 
     def propose(self, numbers: Mapping[Request, int]) -> Mapping[Request, Proposal]:
@@ -85,6 +91,9 @@ class PromptLookups:
         """Return the probability that the token in flight and the one after it continue the occurrence found so far."""
         found = self.chances(request, 2, may_catch_up=may_catch_up)
         return found[1] if len(found) > 1 else 0.0
+
+    def reason(self, request: Request) -> Reason:
+        return "no_proposal"
 
     def propose(self, numbers: Mapping[Request, int]) -> dict[Request, Proposal]:
         return {

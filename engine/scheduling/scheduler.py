@@ -129,8 +129,8 @@ class Scheduler:
             rows = None
         num_streams = 0 if rows is None else len(rows.requests)
         self.num_decodes = num_streams + sum(r.is_decoding for r in islice(plan, num_streams, None))
-        may_draft = may_draft and len(plan) == self.num_decodes and not self.is_short
-        has_drafts = self.drafter is not None and self.drafter.extend(plan, may_draft=may_draft)
+        may_draft = may_draft and not self.is_short
+        has_drafts = self.drafter is not None and self.drafter.extend(plan, self.num_decodes, may_draft=may_draft)
         plan.streams = None if has_drafts else rows
         self._streams.keep(plan.streams)
         return plan

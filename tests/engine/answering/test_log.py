@@ -4,12 +4,14 @@ import asyncio
 import dataclasses
 import time
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from adapters.tiers.tier_state import HostCacheStats, TierState
 from engine.answering import throughput_log
 from engine.answering.throughput_log import throughput_line
+from engine.scheduling.drafter import DraftCount, Outcome
 from engine.state import EngineState
 from testing.engine import Client, RunningServer
 
@@ -53,6 +55,30 @@ def test_the_line_has_rates_of_its_own_time_only():
         "running 3, waiting 2, prompts 10.0 tokens/s, generated 2.0 tokens/s, KV cache 25.0% used, prefix hits 50.0%, "
         "adapters resident 0"
     )
+
+
+def test_the_line_says_what_holds_drafts_back():
+    before = dataclasses.replace(
+        IDLE, drafts=(DraftCount("", 100, 60),), draft_steps={"drafted": 20, "catching_up": 500, "measuring": 2}
+    )
+    steps = {"drafted": 27, "catching_up": 510, "measuring": 3, "cost": 82}
+    counts = (DraftCount("", 130, 70), DraftCount("sha256:1", 10, 2))
+    now = dataclasses.replace(before, num_running=1, drafts=counts, draft_steps=steps)
+    line = throughput_line(before, now, 10.0)
+    assert line is not None
+    assert line.endswith(
+        ", drafts: 12 accepted of 40, held back in 93% of steps, mostly because a draft costs more time than it saves "
+        "(cost)"
+    )
+    always = dataclasses.replace(now, draft_steps={**steps, "drafted": 40})
+    line = throughput_line(now, always, 10.0)
+    assert line is not None
+    assert line.endswith("adapters resident 0, drafts: 0 accepted of 0, held back in 0% of steps")
+    assert "drafts" not in str(throughput_line(now, now, 10.0)), "no step"
+
+
+def test_every_reason_has_words():
+    assert {*throughput_log._REASONS, "drafted"} == set(get_args(Outcome))
 
 
 def test_an_idle_engine_has_no_line():

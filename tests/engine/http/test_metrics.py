@@ -9,6 +9,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.speculative_config import SpeculativeConfig
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
 
@@ -103,3 +104,25 @@ async def test_vllms_names_on_request(model: Path, tmp_path: Path, session: aioh
     assert abs(adapters.value - time.time()) < 60
     [cache] = families["vllm:cache_config_info"]
     assert (cache.labels["block_size"], int(cache.labels["num_gpu_blocks"]) > 0) == ("16", True)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+async def test_steps_are_counted_by_what_became_of_drafts(model: Path, session: aiohttp.ClientSession, drafts: bool):
+    config = {"speculative_config": SpeculativeConfig("ngram", 3)} if drafts else None
+    server = await asyncio.to_thread(RunningServer, model, None, config)
+    try:
+        client = Client(session, server.url)
+        await client.complete(prompt="Hi", max_tokens=8, ignore_eos=True)
+        async with session.get(f"{server.url}/metrics") as response:
+            page = await response.text()
+    finally:
+        await asyncio.to_thread(server.close)
+    families = {each.name: each.samples for each in text_string_to_metric_families(page)}
+    samples = [each for each in families["loraplex_engine_draft_steps"] if each.name.endswith("_total")]
+    drafted = sum(each.value for each in families["loraplex_engine_draft_tokens"] if each.name.endswith("_total"))
+    counted = {each.labels["outcome"]: each.value for each in samples}
+    assert bool(counted) == drafts
+    if drafts:
+        assert counted["measuring"] >= 1, "the first step with decodes"
+        assert bool(drafted) == ("drafted" in counted)
+        assert drafted or sum(counted.values()) == 7
