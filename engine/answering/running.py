@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -31,9 +31,10 @@ from wire.structured import GrammarSpec
 from wire.telemetry.spans import Span
 from wire.text.tokenizer import Tokenizer
 
-# An answer, or a chunk, with log-probabilities for more tokens is encoded on a thread: 1,000 tokens with 20 likeliest
-# each take about 10 ms.
-INLINE_ENTRIES = 500
+# More log-probabilities are encoded on a thread: 1,000 take 1 to 2 ms.
+INLINE_LOGPROBS = 1000
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +160,9 @@ class Run:
         """Generate the answer. Return its JSON, and the byte lengths of its fields."""
         total = [Delta(sequence.index) for sequence in self._sequences]
         async for deltas in self._deltas():
+            # Encoded as they come: answers that end in the same step would hold the event loop one after the other.
+            if self._has_logprobs:
+                await _here_or_on_thread(_num_logprobs(deltas), partial(_encode, answer, deltas))
             for delta in deltas:
                 total[delta.index].add(delta)
             await report.update()
@@ -174,7 +178,7 @@ class Run:
                     progress.finish_reason = choice.finish_reason
             return encode_fields(answer.envelope(choices, stream=False, usage=usage, progress=progress))
 
-        return encode() if _num_entries(total) <= INLINE_ENTRIES else await asyncio.to_thread(encode)
+        return await _here_or_on_thread(_num_logprobs(total), encode)
 
     async def stream(self, request: web.Request, answer: Answer[Any]) -> web.StreamResponse:
         # Wait for the first output before the headers are sent, so that a refusal until then is a plain error response.
@@ -187,10 +191,9 @@ class Run:
             await response.prepare(request)
             opened: set[int] = set()
             while deltas:
-                is_small = not self._has_logprobs or _num_entries(deltas) <= INLINE_ENTRIES
                 # Large chunks are made on a thread: with `echo`, the first one has the whole prompt.
-                chunks = partial(self._chunks, answer, deltas, opened)
-                if payload := chunks() if is_small else await asyncio.to_thread(chunks):
+                size = _num_logprobs(deltas) if self._has_logprobs else 0
+                if payload := await _here_or_on_thread(size, partial(self._chunks, answer, deltas, opened)):
                     await write(request, response, payload, internal=self._internal)
                 try:
                     deltas = await anext(news, [])
@@ -316,9 +319,23 @@ class Run:
         )
 
 
-def _num_entries(deltas: list[Delta]) -> int:
-    """Return the number of tokens with log-probabilities."""
-    return sum(len(delta.logprobs) + len(delta.prompt_logprobs or ()) for delta in deltas)
+def _encode(answer: Answer[Any], deltas: list[Delta]) -> None:
+    for delta in deltas:
+        answer.encode(delta)
+
+
+async def _here_or_on_thread(num_logprobs: int, work: Callable[[], T]) -> T:
+    """Run the work on the event loop if it has few log-probabilities, else in a thread."""
+    return work() if num_logprobs <= INLINE_LOGPROBS else await asyncio.to_thread(work)
+
+
+def _num_logprobs(deltas: list[Delta]) -> int:
+    """Return the number of log-probabilities that are to be encoded; those of an encoded token count once."""
+    count = 0
+    for delta in deltas:
+        entries = [*delta.logprobs, *(delta.prompt_logprobs or ())]
+        count += len(delta.encoded) + sum(1 + len(entry.top_ids) for entry in entries if entry is not None)
+    return count
 
 
 def _event(data: bytes) -> bytes:

@@ -2,24 +2,36 @@
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import msgspec
 
 from engine.answering.text import OutputText
 from engine.core.errors import Fault
 from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 
+class EncodedLogprobs(NamedTuple):
+    """A token's log-probabilities in the form of its answer. json: the part that takes long to encode."""
+
+    token_id: int
+    logprob: float
+    json: msgspec.Raw
+
+
 @dataclass(slots=True)
 class Delta:
-    """The gain of a choice since its previous delta. `logprobs` has one entry per token; it is empty if none are
-    requested.
+    """The gain of a choice since its previous delta. `encoded` and then `logprobs` have one entry per token; both are
+    empty if none are requested.
 
-    stop_reason: the stop string or stop token id that ended the choice; None for any other end. fault: see
-    `RequestOutput`.
+    encoded: entries that the answer has encoded (`Answer.encode`). stop_reason: the stop string or stop token id that
+    ended the choice; None for any other end. fault: see `RequestOutput`.
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
+    encoded: list[EncodedLogprobs] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str | None = None
@@ -29,10 +41,10 @@ class Delta:
     fault: Fault | None = None
 
     def add(self, other: "Delta") -> None:
-        """Append a later delta of the same choice."""
+        """Append a later delta of the same choice; its log-probabilities are encoded."""
         self.text += other.text
         self.token_ids += other.token_ids
-        self.logprobs += other.logprobs
+        self.encoded += other.encoded
         self.prompt_logprobs = self.prompt_logprobs or other.prompt_logprobs
         self.finish_reason, self.stop_reason = other.finish_reason, other.stop_reason
 

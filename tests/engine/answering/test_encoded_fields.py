@@ -75,7 +75,7 @@ async def test_a_gateway_is_told_the_lengths_and_the_reason(
     for is_in_pieces in (False, True):
         if is_in_pieces:
             monkeypatch.setattr(running, "PIECE_BYTES", 100)
-            monkeypatch.setattr(running, "INLINE_ENTRIES", 10)
+            monkeypatch.setattr(running, "INLINE_LOGPROBS", 10)
         allowed = {"x-request-id": f"{path}-{allowance}-{is_in_pieces}", "x-loraplex-allowance": allowance}
         kind, head, data = await ask(client, path, body, INTERNAL | allowed)
         assert kind == ("application/json" if allowance == "1000" else REPORT_TYPE)

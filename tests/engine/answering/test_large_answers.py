@@ -19,27 +19,49 @@ import pytest
 from engine.answering import completions as generate
 from engine.answering import report
 from engine.answering import running as run
+from engine.answering.answers import Answer, ChatAnswer, CompletionAnswer
+from engine.answering.sequence import Delta
 from testing.engine import Client, RunningServer
 from wire.decoding import decode
 from wire.responses import FIELDS_HEADER
 
 PROMPT = list(range(3, 303))
+CHAT = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 5}
 
 
 async def test_a_large_answer_comes_whole(client: Client, monkeypatch: pytest.MonkeyPatch):
     asked: dict[str, Any] = {"prompt": [PROMPT] * 4, "max_tokens": 3, "prompt_logprobs": 5, "logprobs": 2, "seed": 1}
     large = await client.complete(**asked)
-    monkeypatch.setattr(run, "INLINE_ENTRIES", 10**9)
+    monkeypatch.setattr(run, "INLINE_LOGPROBS", 10**9)
     monkeypatch.setattr(run, "PIECE_BYTES", 10**9)
     small = await client.complete(**asked)
     assert len(json.dumps(large)) > 300_000
     assert large["choices"] == small["choices"]
     assert large["usage"] == small["usage"]
     assert len(large["choices"][3]["prompt_logprobs"]) == len(PROMPT)
-    chat = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 400, "ignore_eos": True, "n": 3}
-    answer = await client.chat(**chat, logprobs=True, top_logprobs=5)
+    answer = await client.chat(**CHAT, max_tokens=400, ignore_eos=True, n=3)
     assert [len(choice["logprobs"]["content"]) for choice in answer["choices"]] == [400] * 3
     assert [len(entry["top_logprobs"]) for entry in answer["choices"][2]["logprobs"]["content"]] == [5] * 400
+
+
+@pytest.mark.parametrize(("kind", "asked"), [(ChatAnswer, CHAT), (CompletionAnswer, {"prompt": "hi", "logprobs": 5})])
+async def test_log_probabilities_are_encoded_while_their_tokens_are_generated(
+    client: Client, monkeypatch: pytest.MonkeyPatch, kind: type[Answer[Any]], asked: dict[str, Any]
+):
+    """Many answers that end in one step would hold the event loop one after the other."""
+    encode, sizes = kind.encode, defaultdict[int, list[int]](list)
+
+    def recorded(answer: Answer[Any], delta: Delta) -> None:
+        if delta.logprobs:
+            sizes[delta.index].append(len(delta.logprobs))
+        encode(answer, delta)
+
+    monkeypatch.setattr(kind, "encode", recorded)
+    ask = client.chat if kind is ChatAnswer else client.complete
+    answer = await ask(**asked, max_tokens=400, ignore_eos=True, n=2)
+    assert len(answer["choices"]) == 2
+    assert {index: sum(each) for index, each in sizes.items()} == {0: 400, 1: 400}
+    assert all(len(each) > 1 for each in sizes.values()), "not all at the end"
 
 
 async def test_only_a_gateway_is_told_the_lengths_of_the_fields(client: Client):
