@@ -128,8 +128,9 @@ class Server:
             raise ConfigError("finished_file", str(error)) from error
         from_model = self._config.generation_config == "auto"
         defaults = read_sampling_defaults(Path(self._config.model)) if from_model else OPENAIS
-        core = await self._load_core(progress)
+        # Before the weights, whose reading may take minutes.
         tokenizer = await asyncio.to_thread(load_tokenizer, self._config)
+        core = await self._load_core(progress)
         await core.prepare_grammars(tokenizer.to_json())
         self._in_flight = InFlight(
             core, max_requests=core.facts.max_num_seqs + self._server_config.max_waiting, on_step=self._stepped
@@ -309,6 +310,8 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[int]:
 def load_tokenizer(config: EngineConfig) -> Tokenizer:
     """Load the configured tokenizer, or the model's own. Raises TokenizerError, ConfigError."""
     path = Path(config.model)
+    if not path.exists():
+        raise ConfigError("model", f"no such folder: {path}")
     if config.tokenizer is not None or path.is_dir():
         return Tokenizer.from_dir(config.tokenizer or path)
     from engine.model.gguf.tokenizer import read_tokenizer  # a heavy import that a folder does not need

@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -330,6 +331,19 @@ def test_a_model_that_is_none_is_one_line(tmp_path, capsys, starts_servers, name
     line = run_to_its_end(tmp_path / name, 0, capsys)
     assert name in line
     assert says in line
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_tokenizer_that_is_none_is_found_before_the_weights_are_read(
+    model, tmp_path, capsys, starts_servers, content
+):
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "tokenizer.json").unlink()
+    if content is not None:
+        (folder / "tokenizer.json").write_text(content)
+    assert "tokenizer.json" in run_to_its_end(folder, 0, capsys)
 
 
 async def test_a_named_adapter_that_cannot_be_served_ends_the_start(model, tmp_path):
