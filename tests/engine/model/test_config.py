@@ -76,6 +76,19 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(change: dict[str, A
     assert caught.value.field == next(iter(change))
 
 
+def test_a_value_is_shown_as_in_config_json() -> None:
+    for change, shown in (
+        ({"rms_norm_eps": None}, "rms_norm_eps: expected a number above 0, got null"),
+        ({"head_dim": True}, "head_dim: expected a whole number from 1 to 100000000, got true"),
+        ({"hidden_size": "64"}, 'hidden_size: expected a whole number from 1 to 100000000, got "64"'),
+        ({"rope_scaling": ["linear"]}, 'rope_scaling: expected an object, got ["linear"]'),
+        ({"eos_token_id": [None]}, "eos_token_id: expected token ids, got [null]"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            parse_model_config(QWEN | change)
+        assert str(caught.value) == shown
+
+
 @pytest.mark.parametrize(
     ("rope", "field"),
     [
