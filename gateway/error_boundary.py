@@ -9,12 +9,13 @@ from wire.http_requests import check_head
 
 @web.middleware
 async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Convert every exception of a handler, except redirects, into a response with OpenAI's error object."""
+    """Convert every exception of a handler into a response: a redirect, or OpenAI's error object."""
     try:
         check_head(request)
         return await handler(request)
-    except web.HTTPRedirection:
-        raise
+    except web.HTTPRedirection as redirect:
+        # Raised further, it would be counted as a failure of the gateway, and against no rate.
+        return web.Response(status=redirect.status, headers=redirect.headers)
     except Exception as error:  # noqa: BLE001  (the boundary: every exception ends here, logged once)
         is_unknown = isinstance(error, web.HTTPNotFound)
         failure = _unknown_url(request) if is_unknown else translate(error, request[REQUEST_ID])

@@ -38,7 +38,7 @@ def watched_by(request: web.Request) -> tuple[str, ...]:
 
 class Guards:
     """Guards of routes. After authentication, requests of tenants continue in turn (`Rounds`), because a single look-up
-    of a key can release many requests at once.
+    of a key or session can release many requests at once.
     """
 
     def __init__(self, auth: Authenticator, pages: PageGuard) -> None:
@@ -71,6 +71,7 @@ class Guards:
             request[ACTOR] = visitor.subject
             if visitor.principal is not None:
                 request[PRINCIPAL] = visitor.principal
+                await rounds.begin(visitor.principal.tenant.id)
             return await handler(request)
 
         return {"admin": for_admin, "page": for_visitor}.get(scope, for_tenant)

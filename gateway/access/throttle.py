@@ -86,11 +86,12 @@ class FailedLogins:
 
         @web.middleware
         async def middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
-            self._refuse_guesses(request, _presented(request))
+            presented = list(_presented(request))
+            self._refuse_guesses(request, presented)
             try:
                 return await handler(request)
             except WrongKey:
-                await self.count(self._bucket(request))
+                await self._count(request, presented)
                 raise
 
         return middleware
@@ -99,9 +100,21 @@ class FailedLogins:
         """Raise TooManyFailures for a secret from a form, under the same conditions as for one from a header."""
         self._refuse_guesses(request, [presented])
 
-    async def count_form(self, request: web.Request) -> None:
+    async def count_form(self, request: web.Request, presented: str) -> None:
         """Count a wrong key from a form. The form's handler answers with a page, so no WrongKey is raised."""
-        await self.count(self._bucket(request))
+        await self._count(request, [presented])
+
+    async def _count(self, request: web.Request, presented: Iterable[str]) -> None:
+        """Count a wrong key.
+
+        An issued one, which was deleted or is for another log-in page, is compared although guesses are refused. It
+        does not prolong that, or a few minutes of such requests would refuse guesses for days.
+        """
+        bucket = self._bucket(request)
+        if self._wait(bucket) > 0 and all(map(self._is_proved, presented)):
+            self._metrics.login_failed()
+        else:
+            await self.count(bucket)
 
     def _refuse_guesses(self, request: web.Request, presented: Iterable[str]) -> None:
         wait = self._wait(self._bucket(request))

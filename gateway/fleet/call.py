@@ -11,6 +11,7 @@ from wire.telemetry.spans import NO_SPAN, Span
 if TYPE_CHECKING:
     # Imported for type checking only: settings import the engine kinds, and these modules import settings.
     from gateway.fleet.engine import EngineRecord
+    from gateway.fleet.own_requests import NamedBody
     from gateway.quota.growth import Hold
     from gateway.records.adapters.catalog import Model
     from gateway.records.tenants.tenants import Tenant
@@ -75,15 +76,16 @@ def _ignore(*_: int) -> None:
 class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Request to an engine of any kind. body: in OpenAI's form; the kind replaces its model.
 
-    prompt_tokens: tokens of all prompts. span: the parent of the engine's spans. trace: the W3C headers that carry the
-    span. hold: the tokens that may be generated for now. on_progress: called with the completion tokens so far of a
-    whole answer. on_sent: called before the first byte goes to an engine, or before a load of the adapter is sent.
-    engine: the only engine that may serve it; None for any.
+    named: the body by which the quarantine names the request. prompt_tokens: tokens of all prompts. span: the parent of
+    the engine's spans. trace: the W3C headers that carry the span. hold: the tokens that may be generated for now.
+    on_progress: called with the completion tokens so far of a whole answer. on_sent: called before the first byte goes
+    to an engine, or before a load of the adapter is sent. engine: the only engine that may serve it; None for any.
     """
 
     request_id: str
     path: str
     body: dict[str, Any]
+    named: "NamedBody"
     model: "Model"
     tenant: "Tenant"
     prompt_tokens: int

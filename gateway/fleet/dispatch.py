@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import msgspec
 from aiohttp import ClientConnectionError
@@ -22,7 +22,7 @@ from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
-from gateway.fleet.own_requests import InFlight, count_less
+from gateway.fleet.own_requests import InFlight, NamedBody, count_less
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.queue import Place
@@ -137,7 +137,7 @@ class Fleet:
         """
         return self._registry.of_base(base).keeps_allowances
 
-    async def check(self, tenant_id: str, model: "Model", body: dict[str, Any]) -> None:
+    async def check(self, tenant_id: str, model: "Model", body: NamedBody) -> None:
         """Raise Quarantined for a request or adapter with which engines died."""
         await self._quarantine.check(tenant_id, model.suspects, body)
 
@@ -279,7 +279,7 @@ class Fleet:
                 bill.unsent()
                 return None
             bill.lost()
-            self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.body)
+            self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
             if tries.are_enough:
@@ -318,7 +318,7 @@ class Fleet:
     async def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
-            await self.check(call.tenant.id, call.model, call.body)
+            await self.check(call.tenant.id, call.model, call.named)
         except Quarantined as error:
             raise EngineRefused(error) from error
 
@@ -332,7 +332,7 @@ class Fleet:
         self._in_progress[digest] += 1
         try:
             loads = digest is not None and not engine.holds(digest)
-            suspects = partial(self._quarantine.suspects, tenant_id, call.model.suspects, call.body)
+            suspects = partial(self._quarantine.suspects, tenant_id, call.model.suspects, call.named)
             with (
                 upstream(call, engine) as span,
                 engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects) as in_flight,
@@ -363,7 +363,7 @@ class Fleet:
                                     if not cut_off:
                                         record = breaker.failed
                                         in_flight.end()
-                                        self._quarantine.died(engine, tenant_id, call.model.suspects, call.body)
+                                        self._quarantine.died(engine, tenant_id, call.model.suspects, call.named)
             if ended is None:
                 record = breaker.succeeded
                 if in_flight.is_counted:

@@ -20,6 +20,17 @@ LEFT_EACH = 1000
 Names = Future[list[Suspect]]
 
 
+@dataclass(slots=True, eq=False)
+class NamedBody:
+    """Body by which the quarantine names a request: as it was asked, whatever limit of tokens the quota grants.
+
+    suspects: the request's names, once they are computed.
+    """
+
+    body: dict[str, Any]
+    suspects: list[Suspect] | None = None
+
+
 def named(suspects: Sequence[Suspect]) -> Names:
     """Return names that are known already."""
     names: Names = Future()

@@ -27,7 +27,7 @@ import msgspec
 
 from gateway.errors import GatewayError
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.own_requests import Names, named
+from gateway.fleet.own_requests import NamedBody, Names, named
 from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class Quarantine:
         self._unsent: dict[str, Report] = {}
         self._sending: asyncio.Task[None] | None = None
 
-    async def check(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
+    async def check(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
         """Raise Quarantined for a request or an adapter in quarantine."""
         now = self._clock()
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
@@ -179,7 +179,7 @@ class Quarantine:
         ):
             raise Quarantined(key.kind, until - now)
 
-    def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> None:
+    def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.
 
         digests: the request's adapter, or all adapters of its mixture.
@@ -345,7 +345,7 @@ class Quarantine:
     def _is_alone(self, key: Suspect) -> bool:
         return set.intersection(*(death.tenants for death in self._deaths[key])) == {key.tenant_id}
 
-    def suspects(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> Names:
+    def suspects(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> Names:
         """Return the suspects of a request, itself and its adapters. They are computed at once for a small body."""
         compute = partial(self._name, tenant_id, digests, body)
         if _is_large(body):
@@ -354,11 +354,13 @@ class Quarantine:
         _compute(names, compute)
         return names
 
-    def _name(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
-        lasting = {name: value for name, value in sorted(body.items()) if name not in VOLATILE}
-        message = msgspec.json.encode([tenant_id, digests, lasting])
-        found = Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())
-        return [found, *(Suspect("adapter", tenant_id, digest) for digest in digests)]
+    def _name(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> list[Suspect]:
+        if body.suspects is None:
+            lasting = {name: value for name, value in sorted(body.body.items()) if name not in VOLATILE}
+            message = msgspec.json.encode([tenant_id, digests, lasting])
+            found = Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())
+            body.suspects = [found, *(Suspect("adapter", tenant_id, digest) for digest in digests)]
+        return body.suspects
 
 
 def _compute(names: Names, compute: Callable[[], list[Suspect]]) -> None:
@@ -380,9 +382,9 @@ def _computed(names: Names) -> list[Suspect]:
     return names.result()
 
 
-def _is_large(body: dict[str, Any]) -> bool:
+def _is_large(body: NamedBody) -> bool:
     """Return whether the names of a body are computed in the thread. At most INLINE_CHARS of it are read."""
-    size, values = 0, list[Any]([body])
+    size, values = 0, list[Any]([body.body] if body.suspects is None else ())
     while values and size <= INLINE_CHARS:
         value = values.pop()
         if isinstance(value, str):

@@ -17,10 +17,14 @@ class Budget:
         self.held = 0
         self._held_by: Counter[str] = Counter()
 
-    def has_room(self, owner: str, more: int) -> bool:
-        """Return whether an owner may hold `more` units in addition."""
+    def has_room(self, owner: str, more: int, *, leaves_room: bool | None = None) -> bool:
+        """Return whether an owner may hold `more` units in addition. leaves_room: None for the budget's own."""
         after, free = self._held_by[owner] + more, self.total - self.held - more
-        return free >= 0 and after <= self.share and not (self._leaves_room and after > free)
+        leaves_room = self._leaves_room if leaves_room is None else leaves_room
+        return free >= 0 and after <= self.share and not (leaves_room and after > free)
+
+    def held_by(self, owner: str) -> int:
+        return self._held_by[owner]
 
     def change(self, owner: str, more: int) -> None:
         """Add `more` units to the owner's; a negative number releases units."""

@@ -1,4 +1,4 @@
-"""Rate limit of requests that no engine serves: reads, refusals, and requests whose client leaves.
+"""Rate limit of requests that no engine serves: reads, refusals, repeated answers, and requests whose client leaves.
 
 Each issued key, and each address without one, has a token bucket. While it is empty, further requests wait before they
 are handled. They are not refused, because an attacker would repeat a refused request at once, and a refusal costs
@@ -19,8 +19,9 @@ from aiohttp.typedefs import Middleware
 from gateway.access.caller import CALLER, Caller
 from gateway.access.throttle import client_network
 from gateway.api.access_log import PROBES
+from gateway.api.idempotency import REPLAYED
 from gateway.api.requests.pieces import COST
-from gateway.errors import ERROR_CODE, Handler, NoEngine, NoEngineOfBase
+from gateway.errors import ERROR_CODE, Handler, InvalidKey, NoEngine, NoEngineOfBase
 from gateway.metrics import Metrics
 from gateway.sharing.rounds import Rounds
 from wire.bounded_dict import BoundedDict
@@ -59,6 +60,8 @@ class UnservedRate:
         self._full = BoundedDict[str, float](MAX_OWNERS)
         # Key -> its tenant as an owner, known from the key's first request on.
         self._tenants = BoundedDict[str, str](MAX_OWNERS)
+        # Issued keys that were deleted. A tenant can make any number of them, so their requests count by address.
+        self._deleted = BoundedDict[str, None](MAX_OWNERS)
 
     def middleware(self) -> Middleware:
         """Return the middleware, which goes outside the error boundary and the work of a request."""
@@ -68,6 +71,7 @@ class UnservedRate:
             caller = CALLER.get()
             assert caller is not None  # set by gateway/api/access_log.py, an outer middleware
             if _is_probe(request):
+                await self._rounds.begin(f"probes of {client_network(caller.address)}")
                 return await handler(request)
             owner, longest = self._owner(request, caller)
             has_begun = False
@@ -78,10 +82,13 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
+            if request.get(ERROR_CODE) == InvalidKey.code and caller.key_id is None and owner.startswith(KEY_PREFIX):
+                self._deleted.put(owner, None)
+                owner, longest = client_network(caller.address), ADDRESS_SECONDS
             is_absent = request.get(ERROR_CODE) in ABSENT
             # A 3xx answers a form, with a session or without. The client did not cause other 5xx.
             is_refused = is_absent or 300 <= response.status < 500
-            if is_refused or request.method in ("GET", "HEAD", "OPTIONS"):
+            if is_refused or request.method in ("GET", "HEAD", "OPTIONS") or REPLAYED in response.headers:
                 self._charge(request, caller, owner, min(longest, ABSENT_SECONDS) if is_absent else longest)
             return response
 
@@ -126,11 +133,11 @@ class UnservedRate:
     def _owner(self, request: web.Request, caller: Caller) -> tuple[str, float]:
         """Return the request's issued key or else its address, and the maximum wait of such an owner."""
         presented = request.headers.get("Authorization", "").partition(" ")[2].strip()
-        if self._is_proved(presented):
+        if self._is_proved(presented) and presented[:20] not in self._deleted:
             return presented[:20], KEY_SECONDS
         return client_network(caller.address), ADDRESS_SECONDS
 
 
 def _is_probe(request: web.Request) -> bool:
-    """Return whether a request is a load balancer's probe, which never waits. Refused ones wait like others."""
+    """Return whether a request is a load balancer's probe, which has no rate. Refused ones have one, like others."""
     return request.path in PROBES and request.method in ("GET", "HEAD") and not has_bad_head(request)

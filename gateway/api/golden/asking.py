@@ -130,6 +130,7 @@ class Asking:
             request_id=request_id,
             path=question.endpoint.path,
             body=asked.body,
+            named=asked.named,
             model=model,
             tenant=tenant,
             prompt_tokens=asked.prompt_tokens,

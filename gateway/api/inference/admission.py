@@ -72,7 +72,7 @@ class Admission:
     async def admit(
         self, request: web.Request, endpoint: Endpoint, held: ExitStack
     ) -> tuple[InferenceRequest, Account]:
-        """Admit the request. Returns the request, limited to the granted tokens, and its account."""
+        """Admit the request. Returns the request, and its account with the granted tokens."""
         arrived = time.monotonic()
         principal = request[PRINCIPAL]
         tenant = principal.tenant
@@ -133,9 +133,9 @@ class Admission:
         request_id: str,
         arrived: float,
     ) -> Account:
-        """Reserve a request's amounts on the tenant's limits, and limit it to the granted tokens."""
+        """Reserve a request's amounts on the tenant's limits."""
         tenant = principal.tenant
-        await self._fleet.check(tenant.id, model, asked.body)
+        await self._fleet.check(tenant.id, model, asked.named)
         self._accounting.check_room()
         base = self._catalog.bases.name_of(model.base)
         price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
@@ -158,6 +158,4 @@ class Admission:
         except RateLimited as refusal:
             self._metrics.refused(tenant.name, refusal.kind)
             raise
-        if reservation.max_tokens < asked.max_tokens:
-            asked.shorten(reservation.max_tokens)
         return Account(principal, reservation, endpoint.name, model, price, asked, arrived, base)

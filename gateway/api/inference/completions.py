@@ -101,7 +101,8 @@ class Completions:
         call = Call(
             request_id=request[REQUEST_ID],
             path=endpoint.path,
-            body=asked.body,
+            body=asked.limited(account.reservation.max_tokens),
+            named=asked.named,
             model=account.model,
             tenant=account.principal.tenant,
             prompt_tokens=asked.prompt_tokens,

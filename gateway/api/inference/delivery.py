@@ -103,8 +103,8 @@ class Deliveries:
     """The connections of all clients that receive answers.
 
     reader_bytes: the unread bytes of a stream at which its engine is held back. total_bytes: the memory for all unread
-    answers, of which a tenant gets at most half. least_rate: bytes a second that a client with unread bytes must read,
-    on average over `window` seconds.
+    answers, of which a tenant gets at most half, and with more than one answer no more than it leaves free. least_rate:
+    bytes a second that a client with unread bytes must read, on average over `window` seconds.
     """
 
     def __init__(
@@ -199,8 +199,13 @@ class Deliveries:
         self.hold(delivery, 0)
 
     def has_room(self, delivery: Delivery, size: int) -> bool:
-        """Return whether the delivery may hold `size` bytes."""
-        return self._budget.has_room(delivery.owner, size - delivery.held)
+        """Return whether the delivery may hold `size` bytes.
+
+        A tenant with other unread answers leaves as much free as it then holds, so that two tenants leave room for a
+        third one's answer.
+        """
+        more, has_others = size - delivery.held, self._budget.held_by(delivery.owner) > delivery.held
+        return more <= 0 or self._budget.has_room(delivery.owner, more, leaves_room=has_others)
 
     def _hold_for(self, delivery: Delivery, owner: str) -> None:
         """Move a connection's held bytes to the owner of its next request."""

@@ -13,6 +13,7 @@ from gateway.billing.charges import Weights, check_answer_size, weights_of
 from gateway.errors import BadRequest
 from gateway.fleet.engine import OwnFields
 from gateway.fleet.kinds.fields import check_fields
+from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.tokenizers import Tokenizers
 from gateway.records.bases.base import Base
 from wire.decoding import decode, is_quick
@@ -54,12 +55,14 @@ COMPLETIONS = Endpoint(name="completions", path="/v1/completions", kind=Completi
 class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request and its size.
 
-    body: the client's fields, and the fields that the gateway sets. prompt_tokens: sum over all prompts. max_tokens:
-    the most tokens that may be generated for one choice. choices: sum over all prompts. weights: the factors of the
-    request's tokens in the token rates. has_default_length: whether max_tokens is the default, not the client's.
+    body: the client's fields, and the fields that the gateway sets. named: the same, for the quarantine. prompt_tokens:
+    sum over all prompts. max_tokens: the most tokens that may be generated for one choice. choices: sum over all
+    prompts. weights: the factors of the request's tokens in the token rates. has_default_length: whether max_tokens is
+    the default, not the client's.
     """
 
     body: dict[str, Any]
+    named: NamedBody
     stream: bool
     include_usage: bool
     prompt_tokens: int
@@ -69,11 +72,14 @@ class InferenceRequest(msgspec.Struct, frozen=True, kw_only=True):
     weights: Weights = Weights()
     has_default_length: bool = False
 
-    def shorten(self, max_tokens: int) -> None:
-        """Lower the request's limit of generated tokens for a choice to `max_tokens`."""
-        self.body[self.max_tokens_field] = max_tokens
-        if self.body.get("min_tokens"):
-            self.body["min_tokens"] = min(self.body["min_tokens"], max_tokens)
+    def limited(self, max_tokens: int) -> dict[str, Any]:
+        """Return the body with at most `max_tokens` generated tokens for a choice."""
+        if max_tokens >= self.max_tokens:
+            return self.body
+        body = {**self.body, self.max_tokens_field: max_tokens}
+        if body.get("min_tokens"):
+            body["min_tokens"] = min(body["min_tokens"], max_tokens)
+        return body
 
 
 class PromptReader:
@@ -177,6 +183,7 @@ class PromptReader:
             body["stream_options"] = {**(body.get("stream_options") or {}), "include_usage": True}
         return InferenceRequest(
             body=body,
+            named=NamedBody(body),
             stream=bool(request.stream),
             include_usage=request.include_usage,
             prompt_tokens=prompt_tokens,

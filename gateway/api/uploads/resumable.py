@@ -125,7 +125,9 @@ class ResumableUploads:
         """
         caller, upload_id = await find_caller(request, self._tenants), request.match_info["id"]
         if (kept := await self._intake.kept(request, caller.actor, upload_id.encode())) is not None:
-            await self._remove(upload_id)
+            if await self._uploads.known([upload_id]):
+                # Its gateway died after the completion.
+                await self._remove(upload_id)
             return kept
         caller, upload = await self._find(request)
         if upload.received < upload.num_bytes:

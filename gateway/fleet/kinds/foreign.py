@@ -3,21 +3,24 @@
 import asyncio
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
 from aiohttp import ClientResponse
 from msgspec import Struct
 
+from adapters.fair_threads import FairThreads
 from gateway.fleet.call import Call
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.kinds.kind import EngineKind, Services
 from gateway.fleet.kinds.runtime_adapters import AdapterApi, RuntimeAdapters
 from wire.errors import BadRequest
 
-# A body with more prompt tokens is built on a thread, because the work grows with the messages.
+# A body with more prompt tokens is built on a thread, because the work grows with the messages. Tenants take turns.
 INLINE_TOKENS = 4096
+_THREADS = FairThreads(2, "foreign-bodies", max_pending=0, max_pending_per_tenant=0, yielding=None)
 # `0.26.0`, `0.26.0+cpu`, `0.26.1rc2.dev5+g0123abc`, `0.5.10.post1`; a pre-release may lack changes of its release.
 _VERSION = re.compile(r"v?(\d+)\.(\d+)(?:\.(\d+))?(?:\.?(a|b|rc|dev)\d*)?(?:\D.*)?")
 
@@ -45,22 +48,23 @@ class ForeignKind(EngineKind):
     async def send(self, engine: EngineRecord, call: Call) -> ClientResponse:
         if call.model.mixture is not None:
             raise BadRequest("model", f"model: {self.traits.title} does not serve mixtures of adapters")
+        build = partial(self.request_body, engine, call)
         is_long = call.prompt_tokens > INLINE_TOKENS
-        body = await asyncio.to_thread(self.request_body, engine, call) if is_long else self.request_body(engine, call)
+        body = await asyncio.wrap_future(_THREADS.submit(call.tenant.id, build, bounded=False)) if is_long else build()
         digest, headers = call.model.digest, self.headers(engine)
         if digest is None:
             return await self.deliver(engine, call, body, headers)
-        await self.prepare_adapter(engine, digest, call.on_sent)
+        await self.prepare_adapter(engine, digest, call)
         response = await self.deliver(engine, call, body, headers)
         if engine.address.prefill is None and await self.lacks_adapter(response, call):
             response.release()
-            await self.adapters.ensure(engine, digest, call.on_sent, again=True)
+            await self.adapters.ensure(engine, digest, call.on_sent, call.tenant.id, again=True)
             response = await self.deliver(engine, call, body, headers)
         return response
 
-    async def prepare_adapter(self, engine: EngineRecord, digest: str, on_sent: Callable[[], None]) -> None:
-        """Prepare the server for a request's adapter. on_sent: as in `Call`. Raises what `send` raises."""
-        await self.adapters.ensure(engine, digest, on_sent)
+    async def prepare_adapter(self, engine: EngineRecord, digest: str, call: Call) -> None:
+        """Prepare the server for a request's adapter. Raises what `send` raises."""
+        await self.adapters.ensure(engine, digest, call.on_sent, call.tenant.id)
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]

@@ -10,7 +10,6 @@ and sends them in the tenants' fair order, as to a single server.
 """
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import ClientResponse
@@ -62,7 +61,7 @@ class Llmd(Vllm):
         }
         return reported_state(state)
 
-    async def prepare_adapter(self, engine: EngineRecord, digest: str, on_sent: Callable[[], None]) -> None:
+    async def prepare_adapter(self, engine: EngineRecord, digest: str, call: Call) -> None:
         """Do nothing: the chosen server loads the adapter."""
 
     async def lacks_adapter(self, response: ClientResponse, call: Call) -> bool:

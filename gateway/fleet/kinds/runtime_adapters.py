@@ -11,11 +11,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import msgspec
 from aiohttp import ClientTimeout
 
+from adapters.fair_threads import FairThreads
 from adapters.manifest import AdapterError, AdapterNotFound
 from adapters.verified_files import VerifiedFiles
 from gateway.errors import UpstreamFailed
@@ -27,7 +29,9 @@ from wire.http_errors import HTTP_ERRORS
 
 log = logging.getLogger(__name__)
 
-
+# Threads that read adapters' files, or download them from a bucket. The loads of one tenant leave one to others. The
+# default pool's threads are for uploads.
+FILE_THREADS = 4
 LOAD_TIMEOUT = ClientTimeout(total=120.0)
 
 
@@ -54,16 +58,24 @@ class RuntimeAdapters:
         self._uses = services.uses
         self._verified = VerifiedFiles()
         self._api = api
+        self._threads = FairThreads(FILE_THREADS, "adapter-files", max_pending=0, max_pending_per_tenant=0)
         self._moving: WeakKeyDictionary[EngineRecord, _Moving] = WeakKeyDictionary()
 
     async def ensure(
-        self, engine: EngineRecord, digest: str, on_sent: Callable[[], None] = lambda: None, *, again: bool = False
+        self,
+        engine: EngineRecord,
+        digest: str,
+        on_sent: Callable[[], None] = lambda: None,
+        tenant_id: str = "",
+        *,
+        again: bool = False,
     ) -> None:
         """Load the adapter unless the engine has it, or finds it by itself; concurrent callers share a load.
 
-        on_sent: called before a load is sent, because it may be the cause of the server's death. again: whether the
-        engine has just answered that it lacks the adapter, so that it must be loaded. Raises the protocol's BadRequest
-        for an activated LoRA, UpstreamFailed, ClientError, OSError, TimeoutError.
+        on_sent: called before a load is sent, because it may be the cause of the server's death. tenant_id: whose turn
+        the reading of the files takes. again: whether the engine has just answered that it lacks the adapter, so that
+        it must be loaded. Raises the protocol's BadRequest for an activated LoRA, UpstreamFailed, ClientError, OSError,
+        TimeoutError.
         """
         moving = self._moving.setdefault(engine, _Moving())
         self._uses.note(engine.url, digest)
@@ -78,7 +90,7 @@ class RuntimeAdapters:
             load = moving.loads.get(digest)
             if load is None:
                 load = moving.loads[digest] = Load()
-                load.task = asyncio.create_task(self._load(engine, digest, load))
+                load.task = asyncio.create_task(self._load(engine, digest, load, tenant_id))
                 load.task.add_done_callback(lambda done: moving.ended(digest, done))
             await load.wait(on_sent)
         await self._make_room(engine, moving)
@@ -93,11 +105,11 @@ class RuntimeAdapters:
             if digest is not None:
                 self._uses.note(engine.url, digest)
 
-    async def _load(self, engine: EngineRecord, digest: str, load: "Load") -> None:
+    async def _load(self, engine: EngineRecord, digest: str, load: "Load", tenant_id: str) -> None:
         with ExitStack() as stack:
             try:
-                opened = self._verified.use(self._store, digest)
-                checkpoint = await asyncio.to_thread(stack.enter_context, opened)
+                opened = partial(stack.enter_context, self._verified.use(self._store, digest))
+                checkpoint = await asyncio.wrap_future(self._threads.submit(tenant_id, opened, bounded=False))
             except AdapterNotFound as error:
                 raise FilesMissing("The files of the adapter are missing from the adapter store.") from error
             except AdapterError as error:

@@ -109,11 +109,12 @@ class LoginPages:
             known.encode("utf-8", "replace"), form.get("csrf", "").encode("utf-8", "replace")
         ):
             return self._refused(home, then, "The form had expired. Try again.", status=403)
+        presented = form.get("key", "").strip()
         try:
-            person = await self._recognise(request, home, form.get("key", "").strip())
+            person = await self._recognise(request, home, presented)
             self.count(person)
         except (InvalidKey, Forbidden) as error:
-            return await self._refuse(request, then, error)
+            return await self._refuse(request, then, error, presented)
         except TooManyFailures as error:
             return self.too_many(request, then, error)
         return await self.admit(request, person, then)
@@ -173,17 +174,18 @@ class LoginPages:
             raise WrongKey
         return by_key(key)
 
-    async def _refuse(self, request: web.Request, then: str, error: GatewayError) -> web.Response:
+    async def _refuse(self, request: web.Request, then: str, error: GatewayError, presented: str) -> web.Response:
         home, caller = home_of_request(request), CALLER.get()
         is_wrong = isinstance(error, WrongKey)
         actor = (caller.key_id if caller is not None else None) or NOBODY
-        await run_to_end(self._failed(request, "wrong key" if is_wrong else error.message, actor, is_guess=is_wrong))
+        reason, guess = ("wrong key", presented) if is_wrong else (error.message, None)
+        await run_to_end(self._failed(request, reason, guess, actor))
         return self._refused(home, then, WRONG if is_wrong else error.message, status=401)
 
-    async def _failed(self, request: web.Request, reason: str, actor: str = NOBODY, *, is_guess: bool = True) -> None:
-        """Record a failed log-in, and count a guess."""
-        if is_guess:
-            await self._throttle.count_form(request)
+    async def _failed(self, request: web.Request, reason: str, guess: str | None = "", actor: str = NOBODY) -> None:
+        """Record a failed log-in, and count a guess. guess: the wrong secret; None: no secret was wrong."""
+        if guess is not None:
+            await self._throttle.count_form(request, guess)
         await self._audit.failed(home_of_request(request), reason, actor)
 
     def count(self, person: Identity) -> None:

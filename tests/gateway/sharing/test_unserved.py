@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import itertools
 import time
+import uuid
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,10 +14,13 @@ from aiohttp.test_utils import make_mocked_request
 
 from gateway.access.caller import CALLER, Caller
 from gateway.metrics import Metrics
+from gateway.records.adapters.uploads import Uploads
 from gateway.sharing import rounds, unserved
 from testing.gateway.clocks import SleepClock
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
+from tests.gateway.api.test_adapters import files, tarred
+from tests.gateway.api.uploads.test_resumable import PATH, begin, put
 
 # Requests a second, and the burst of five seconds.
 RATE = 4.0
@@ -242,6 +246,62 @@ async def test_redirects_of_forms_without_a_session_and_preflights_count(serve: 
             assert got.status == 303
             assert (await gateway.nobody.call("OPTIONS", "/v1/models", headers=asked)).status == 204
         assert await metric(gateway, DELAYED) > 5
+
+
+async def test_redirects_of_pages_with_a_session_count_and_are_no_failures_of_the_gateway(
+    serve: Any, upstream: Upstream, clock: SleepClock
+):
+    """They passed the rate as exceptions, without a limit, and counted as answers of status 500."""
+    clock.go.set()
+    async with serve(unserved_per_second=RATE) as gateway:
+        acme = await gateway.tenant("acme")
+        async with gateway.browser(acme.key, "/console") as browser:
+            for _ in range(BURST + 6):
+                got = await browser.get("/console/requests?id=req_none")
+                assert (got.status, got.headers["Location"]) == (303, "/console/requests/req_none")
+        assert await metric(gateway, DELAYED) > 0
+        counted = 'loraplex_gateway_http_requests_total{method="GET",route="/console/requests",status="303"}'
+        assert await metric(gateway, counted) == BURST + 6
+
+
+async def test_repeated_answers_count_and_write_nothing(
+    serve: Any, upstream: Upstream, clock: SleepClock, monkeypatch: pytest.MonkeyPatch
+):
+    """Each removed the completed upload again, as often as a client repeated its completion."""
+    clock.go.set()
+    content, once, removed = tarred(files(2)), {"Idempotency-Key": uuid.uuid4().hex}, list[str]()
+    remove = Uploads.remove
+
+    async def noted(uploads: Uploads, upload_id: str) -> None:
+        removed.append(upload_id)
+        await remove(uploads, upload_id)
+
+    monkeypatch.setattr(Uploads, "remove", noted)
+    async with serve(unserved_per_second=RATE) as gateway:
+        acme = await gateway.tenant("acme")
+        upload = (await begin(acme, content)).json["id"]
+        assert (await put(acme, upload, 0, content)).status == 200
+        assert (await acme.post(f"{PATH}/{upload}/complete", headers=once)).status == 201
+        for _ in range(BURST + 6):
+            again = await acme.post(f"{PATH}/{upload}/complete", headers=once)
+            assert (again.status, again.headers["Idempotent-Replayed"]) == (201, "true")
+        assert await metric(gateway, DELAYED) > 0
+        assert removed == [upload]
+
+
+async def test_deleted_keys_count_by_address(serve: Any, upstream: Upstream, clock: SleepClock):
+    """Each had a rate of its own, and a tenant may have made any number of them."""
+    clock.go.set()
+    async with serve(unserved_per_second=RATE) as gateway:
+        gateway.admin = gateway.client((await gateway.admin.post("/admin/api/keys")).json["key"])
+        await gateway.tenant("gone")
+        path = "/admin/api/tenants/gone"
+        keys = [(await gateway.admin.post(f"{path}/keys")).json["key"] for _ in range(BURST + 6)]
+        assert (await gateway.admin.call("DELETE", path)).status == 200
+        for _ in range(2):
+            for key in keys:
+                assert (await gateway.client(key).get("/v1/models")).status == 401
+        assert await metric(gateway, DELAYED) == len(keys)
 
 
 async def test_the_keys_of_a_tenant_together_have_a_rate_too(serve: Any, upstream: Upstream, clock: SleepClock):

@@ -13,12 +13,16 @@ import pytest
 from adapters.manifest import AdapterNotFound
 from gateway.fleet.call import Call
 from gateway.fleet.engine import Address, EngineRecord
+from gateway.fleet.kinds.foreign import INLINE_TOKENS
 from gateway.fleet.kinds.kind import FilesMissing
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.vllm import Vllm
+from gateway.fleet.own_requests import NamedBody
 from testing.gateway.running import until
 
 DIGEST = "d" * 64
+# An adapter whose files can be read at any time.
+OTHER = "e" * 64
 
 
 class Server(Vllm):
@@ -38,14 +42,15 @@ class Server(Vllm):
         self.adapters._post = self._load  # type: ignore[method-assign]
         self.adapters._verified.use = self._use  # type: ignore[method-assign]
 
-    def _use(self, *_: object) -> AbstractContextManager[Any]:
+    def _use(self, _: object, digest: str) -> AbstractContextManager[Any]:
         if not self.has_files:
             raise AdapterNotFound("model", "no files")
-        return self._read()
+        return self._read(digest)
 
     @contextmanager
-    def _read(self) -> Iterator[Any]:
-        self.reads.wait()
+    def _read(self, digest: str) -> Iterator[Any]:
+        if digest != OTHER:
+            self.reads.wait()
         yield SimpleNamespace(folder="/", manifest=SimpleNamespace(invocation=()))
 
     async def _load(self, *_: object) -> tuple[int, bytes]:
@@ -58,16 +63,18 @@ class Server(Vllm):
         call.on_sent()
         return SimpleNamespace(status=200)
 
-    def ask(self, name: str) -> "asyncio.Task[Any]":
-        """Begin a request for the adapter."""
-        model: Any = SimpleNamespace(digest=DIGEST, mixture=None)
+    def ask(self, name: str, digest: str = DIGEST, tenant_id: str = "a", prompt_tokens: int = 1) -> "asyncio.Task[Any]":
+        """Begin a request for an adapter."""
+        model: Any = SimpleNamespace(digest=digest, mixture=None)
+        body = {"model": "m", "prompt": "a", "max_tokens": 1}
         call = Call(
             request_id=name,
             path="/v1/completions",
-            body={"model": "m", "prompt": "a", "max_tokens": 1},
+            body=body,
+            named=NamedBody(body),
             model=model,
-            tenant=cast(Any, SimpleNamespace(id="a")),
-            prompt_tokens=1,
+            tenant=cast(Any, SimpleNamespace(id=tenant_id)),
+            prompt_tokens=prompt_tokens,
             on_sent=lambda: self.steps.append(name),
         )
         return asyncio.create_task(self.send(self.engine, call))
@@ -125,3 +132,19 @@ async def test_a_load_whose_clients_have_all_left_is_not_sent():
     assert server.steps == []
     await server.ask("two")
     assert server.steps == ["two", "load", "request", "two"]
+
+
+async def test_loads_of_a_tenant_delay_no_load_and_no_long_prompt_of_another():
+    """The files of 40 adapters were read or downloaded in the threads that built the bodies of long prompts too."""
+    server = Server()
+    server.answers.set()
+    server.reads.clear()
+    many = [server.ask(f"{number}", f"{number:064}") for number in range(40)]
+    await until(server.loads)
+    try:
+        async with asyncio.timeout(30.0):
+            await server.ask("other", OTHER, "b", prompt_tokens=INLINE_TOKENS + 1)
+        assert server.steps == ["other", "load", "request", "other"]
+    finally:
+        server.reads.set()
+        await asyncio.gather(*many)
