@@ -107,8 +107,8 @@ class FailedLogins:
     async def _count(self, request: web.Request, presented: Iterable[str]) -> None:
         """Count a wrong key.
 
-        An issued one, which was deleted or is for another log-in page, is compared although guesses are refused. It
-        does not prolong that, or a few minutes of such requests would refuse guesses for days.
+        An issued key (deleted, or for another log-in page) is compared even while guesses are refused. It does not
+        lengthen their wait then, because a few minutes of such requests would refuse guesses for days.
         """
         bucket = self._bucket(request)
         if self._wait(bucket) > 0 and all(map(self._is_proved, presented)):

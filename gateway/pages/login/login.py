@@ -183,7 +183,10 @@ class LoginPages:
         return self._refused(home, then, WRONG if is_wrong else error.message, status=401)
 
     async def _failed(self, request: web.Request, reason: str, guess: str | None = "", actor: str = NOBODY) -> None:
-        """Record a failed log-in, and count a guess. guess: the wrong secret; None: no secret was wrong."""
+        """Record a failed log-in, and count a guess.
+
+        guess: the wrong secret; empty for a wrong answer of the provider; None for a failure without a guess.
+        """
         if guess is not None:
             await self._throttle.count_form(request, guess)
         await self._audit.failed(home_of_request(request), reason, actor)

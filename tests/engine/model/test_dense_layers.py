@@ -14,7 +14,6 @@ from engine.model.weights import Checkpoint, open_weights
 from kernels import reference
 from kernels.weights import LinearWeights
 from testing import quantised_files as files
-from testing.tiny import save_model
 from wire.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -22,13 +21,6 @@ GPTQ, AWQ, FP8 = {"quant_method": "gptq", "bits": 4}, {"quant_method": "awq", "b
 FBGEMM, PACKED = {"quant_method": "fbgemm_fp8"}, {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 TWO_BITS = {"config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 2}}}}
 Q, K, V = (f"model.layers.1.self_attn.{name}_proj" for name in "qkv")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    return folder
 
 
 def qkv(source: Checkpoint) -> LinearWeights:

@@ -22,7 +22,6 @@ from kernels.cpu.plain import TorchOps
 from kernels.gpu import schemes
 from kernels.weights import GROUPS
 from testing import quantised_files as files
-from testing.tiny import save_model
 from wire.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -58,13 +57,6 @@ CASES: dict[str, tuple[dict[str, Any], Callable[[Tensor], files.Written], str]] 
         FP8 | {"weight_block_size": [128, 128]}, partial(files.fp8, kind="block", block=(128, 128)), BY_OUTPUT
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    save_model(folder)
-    return folder
 
 
 def qkv(source: Checkpoint) -> Any:
