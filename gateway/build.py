@@ -133,7 +133,7 @@ async def build(settings: Settings) -> Gateway:
         ProbeRoutes(records.tenants, probes, validation, billing.quota),
         *_adapter_handlers(pages.frame, resources, records, billing, serving, intake, golden),
         Engines(serving.announcements, settings.internal_token, settings.announce_token),
-        Description(lambda: describe_routes(ROUTES)),
+        Description(describe_routes(ROUTES)),
         *pages.handlers,
         *build_setting_pages(pages.frame, resources, records, billing, alerts, manager),
         *([MetricsPage(metrics)] if settings.metrics_port is None else []),
