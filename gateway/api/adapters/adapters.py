@@ -131,7 +131,8 @@ class AdapterIntake:
         """
         self._checker.check_refused(caller.owner)
         with storing(self._rules.seconds):
-            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
+            spool = self._store.spool()
+            async with asyncio.timeout(self._rules.seconds), Workplace.open(spool, caller.owner) as place:
                 named = await receive(place)
                 checked = await self._check(place, caller, named)
                 content = (upload_id or f"{named.name} {checked.digest} {checked.base.id}").encode()

@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.receiving import Workplace
 from gateway.sharing.turns import Turns
 
-# Concurrent copies; an owner has one of them.
-COPIES = 4
+# Concurrent copies of tenants and of the operator; a tenant has one of them.
+COPIES, OPERATORS_COPIES = 4, 1
 T = TypeVar("T")
-_THREADS = ThreadPoolExecutor(COPIES, thread_name_prefix="upload-copy")
+_THREADS = ThreadPoolExecutor(COPIES + OPERATORS_COPIES, thread_name_prefix="upload-copy")
 
 
 class Stopped(Exception):
@@ -20,10 +21,10 @@ class Stopped(Exception):
 
 
 class Copies:
-    """Runner of blocking copies. Owners take turns."""
+    """Runner of blocking copies. Tenants take turns, and the operator waits for none of them."""
 
     def __init__(self) -> None:
-        self._turns = Turns(COPIES)
+        self._turns, self._operators = Turns(COPIES), Turns(OPERATORS_COPIES)
 
     async def run(self, place: Workplace, owner: str, copy: Callable[[threading.Event], T]) -> T:
         """Run `copy` in a thread, with an event that is set when the caller is cancelled.
@@ -33,7 +34,8 @@ class Copies:
         return await place.run(self._run(owner, copy))
 
     async def _run(self, owner: str, copy: Callable[[threading.Event], T]) -> T:
-        async with self._turns.turn(owner):
+        turns = self._operators if owner == OPERATOR else self._turns
+        async with turns.turn(owner):
             stop = threading.Event()
             work = asyncio.get_running_loop().run_in_executor(_THREADS, copy, stop)
             try:

@@ -19,6 +19,7 @@ from adapters.check import ARCHIVE
 from adapters.checkpoint import CONFIG_NAME, WEIGHTS_NAME
 from adapters.manifest import printable
 from adapters.spool import Spool
+from gateway.api.requests.memory import OPERATOR
 from gateway.api.requests.pieces import Pieces
 from gateway.api.uploads.form import Form, FormError, FormPart
 from gateway.errors import BadRequest, TooLarge, TooSlow
@@ -42,8 +43,11 @@ UPLOAD_BYTES_PER_SECOND = 64 * 2**20
 # Shorter waits are added to the next one.
 MIN_WAIT_SECONDS = 0.02
 T = TypeVar("T")
-# Threads for the disk writes of uploads, so that they delay no other work.
-_DISK = ThreadPoolExecutor(4, thread_name_prefix="upload-disk")
+# Threads for the disk writes of tenants' uploads and of the operator's, so that they delay no other work and the
+# operator's do not wait for tenants'.
+DISK_THREADS, OPERATORS_DISK_THREADS = 4, 2
+_DISK = ThreadPoolExecutor(DISK_THREADS, thread_name_prefix="upload-disk")
+_OPERATORS_DISK = ThreadPoolExecutor(OPERATORS_DISK_THREADS, thread_name_prefix="operators-upload-disk")
 _RATE = ByteRate(UPLOAD_BYTES_PER_SECOND)
 
 
@@ -74,9 +78,11 @@ class Workplace:
 
     _closing: ClassVar[set[asyncio.Task[None]]] = set()
 
-    def __init__(self, spool: Spool) -> None:
+    def __init__(self, spool: Spool, owner: str) -> None:
+        """owner: a tenant's id, or OPERATOR."""
         self.folder = spool.folder
         self._spool = spool
+        self._disk = _OPERATORS_DISK if owner == OPERATOR else _DISK
         self._work: set[asyncio.Future[Any]] = set()
         self._files: list[BinaryIO] = []
 
@@ -88,7 +94,7 @@ class Workplace:
 
     async def in_thread(self, do: Callable[..., T], *arguments: Any) -> T:
         """Run a blocking call in a thread, to its end even if the caller is cancelled."""
-        return await self._shielded(asyncio.get_running_loop().run_in_executor(_DISK, do, *arguments))
+        return await self._shielded(asyncio.get_running_loop().run_in_executor(self._disk, do, *arguments))
 
     async def finish(self, work: Coroutine[Any, Any, T]) -> T:
         """Run work to its end even if the caller is cancelled."""
@@ -109,7 +115,7 @@ class Workplace:
 
     async def _close(self) -> None:
         await asyncio.gather(*self._work, return_exceptions=True)
-        await asyncio.get_running_loop().run_in_executor(_DISK, self._remove)
+        await asyncio.get_running_loop().run_in_executor(self._disk, self._remove)
 
     def _remove(self) -> None:
         for file in self._files:
@@ -119,9 +125,9 @@ class Workplace:
 
     @classmethod
     @asynccontextmanager
-    async def open(cls, spool: Spool) -> AsyncIterator["Workplace"]:
+    async def open(cls, spool: Spool, owner: str) -> AsyncIterator["Workplace"]:
         """Create the folder, and remove it at the end of the block. Raises OSError."""
-        place = cls(spool)
+        place = cls(spool, owner)
         try:
             await place.in_thread(spool.make)
             yield place
@@ -163,8 +169,10 @@ def refuse_too_large(request: web.Request, rules: UploadRules) -> None:
         raise too_large(rules.max_bytes)
 
 
-def too_large(max_bytes: int) -> TooLarge:
-    return TooLarge(f"The upload is larger than the {max_bytes} bytes this gateway accepts.", param="file")
+def too_large(max_bytes: int, detail: str = "") -> TooLarge:
+    """Return the refusal of an upload. detail: a further sentence."""
+    message = f"The upload is larger than the {max_bytes} bytes this gateway accepts. {detail}"
+    return TooLarge(message.rstrip(), param="file")
 
 
 def _boundary(request: web.Request) -> str:

@@ -109,7 +109,7 @@ class ResumableUploads:
         left = upload.num_bytes - start
         most = min(left, MAX_PART_BYTES)
         uploading = partial(caller.uploading, request, self._auth, self._quota, most=most, is_change=False)
-        async with uploading(size=request.content_length) as received, self._place() as place:
+        async with uploading(size=request.content_length) as received, self._place(caller.owner) as place:
             size = await self._receive(request, place, most, sha256, received)
             if size < min(left, MIN_PART_BYTES):
                 raise BadRequest(f"Expected a part of at least {MIN_PART_BYTES} bytes, or the rest of the upload.")
@@ -179,10 +179,10 @@ class ResumableUploads:
         return caller, upload
 
     @asynccontextmanager
-    async def _place(self) -> AsyncIterator[Workplace]:
+    async def _place(self, owner: str) -> AsyncIterator[Workplace]:
         """Open a folder for a part. Raises TooSlow, Unavailable."""
         with storing(self._rules.seconds):
-            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool()) as place:
+            async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool(), owner) as place:
                 yield place
 
     async def _add_part(self, tenant: Tenant, upload_id: str, start: int, size: int, place: Workplace) -> PartialUpload:

@@ -1,0 +1,59 @@
+"""The operator's uploads wait for no tenant's: neither for a check nor for the disk."""
+
+import asyncio
+import threading
+
+import pytest
+
+from gateway.api.uploads import receiving
+from gateway.api.uploads.checking import TENANTS_CHECKS, CheckServer
+from testing.gateway.running import Gateway, until
+from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.uploads.test_resumable import ARCHIVE, begin, put
+
+OF_ACME = "/admin/api/tenants/acme"
+
+
+async def test_the_operators_check_waits_for_no_tenants(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
+    run, goes_on, held = CheckServer.run, asyncio.Event(), 0
+
+    async def hold(self: CheckServer, job: bytes, seconds: float) -> tuple[int, bytes]:
+        nonlocal held
+        if held < TENANTS_CHECKS:
+            held += 1
+            await goes_on.wait()
+        return await run(self, job, seconds)
+
+    async def all_places_are_held() -> bool:
+        return held == TENANTS_CHECKS
+
+    monkeypatch.setattr(CheckServer, "run", hold)
+    tenants = [await gateway.tenant(name) for name in ("acme", "globex", "initech")]
+    waiting = [asyncio.create_task(push(tenant, "theirs", files())) for tenant in tenants]
+    try:
+        await until(all_places_are_held)
+        mine = push(gateway.admin, "mine", files(), f"{OF_ACME}/adapters")
+        assert (await asyncio.wait_for(mine, 30)).status == 201
+        assert not any(task.done() for task in waiting)
+    finally:
+        goes_on.set()
+    assert [answer.status for answer in await asyncio.gather(*waiting)] == [201] * 3
+
+
+async def test_the_operators_files_wait_for_no_tenants(gateway: Gateway):
+    """All threads that write tenants' files are blocked, as by a slow disk."""
+    acme, admin, free = await gateway.tenant("acme"), gateway.admin, threading.Event()
+    loop, parts = asyncio.get_running_loop(), f"{OF_ACME}/adapter-uploads"
+    blocked = [loop.run_in_executor(receiving._DISK, free.wait, 120) for _ in range(receiving.DISK_THREADS)]
+    waiting = asyncio.create_task(push(acme, "theirs", files()))
+    try:
+        async with asyncio.timeout(60):
+            assert (await push(admin, "mine", files(), f"{OF_ACME}/adapters")).status == 201
+            upload = (await begin(admin, path=parts)).json["id"]
+            assert (await put(admin, upload, 0, ARCHIVE, path=parts)).status == 200
+            assert (await admin.post(f"{parts}/{upload}/complete")).status == 201
+        assert not waiting.done()
+    finally:
+        free.set()
+        await asyncio.gather(*blocked)
+    assert (await waiting).status == 201
