@@ -39,7 +39,9 @@ class Members:
             raise unsafe(name)
         self._declared += size
         if self._declared > self._max_bytes:
-            raise ArchiveTooLarge(f"The archive's members are larger than {self._max_bytes} bytes together.")
+            raise ArchiveTooLarge(
+                f"The archive's members up to {quoted_name(name)} state {self._declared} bytes together."
+            )
 
     def target(self, name: str) -> Path | None:
         """Return the path to write a regular file to; None to skip it. Raises ArchiveError for a duplicate name."""

@@ -25,9 +25,7 @@ def unpack(archive: Path, folder: Path, max_bytes: int) -> None:
             read_zip(file, members)
         elif magic[:2] == GZIP_MAGIC:
             # Headers and padding come on top of the members' own limit.
-            source = Gunzip(file, max_bytes + MAX_MEMBERS * 4096)
-            read_tar(source, members)
-            source.drain()
+            read_tar(Gunzip(file, max_bytes + MAX_MEMBERS * 4096), members)
         else:
             read_tar(Plain(file), members)
     members.finish()

@@ -31,10 +31,14 @@ def read_zip(file: BinaryIO, members: Members) -> None:
     while position < len(directory):
         found += 1
         if found > entries:
-            raise ArchiveError(f"The zip's directory has more entries than the {entries} that it states.")
+            raise ArchiveError(
+                f"The zip's directory states {entries} entries but has another one at byte {begin + position}."
+            )
         position = _zip_entry(file, directory, position, begin, members)
     if found < entries:
-        raise ArchiveError(f"The zip's directory has {found} entries but states {entries}.")
+        raise ArchiveError(
+            f"The zip's directory states {entries} entries but ends at byte {begin + position} with {found} of them."
+        )
 
 
 def _zip_directory(file: BinaryIO, total: int) -> tuple[int, int, int]:
@@ -83,15 +87,15 @@ def _zip_entry(file: BinaryIO, directory: bytes, at: int, limit: int, members: M
     """Check an entry of the directory, write its member if it is wanted, and return the next entry's offset."""
     fixed = directory[at : at + 46]
     if len(fixed) < 46 or fixed[:4] != _ENTRY:
-        raise ArchiveError("The zip's directory contains data that is not an entry.")
+        raise ArchiveError(f"The zip's directory contains data at byte {limit + at} that is not an entry.")
     flags, method = struct.unpack("<2H", fixed[8:12])
     crc, packed, size, name_bytes, extra_bytes, comment_bytes = struct.unpack("<3I3H", fixed[16:34])
     attributes, offset = struct.unpack("<2I", fixed[38:46])
     behind = at + 46 + name_bytes
     following = behind + extra_bytes + comment_bytes
-    if following > len(directory):
-        raise ArchiveError("The zip's directory is cut off within an entry.")
     name = text(directory[at + 46 : behind])
+    if following > len(directory):
+        raise ArchiveError(f"The zip's directory is cut off within the entry of {quoted_name(name)}.")
     size, packed, offset = _zip64_values(directory[behind : behind + extra_bytes], [size, packed, offset], name)
     if attributes >> 28 not in (0, 0x8, 0x4):  # the upper bits of a Unix mode: a regular file, a folder
         raise unsafe(name)

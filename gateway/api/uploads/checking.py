@@ -153,7 +153,7 @@ class Checker:
     def _refusal(self, answer: dict[str, Any]) -> Exception:
         kind = answer["refused"]
         if kind == "too_large":
-            return too_large(self._max_bytes)
+            return too_large(self._max_bytes, answer["message"])
         if kind == "archive":
             return BadRequest(answer["message"], param="file")
         if kind == "memory":
