@@ -202,6 +202,30 @@ def test_nan_and_infinity_are_refused(tmp_path, dtype, bad):
         assert (error.field, error.message) == (name, "holds NaN or infinite values")
 
 
+def test_a_header_of_more_than_2_mib_is_not_parsed(tmp_path, monkeypatch):
+    """The header is as long as it states, and valid but for its length."""
+    parsed, loads = [], json.loads
+
+    def load(text, **options):
+        parsed.append(len(text))
+        return loads(text, **options)
+
+    monkeypatch.setattr("adapters.checkpoint.json.loads", load)
+    header = json.dumps(HEADER).encode()
+    for size in (2 << 20, (2 << 20) + 8):
+        folder = write(tmp_path / str(size), pack(header.ljust(size), DATA))
+        if size == 2 << 20:
+            assert open_checkpoint(folder).rank == 4
+            assert parsed.pop() == size
+            continue
+        error = refusal(folder)
+        assert (error.field, error.message) == (
+            "adapter_model.safetensors",
+            "is not a safetensors file: its header is longer than the file or than 2 MiB",
+        )
+        assert max(parsed) < 1000
+
+
 def test_the_last_number_of_a_large_tensor_is_looked_at(tmp_path):
     wide = BaseShape(1, {**BASE.projections, "q_proj": (16, 1 << 17)})
     content = tensors(((0, "q_proj"),), base=wide)

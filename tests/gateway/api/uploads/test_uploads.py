@@ -106,17 +106,23 @@ async def test_bombs_cost_the_gateway_nothing(kind: str, gateway: Gateway, tmp_p
     """The event loop stays responsive and the gateway's memory constant: the limits apply to the child process."""
     acme = await gateway.tenant("acme")
     bomb = BOMBS[kind]()
+    # The first upload costs memory that stays, such as buffers and compiled statements.
+    assert (await push(acme, "good", files())).status == 201
+    process = psutil.Process()
+    before = largest = process.memory_info().rss
     # The thread's own time: the machine may be busy with other tests.
     begun, longest, last = time.monotonic(), 0.0, time.thread_time()
     pushing = asyncio.create_task(push(acme, "bomb", {"file": bomb}))
     while not pushing.done():
         await asyncio.sleep(0.001)
         longest, last = max(longest, time.thread_time() - last), time.thread_time()
+        largest = max(largest, process.memory_info().rss)
     got = pushing.result()
     assert (got.status, got.error["param"]) == (400, "file"), got.body
     assert len(got.body) < 2048
     assert time.monotonic() - begun < 30
     assert longest < 2.0  # it was more than 600 s
+    assert largest - before < 16 << 20
     assert leftovers(tmp_path) == []
 
 
@@ -182,6 +188,30 @@ async def test_an_upload_has_a_minimum_rate_and_a_deadline(start: Start, tmp_pat
         assert got.status == 408
         assert "time limit of 0.5 s" in got.error["message"]
     assert leftovers(tmp_path) == []
+
+
+async def paced(body: bytes, size: int) -> AsyncIterator[bytes]:
+    """Send a body in pieces of this size, ten a second."""
+    for start in range(0, len(body), size):
+        yield body[start : start + size]
+        await asyncio.sleep(0.1)
+
+
+async def test_an_upload_below_the_minimum_rate_is_refused(start: Start):
+    """The rate counts although no pause between the bytes is too long."""
+    body = form({"file": tarred(files() | {"optimizer.pt": bytes(128 << 10)})})
+    headers = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}
+    async with start(upload_min_rate=1_000_000, body_timeout=1.0) as gateway:
+        acme = await gateway.tenant("acme")
+        slow = acme.call("POST", "/v1/adapters", data=paced(body, 2 << 10), headers=headers)
+        got = await asyncio.wait_for(slow, 30)
+        assert (got.status, got.error["code"]) == (408, "request_timeout")
+        assert "more slowly than 1000000 bytes" in got.error["message"]
+    async with start(upload_min_rate=10_000, body_timeout=1.0, migrate_on_start=False) as gateway:
+        globex = await gateway.tenant("globex")
+        # It takes longer than the time before the rate counts.
+        made = await globex.call("POST", "/v1/adapters", data=paced(body, 8 << 10), headers=headers)
+        assert made.status == 201, made.body
 
 
 async def test_a_revoked_key_ends_its_upload(gateway: Gateway):
@@ -280,6 +310,25 @@ async def test_a_rank_that_no_engine_serves_is_refused(start: Start, upstream: U
     async with start(max_lora_rank=65, migrate_on_start=False) as gateway:
         globex = await gateway.tenant("globex")
         assert (await push(globex, "large", large)).status == 201
+
+
+async def test_a_size_that_no_engine_serves_is_refused(gateway: Gateway, upstream: Upstream):
+    acme = await gateway.tenant("acme", adapter_changes_per_minute=None)
+    # Two bytes for each of the adapter's numbers, whatever its file has.
+    size = (await push(acme, "first", files())).json["size_bytes"] // 2
+    answers: list[Answer] = []
+
+    async def is_answered(status: int) -> bool:
+        answers.append(await push(acme, "second", files()))
+        return answers[-1].status == status
+
+    upstream.reported = {"max_adapter_bytes": size - 1}
+    await until(lambda: is_answered(400))
+    error = answers[-1].error
+    assert (error["code"], error["param"]) == ("invalid_adapter", "adapter")
+    assert error["message"].endswith(f"takes {size} bytes of host memory; the engines here have {size - 1}")
+    upstream.reported = {"max_adapter_bytes": size}
+    await until(lambda: is_answered(201))
 
 
 async def in_chunks(body: bytes) -> AsyncIterator[bytes]:

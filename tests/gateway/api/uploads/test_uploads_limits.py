@@ -1,17 +1,20 @@
 """A check that exceeds its limits: the upload is refused with the reason, and the gateway continues."""
 
 import asyncio
+import gzip
 import json
+import os
 import struct
 import zlib
 from pathlib import Path
 
 import pytest
 
+from adapters.check import ARCHIVE
 from gateway.api.uploads.checking import CheckServer
 from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import Gateway
-from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push
+from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push, tarred
 from tests.gateway.api.uploads.conftest import Start
 from tests.gateway.api.uploads.test_uploads import children
 
@@ -64,6 +67,48 @@ async def test_too_much_memory(gateway: Gateway, monkeypatch: pytest.MonkeyPatch
     got = await push(acme, "large", many_tensors())
     assert (got.status, got.error["code"]) == (400, "adapter_check_failed"), got.body
     assert "64 MiB of memory" in got.error["message"]
+
+
+async def test_too_large_a_file(tmp_path: Path):
+    """A check cannot write a larger file than its job permits, whatever the limit of the unpacked content is."""
+    (tmp_path / ARCHIVE).write_bytes(gzip.compress(tarred(files() | {WEIGHTS: bytes(4 << 20)})))
+    job = {
+        "folder": str(tmp_path),
+        "bases": {},
+        "closed": [],
+        "max_bytes": 1 << 30,
+        "memory_bytes": 512 << 20,
+        "file_bytes": 1 << 20,
+        "cpu_seconds": 10,
+        "seconds": 60,
+    }
+    server = CheckServer()
+    try:
+        code, out = await server.run(json.dumps(job).encode(), 60.0)
+    finally:
+        server.close()
+    answer = json.loads(out)
+    assert (code, answer["refused"], answer["field"]) == (0, "too_large", "file")
+    assert max(file.stat().st_size for file in os.scandir(tmp_path)) == 1 << 20
+
+
+async def test_too_many_inflated_bytes(start: Start):
+    """Bytes behind the archive's last member are counted when they are inflated. The limit adds 4 MB for headers."""
+    good = tarred(files())
+    async with start(max_upload_bytes=200_000) as gateway:
+        acme = await gateway.tenant("acme")
+        got = await push(acme, "large", {"file": gzip.compress(good + bytes(8 << 20))})
+        assert (got.status, got.error["code"], got.error["param"]) == (413, "request_too_large", "file")
+        assert "inflates to more than" in got.error["message"]
+        assert (await push(acme, "fits", {"file": gzip.compress(good + bytes(1 << 20))})).status == 201
+
+
+async def test_too_large_a_member_is_named(start: Start):
+    async with start(max_upload_bytes=200_000) as gateway:
+        acme = await gateway.tenant("acme")
+        got = await push(acme, "large", {"file": gzip.compress(tarred(files() | {"optimizer.pt": bytes(1 << 20)}))})
+        assert (got.status, got.error["code"], got.error["param"]) == (413, "request_too_large", "file")
+        assert "200000 bytes this gateway accepts. The archive's members up to 'optimizer.pt'" in got.error["message"]
 
 
 async def test_dear_patterns_are_refused_by_their_cost(gateway: Gateway):
