@@ -19,9 +19,11 @@ from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps
 from kernels.ops import KvCache, Ops
 from kernels.reference import LARGEST, LoraGroup
-from kernels.weights import dense
+from kernels.weights import LinearWeights, Scheme, dense
 from testing.interpreter import repeated
+from tests.kernels.cpu import test_quantised
 from tests.kernels.cpu.test_native import make_batch
+from tests.kernels.gpu.test_fp8 import check_that_rows_stay_apart
 
 POISON = [torch.nan, torch.inf, -torch.inf, 1.7e38]
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 32, 16
@@ -213,11 +215,14 @@ def test_an_adapters_weights_reach_its_own_rows_only(
     check_lora(*backend, poison, counts)
 
 
-def check_lora(ops: Ops, dtype: torch.dtype, poison: float, counts: list[int]) -> None:
+def check_lora(
+    ops: Ops, dtype: torch.dtype, poison: float, counts: list[int], weights: LinearWeights | None = None
+) -> None:
+    """weights: `[128, 96]`; None: dense ones."""
     adapters = [0, 1, -1, 1, 0]
     batch = make_batch(counts, counts, BLOCK, adapters)
     owner = batch.adapter_index
-    packed = ops.pack(dense((normal(5, 128, 96) / 10).to(dtype)))
+    packed = ops.pack(weights or dense((normal(5, 128, 96) / 10).to(dtype)))
     found = []
     for value in (0.0, poison):
         tables, group = lora_pages(dtype, value)
@@ -226,6 +231,29 @@ def check_lora(ops: Ops, dtype: torch.dtype, poison: float, counts: list[int]) -
         found.append(ops.linear(x, packed, group, ops.step_tables(batch, tables))[owner != 1])
     assert found[1].isfinite().all()
     assert torch.equal(*found)
+
+
+QUANTISED = [
+    *(("torch", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)),
+    *(("native", dtype) for dtype in (torch.float32, torch.bfloat16)),
+]
+
+
+@pytest.mark.parametrize("scheme", test_quantised.SCHEMES, ids=str)
+@pytest.mark.parametrize(("name", "dtype"), QUANTISED, ids=str)
+def test_rows_of_a_quantised_product_stay_apart(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
+    """In bf16 the native product rounds its inputs to 8 bits, with scales that a NaN or infinity must not share."""
+    check_that_rows_stay_apart(MAKERS[name](), test_quantised.make(scheme, 96, 64), dtype)
+
+
+@pytest.mark.parametrize("poison", POISON)
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize(("name", "dtype"), QUANTISED, ids=str)
+def test_an_adapter_beside_quantised_weights_reaches_its_own_rows_only(
+    name: str, dtype: torch.dtype, kind: str, poison: float
+) -> None:
+    scheme = next(scheme for scheme in test_quantised.SCHEMES if scheme.kind == kind)
+    check_lora(MAKERS[name](), dtype, poison, [20, 9, 1, 3, 17], test_quantised.make(scheme, 128, 96))
 
 
 @pytest.mark.heavy

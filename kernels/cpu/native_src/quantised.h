@@ -97,6 +97,21 @@ inline Float16 fused(Float16 a, Float16 b, Float16 sum) {
 
 inline Float16 absolute(Float16 x) { return cast<Float16>(cast<Word16>(x) & 0x7fffffffu); }
 
+// Returns a NaN if there is one, so that the products of a row with a NaN are NaN. Magnitudes are ordered like their bits,
+// and a NaN's exceed infinity's.
+inline float largest_magnitude(Float16 a, Float16 b) {
+    const Word16 x = cast<Word16>(absolute(a)), y = cast<Word16>(absolute(b)), most = x > y ? x : y;
+#if defined(__AVX512F__)
+    const uint32_t bits = _mm512_reduce_max_epu32((__m512i)most);
+#else
+    uint32_t bits = 0;
+    for (int i = 0; i < 16; i++) bits = std::max(bits, uint32_t(most[i]));
+#endif
+    float found;
+    std::memcpy(&found, &bits, 4);
+    return found;
+}
+
 // Rounds to nearest even; returns the sum of the values.
 inline int32_t store_rounded(Float16 x, int8_t* to) {
 #if defined(__AVX512F__)
@@ -155,9 +170,8 @@ struct RoundedRows {
                 parts[0] = load16(rest);
                 parts[1] = load16(rest + 16);
             }
-            Float16 most = absolute(parts[0]);
-            most = absolute(parts[1]) > most ? absolute(parts[1]) : most;
-            const float amax = std::max(max_lanes(most), kSmallestAmax), factor = 1.0f / amax * kLargestInt8;
+            const float amax = std::max(largest_magnitude(parts[0], parts[1]), kSmallestAmax);
+            const float factor = 1.0f / amax * kLargestInt8;
             const float scale = amax * (1.0f / kLargestInt8);
             scales(row)[k / kRowGroup] = scale;
             int32_t sums[2];
