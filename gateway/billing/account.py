@@ -265,9 +265,9 @@ class Accounting:
         self._outage = Outage(log, "settling requests")
         self._closing: set[asyncio.Task[None]] = set()
 
-    def check_room(self) -> None:
-        """Raise Unavailable if the ledger has no room for further usage."""
-        if not self._ledger.has_room:
+    def check_room(self, tenant_id: str) -> None:
+        """Raise Unavailable if the ledger has no room for further usage of the tenant."""
+        if not self._ledger.has_room_for(tenant_id):
             raise Unavailable("The usage ledger is behind; try again shortly.", code="ledger_unavailable")
 
     @contextmanager

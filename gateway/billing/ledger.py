@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -51,14 +51,26 @@ class Ledger:
         self._max_rows = max_rows
         self._held: deque[tuple[bytes, UsageRow]] = deque()
         self._arrived = asyncio.Event()
-        # Entries in all streams at the last sweep of any gateway.
+        # Rows in memory by tenant.
+        self._held_of: Counter[str] = Counter()
+        # Entries in all streams at the last sweep of any gateway, and those of the tenants with most of them.
         self._left_behind = 0
+        self._left_behind_of: dict[str, int] = {}
         self._ended = False
 
     @property
     def has_room(self) -> bool:
         """Return whether the ledger has room for the usage of further requests."""
         return self.waiting < self._max_rows and self._journal.has_room
+
+    def has_room_for(self, tenant_id: str) -> bool:
+        """Return whether the ledger has room for further requests of this tenant.
+
+        A tenant may have as many rows waiting as it leaves free, so alone it gets half of the queue, and each further
+        tenant half of the rest (the dynamic thresholds of Choudhury and Hahne, 1998).
+        """
+        rows = max(self._held_of[tenant_id], self._left_behind_of.get(tenant_id, 0))
+        return self.has_room and rows < self._max_rows - self.waiting
 
     @property
     def waiting(self) -> int:
@@ -78,6 +90,7 @@ class Ledger:
         """Queue a row that Redis has in its tenant's stream as this entry."""
         if len(self._held) < MAX_HELD:
             self._held.append((entry_id, row))
+            self._held_of[row.tenant_id] += 1
             self._arrived.set()
 
     async def keep(self, row: UsageRow) -> None:
@@ -166,8 +179,10 @@ class Ledger:
                 await asyncio.sleep(LINGER_SECONDS)
             batch = [self._held[i] for i in range(min(MAX_BATCH, len(self._held)))]
             await self._writer.write(row for _, row in batch)
-            for _ in batch:
+            for _, row in batch:
                 self._held.popleft()
+                self._held_of[row.tenant_id] -= 1
+            self._held_of = +self._held_of
             # If Redis is away, the sweep finds these entries again and SQL ignores them.
             with contextlib.suppress(Unavailable):
                 await self._stream.remove((row.tenant_id, entry_id) for entry_id, row in batch)
@@ -179,16 +194,17 @@ class Ledger:
         """
         turn = SWEEP_SECONDS / 2
         if not await self._stream.is_first(turn):
-            self._left_behind = await self._stream.backlog()
+            self._left_behind, self._left_behind_of = await self._stream.backlog()
             return False
         await self._stream.move_tenants()
         lengths: dict[str, int] = {}
         async for found in self._stream.lengths():
             lengths |= found
             # Publish the sum so far if it exceeds the last known number.
-            await self._stream.publish(max(self._left_behind, sum(lengths.values())), turn)
-        self._left_behind = sum(lengths.values())
-        await self._stream.publish(self._left_behind, turn)
+            known = self._left_behind_of | lengths
+            await self._stream.publish(max(self._left_behind, sum(lengths.values())), known, turn)
+        self._left_behind, self._left_behind_of = sum(lengths.values()), lengths
+        await self._stream.publish(self._left_behind, lengths, turn)
         batch: list[tuple[str, bytes, bytes]] = []
         for tenant_id in lengths:
             async for page in self._stream.left_behind(tenant_id, LEFT_BEHIND_SECONDS):
@@ -205,7 +221,9 @@ class Ledger:
         await self._writer.write_events(event for _, _, event in batch)
         await self._stream.remove((tenant_id, entry_id) for tenant_id, entry_id, _ in batch)
         self._left_behind = max(0, self._left_behind - len(batch))
-        await self._stream.publish(self._left_behind, turn)
+        for tenant_id, _, _ in batch:
+            self._left_behind_of[tenant_id] -= 1
+        await self._stream.publish(self._left_behind, self._left_behind_of, turn)
 
     async def _replay(self) -> None:
         async for events in self._journal.batches():

@@ -3,10 +3,12 @@
 The quota's script adds an event at settlement; the ledger removes it once SQL has it.
 """
 
+import heapq
 import logging
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping
 from typing import Any
 
+import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
@@ -22,6 +24,9 @@ SWEEPER = "loraplex:usage:sweeper"
 # Key of the number of events in all streams, as counted by the last sweep, and the time for which it is valid.
 BACKLOG = "loraplex:usage:backlog"
 BACKLOG_SECONDS = 60
+# Key of the numbers of the MAX_PUBLISHED tenants with the most events, as a JSON object. Previous releases have none.
+BACKLOG_OF_TENANTS = "loraplex:usage:backlog:tenants"
+MAX_PUBLISHED = 100
 # The only field of an entry.
 FIELD = b"event"
 # Maximum number of entries in one read.
@@ -59,14 +64,20 @@ class UsageStream:
         """Return whether it is this process's turn to sweep: no other has asked or published for so many seconds."""
         return bool(await self._call(sweeps.is_first(self._redis, SWEEPER, seconds)))
 
-    async def backlog(self) -> int:
-        """Return the last published number of events in all streams."""
-        return int(await self._call(self._redis.get(BACKLOG)) or 0)
+    async def backlog(self) -> tuple[int, dict[str, int]]:
+        """Return the last published numbers of events: in all streams, and of the tenants with the most events."""
+        pipeline = self._redis.pipeline(transaction=False)
+        pipeline.get(BACKLOG)
+        pipeline.get(BACKLOG_OF_TENANTS)
+        total, of_tenants = await self._call(pipeline.execute())
+        return int(total or 0), msgspec.json.decode(of_tenants or b"{}", type=dict[str, int])
 
-    async def publish(self, backlog: int, seconds: float) -> None:
+    async def publish(self, backlog: int, of_tenants: Mapping[str, int], seconds: float) -> None:
         """Publish the backlog to all processes, and keep the turn to sweep for so many more seconds."""
+        most = dict(heapq.nlargest(MAX_PUBLISHED, of_tenants.items(), key=lambda item: item[1]))
         pipeline = self._redis.pipeline(transaction=False)
         pipeline.set(BACKLOG, backlog, ex=BACKLOG_SECONDS)
+        pipeline.set(BACKLOG_OF_TENANTS, msgspec.json.encode(most), ex=BACKLOG_SECONDS)
         pipeline.set(SWEEPER, b"", px=max(1, int(seconds * 1000)))
         await self._call(pipeline.execute())
 

@@ -136,7 +136,7 @@ class Admission:
         """Reserve a request's amounts on the tenant's limits."""
         tenant = principal.tenant
         await self._fleet.check(tenant.id, model, asked.named)
-        self._accounting.check_room()
+        self._accounting.check_room(tenant.id)
         base = self._catalog.bases.name_of(model.base)
         price, weights = self._prices.price(tenant.name, model, tenant.plan), asked.weights
         try:
