@@ -167,9 +167,10 @@ class _Tar:
     def read_member(self) -> bool:
         """Read the next member with its extended headers. Returns False at the archive's end."""
         extended: list[tuple[bytes, bytes]] = []
+        left = MAX_EXTENDED_BYTES
         while (header := self._next_header()) is not None and header.kind in _EXTENDED:
-            left = MAX_EXTENDED_BYTES - sum(len(payload) for _, payload in extended)
             extended.append((header.kind, self._read_extended(header, left)))
+            left -= len(extended[-1][1])
         if header is None:
             if any(kind != b"g" for kind, _ in extended):
                 raise SourceError(_CUT_OFF)
