@@ -384,4 +384,5 @@ audit = Table(
     Column("actor_label", String(100), nullable=True),
     # The browser's session that made the change; NULL: none.
     Column("session_id", String(16), nullable=True),
+    Index("ix_audit_tenant_at", "tenant", "at"),
 )

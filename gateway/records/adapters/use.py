@@ -25,7 +25,7 @@ from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, audit, usage, usage_hourly
 from gateway.records.tenants.tenants import Tenant
 
-# Maximum of a tenant's newest rows read for end users and versions, and of the newest audit entries read for changes.
+# Maximum of a tenant's newest rows read for end users and versions, and of its newest audit entries read for changes.
 SCANNED = 20_000
 DAY = timedelta(days=1)
 MAX_USERS, MAX_CHANGES = 20, 50
@@ -108,16 +108,16 @@ class AdapterUses:
 
         by_tenant: the tenant itself asks; it sees operators as OPERATOR, without their keys.
         """
-        newest = select(audit).order_by(audit.c.at.desc(), audit.c.id.desc()).limit(SCANNED).subquery()
         target = f"{tenant.name}/{name}"
-        own = or_(
-            newest.c.target == target, *(newest.c.target.startswith(target + mark, autoescape=True) for mark in "@:")
-        )
-        # An earlier tenant of the same name may have had an adapter of this name.
-        own = and_(own, newest.c.at >= tenant.created_at)
-        query = select(newest).where(newest.c.tenant == tenant.name, own, newest.c.action.startswith("adapter."))
         async with self._database.read() as connection:
-            rows = (await connection.execute(query.order_by(newest.c.at.desc()).limit(MAX_CHANGES))).all()
+            # An earlier tenant of the same name may have had an adapter of this name.
+            within = owned(connection.dialect.name, audit.c.tenant, tenant.name, audit.c.at, tenant.created_at)
+            index = (audit.c.tenant.desc(), audit.c.at.desc())
+            newest = select(audit).where(*within).order_by(*index).limit(SCANNED).subquery()
+            marked = (newest.c.target.startswith(target + mark, autoescape=True) for mark in "@:")
+            own = and_(or_(newest.c.target == target, *marked), newest.c.action.startswith("adapter."))
+            order = (newest.c.tenant.desc(), newest.c.at.desc())
+            rows = (await connection.execute(select(newest).where(own).order_by(*order).limit(MAX_CHANGES))).all()
         return [
             Change(
                 at=row.at,
