@@ -5,6 +5,7 @@ A test sends the same requests to both and compares every answer. quota.lua expl
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
 from datetime import UTC, datetime
 
@@ -19,8 +20,9 @@ from gateway.quota.rolling import MAX_STEP, DailySpend, day_of
 # Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
 GAUGE_WAIT_MS = 1000
 State = tuple[float, float, float]
-# Number of states beyond which those that are paid off are dropped.
-MAX_STATES = 100_000
+# Number of states beyond which those that are paid off are dropped, and the number that an admission looks at. It is
+# above the number of an admission's limits, so that the search gains on new states.
+MAX_STATES, LOOKED_AT = 100_000, 64
 
 
 class Acquired(msgspec.Struct, frozen=True, gc=False):
@@ -78,9 +80,9 @@ class LocalLimits:
     def __init__(self) -> None:
         # Tenant id and field -> state. Rate: (time, debt at that time, the limit by which the debt was computed);
         # budget: (first day of the period, amount spent in it, 0); count: (amount, 0, 0).
-        self._states: dict[str, State] = {}
+        self._states: OrderedDict[str, State] = OrderedDict()
         # Tenant id and field of a rolling budget -> its spending.
-        self._days: dict[str, DailySpend] = {}
+        self._days: OrderedDict[str, DailySpend] = OrderedDict()
         self._held: dict[str, int] = {}
         self._leases: dict[str, _Lease] = {}
 
@@ -269,13 +271,19 @@ class LocalLimits:
             self._held.pop(field, None)
 
     def _forget(self, now: int) -> None:
-        self._days = {field: days for field, days in self._days.items() if days.at(now).total}
-        for field, state in list(self._states.items()):
+        """Drop those of the states that were not looked at for longest that are paid off."""
+        for _ in range(min(LOOKED_AT, len(self._states))):
+            field, state = self._states.popitem(last=False)
             letter = field[-1]
             if (letter in WINDOW_BY_LETTER and _debt(state, now) == 0) or (
                 letter in BUDGET and state[0] < _period(letter, now)
             ):
-                del self._states[field]
+                continue
+            self._states[field] = state
+        for _ in range(min(LOOKED_AT, len(self._days))):
+            field, days = self._days.popitem(last=False)
+            if days.at(now).total:
+                self._days[field] = days
 
 
 def _now() -> int:
