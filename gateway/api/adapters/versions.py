@@ -8,7 +8,7 @@ from aiohttp import web
 from msgspec import UNSET, Meta, Struct, UnsetType
 
 from gateway.api.adapters.caller import find_caller, read_small, version_of
-from gateway.api.requests.fields import YEARS, json_response, read_flag
+from gateway.api.requests.fields import check_year, json_response, read_flag
 from gateway.billing.lease_note import noted_versions
 from gateway.errors import BadRequest, Forbidden, RecordNotFound
 from gateway.quota.quota import Quota
@@ -147,7 +147,7 @@ class AdapterVersions:
         if not given:
             raise BadRequest("Expected state, expires_at or pinned.", param="state")
         force = read_flag(request, "force")
-        _check_end(given.get("expires_at"), "expires_at")
+        check_year(given.get("expires_at"), "expires_at")
         if "pinned" in given and caller.principal is not None:
             raise Forbidden("pinned: only an operator may pin versions.", param="pinned")
         await caller.count_change(request, self._quota)
@@ -182,7 +182,7 @@ class AdapterVersions:
         caller = await find_caller(request, self._tenants)
         given = await read_small(request, caller, NewTargets)
         for i, each in enumerate(given.targets):
-            _check_end(each.expires_at, f"targets[{i}].expires_at")
+            check_year(each.expires_at, f"targets[{i}].expires_at")
         await caller.count_change(request, self._quota)
         targets = [AliasTarget(each.version, each.weight, each.expires_at) for each in given.targets]
         name, alias, if_match = _alias_of(request)
@@ -214,12 +214,6 @@ class AdapterVersions:
 def _alias_of(request: web.Request) -> tuple[str, str, str | None]:
     """Return the adapter's name and the alias of the path, and the ETag in If-Match."""
     return request.match_info["name"], request.match_info["alias"], request.headers.get("If-Match")
-
-
-def _check_end(expires_at: datetime | None, param: str) -> None:
-    """Raise BadRequest for a year at an end of the calendar, where the conversion to UTC fails."""
-    if expires_at is not None and expires_at.year not in YEARS:
-        raise BadRequest(f"{param}: expected a year from {YEARS[0]} to {YEARS[-1]}.", param=param)
 
 
 def describe_version(version: Version) -> ShownVersion:

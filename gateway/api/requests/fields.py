@@ -176,9 +176,14 @@ def parse_moment(query: Mapping[str, str], name: str) -> datetime | None:
         moment = moment.astimezone(UTC) if moment.tzinfo else moment.replace(tzinfo=UTC)
     except (ValueError, OverflowError) as error:
         raise BadRequest(f"Expected '{name}' as ISO 8601 or Unix seconds.", param=name) from error
-    if moment.year not in YEARS:
-        raise BadRequest(f"Expected '{name}' between the years {YEARS[0]} and {YEARS[-1]}.", param=name)
+    check_year(moment, name)
     return moment
+
+
+def check_year(moment: datetime | None, param: str) -> None:
+    """Raise BadRequest for a year at an end of the calendar, where conversions between time zones fail."""
+    if moment is not None and moment.year not in YEARS:
+        raise BadRequest(f"{param}: expected a year from {YEARS[0]} to {YEARS[-1]}.", param=param)
 
 
 def parse_period(query: Mapping[str, str]) -> tuple[datetime | None, datetime | None]:

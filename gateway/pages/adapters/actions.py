@@ -12,6 +12,7 @@ from gateway.access.scopes import ACTOR
 from gateway.api.adapters.use import AdapterUseRoutes
 from gateway.api.adapters.versions import AdapterVersions
 from gateway.api.golden.checking import GoldenChecks
+from gateway.api.requests.fields import check_year
 from gateway.api.uploads.validating import Validation
 from gateway.errors import AdapterInUse, BadRequest, Forbidden, GatewayError, NoEngine
 from gateway.pages.adapters.page import earlier_targets, shown_targets
@@ -322,9 +323,10 @@ def _moment(text: str) -> datetime | None:
         return None
     try:
         moment = datetime.fromisoformat(text)
-        return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
-    except (ValueError, OverflowError) as error:
+    except ValueError as error:
         raise BadRequest("expires_at: expected a time such as 2026-12-31T18:00.", param="expires_at") from error
+    check_year(moment, "expires_at")
+    return moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
 
 
 def _to(path: str) -> web.Response:

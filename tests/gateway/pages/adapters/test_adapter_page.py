@@ -119,6 +119,18 @@ async def test_destructive_actions_need_the_name(gateway: Gateway):
         assert {each["actor"] for each in actors} == {"bootstrap"}
 
 
+async def test_the_page_takes_the_years_that_the_api_takes(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "pirate", files(1))).status == 201
+    async with gateway.browser() as browser:
+        for moment, statuses in (("8999-06-01T00:00", (200, 303)), ("9000-06-01T00:00", (400, 400))):
+            given = {"expires_at": f"{moment}:00Z"}
+            asked = await acme.call("PATCH", "/v1/adapters/pirate/versions/1", json=given)
+            acted = await act(browser, "expire", version="1", expires_at=moment)
+            assert (asked.status, acted[0]) == statuses, moment
+        assert "expected a year" in acted[1]
+
+
 async def test_a_version_is_brought_to_an_engines_memory(gateway: Gateway, upstream: Upstream):
     acme = await gateway.tenant("acme")
     digest = (await push(acme, "pirate", files(1))).json["digest"]
