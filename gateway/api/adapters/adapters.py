@@ -23,6 +23,7 @@ from gateway.api.requests.fields import json_response
 from gateway.api.uploads.checking import Candidates, Checked, Checker, Served
 from gateway.api.uploads.copying import Copies
 from gateway.api.uploads.receiving import Named, UploadRules, Workplace, receive, refuse_too_large
+from gateway.api.uploads.store_threads import StoreThreads
 from gateway.api.uploads.validating import Validation
 from gateway.errors import BadRequest, CheckFailed, TooSlow, Unavailable, translate
 from gateway.fleet.engine import EngineRecord
@@ -69,7 +70,7 @@ class TenantAdapterList(Struct, frozen=True, kw_only=True):
 class AdapterIntake:
     """Intake of uploads: form, checks, store and catalog. The tenant's routes and the admin API use it.
 
-    copies: runs long copies of content that does not arrive with the request.
+    copies: runs long copies of content that does not arrive with the request. store_threads: runs the store's calls.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class AdapterIntake:
         self._idempotency = idempotency
         self._checker = Checker(rules.max_bytes, served)
         self.copies = Copies()
+        self.store_threads = StoreThreads()
 
     async def push(
         self,
@@ -190,10 +192,11 @@ class AdapterIntake:
         """Add the version and publish its content."""
         tenant, base = caller.tenant, checked.base
         await self._catalog.check_declared(tenant, checked.num_bytes, upload_id)
-        await asyncio.to_thread(self._store.stage, checked.folder, checked.digest)
+        in_thread = partial(self.store_threads.run, caller.owner)
+        await in_thread(self._store.stage, checked.folder, checked.digest)
 
         async def publish() -> None:
-            await asyncio.to_thread(self._store.publish, checked.folder, checked.digest)
+            await in_thread(self._store.publish, checked.folder, checked.digest)
 
         adapter = await self._catalog.add_version(
             tenant,

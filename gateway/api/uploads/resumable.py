@@ -32,7 +32,7 @@ from gateway.quota.quota import Quota
 from gateway.quota.uploading import ReceivedBytes
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.adapters.uploads import PartialUpload, Uploads
-from gateway.records.tenants.tenants import Tenant, Tenants
+from gateway.records.tenants.tenants import Tenants
 
 # Minimum and maximum size of a part; the last part may be smaller. The minimum bounds the number of parts.
 MIN_PART_BYTES, MAX_PART_BYTES = 1 << 20, 64 << 20
@@ -114,7 +114,7 @@ class ResumableUploads:
             if size < min(left, MIN_PART_BYTES):
                 raise BadRequest(f"Expected a part of at least {MIN_PART_BYTES} bytes, or the rest of the upload.")
             # Runs to its end even if the client disconnects, so that a saved part is either recorded or removed.
-            upload = await place.finish(self._add_part(caller.tenant, upload.id, start, size, place))
+            upload = await place.finish(self._add_part(caller, upload.id, start, size, place))
         return json_response(_describe(upload))
 
     async def complete(self, request: web.Request) -> web.Response:
@@ -127,7 +127,7 @@ class ResumableUploads:
         if (kept := await self._intake.kept(request, caller.actor, upload_id.encode())) is not None:
             if await self._uploads.known([upload_id]):
                 # Its gateway died after the completion.
-                await self._remove(upload_id)
+                await self._remove(caller, upload_id)
             return kept
         caller, upload = await self._find(request)
         if upload.received < upload.num_bytes:
@@ -150,14 +150,14 @@ class ResumableUploads:
         async with caller.uploading(request, self._auth, self._quota, size=size, most=size) as received:
             await self._catalog.check_declared(caller.tenant, upload.num_bytes, upload.id)
             try:
-                return await take(request, caller, receive, upload.id, partial(self._remove, upload.id))
+                return await take(request, caller, receive, upload.id, partial(self._remove, caller, upload.id))
             except (AdapterError, BadRequest, CheckFailed, TooLarge):
-                await self._remove(upload.id)
+                await self._remove(caller, upload.id)
                 raise
 
     async def abort(self, request: web.Request) -> web.Response:
-        _, upload = await self._find(request)
-        await self._remove(upload.id)
+        caller, upload = await self._find(request)
+        await self._remove(caller, upload.id)
         return json_response(DeletedUpload(id=upload.id))
 
     async def sweep(self) -> int:
@@ -185,14 +185,16 @@ class ResumableUploads:
             async with asyncio.timeout(self._rules.seconds), Workplace.open(self._store.spool(), owner) as place:
                 yield place
 
-    async def _add_part(self, tenant: Tenant, upload_id: str, start: int, size: int, place: Workplace) -> PartialUpload:
-        part_id = uuid.uuid4().hex
+    async def _add_part(
+        self, caller: AdapterCaller, upload_id: str, start: int, size: int, place: Workplace
+    ) -> PartialUpload:
+        part_id, in_thread = uuid.uuid4().hex, partial(self._intake.store_threads.run, caller.owner)
         try:
-            await asyncio.to_thread(self._store.parts.save, upload_id, part_id, place.folder / "part")
-            return await self._uploads.add_part(tenant, upload_id, start, size, part_id)
+            await in_thread(self._store.parts.save, upload_id, part_id, place.folder / "part")
+            return await self._uploads.add_part(caller.tenant, upload_id, start, size, part_id)
         except (WrongOffset, RecordNotFound):
             # After any other error the part may be on record, because the answer to a commit can be lost.
-            await asyncio.to_thread(self._store.parts.remove, upload_id, part_id)
+            await in_thread(self._store.parts.remove, upload_id, part_id)
             raise
 
     async def _receive(
@@ -242,12 +244,12 @@ class ResumableUploads:
                 raise BadRequest("A part of the upload is lost; begin the upload again.", param="id") from error
         return found.hexdigest()
 
-    async def _remove(self, upload_id: str) -> None:
+    async def _remove(self, caller: AdapterCaller, upload_id: str) -> None:
         """Remove the upload and its parts, even if the client leaves meanwhile."""
 
         async def remove() -> None:
             await self._uploads.remove(upload_id)
-            await asyncio.to_thread(self._store.parts.remove_upload, upload_id)
+            await self._intake.store_threads.run(caller.owner, self._store.parts.remove_upload, upload_id)
 
         await run_to_end(remove())
 
