@@ -10,6 +10,7 @@ from sqlalchemy import ColumnElement, Select, Table, exists, func, literal, or_,
 from gateway.records.adapters.removed_versions import all_versions
 from gateway.records.bases.registry import Bases
 from gateway.records.database import Database
+from gateway.records.keys.removed_keys import successors_of
 from gateway.records.money.usage_rows import TIMES, segments
 from gateway.records.sums import int_sum
 from gateway.records.tables import adapter_versions, adapters, api_keys, usage, usage_daily, usage_hourly
@@ -125,9 +126,8 @@ class UsagePast:
         found += [at >= start] if start is not None else []
         found += [at < end] if end is not None else []
         if part.family is not None:
-            keys = select(api_keys.c.id).where(api_keys.c.family_id == part.family)
             # A gateway of the previous release leaves `family_id` empty for the first key of a family.
-            found.append((table.c.key_id == part.family) | table.c.key_id.in_(keys))
+            found.append((table.c.key_id == part.family) | table.c.key_id.in_(successors_of(part.family)))
         if part.models is not None:
             same = _same_content(tenant_id, part.models)
             own = table.c.model.in_(part.models) | table.c.model.in_(same)

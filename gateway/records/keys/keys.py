@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-from sqlalchemy import Row, Select, and_, bindparam, delete, false, func, not_, or_, select, update
+from sqlalchemy import Row, Select, and_, bindparam, false, func, not_, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -14,6 +14,7 @@ from gateway.errors import BadRequest, Conflict, Forbidden, RecordNotFound
 from gateway.records.audit import record_change
 from gateway.records.changes import OPERATORS, count_change
 from gateway.records.database import Database
+from gateway.records.keys.removed_keys import remove_keys
 from gateway.records.keys.watched import Watched, find_watched
 from gateway.records.pieces import read_rows
 from gateway.records.tables import FORMER_COLUMNS, api_keys, tenants
@@ -314,7 +315,7 @@ async def _check_room(connection: AsyncConnection, key: ApiKey) -> None:
     oldest = select(api_keys.c.id).where(own, has_ended).order_by(api_keys.c.created_at.desc(), api_keys.c.id)
     beyond = list((await connection.execute(oldest.offset(MAX_ENDED).limit(MAX_IDS))).scalars())
     if beyond:
-        await connection.execute(delete(api_keys).where(api_keys.c.id.in_(beyond)))
+        await remove_keys(connection, key.tenant.id, beyond, now)
 
 
 def _values(key: ApiKey) -> dict[str, Any]:

@@ -18,6 +18,9 @@ from gateway.quota.quota import Quota
 from gateway.records.adapters import removed_versions
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.database import Database
+from gateway.records.keys import keys as key_records
+from gateway.records.keys import removed_keys
+from gateway.records.keys.keys import Keys
 from gateway.records.money.prices import Price, PriceList, Prices
 from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect
@@ -280,6 +283,44 @@ async def test_what_a_rotated_key_spent_is_recalled_for_its_family(gateway: Gate
         await quota.acquire(who, "base", "r", Need(0, 200, price=dear))
         await quota.close()
         await redis.aclose()
+    await database.close()
+
+
+async def test_what_a_removed_key_spent_is_recalled_for_its_family(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A family with more ended keys than stay on record could spend its budget again."""
+    monkeypatch.setattr(key_records, "MAX_ENDED", 1)
+    monkeypatch.setattr(removed_keys, "REMEMBERED", 2)
+    await gateway.tenant("acme")
+    maker = gateway.client(
+        (await gateway.admin.post("/admin/api/tenants/acme/keys", {"scopes": ["keys", "inference"]})).json["key"]
+    )
+    first = (await maker.post("/v1/keys", {"scopes": ["inference"]})).json["id"]
+    ids, others = [first], [(await maker.post("/v1/keys", {"scopes": ["inference"]})).json["id"]]
+    for family in (ids, others, ids, ids, ids):
+        rotated = await maker.post(f"/v1/keys/{family[-1]}/rotate", {"grace_seconds": 0})
+        assert rotated.status == 201, rotated.json
+        family.append(rotated.json["id"])
+    database = Database(f"sqlite:///{tmp_path}/gateway.db")
+    tenant, now = await Tenants(database).get("acme"), datetime.now(UTC)
+    on_record = {key.id for key in await Keys(database).list(tenant)}
+    assert on_record.isdisjoint(ids[:3])
+    used = [row(each, tenant_id=tenant.id, key_id=each, cost=10**i, created_at=now) for i, each in enumerate(ids)]
+    used.append(row("other", tenant_id=tenant.id, key_id=others[1], cost=7 * 10**6, created_at=now))
+    await UsageWriter(database).write(used)
+
+    async def cost() -> int:
+        past, after = UsagePast(database, only(BASE_MODEL)), now + timedelta(seconds=1)
+        return await past.cost(tenant.id, now - timedelta(days=1), after, UsagePart(family=first))
+
+    assert await cost() == 11111
+    # A further removal forgets the oldest one.
+    assert (await maker.post(f"/v1/keys/{ids[-1]}/rotate", {"grace_seconds": 0})).status == 201
+    assert await cost() == 11101
+    assert (await gateway.admin.call("DELETE", "/admin/api/tenants/acme")).status == 200
+    async with database.read() as connection:
+        assert (await connection.execute(text("SELECT count(*) FROM removed_keys"))).scalar_one() == 0
     await database.close()
 
 
