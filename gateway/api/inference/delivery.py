@@ -16,6 +16,7 @@ from aiohttp import ClientError, web
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.sharing.budget import Budget
+from wire.bounded_dict import BoundedDict
 
 log = logging.getLogger(__name__)
 
@@ -26,6 +27,8 @@ FRAMING_BYTES = 64
 LOOK_SECONDS = 0.5
 # Minimum time over which a client's rate is measured while others wait for memory.
 PRESSURE_SECONDS = 2.0
+# Number of tenants whose turns are known.
+MAX_OWNERS = 10_000
 
 
 class ClientGone(Exception):
@@ -33,7 +36,9 @@ class ClientGone(Exception):
 
 
 class Delivery:
-    """The unread bytes of a connection. held: its share of the common memory, in bytes."""
+    """The unread bytes of a connection. held: its share of the common memory, in bytes. reserved: the part of it that
+    is not yet in the transport.
+    """
 
     def __init__(self, deliveries: "Deliveries", transport: asyncio.WriteTransport) -> None:
         self.transport = transport
@@ -44,9 +49,8 @@ class Delivery:
         self.is_open = False
         self.on_full: Callable[[], None] | None = None
         self._deliveries = deliveries
+        self.reserved = 0
         self._written = 0
-        # Reserved bytes of a whole answer that are not yet in the transport.
-        self._reserved = 0
 
     @property
     def unread(self) -> int:
@@ -60,13 +64,11 @@ class Delivery:
         """Wait until there is memory for a whole answer of `size` bytes."""
         if size > FREE_BYTES:
             await self._deliveries.wait_for_room(self, size)
-            self._reserved = size
-            self._deliveries.hold(self, size)
 
     def whole(self, size: int) -> None:
         """Note that the next write is an answer of `size` bytes."""
         self._written += size
-        self._reserved = 0
+        self.reserved = 0
         self._deliveries.hold(self, size)
 
     async def write(self, response: web.StreamResponse, data: bytes) -> None:
@@ -86,12 +88,13 @@ class Delivery:
             self.on_full()
         if not has_room:
             await self._deliveries.wait_for_room(self, size)
+            self.reserved = 0
         self._deliveries.hold(self, size)
 
     def look(self, now: float) -> None:
         """Update the held bytes. If nothing is unread, begin a new measurement of the rate."""
         unread = self.unread
-        self._deliveries.hold(self, max(self._reserved, unread))
+        self._deliveries.hold(self, max(self.reserved, unread))
         if not unread:
             self.mark(now)
 
@@ -116,7 +119,12 @@ class Deliveries:
         self._least_rate = least_rate
         self._window = window
         self._open: dict[asyncio.WriteTransport, Delivery] = {}
-        self._waiting: set[asyncio.Event] = set()
+        # Answers that wait for memory, with their sizes, the longest waiting first.
+        self._waiting: dict[asyncio.Event, tuple[Delivery, int]] = {}
+        self._is_granting = False
+        # Tenant -> number of the last grant of memory that it got.
+        self._turns = BoundedDict[str, int](MAX_OWNERS)
+        self._num_grants = 0
         metrics.watch_deliveries(lambda: self._budget.held)
 
     @property
@@ -144,19 +152,44 @@ class Deliveries:
         more = size - delivery.held
         delivery.held = size
         self._budget.change(delivery.owner, more)
-        if more < 0:
-            for event in self._waiting:
-                event.set()
+        if more < 0 and self._waiting and not self._is_granting:
+            self._is_granting = True
+            asyncio.get_running_loop().call_soon(self._grant)
 
     async def wait_for_room(self, delivery: Delivery, size: int) -> None:
-        """Wait until the common memory has room for a delivery of `size` bytes."""
-        while not self.has_room(delivery, size):
-            event = asyncio.Event()
-            self._waiting.add(event)
-            try:
-                await event.wait()
-            finally:
-                self._waiting.discard(event)
+        """Wait until the common memory has room for a delivery of `size` bytes, and hold it."""
+        if not self._is_granting and self.has_room(delivery, size):
+            self._give(delivery, size)
+            return
+        event = asyncio.Event()
+        self._waiting[event] = delivery, size
+        try:
+            await event.wait()
+        except asyncio.CancelledError:
+            if self._waiting.pop(event, None) is None:
+                delivery.reserved = 0
+                self.hold(delivery, delivery.unread)
+            raise
+
+    def _grant(self) -> None:
+        """Give memory to the waiting answers that have room, in the order of their tenants' turns.
+
+        Without turns a tenant with many large answers would take what another one of its answers returns, so that
+        others' large answers would wait for all of them.
+        """
+        self._is_granting = False
+        turns = sorted(self._waiting.items(), key=lambda waiting: self._turns.get(waiting[1][0].owner, 0))
+        for event, (delivery, size) in turns:
+            if self.has_room(delivery, size):
+                del self._waiting[event]
+                self._give(delivery, size)
+                event.set()
+
+    def _give(self, delivery: Delivery, size: int) -> None:
+        self._num_grants += 1
+        self._turns.put(delivery.owner, self._num_grants)
+        delivery.reserved = size
+        self.hold(delivery, size)
 
     async def watch(self) -> None:
         """Check all connections periodically until cancelled. Run it as a task."""

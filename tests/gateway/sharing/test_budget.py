@@ -1,5 +1,6 @@
 """A shared budget: the shares of owners that act together."""
 
+import asyncio
 from typing import Any, cast
 
 import pytest
@@ -42,22 +43,29 @@ def test_owners_that_take_turns_leave_as_much():
     assert fill(budget, "c") >= 1024 / 8
 
 
+class Unread:
+    """A connection with nothing unread."""
+
+    def is_closing(self) -> bool:
+        return True
+
+
 class Answers:
     """Unread answers of tenants."""
 
     def __init__(self, total_bytes: int) -> None:
         rules: Any = {"reader_bytes": 2**20, "least_rate": 1.0, "window": 60.0}
-        self._deliveries = Deliveries(Metrics(), total_bytes=total_bytes, **rules)
+        self.deliveries = Deliveries(Metrics(), total_bytes=total_bytes, **rules)
 
     def of(self, owner: str) -> Delivery:
-        delivery = Delivery(self._deliveries, cast(Any, None))
+        delivery = Delivery(self.deliveries, cast(Any, Unread()))
         delivery.owner = owner
         return delivery
 
     def take(self, delivery: Delivery, size: int) -> bool:
         """Hold `size` bytes for a delivery. Return whether it may hold them."""
-        if has_room := self._deliveries.has_room(delivery, size):
-            self._deliveries.hold(delivery, size)
+        if has_room := self.deliveries.has_room(delivery, size):
+            self.deliveries.hold(delivery, size)
         return has_room
 
     def fill(self, owner: str, size: int) -> int:
@@ -79,3 +87,47 @@ def test_a_tenants_single_answer_may_take_what_is_free_and_shrink():
     assert answers.take(single, 2**23)
     assert answers.take(single, 2**22)
     assert not answers.take(answers.of("a"), 1), "it leaves less free than it holds"
+
+
+async def test_large_answers_that_wait_for_memory_get_it_in_their_tenants_turns():
+    """A third tenant's answer waited for all of two others' answers, each as large as a tenant's share."""
+    answers, size = Answers(2**24), 2**23
+    held = [answers.of(owner) for owner in "ab"]
+    for each in held:
+        await each.reserve(size)
+    got = asyncio.Queue[Delivery]()
+
+    async def reserve(delivery: Delivery) -> None:
+        await delivery.reserve(size)
+        got.put_nowait(delivery)
+
+    waiting = [asyncio.create_task(reserve(answers.of(owner))) for owner in 50 * "ab" + "ccd"]
+    await asyncio.sleep(0)
+    for expected in "cdab":
+        # An answer that comes at that moment takes nothing from those that wait.
+        waiting.append(asyncio.create_task(reserve(answers.of("a"))))
+        gone = held.pop(0)
+        gone.reserved = 0
+        answers.deliveries.hold(gone, 0)
+        held.append(await asyncio.wait_for(got.get(), 30))
+        assert (held[-1].owner, got.qsize()) == (expected, 0)
+    assert answers.deliveries.held == 2 * size
+    for each in waiting:
+        each.cancel()
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def test_a_client_that_leaves_returns_the_memory_that_it_has_just_got():
+    answers, size = Answers(2**24), 2**23
+    held = [answers.of(owner) for owner in "ab"]
+    for each in held:
+        await each.reserve(size)
+    leaving, other = [asyncio.create_task(answers.of(owner).reserve(size)) for owner in "cd"]
+    await asyncio.sleep(0)
+    answers.deliveries.hold(held[0], 0)
+    # The memory is given in the next round of the event loop, in which its receiver is cancelled.
+    asyncio.get_running_loop().call_soon(leaving.cancel)
+    await asyncio.wait({leaving})
+    assert leaving.cancelled()
+    await asyncio.wait_for(other, 30)
+    assert answers.deliveries.held == 2 * size
