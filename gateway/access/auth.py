@@ -127,7 +127,10 @@ class Authenticator:
         self._changes = changes
         self._peppers = Peppers(pepper)
         self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
-        self._known = BoundedDict[str, _Known](CACHE_ENTRIES)  # by key id, least recently looked up first
+        # By key id, least recently looked up first. Keys that do not exist are apart: a tenant may have made and
+        # deleted any number of them, which push out no others.
+        self._known = BoundedDict[str, _Known](CACHE_ENTRIES)
+        self._missing = BoundedDict[str, _Known](CACHE_ENTRIES)
         self._lookups = Lookups(self._look_up)
         self._admin_key_anywhere = admin_key_anywhere
         self.running = RunningRequests()
@@ -191,7 +194,7 @@ class Authenticator:
         try:
             known = self._current(key_id) or await self._find(key_id)
         except Unavailable:
-            last = self._known.get(key_id)
+            last = self._cached(key_id)
             if last is None or not may_be_stale:
                 raise
             known = last
@@ -262,7 +265,7 @@ class Authenticator:
         self._end_known_invalid()
 
     def _end_known_invalid(self) -> None:
-        known = {key_id: found for key_id in self.running.keys if (found := self._known.get(key_id)) is not None}
+        known = {key_id: found for key_id in self.running.keys if (found := self._cached(key_id)) is not None}
         if invalid := {key_id for key_id, found in known.items() if problem_of(key_id, found.key) is not None}:
             self.running.end(invalid)
 
@@ -317,11 +320,14 @@ class Authenticator:
 
     def _current(self, key_id: str) -> _Known | None:
         """Return the cached answer for a key, None if a query is needed."""
-        known = self._known.get(key_id)
+        known = self._cached(key_id)
         return known if known is not None and self._changes.holds(known.mark, known.scope) else None
 
+    def _cached(self, key_id: str) -> _Known | None:
+        return self._known.get(key_id) or self._missing.get(key_id)
+
     async def _find(self, key_id: str) -> _Known:
-        known = self._known.get(key_id)
+        known = self._cached(key_id)
         if known is not None and await self._changes.confirm(known.mark, known.scope):
             return known
         return await self._lookups.get(key_id)
@@ -334,7 +340,12 @@ class Authenticator:
     def _learn(self, key_id: str, key: ApiKey | None, mark: int) -> _Known:
         used_at = self._used.get(key_id, key.last_used_at if key else None)
         known = _Known(key, mark, used_at)
-        self._known.put(key_id, known)
+        if key is None:
+            self._known.pop(key_id, None)
+            self._missing.put(key_id, known)
+        else:
+            self._missing.pop(key_id, None)
+            self._known.put(key_id, known)
         return known
 
     def _note_use(self, known: _Known, key_id: str) -> None:

@@ -58,7 +58,7 @@ class UnservedRate:
         self._rounds = Rounds()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full = BoundedDict[str, float](MAX_OWNERS)
-        # Key -> its tenant as an owner, known from the key's first request on.
+        # Key on record -> its tenant as an owner, or the key of an operator itself, known from its first request on.
         self._tenants = BoundedDict[str, str](MAX_OWNERS)
         # Issued keys that were deleted. A tenant can make any number of them, so their requests count by address.
         self._deleted = BoundedDict[str, None](MAX_OWNERS)
@@ -73,7 +73,8 @@ class UnservedRate:
             if _is_probe(request):
                 await self._rounds.begin(f"probes of {client_network(caller.address)}")
                 return await handler(request)
-            owner, longest = self._owner(request, caller)
+            key = self._issued_key(request)
+            owner, longest = self._owner(key, caller)
             has_begun = False
             try:
                 await self._wait(owner)
@@ -82,7 +83,11 @@ class UnservedRate:
             except asyncio.CancelledError:
                 self._charge(request, caller, owner, longest, rests=has_begun)
                 raise
-            if request.get(ERROR_CODE) == InvalidKey.code and caller.key_id is None and owner.startswith(KEY_PREFIX):
+            if key and key == KEY_PREFIX + (caller.key_id or ""):
+                owner, longest = key, KEY_SECONDS
+                self._tenants.put(owner, owner if caller.tenant_id is None else f"tenant {caller.tenant_id}")
+            elif request.get(ERROR_CODE) == InvalidKey.code and caller.key_id is None and owner.startswith(KEY_PREFIX):
+                self._tenants.pop(owner, None)
                 self._deleted.put(owner, None)
                 owner, longest = client_network(caller.address), ADDRESS_SECONDS
             is_absent = request.get(ERROR_CODE) in ABSENT
@@ -105,9 +110,7 @@ class UnservedRate:
         owed = self._take(owner, cost, longest)
         # Not the tenant of a session, whose owner is an address, nor the one for which an operator asks.
         if caller.tenant_id is not None and owner == KEY_PREFIX + (caller.key_id or ""):
-            tenant = f"tenant {caller.tenant_id}"
-            self._tenants.put(owner, tenant)
-            self._take(tenant, cost / TENANT_RATE, longest)
+            self._take(f"tenant {caller.tenant_id}", cost / TENANT_RATE, longest)
         if rests and owed > FREE_SECONDS:
             self._rounds.rest(owner, min(REST_SECONDS, self._seconds_each))
 
@@ -130,12 +133,24 @@ class UnservedRate:
             await asyncio.sleep(wait)
         await self._rounds.begin(owner)
 
-    def _owner(self, request: web.Request, caller: Caller) -> tuple[str, float]:
-        """Return the request's issued key or else its address, and the maximum wait of such an owner."""
+    def _issued_key(self, request: web.Request) -> str:
+        """Return the part of the request's secret that identifies it, empty if the secret may be a guess."""
         presented = request.headers.get("Authorization", "").partition(" ")[2].strip()
-        if self._is_proved(presented) and presented[:20] not in self._deleted:
-            return presented[:20], KEY_SECONDS
+        return presented[:20] if self._is_proved(presented) else ""
+
+    def _owner(self, key: str, caller: Caller) -> tuple[str, float]:
+        """Return the request's issued key or else its address, and the maximum wait of such an owner."""
+        if key and not self._may_be_deleted(key):
+            return key, KEY_SECONDS
         return client_network(caller.address), ADDRESS_SECONDS
+
+    def _may_be_deleted(self, key: str) -> bool:
+        """Return whether an issued key is deleted or, once more such keys were used than are remembered, may be so.
+
+        Otherwise deleted keys that are used in turn, each after it was forgotten, would have no rate.
+        """
+        is_forgotten = len(self._deleted) >= MAX_OWNERS and key.startswith(KEY_PREFIX) and key not in self._tenants
+        return is_forgotten or key in self._deleted
 
 
 def _is_probe(request: web.Request) -> bool:

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from gateway.access import auth as auth_module
 from gateway.access.auth import Authenticator
-from gateway.errors import Forbidden
+from gateway.errors import Forbidden, InvalidKey
 from gateway.records.changes import Changes
 from gateway.records.database import Database
-from gateway.records.keys.keys import Keys
+from gateway.records.keys.keys import ApiKey, Keys
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import ADMIN_KEY, BASE_MODEL, PEPPER, Answer, Client, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN, Upstream
@@ -302,6 +303,29 @@ async def test_a_change_is_not_undone_by_a_lookup_that_it_overtook(database: Dat
         await tenants.update("acme", {"suspended": False}, "op")
         await auth.refresh()
         assert (await auth.tenant(f"Bearer {clear}", "usage")).tenant.name == "acme"
+
+
+async def test_keys_that_do_not_exist_push_no_other_out_of_memory(database: Database, monkeypatch: pytest.MonkeyPatch):
+    """A tenant may have made and deleted any number of them."""
+    monkeypatch.setattr(auth_module, "CACHE_ENTRIES", 10)
+    asked = list[str]()
+
+    class Asked(Keys):
+        async def find(self, key_id: str) -> ApiKey | None:
+            asked.append(key_id)
+            return await super().find(key_id)
+
+    keys, usage = Asked(database), frozenset({"usage"})
+    acme, auth = await Tenants(database).create("a", {}, "op"), Authenticator(keys, PEPPER, None, Changes(database))
+    key, clear = auth.issue(acme, usage, "")
+    await keys.add(key, "op")
+    await auth.refresh()
+    for _ in range(2):
+        assert (await auth.tenant(f"Bearer {clear}", "usage")).key_id == key.id
+        for _ in range(30):
+            with pytest.raises(InvalidKey):
+                await auth.tenant(f"Bearer {auth.issue(acme, usage, '')[1]}", "usage")
+    assert (len(asked), asked.count(key.id)) == (61, 1)
 
 
 async def test_admin_keys_can_be_made_rotated_and_revoked(gateway: Gateway, tmp_path: Path):

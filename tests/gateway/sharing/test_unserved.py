@@ -304,6 +304,33 @@ async def test_deleted_keys_count_by_address(serve: Any, upstream: Upstream, clo
         assert await metric(gateway, DELAYED) == len(keys)
 
 
+async def test_deleted_keys_that_are_used_in_turn_count_although_they_are_forgotten(
+    serve: Any, upstream: Upstream, clock: SleepClock, monkeypatch: pytest.MonkeyPatch
+):
+    """A tenant that had made more keys than are remembered had no rate at all."""
+    monkeypatch.setattr(unserved, "MAX_OWNERS", 12)
+    clock.go.set()
+    async with serve(unserved_per_second=RATE) as gateway:
+        gateway.admin = gateway.client((await gateway.admin.post("/admin/api/keys")).json["key"])
+        acme = await gateway.tenant("acme")
+        assert (await acme.get("/v1/models")).status == 200
+        await gateway.tenant("gone")
+        path = "/admin/api/tenants/gone"
+        keys = [(await gateway.admin.post(f"{path}/keys")).json["key"] for _ in range(2 * unserved.MAX_OWNERS)]
+        assert (await gateway.admin.call("DELETE", path)).status == 200
+        for _ in range(2):
+            for key in keys:
+                assert (await gateway.client(key).get("/v1/models")).status == 401
+        delayed = await metric(gateway, DELAYED)
+        assert delayed >= 2 * len(keys) - BURST - 1
+        # A key that was used before does not wait with them, nor does another one from its second request on.
+        assert (await acme.get("/v1/models")).status == 200
+        assert await metric(gateway, DELAYED) == delayed
+        other = await gateway.tenant("other")
+        assert [(await other.get("/v1/models")).status for _ in range(3)] == [200] * 3
+        assert await metric(gateway, DELAYED) == delayed + 1
+
+
 async def test_the_keys_of_a_tenant_together_have_a_rate_too(serve: Any, upstream: Upstream, clock: SleepClock):
     async with serve(unserved_per_second=0.5) as gateway:
         _, acme = await gateway.tenant("mallory"), await gateway.tenant("acme")
