@@ -9,21 +9,23 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from gateway.api.requests.memory import OPERATOR
 from gateway.sharing.turns import Turns
 
-# Concurrent writes and removals, and those of one owner.
-THREADS, EACH = 4, 2
+# Concurrent calls of tenants and of the operator; a tenant has two of them.
+THREADS, OPERATORS_THREADS, EACH = 4, 2, 2
 T = TypeVar("T")
-_THREADS = ThreadPoolExecutor(THREADS, thread_name_prefix="upload-store")
+_THREADS = ThreadPoolExecutor(THREADS + OPERATORS_THREADS, thread_name_prefix="upload-store")
 
 
 class StoreThreads:
-    """Runner of the store's blocking calls. Owners take turns."""
+    """Runner of the store's blocking calls. Tenants take turns, and the operator waits for none of them."""
 
     def __init__(self) -> None:
-        self._turns = Turns(THREADS, EACH)
+        self._turns, self._operators = Turns(THREADS, EACH), Turns(OPERATORS_THREADS, OPERATORS_THREADS)
 
     async def run(self, owner: str, do: Callable[..., T], *arguments: object) -> T:
         """Return `do(*arguments)`. Call it where a leaving client cancels nothing, so that the turn lasts as long."""
-        async with self._turns.turn(owner):
+        turns = self._operators if owner == OPERATOR else self._turns
+        async with turns.turn(owner):
             return await asyncio.get_running_loop().run_in_executor(_THREADS, do, *arguments)

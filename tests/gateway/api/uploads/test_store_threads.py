@@ -10,6 +10,7 @@ import pytest
 
 from adapters.parts import DirectoryParts
 from adapters.store import DirectoryStore
+from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.store_threads import THREADS, StoreThreads
 from testing.gateway.running import Client, until
 from tests.gateway.api.test_adapters import files, push
@@ -67,6 +68,10 @@ async def test_a_tenants_slow_calls_leave_threads_for_others(goes_on: threading.
     slow = [asyncio.create_task(threads.run("slow", goes_on.wait, 60)) for _ in range(2 * THREADS)]
     await asyncio.sleep(0)
     assert await asyncio.wait_for(threads.run("other", int, "7"), 30) == 7
+    # Two tenants hold all threads of tenants, and none of the operator's.
+    slow += [asyncio.create_task(threads.run("slow too", goes_on.wait, 60)) for _ in range(2 * THREADS)]
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(threads.run(OPERATOR, int, "8"), 30) == 8
     assert not any(each.done() for each in slow)
     goes_on.set()
     assert await asyncio.gather(*slow) == [True] * len(slow)
