@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 
 from benchmarks.random_models import save_deeper_model
 from testing.tiny import save_model
 
 
 def test_a_deeper_copy_has_more_layers_and_the_same_logits(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM  # takes 7 s, so it is not imported at collection
+
     (model := tmp_path / "model").mkdir()
     save_model(model)
     (tmp_path / "deeper").mkdir()

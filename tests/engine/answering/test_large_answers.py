@@ -7,8 +7,9 @@ import re
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -153,7 +154,16 @@ async def test_too_many_log_probabilities_are_refused_by_name(
 
 
 @pytest.fixture
-def impatient(model):
+def impatient(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
+    """Return a server of two seats whose connections have a small buffer in the kernel, so that few tokens fill it."""
+    accept = socket.socket.accept
+
+    def accept_with_small_buffer(listener: socket.socket) -> tuple[socket.socket, Any]:
+        connection, address = accept(listener)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
+        return connection, address
+
+    monkeypatch.setattr(socket.socket, "accept", accept_with_small_buffer)
     running = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=0, internal_token="secret")
     yield running
     running.close()
@@ -193,9 +203,9 @@ def idle_reader(server: RunningServer, body: dict[str, Any]) -> socket.socket:
     return idle
 
 
-# More bytes than the kernel buffers. A whole answer must end first, so most of it describes the prompts.
-LONG_STREAM = {"stream": True, "prompt": "x", "n": 2, "max_tokens": 3900, "logprobs": 20}
-LONG_ANSWER = {"prompt": [PROMPT * 8] * 2, "prompt_logprobs": 20, "max_tokens": 300}
+# More bytes than the kernel and the server buffer. A whole answer must end first, so most of it describes the prompts.
+LONG_STREAM = {"stream": True, "prompt": "x", "n": 2, "max_tokens": 600, "logprobs": 20}
+LONG_ANSWER = {"prompt": [PROMPT * 2] * 2, "prompt_logprobs": 20, "max_tokens": 30}
 
 
 @pytest.mark.timeout(300)
@@ -239,7 +249,7 @@ async def test_a_gateway_that_waits_for_its_client_is_not_cut_off(
     session.headers["x-loraplex-internal-token"] = "secret"
     client = Client(session, impatient.url)
     with idle_reader(impatient, LONG_STREAM | {"model": "tiny", "ignore_eos": True}) as idle:
-        await client.wait_for(lambda state: state["generated_tokens"] == 2 * 3900, seconds=120)
+        await client.wait_for(lambda state: state["generated_tokens"] == 2 * LONG_STREAM["max_tokens"], seconds=120)
         # Several times the limit of other clients, which holds for each write.
         await asyncio.sleep(3 * report.WRITE_SECONDS)
         assert impatient.server._in_flight._placed.total() == 2

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
 from adapters.manifest import BaseShape
@@ -52,6 +51,8 @@ pytestmark = [
 
 
 def save(folder: Path, family: str) -> None:
+    import transformers  # takes 7 s, so it is not imported at collection
+
     config = transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family])
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
