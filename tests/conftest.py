@@ -49,7 +49,6 @@ SLOW = (
     "e2e/browser/test_drafts.py",
     "engine/execution/test_graphs.py",
     "gateway/api/test_delivery.py",
-    "engine/answering/test_large_answers.py",
     "gateway/records/test_backup.py",
     "gateway/records/test_ranked_sums.py",
     "engine/test_sizing.py",
