@@ -4,6 +4,7 @@ import contextlib
 import gc
 import os
 import re
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -198,6 +199,22 @@ def no_garbage_collection() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def small_send_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give connections to servers of this process 64 KB in the kernel, so that an answer which nobody reads fills it.
+
+    The kernel's own choice grows to 4 MB. uvloop does not call this `accept`.
+    """
+    accept = socket.socket.accept
+
+    def accept_with_small_buffer(listener: socket.socket) -> tuple[socket.socket, Any]:
+        connection, address = accept(listener)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
+        return connection, address
+
+    monkeypatch.setattr(socket.socket, "accept", accept_with_small_buffer)
 
 
 def pytest_unconfigure() -> None:

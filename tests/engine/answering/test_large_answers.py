@@ -154,16 +154,7 @@ async def test_too_many_log_probabilities_are_refused_by_name(
 
 
 @pytest.fixture
-def impatient(model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunningServer]:
-    """Return a server of two seats whose connections have a small buffer in the kernel, so that few tokens fill it."""
-    accept = socket.socket.accept
-
-    def accept_with_small_buffer(listener: socket.socket) -> tuple[socket.socket, Any]:
-        connection, address = accept(listener)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**15)
-        return connection, address
-
-    monkeypatch.setattr(socket.socket, "accept", accept_with_small_buffer)
+def impatient(model: Path, small_send_buffers: None) -> Iterator[RunningServer]:
     running = RunningServer(model, config={"max_num_seqs": 2}, max_waiting=0, internal_token="secret")
     yield running
     running.close()

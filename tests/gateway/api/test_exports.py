@@ -17,11 +17,13 @@ from testing.gateway.running import ADMIN_KEY, Gateway, until
 from tests.gateway.api.test_delivery import Ask, Reader, metric
 from tests.gateway.api.test_time_limits import connect
 
+# The whole files have more than 5 MB, and the system's buffers of a connection up to 4 MB.
 ROWS = 9000
+# With the fixture `small_send_buffers`, and these files more than 0.8 MB.
+FEW_ROWS = 1500
 LOG = "/admin/requests?format=json"
 NOW = datetime.now(UTC)
 USAGE = f"/admin/api/usage/export?format=json&group_by=model,key,end_user,hour&since={NOW - timedelta(days=2):%F}"
-# The whole files have more than 5 MB, and the system's buffers of a connection up to 4 MB.
 SMALL = {"reader_buffer_bytes": 2**16}
 
 
@@ -33,9 +35,9 @@ async def database(tmp_path: Path, starts_servers: None) -> AsyncIterator[Databa
     await database.close()
 
 
-async def fill(database: Database) -> None:
+async def fill(database: Database, rows: int) -> None:
     await UsageWriter(database).write(
-        row(f"req_{i:05}", created_at=NOW, end_user=f"{i:0128}", model="m" * 250) for i in range(ROWS)
+        row(f"req_{i:05}", created_at=NOW, end_user=f"{i:0128}", model="m" * 250) for i in range(rows)
     )
 
 
@@ -58,9 +60,10 @@ async def ask() -> AsyncIterator[Ask]:
         each.writer.transport.abort()
 
 
+@pytest.mark.usefixtures("small_send_buffers")
 async def test_readers_below_the_least_rate_are_cut_off_and_free_their_places(serve: Any, ask: Ask, database: Database):
     async with serve(client_timeout=2.0, **SMALL) as gateway:
-        await fill(database)
+        await fill(database, FEW_ROWS)
         readers = [await ask(gateway, path) for path in (*[USAGE] * EXPORTS, LOG)]
 
         async def status() -> int:
@@ -72,20 +75,21 @@ async def test_readers_below_the_least_rate_are_cut_off_and_free_their_places(se
         await until(lambda: _is(status, 503))
         await until(lambda: _is(status, 200))
         await until(lambda: _is(num_cut, EXPORTS + 1))
-        assert len((await gateway.admin.get(USAGE)).json) == ROWS
+        assert len((await gateway.admin.get(USAGE)).json) == FEW_ROWS
         for reader in readers:
             rest = await reader.rest()
             assert rest.startswith(b"HTTP/1.1 200")
             assert not rest.endswith(b"0\r\n\r\n")
 
 
+@pytest.mark.usefixtures("small_send_buffers")
 @pytest.mark.parametrize("path", [LOG, USAGE])
 async def test_an_export_ends_at_its_deadline(
     path: str, serve: Any, ask: Ask, database: Database, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(files, "EXPORT_SECONDS", 1.0)
     async with serve(**SMALL) as gateway:
-        await fill(database)
+        await fill(database, FEW_ROWS)
         reader = await ask(gateway, path)
         # Nothing is read, but the least rate is judged after a minute only.
         await asyncio.sleep(3.0)
@@ -97,7 +101,7 @@ async def test_an_export_ends_at_its_deadline(
 
 async def test_a_reader_that_keeps_up_with_the_least_rate_gets_the_whole_file(serve: Any, ask: Ask, database: Database):
     async with serve(client_timeout=0.5, least_read_rate=100_000.0, **SMALL) as gateway:
-        await fill(database)
+        await fill(database, ROWS)
         reader, got = await ask(gateway, LOG), b""
         while not got.endswith(b"0\r\n\r\n"):
             piece = await asyncio.wait_for(reader.reader.read(2**18), 30.0)
