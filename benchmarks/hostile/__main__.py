@@ -12,15 +12,16 @@ attacks need misbehaving engines and run on a gateway before engine doubles. Eac
 default limits, in a process that gives way to all others (SCHED_IDLE), because a real attacker has its own machine. For
 each attack the neighbour is measured in pairs of rounds, attacked and quiet, one right after the other, so that a drift
 of the machine cancels. In the quiet round, a process of the attacker's priority takes as much CPU time as the
-attacker's own client took, and sends nothing. If the attack is a use of the engine that any tenant may make, an honest
-tenant with the same use runs in the quiet round instead. Between the attacks, the controls `nothing` and `busy-loop`
-send nothing: their ratios show how far quiet rounds differ from each other. Each ratio has an interval of 90 %, from
-resampling. A limit of latency counts as missed only if the interval begins above it and the ratio is above it as a
-multiple of the largest control too. Otherwise a ratio above it is undecided: more or longer rounds decide it. An
-attacker that gives way attacks less when the stack keeps all cores busy, so the report has its requests a second, also
-those of the quiet rounds. If it waited for a CPU for more than half of its rounds (/proc/self/schedstat), it was
-starved, and latencies that are not missed are undecided: run that attack on a machine with more cores. An attack that
-breaks the stack is reported, and the others follow on a new one. Exit code 1 if a limit is missed.
+attacker's own client took, at the same moments of the round, and sends nothing. If the attack is a use of the engine
+that any tenant may make, an honest tenant with the same use runs in the quiet round instead. Between the attacks, the
+controls `nothing` and `busy-loop` send nothing: their ratios show how far quiet rounds differ from each other. Each
+ratio has an interval of 90 %, from resampling. A limit of latency counts as missed only if the interval begins above it
+and the ratio is above it as a multiple of the largest control too. Otherwise a ratio above it is undecided: more or
+longer rounds decide it. An attacker that gives way attacks less when the stack keeps all cores busy, so the report has
+its requests a second, also those of the quiet rounds. If it waited for a CPU for more than half of its rounds
+(/proc/self/schedstat), it was starved, and latencies that are not missed are undecided: run that attack on a machine
+with more cores. An attack that breaks the stack is reported, and the others follow on a new one. Exit code 1 if a limit
+is missed.
 
 Limits: p50 and p99 of the neighbour 1.2 times the quiet ones, its uploads 2 s; the gateway's memory +64 MiB (without
 its children); an answer of /healthz, requested every 10 ms, 100 ms; nothing left behind; no 5xx except 503.

@@ -13,9 +13,10 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ GRACE_SECONDS = 90.0
 # Linux's times of this process's main thread in nanoseconds: on a CPU, waiting for one; and its number of turns.
 SCHEDSTAT = Path("/proc/self/schedstat")
 KNOWS_WAIT = SCHEDSTAT.exists()
+# Distance of the moments in a curve of CPU time: shorter than a chat, which a burst of the attacker's client delays.
+CURVE_SECONDS = 0.005
 BOUNDARY = b"hostile-boundary"
 REQUEST_ID = re.compile(rb"req_[0-9a-f]+")
 
@@ -58,11 +61,12 @@ class Target:
 class Order:
     """Order to run one round.
 
-    busy: CPU seconds per second that the attack `busy-loop` takes. served: requests a second of `Attacker.as_served`.
+    cpu_curve: CPU seconds that the attack `busy-loop` takes from the round's begin to several moments, as pairs of
+    moment and CPU seconds; none: it computes without pause. served: requests a second of `Attacker.as_served`.
     """
 
     seconds: float
-    busy: float = 1.0
+    cpu_curve: Sequence[tuple[float, float]] = ()
     served: float = 12.0
 
 
@@ -71,8 +75,8 @@ class Round:
     """Outcome of one round.
 
     breaches: violated guarantees, as text. accepted: digests of adapters that were stored. cpu: CPU seconds of the
-    attacker's process. waited: seconds that the process could run and waited for a CPU. served: answers that
-    the engine generated for the attacker's own key.
+    attacker's process. cpu_curve: see `Order`. waited: seconds that the process could run and waited for a CPU. served:
+    answers that the engine generated for the attacker's own key.
     """
 
     statuses: Counter[str] = field(default_factory=Counter)
@@ -83,6 +87,7 @@ class Round:
     largest_error: int = 0
     seconds: float = 0.0
     cpu: float = 0.0
+    cpu_curve: list[tuple[float, float]] = field(default_factory=list)
     waited: float = 0.0
     served: int = 0
 
@@ -112,7 +117,7 @@ class Attacker:
     def __init__(self, target: Target, session: aiohttp.ClientSession, order: Order) -> None:
         self.target = target
         self.session = session
-        self.busy = order.busy
+        self.cpu_curve = order.cpu_curve
         self.served = order.served
         self.began = time.monotonic()
         self.ends = self.began + order.seconds
@@ -256,6 +261,24 @@ def seconds_waited() -> float:
     return int(SCHEDSTAT.read_text().split()[1]) / 1e9 if KNOWS_WAIT else 0.0
 
 
+@contextlib.contextmanager
+def recorded_cpu(curve: list[tuple[float, float]]) -> Iterator[None]:
+    """Append the process's CPU seconds since now to `curve`, every `CURVE_SECONDS` until the context ends."""
+    began, cpu, over = time.monotonic(), time.process_time(), threading.Event()
+
+    def record() -> None:
+        while not over.wait(CURVE_SECONDS):
+            curve.append((time.monotonic() - began, time.process_time() - cpu))
+
+    thread = threading.Thread(target=record)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
 async def run_round(name: str, target: Target, order: Order) -> Round:
     """Run the attack once, for about the ordered time."""
     from benchmarks.hostile.catalogue import ATTACKS
@@ -266,8 +289,9 @@ async def run_round(name: str, target: Target, order: Order) -> Round:
         attacker = Attacker(target, session, order)
         waited = seconds_waited()
         try:
-            async with asyncio.timeout(order.seconds + GRACE_SECONDS):
-                await ATTACKS[name].run(attacker)
+            with recorded_cpu(attacker.round.cpu_curve):
+                async with asyncio.timeout(order.seconds + GRACE_SECONDS):
+                    await ATTACKS[name].run(attacker)
         except TimeoutError:
             attacker.check(False, f"the gateway kept the attacker waiting for {GRACE_SECONDS:g} s beyond its time")
         attacker.round.waited = seconds_waited() - waited

@@ -6,6 +6,8 @@ import random
 import time
 from collections.abc import AsyncIterator
 
+import numpy as np
+
 from benchmarks.hostile.archives import good
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import BOUNDARY, Attacker, form
@@ -65,12 +67,14 @@ async def nothing(attacker: Attacker) -> None:
 
 @attack("busy-loop", "a control: a process outside of the stack computes without pause", shown=False)
 async def busy_loop(attacker: Attacker) -> None:
-    """Use the CPU time that an attack's own client uses, `attacker.busy` seconds per second, and send nothing."""
+    """Use the CPU time that an attack's own client used, at the same moments of the round, and send nothing."""
     began, cpu = time.monotonic(), time.process_time()
+    moments, seconds = [at for at, _ in attacker.cpu_curve], [used for _, used in attacker.cpu_curve]
     while attacker.going:
-        if time.process_time() - cpu < attacker.busy * (time.monotonic() - began):
+        is_due = not moments or time.process_time() - cpu < np.interp(time.monotonic() - began, moments, seconds)
+        if is_due:
             sum(range(20_000))
-        await attacker.pause(0.0 if attacker.busy >= 1 else 0.002)
+        await attacker.pause(0.0 if is_due else 0.002)
 
 
 @attack("trickling-uploads", "12 uploads of one byte a second each")

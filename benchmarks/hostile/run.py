@@ -145,8 +145,9 @@ async def run_attack(
     """Attack `pairs` times for `seconds` each, every time right before a quiet round, of the same length if latencies
     are judged.
 
-    In the quiet round a process of the attacker's priority takes as much CPU time as the attacker took. A real
-    attacker has its own machine; here its client takes CPU time from the service, which is no effect of its requests.
+    In the quiet round a process of the attacker's priority takes as much CPU time as the attacker took, at the same
+    moments of the round. A real attacker has its own machine; here its client takes CPU time from the service, often in
+    bursts, which is no effect of its requests.
     """
     number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
     neighbour_key = place.tenant(f"neighbour-{number}", **NEIGHBOUR_LIMITS)
@@ -187,7 +188,7 @@ async def run_attack(
             if time.monotonic() - began > SLOW_TO_SETTLE:
                 attacked.notes.append(f"all was as before {time.monotonic() - began:.0f} s after the attack")
             quiet_seconds = min(seconds, UNJUDGED_QUIET_SECONDS) if limits.latency is None else seconds
-            order = Order(quiet_seconds, outcome.cpu / outcome.seconds, outcome.served / outcome.seconds)
+            order = Order(quiet_seconds, outcome.cpu_curve, outcome.served / outcome.seconds)
             before, one, outcome = await measure(neighbour, watch, calm, order)
             calm_rounds.append(before)
             merge(quiet_seen, quiet, one, outcome)

@@ -29,6 +29,15 @@ os.kill(other, signal.SIGKILL)
 print(found.waited, found.seconds)
 """
 
+REPLAY = """
+import asyncio
+import benchmarks.hostile.catalogue
+from benchmarks.hostile.attacker import Order, Target, run_round
+order = Order(2.0, [(0.0, 0.0), (1.0, 0.0), (1.2, 0.2), (2.0, 0.2)])
+found = asyncio.run(run_round("busy-loop", Target("http://127.0.0.1:9", "", "", ""), order))
+print(max(used for at, used in found.cpu_curve if at < 1.0), found.cpu_curve[-1][1])
+"""
+
 
 def result(name: str, p50: float, low: float | None = None, **more: object) -> Result:
     """Return a result whose p50 has an interval from `low`."""
@@ -136,3 +145,10 @@ def test_the_totals_count_every_attack_once():
     rows = report.table().splitlines()
     assert rows[4].startswith("| bad | 2.00 [2.00 4.00] | 2.00 |")
     assert rows[4].endswith("| **missed**: p50 2.00 times quiet |")
+
+
+def test_the_quiet_round_takes_cpu_time_at_the_moments_of_the_attack():
+    run = subprocess.run([sys.executable, "-c", REPLAY], cwd=ROOT, capture_output=True, text=True, check=True)
+    before, total = map(float, run.stdout.split())
+    assert before < 0.1
+    assert total > 0.2
