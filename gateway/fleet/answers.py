@@ -14,14 +14,17 @@ from multidict import CIMultiDict
 
 from gateway.errors import BadRequest, UpstreamFailed
 from gateway.fleet.engine import Traits
+from gateway.fleet.large_objects import LargeObject, read_object
 from wire.http_errors import HTTP_ERRORS
 from wire.responses import FIELDS_HEADER, AnswerHead, ReportLine
 
 # Error responses of our engine are shorter; the rest of a longer one is not read.
 MAX_ERROR_BYTES = 2**16
-# Work on a larger answer is split into steps; other requests run between them. 1 MiB takes about 2 ms to decode, which
-# answers of our engine need not be, and 0.5 ms to copy.
+# Work on a larger answer is split into steps; other requests run between them. 1 MiB takes about 4 ms to decode (its
+# fields, then its choices) and 0.5 ms to copy. Larger answers are not decoded.
 LARGE_BYTES = 2**20
+# Larger fields of a choice are not decoded.
+SMALL_BYTES = 2**12
 
 # Time-out between two pieces of a whole answer, which the engine sends only when its body is complete.
 BODY_SECONDS = 60.0
@@ -140,7 +143,7 @@ async def read_answer(
     """Read a whole JSON answer. reserve: awaited with the answer's size before its body is read.
 
     is_own: whether it is an answer of our engine, whose fields are taken unread by their lengths in its header. Without
-    that header (the previous release) they are decoded. Raises AnswerTooLarge, UpstreamFailed.
+    that header (the previous release) they are found like other engines'. Raises AnswerTooLarge, UpstreamFailed.
     """
     size = response.content_length
     if size is not None and size > limit:
@@ -159,7 +162,7 @@ async def read_answer(
         raise _how_it_broke(error) from error
     await breathe(len(body))
     lengths = response.headers.get(FIELDS_HEADER) if is_own else None
-    return decode_fields(body, "answer") if lengths is None else slice_fields(body, lengths)
+    return await read_fields(body, "answer") if lengths is None else slice_fields(body, lengths)
 
 
 async def breathe(size: int) -> None:
@@ -187,7 +190,7 @@ async def read_events(response: Incoming, limit: int) -> AsyncIterator[Fields]:
             data = line[5:].strip()
             if data == b"[DONE]":
                 return
-            yield decode_fields(data, "event")
+            yield await read_fields(data, "event")
         del buffer[:start]
         if len(buffer) > limit:
             raise UpstreamFailed("The engine sent an event larger than this gateway accepts.")
@@ -234,6 +237,16 @@ class EngineLost(EngineBroke):
     """The connection to the engine ended in the middle of an answer."""
 
     code = "engine_died"
+
+
+async def read_fields(data: bytes | bytearray, what: str) -> Fields:
+    """Return the fields of a JSON object; those of a large one are found in pieces. Raises UpstreamFailed."""
+    if len(data) <= LARGE_BYTES:
+        return decode_fields(data, what)
+    try:
+        return await read_object(data)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise UpstreamFailed(f"The engine's {what} is not valid JSON.") from error
 
 
 def decode_fields(data: bytes | bytearray, what: str) -> Fields:
@@ -296,6 +309,8 @@ def decode_field(fields: Fields, name: str) -> Any:
 
 def decode_choices(fields: Fields) -> list[Choice]:
     """Return the choices without their log-probabilities. Raises UpstreamFailed."""
+    if isinstance(fields, LargeObject):
+        return [_choice(each) for each in fields.elements]
     raw = fields.get("choices")
     if raw is None:
         return []
@@ -303,3 +318,14 @@ def decode_choices(fields: Fields) -> list[Choice]:
         return _choices.decode(raw) or []
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise UpstreamFailed("The engine's choices are not a list of choices.") from error
+
+
+def _choice(fields: Fields) -> Choice:
+    """Return a choice of a large answer. A large text is True, because it is not decoded."""
+    choice = Choice()
+    for name in Choice.__struct_fields__:
+        if memoryview(fields.get(name, b"")).nbytes <= SMALL_BYTES:
+            setattr(choice, name, decode_field(fields, name))
+        else:
+            choice.text = True
+    return choice
