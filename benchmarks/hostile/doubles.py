@@ -3,7 +3,8 @@
     python -m benchmarks.hostile.doubles KIND
 
 Prints one line of JSON: the engines' addresses for LORAPLEX_ENGINES, and a control URL whose `/seen` reports the
-doubles' observations. Kinds: vllm (shows which parts of a client's body reach vLLM), redirecting (one of two engines
+doubles' observations. Kinds: vllm (shows which parts of a client's body reach vLLM, and answers requests for
+log-probabilities with some MiB of them), redirecting (one of two engines
 redirects its requests), slow (tokens as slow as requested, to keep a reservation), poison (three engines that die of a
 certain word and are restarted).
 """
@@ -18,13 +19,15 @@ from typing import Any
 from aiohttp import web
 
 from testing.gateway.upstream import TOKEN, Upstream
-from testing.gateway.vllm_double import VllmDouble
+from testing.gateway.vllm_double import VllmDouble, envelope, usage
 from testing.ports import free_port
 from testing.serving import serving
 
 POISON = "poison"
 ENGINES = 3
 RESTART_SECONDS = 0.3
+# Least size of a whole answer with log-probabilities of the double of vLLM.
+LARGE_ANSWER_BYTES = 6 * 2**20
 
 
 class Control:
@@ -57,6 +60,24 @@ class Redirecting(Upstream):
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         return web.Response(status=307, headers={"Location": f"{self.trap}{request.path}"})
+
+
+class LargeVllm(VllmDouble):
+    """Double of vLLM whose whole answers with log-probabilities have some MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        entry = {f"token {number}": -1.5 for number in range(20)}
+        texts = {"top_logprobs": [entry] * (LARGE_ANSWER_BYTES // len(json.dumps(entry, separators=(",", ":"))))}
+        choice = {"index": 0, "text": "aa", "logprobs": texts | {"tokens": []}, "finish_reason": "length"}
+        self._choices = json.dumps([choice], separators=(",", ":")).encode()
+
+    async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
+        if body.get("stream") or body.get("logprobs") is None:
+            return await super()._answer(request, body, is_chat)
+        head = json.dumps(envelope(body))[:-1].encode()
+        whole = head + b', "choices": ' + self._choices + b', "usage": ' + json.dumps(usage(2)).encode() + b"}"
+        return web.Response(body=whole, content_type="application/json")
 
 
 class Poisonable(Upstream):
@@ -96,7 +117,7 @@ async def serve(kind: str) -> None:
         url = await exits.enter_async_context(serving(control.app()))
         description: dict[str, Any] = {"control": url}
         if kind == "vllm":
-            vllm = await exits.enter_async_context(VllmDouble().serving())
+            vllm = await exits.enter_async_context(LargeVllm().serving())
             description["engines"] = [f"vllm+{vllm.url}?key_env=KEY_OF_VLLM"]
             description["environment"] = {"KEY_OF_VLLM": vllm.api_key}
             control.seen["fields"] = lambda: sorted({name for _, body in vllm.requests for name in body})

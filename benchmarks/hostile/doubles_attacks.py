@@ -6,7 +6,7 @@ from typing import Any
 
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
-from benchmarks.hostile.doubles import POISON
+from benchmarks.hostile.doubles import LARGE_ANSWER_BYTES, POISON
 
 # Fields of vLLM that only its operator may set.
 INTERNAL: dict[str, Any] = {
@@ -51,6 +51,21 @@ async def vllm_fields(attacker: Attacker) -> None:
     passed = sorted(set(record["fields"]) & set(INTERNAL))
     attacker.check(not passed, f"vLLM was given {', '.join(passed)}")
     attacker.check(all(len(salt) <= 1024 for salt in record["salts"]), "vLLM was given a cache_salt of more than 1,024")
+
+
+@attack("large-foreign-answers", "whole answers of 6 MiB from a vLLM server, 4 at a time", place="vllm")
+async def large_foreign(attacker: Attacker) -> None:
+    sizes = []
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            answer = await attacker.complete("Hi", max_tokens=2, logprobs=5)
+            if answer is not None and answer.status == 200:
+                sizes.append(len(answer.body))
+            await attacker.pause(0.1)
+
+    await attacker.side_by_side(4, one)
+    attacker.check(bool(sizes) and min(sizes) > LARGE_ANSWER_BYTES, "no answer was as large as it should be")
 
 
 @attack("redirects", "one of two engines answers 307 to another host", place="redirecting")

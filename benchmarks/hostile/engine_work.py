@@ -57,7 +57,16 @@ def dear_schema(seed: float) -> dict[str, object]:
     return {"json": {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}}
 
 
-@attack("plain-completions", "plain completions at the rate of dear grammars, beside a small grammar", shown=False)
+# So that 48 grammars wait together, beyond the default of 32 requests.
+MANY_AT_ONCE = {"max_concurrent": 64}
+
+
+@attack(
+    "plain-completions",
+    "plain completions at the rate of dear grammars, beside a small grammar",
+    shown=False,
+    limits=MANY_AT_ONCE,
+)
 async def plain(attacker: Attacker) -> None:
     async def completions() -> None:
         await attacker.as_served(lambda _: attacker.complete("a", max_tokens=2))
@@ -70,6 +79,7 @@ async def plain(attacker: Attacker) -> None:
     "48 dear grammars at once, always new ones, beside a neighbour's small one",
     # The grammars' own cost is judged, as for dear-regexes.
     honest="plain-completions",
+    limits=MANY_AT_ONCE,
 )
 async def grammars(attacker: Attacker) -> None:
     await dear(attacker, 48, lambda seed: (dear_grammar, dear_schema)[int(seed * 1000) % 2](seed))

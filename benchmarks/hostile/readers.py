@@ -1,9 +1,11 @@
 """Attacks by readers that leave at once or hardly read."""
 
 import asyncio
+import contextlib
 import json
 import random
 import time
+from collections.abc import Iterator
 
 from benchmarks.hostile.attack import attack
 from benchmarks.hostile.attacker import Attacker
@@ -37,7 +39,23 @@ async def one_token_streams(attacker: Attacker) -> None:
     await attacker.as_served(lambda _: attacker.chat("Hi", max_tokens=1, stream=True))
 
 
-async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, size: int) -> None:
+class Unread:
+    """Number of answers that have begun and are not read to their end: now, and at most."""
+
+    def __init__(self) -> None:
+        self.now = self.most = 0
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            yield
+        finally:
+            self.now -= 1
+
+
+async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, size: int, unread: Unread) -> None:
     """Send a request, then read `size` bytes every few seconds; count the answer, and whether it was cut off."""
     raw = json.dumps({"model": attacker.target.base_model} | body).encode()
     reader, writer = await attacker.connect()
@@ -45,8 +63,9 @@ async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, s
     try:
         writer.write(attacker.head("POST", path, len(raw), JSON) + raw)
         if await status_of(attacker, reader, attacker.left) == 200:
-            while attacker.going and await reader.read(size):
-                await attacker.pause(every)
+            with unread.one():
+                while attacker.going and await reader.read(size):
+                    await attacker.pause(every)
             attacker.count("read on" if not attacker.going else "cut off")
     except OSError:
         attacker.count("cut off")
@@ -57,9 +76,14 @@ async def read_slowly(attacker: Attacker, body: dict, path: str, every: float, s
 
 READERS = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 200, "ignore_eos": True}
 READERS |= {"logprobs": True, "top_logprobs": 20}
+NUMBER = 200
+# Each reader has a request of its own: none is refused.
+LIMITS = {"max_concurrent": 256, "tokens_per_minute": None, "requests_per_minute": None}
+# An engine of 64 seats begins so many answers only after some rounds of its batch.
+LEAST_SECONDS = 10.0
 
 
-@attack("fast-readers", "as slow-readers, read at once", shown=False)
+@attack("fast-readers", "as slow-readers, read at once", shown=False, limits=LIMITS)
 async def fast_readers(attacker: Attacker) -> None:
     async def one(index: int) -> None:
         while attacker.going:
@@ -69,28 +93,40 @@ async def fast_readers(attacker: Attacker) -> None:
             # A slow reader is busy with its one answer until the round ends.
             await attacker.pause(attacker.left if answer is not None and answer.status == 200 else 5.0)
 
-    await attacker.side_by_side(200, one)
+    await attacker.side_by_side(NUMBER, one)
+
+
+async def slow_readers_of(attacker: Attacker, body: dict) -> None:
+    unread = Unread()
+
+    async def one(index: int) -> None:
+        while attacker.going:
+            await read_slowly(attacker, body, "/v1/chat/completions", 1.0, 1024, unread)
+            await attacker.pause(5.0)
+
+    await attacker.side_by_side(NUMBER, one)
+    attacker.note(f"at most {unread.most} answers were unread together")
 
 
 # The engine's work for 200 requests is ordinary use; both rounds send the same number of them.
-@attack("slow-readers", "200 readers of streams with top_logprobs 20, 1 KB a second each", honest="fast-readers")
+@attack(
+    "slow-readers",
+    "200 readers of streams with top_logprobs 20, 1 KB a second each",
+    honest="fast-readers",
+    limits=LIMITS,
+    least_seconds=LEAST_SECONDS,
+)
 async def slow_readers(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        while attacker.going:
-            await read_slowly(attacker, READERS | {"stream": True}, "/v1/chat/completions", 1.0, 1024)
-            await attacker.pause(5.0)
-
-    await attacker.side_by_side(200, one)
+    await slow_readers_of(attacker, READERS | {"stream": True})
 
 
 # Quiet round: as for `slow-readers`.
 @attack(
-    "slow-whole-answers", "200 readers of whole answers with top_logprobs 20, 1 KB a second each", honest="fast-readers"
+    "slow-whole-answers",
+    "200 readers of whole answers with top_logprobs 20, 1 KB a second each",
+    honest="fast-readers",
+    limits=LIMITS,
+    least_seconds=LEAST_SECONDS,
 )
 async def slow_whole(attacker: Attacker) -> None:
-    async def one(index: int) -> None:
-        while attacker.going:
-            await read_slowly(attacker, READERS, "/v1/chat/completions", 1.0, 1024)
-            await attacker.pause(5.0)
-
-    await attacker.side_by_side(200, one)
+    await slow_readers_of(attacker, READERS)

@@ -77,6 +77,7 @@ async def test_an_attack_is_felt_by_nobody_and_leaves_nothing(name: str, statuse
     ("doubles", "name", "statuses"),
     [
         ("vllm", "vllm-fields", {"200", "400"}),
+        ("vllm", "large-foreign-answers", {"200"}),
         ("redirecting", "redirects", {"200"}),
     ],
     indirect=["doubles"],
