@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 from hypothesis import given
@@ -58,8 +58,15 @@ async def records(tmp_path: Path, migrated: Path) -> AsyncIterator[Database]:
     await database.close()
 
 
+class Server(Protocol):
+    """A running Redis: a `ValkeyServer`, or another one with an address."""
+
+    @property
+    def connection_url(self) -> str: ...
+
+
 @asynccontextmanager
-async def quota_of(server: ValkeyServer, database: Database, *fallback: str) -> AsyncIterator[Quota]:
+async def quota_of(server: Server, database: Database, *fallback: str) -> AsyncIterator[Quota]:
     redis = connect(server.connection_url, timeout=10.0)
     quota = Quota(redis, 10.0, 30, parse_fallback(fallback), past=UsagePast(database, only(BASE_MODEL)))
     try:
@@ -194,7 +201,7 @@ async def test_what_reaches_the_ledger_late_is_added_once(server: ValkeyServer, 
             assert await added()
 
 
-async def spent(server: ValkeyServer, who: TenantPrincipal) -> int:
+async def spent(server: Server, who: TenantPrincipal) -> int:
     async with connect(server.connection_url, timeout=10.0) as redis:
         state = await redis.hget(f"loraplex:{{{who.tenant.id}}}:quota", "tenant:b")
     return int(struct.unpack_from("dd", state)[1])

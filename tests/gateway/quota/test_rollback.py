@@ -3,6 +3,8 @@
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,9 @@ from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
 from testing.gateway.rows import row
 from testing.gateway.running import until
+from testing.ports import free_port
 from tests.gateway.quota.test_recall import PRICE, Gateways, quota_of, spent
+from tests.gateway.redis.test_sentinel import started
 
 
 @pytest.fixture
@@ -46,45 +50,118 @@ async def restart_from_snapshot(server: ValkeyServer, folder: Path) -> ValkeySer
     return again
 
 
-@pytest.mark.usefixtures("starts_servers")
-async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: Database, tmp_path: Path):
-    """Redis is killed and restarts from a snapshot, after further spending; both running requests end later.
+@dataclass
+class Store:
+    """A Redis whose data return to an older state.
 
-    One request runs since before the snapshot, the other since after it.
+    mark: fixes the state to which it returns. roll_back: ends the server, and lets one with that state answer at the
+    same URL.
     """
-    server = ValkeyServer(data_dir=tmp_path / "valkey")
+
+    connection_url: str
+    mark: Callable[[], Awaitable[None]]
+    roll_back: Callable[[], Awaitable[None]]
+
+
+@asynccontextmanager
+async def restored(folder: Path) -> AsyncIterator[Store]:
+    """Start a server that restarts from a snapshot."""
+    server = ValkeyServer(data_dir=folder)
     server.start()
+
+    async def save() -> None:
+        async with Redis(port=server.port) as admin:
+            await admin.save()
+
+    async def restart() -> None:
+        nonlocal server
+        server = await restart_from_snapshot(server, folder)
+
+    try:
+        yield Store(server.connection_url, save, restart)
+    finally:
+        server.stop()
+
+
+@asynccontextmanager
+async def promoted(folder: Path) -> AsyncIterator[Store]:
+    """Start a server and a replica that falls behind and then takes its place at the same path."""
+    ports, sockets = [free_port(), free_port()], [folder.with_name("first.sock"), folder.with_name("second.sock")]
+    link = folder.with_name("redis.sock")
+    link.symlink_to(sockets[0])
+    lines = [["save ''", f"unixsocket {path}", "repl-diskless-sync-delay 0"] for path in sockets]
+    follow = f"replicaof 127.0.0.1 {ports[0]}"
+    with (
+        started(folder.with_name("master"), ports[0], lines[0]) as master,
+        started(folder.with_name("replica"), ports[1], [*lines[1], follow]),
+    ):
+
+        async def detach() -> None:
+            """Let the replica keep what it has: it follows a server that does not answer."""
+            async with Redis(port=ports[1]) as replica, Redis(port=ports[0]) as current:
+
+                async def is_current() -> bool:
+                    found = await replica.info("replication")
+                    offset = (await current.info("replication"))["master_repl_offset"]
+                    return found["master_link_status"] == "up" and found["slave_repl_offset"] == offset
+
+                await until(is_current)
+                await replica.execute_command("REPLICAOF", "127.0.0.1", "1")
+
+        async def promote() -> None:
+            master.kill()
+            master.wait()
+            async with Redis(port=ports[1]) as replica:
+                await replica.execute_command("REPLICAOF", "NO", "ONE")
+            link.unlink()
+            link.symlink_to(sockets[1])
+
+        yield Store(f"unix://{link}", detach, promote)
+
+
+@pytest.mark.usefixtures("starts_servers")
+@pytest.mark.parametrize("stores", [restored, promoted], ids=["snapshot", "lagging replica"])
+async def test_an_older_state_is_noticed_and_healed_from_the_ledger(
+    stores: Callable[[Path], AbstractAsyncContextManager[Store]], records: Database, tmp_path: Path
+):
+    """Redis dies and returns with an older state, after further spending; both running requests end later.
+
+    One request runs since before that state, the other since after it.
+    """
     who = principal(tenant={"budget_per_month": 10**9, "max_concurrent": 20}, key={"budget_per_month": 10**9})
     report = UsageReport(records)
 
     async def in_ledger() -> int:
         return sum(sums.cost for sums in await report.sums((), tenant_id=who.tenant.id))
 
-    async with connect(server.connection_url, timeout=10.0) as redis, quota_of(server, records) as quota:
+    async with (
+        stores(tmp_path / "valkey") as store,
+        connect(store.connection_url, timeout=10.0) as redis,
+        quota_of(store, records) as quota,
+    ):
         ledger = Ledger(UsageWriter(records), UsageStream(redis, 10.0), Journal(tmp_path / "journal", 10**7), 10**6)
         moving = asyncio.create_task(ledger.run())
         gateways = Gateways([quota], [ledger], who)
         before = await take(quota, who, 500, request_id="before", price=PRICE)
         for _ in range(10):
             await gateways.ask(who)
-        async with Redis(port=server.port) as admin:
-            await admin.save()
-        at_snapshot = await spent(server, who)
+        await store.mark()
+        at_mark = await spent(store, who)
         after = await take(quota, who, 700, request_id="after", price=PRICE)
         for _ in range(30):
             await gateways.ask(who)
         await until(lambda: _equals(in_ledger, gateways.ended))
-        assert await spent(server, who) == gateways.ended + 500 + 700
+        assert await spent(store, who) == gateways.ended + 500 + 700
 
-        again = await restart_from_snapshot(server, tmp_path / "valkey")
-        assert await spent(again, who) == at_snapshot
+        await store.roll_back()
+        assert await spent(store, who) == at_mark
         await until(quota_answers(quota))
         # The gateway extends every third of a lease: both requests keep their slots, one lease is restored.
         await quota._leases.extend(who.tenant.id)
 
         async def noticed() -> bool:
             await gateways.ask(who)
-            return await spent(again, who) >= gateways.ended
+            return await spent(store, who) >= gateways.ended
 
         await until(noticed, 60)
         for taken, used in ((before, 123), (after, 456)):
@@ -94,7 +171,7 @@ async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: 
         async def agrees() -> bool:
             await gateways.ask(who)
             await until(lambda: _equals(in_ledger, gateways.ended))
-            return await spent(again, who) == gateways.ended
+            return await spent(store, who) == gateways.ended
 
         await until(agrees, 60)
         tag = f"loraplex:{{{who.tenant.id}}}:"
@@ -103,7 +180,6 @@ async def test_an_older_snapshot_is_noticed_and_healed_from_the_ledger(records: 
         moving.cancel()
         await asyncio.wait({moving})
         await ledger.close()
-        again.stop()
 
 
 async def end(quota: Quota, ledger: Ledger, taken: Reservation, used: int, tenant_id: str) -> None:

@@ -236,3 +236,32 @@ def test_a_clock_that_was_far_ahead_does_not_hold_a_tenant_for_ever(client: redi
     assert (allowed, wait) == (False, 59_940)
     script.now += wait * 1000
     assert script.acquire("c", [limit], 0, 1, 1, FREE)[0]
+
+
+@pytest.mark.parametrize("made", ["script", "twin"])
+@pytest.mark.parametrize(("kind", "window"), [("t", 60 * SECOND), ("d", DAY)])
+@pytest.mark.parametrize("parts", [0.25, 1.0, 40.0])
+def test_a_clock_that_is_set_forward_gives_one_window_at_most(
+    client: redis.Redis, made: str, kind: str, window: int, parts: float
+):
+    """A step counts as elapsed time. Time that passes again after a step back of at most an hour gives nothing."""
+    limits = Script(client) if made == "script" else Twin()
+    limit, value = Limit(f"tenant:{kind}", "tenant", kind, 1000), 1000
+
+    def use_all(number: int) -> int:
+        """Use all free tokens and return their number."""
+        allowed, granted, _ = limits.acquire(f"r{number}", [limit], 0, value, 1, FREE, value)
+        if allowed:
+            assert limits.settle(f"r{number}", granted, 0, True)
+        return granted if allowed else 0
+
+    assert use_all(0) == value
+    assert use_all(1) == 0
+    limits.now += int(parts * window)
+    assert use_all(2) == int(value * min(1.0, parts))
+    assert use_all(3) == 0
+    if parts * window <= 3600 * SECOND:
+        limits.now -= int(parts * window)
+        assert use_all(4) == 0
+        limits.now += int(parts * window)
+        assert use_all(5) == 0
