@@ -22,7 +22,7 @@ PIECE_BYTES, PAUSE_SECONDS, LEAST_RATE = 1024, 0.1, 50_000.0
 
 @pytest.fixture
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the system buffer little of an answer: beyond a large buffer the gateway sees no progress of a slow reader."""
+    """Let the system buffer little of an answer: with a large buffer the gateway sees no progress of a slow reader."""
     opened = Deliveries.open
 
     def open_small(deliveries: Deliveries, request: web.Request, owner: str) -> Delivery:
