@@ -5,8 +5,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Port of `make demo`.
 PORT   ?= 8080
-# Test processes: two more than there are cores, because many tests wait: one more left two cores idle for 18 % of the
-# time, two more for 11 %. Each needs about 1.5 GB.
+# Test processes: two more than there are cores, because many tests wait. On two cores a part of the tests took 153 s
+# with four and 171 s with three. Each needs about 1.5 GB.
 TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
 # A test process that dies ends the run: restarted ones make pytest-xdist wait without end.
 PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
