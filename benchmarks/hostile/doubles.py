@@ -4,9 +4,8 @@
 
 Prints one line of JSON: the engines' addresses for LORAPLEX_ENGINES, and a control URL whose `/seen` reports the
 doubles' observations. Kinds: vllm (shows which parts of a client's body reach vLLM, and answers requests for
-log-probabilities with some MiB of them), redirecting (one of two engines
-redirects its requests), slow (tokens as slow as requested, to keep a reservation), poison (three engines that die of a
-certain word and are restarted).
+log-probabilities with some MiB of them), redirecting (one of two engines redirects its requests), slow (tokens as slow
+as requested, to keep a reservation), poison (three engines that die of a certain word and are restarted).
 """
 
 import asyncio

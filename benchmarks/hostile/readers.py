@@ -79,13 +79,15 @@ READERS |= {"logprobs": True, "top_logprobs": 20}
 NUMBER = 200
 # Each reader has a request of its own: none is refused.
 LIMITS = {"max_concurrent": 256, "tokens_per_minute": None, "requests_per_minute": None}
-# An engine of 64 seats begins so many answers only after some rounds of its batch.
-LEAST_SECONDS = 10.0
+# Readers begin one after the other: 200 requests at once would fill all seats for seconds, in both rounds, and hide the
+# effect of their reading. The rest of a round is for the last ones.
+BEGIN_SECONDS, LEAST_SECONDS = 8.0, 12.0
 
 
 @attack("fast-readers", "as slow-readers, read at once", shown=False, limits=LIMITS)
 async def fast_readers(attacker: Attacker) -> None:
     async def one(index: int) -> None:
+        await attacker.pause(index / NUMBER * BEGIN_SECONDS)
         while attacker.going:
             answer = await attacker.call(
                 "POST", "/v1/chat/completions", json={"model": attacker.target.base_model, **READERS, "stream": True}
@@ -100,6 +102,7 @@ async def slow_readers_of(attacker: Attacker, body: dict) -> None:
     unread = Unread()
 
     async def one(index: int) -> None:
+        await attacker.pause(index / NUMBER * BEGIN_SECONDS)
         while attacker.going:
             await read_slowly(attacker, body, "/v1/chat/completions", 1.0, 1024, unread)
             await attacker.pause(5.0)
