@@ -13,10 +13,9 @@ import json
 import os
 import re
 import sys
-import threading
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -261,22 +260,21 @@ def seconds_waited() -> float:
     return int(SCHEDSTAT.read_text().split()[1]) / 1e9 if KNOWS_WAIT else 0.0
 
 
-@contextlib.contextmanager
-def recorded_cpu(curve: list[tuple[float, float]]) -> Iterator[None]:
+@contextlib.asynccontextmanager
+async def recorded_cpu(curve: list[tuple[float, float]]) -> AsyncIterator[None]:
     """Append the process's CPU seconds since now to `curve`, every `CURVE_SECONDS` until the context ends."""
-    began, cpu, over = time.monotonic(), time.process_time(), threading.Event()
+    began, cpu = time.monotonic(), time.process_time()
 
-    def record() -> None:
-        while not over.wait(CURVE_SECONDS):
+    async def record() -> None:
+        while True:
+            await asyncio.sleep(CURVE_SECONDS)
             curve.append((time.monotonic() - began, time.process_time() - cpu))
 
-    thread = threading.Thread(target=record)
-    thread.start()
+    recording = asyncio.create_task(record())
     try:
         yield
     finally:
-        over.set()
-        thread.join()
+        recording.cancel()
 
 
 async def run_round(name: str, target: Target, order: Order) -> Round:
@@ -289,7 +287,7 @@ async def run_round(name: str, target: Target, order: Order) -> Round:
         attacker = Attacker(target, session, order)
         waited = seconds_waited()
         try:
-            with recorded_cpu(attacker.round.cpu_curve):
+            async with recorded_cpu(attacker.round.cpu_curve):
                 async with asyncio.timeout(order.seconds + GRACE_SECONDS):
                     await ATTACKS[name].run(attacker)
         except TimeoutError:

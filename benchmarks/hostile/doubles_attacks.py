@@ -53,7 +53,8 @@ async def vllm_fields(attacker: Attacker) -> None:
     attacker.check(all(len(salt) <= 1024 for salt in record["salts"]), "vLLM was given a cache_salt of more than 1,024")
 
 
-@attack("large-foreign-answers", "whole answers of 6 MiB from a vLLM server, 4 at a time", place="vllm")
+# 24 MiB a second: 300 streams of 50 tokens a second with 20 log-probabilities each, more than one server generates.
+@attack("large-foreign-answers", "4 whole answers of 6 MiB a second from a vLLM server", place="vllm")
 async def large_foreign(attacker: Attacker) -> None:
     sizes = []
 
@@ -62,7 +63,7 @@ async def large_foreign(attacker: Attacker) -> None:
             answer = await attacker.complete("Hi", max_tokens=2, logprobs=5)
             if answer is not None and answer.status == 200:
                 sizes.append(len(answer.body))
-            await attacker.pause(0.1)
+            await attacker.pause(1.0)
 
     await attacker.side_by_side(4, one)
     attacker.check(bool(sizes) and min(sizes) > LARGE_ANSWER_BYTES, "no answer was as large as it should be")

@@ -21,8 +21,9 @@ class Rounds:
 
     def __init__(self, each: int = REQUESTS_PER_ROUND) -> None:
         self._each = each
-        # Owners whose request has begun in this round.
+        # Owners whose request has begun in this round, and those whose request was released for the next one.
         self._begun: set[str] = set()
+        self._released: set[str] = set()
         self._is_counting = False
         # Each owner's queue is a dict, from which a client that leaves is removed at once.
         self._waiting: OrderedDict[str, OrderedDict[asyncio.Future[None], None]] = OrderedDict()
@@ -31,8 +32,10 @@ class Rounds:
 
     async def begin(self, owner: str) -> None:
         """Wait for a round in which a request of the owner may begin."""
-        if owner not in self._waiting and self._may_begin(owner):
-            self._count(owner)
+        # A released request begins before or after `_next` of its round.
+        if owner not in self._waiting and all(self._may_begin(owner, these) for these in (self._begun, self._released)):
+            self._begun.add(owner)
+            self._count()
             return
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(owner, OrderedDict())[turn] = None
@@ -66,28 +69,29 @@ class Rounds:
         if owner in self._waiting and not self._is_counting:
             self._next()
 
-    def _may_begin(self, owner: str) -> bool:
-        return len(self._begun) < self._each and owner not in self._begun and owner not in self._rests
+    def _may_begin(self, owner: str, begun: set[str]) -> bool:
+        return len(begun) < self._each and owner not in begun and owner not in self._rests
 
-    def _count(self, owner: str) -> None:
-        self._begun.add(owner)
+    def _count(self) -> None:
         if not self._is_counting:
             self._is_counting = True
             asyncio.get_running_loop().call_soon(self._next)
 
     def _next(self) -> None:
-        """Start a round: release waiting requests of the owners in turn."""
-        self._begun.clear()
+        """Start a round, and release waiting requests of the owners in turn; they begin in the next round."""
         self._is_counting = False
+        self._begun, self._released = self._released, set()
         for owner in [owner for owner in self._waiting if owner not in self._rests]:
-            if len(self._begun) >= self._each:
-                return
+            if len(self._released) >= self._each:
+                break
             queue = self._waiting.pop(owner)
-            while queue and self._may_begin(owner):
+            while queue and self._may_begin(owner, self._released):
                 turn, _ = queue.popitem(last=False)
                 if not turn.done():
-                    self._count(owner)
+                    self._released.add(owner)
                     turn.set_result(None)
             if queue:
                 # Last in the next round.
                 self._waiting[owner] = queue
+        if self._begun or self._released:
+            self._count()

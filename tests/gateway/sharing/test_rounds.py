@@ -100,6 +100,18 @@ async def test_those_who_leave_hold_nobody_up():
     await asyncio.wait_for(rounds.begin("another"), 10)
 
 
+async def test_a_request_that_comes_in_the_round_of_a_released_one_waits():
+    rounds = Rounds()
+
+    async def released() -> None:
+        await rounds.begin("owner")
+        further = rounds.begin("owner")
+        assert isinstance(further.send(None), asyncio.Future)
+        further.close()
+
+    await asyncio.gather(rounds.begin("owner"), released())
+
+
 class Turns:
     """Numbers of calls in each turn of the event loop, from `begin` to `end`."""
 
