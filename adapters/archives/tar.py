@@ -1,6 +1,7 @@
 """Reader of tar archives, plain or gzipped, with ustar, pax and GNU names.
 
-Each header's size is checked before the header is read. Errors name the member at fault, or the place in the archive.
+Each header's size is checked before the header is read. Errors name the member at fault or the place in the
+archive, where either is known.
 """
 
 import zlib
@@ -134,14 +135,16 @@ class _Header(NamedTuple):
         if self.raw_size[0] & 0x80:
             number = int.from_bytes(self.raw_size[1:], "big")
             if self.raw_size[0] != 0x80 or number >= 1 << 60:
-                raise ArchiveError(
-                    f"The archive's member {quoted_name(self.name)} has a negative size, or one that is far too large."
-                )
+                raise ArchiveError(f"{self._shown} has a negative size, or one that is far too large.")
             return number
         octal = _octal(self.raw_size)
         if octal is None:
-            raise ArchiveError(f"The archive's member {quoted_name(self.name)} has a size that is not a number.")
+            raise ArchiveError(f"{self._shown} has a size that is not a number.")
         return octal
+
+    @property
+    def _shown(self) -> str:
+        return f"The archive's header {quoted_name(self.name)} at byte {self.at}"
 
 
 def read_tar(source: Source, members: Members) -> None:
@@ -189,7 +192,7 @@ class _Tar:
         else:
             self._write(target, size)
         self._source.skip(-size % _BLOCK)
-        self.place = f"behind its member {quoted_name(name)}"
+        self.place = f"after its member {quoted_name(name)}"
         return True
 
     def _next_header(self) -> _Header | None:
@@ -225,7 +228,7 @@ class _Tar:
         if len(payload) < size:
             raise SourceError(_CUT_OFF)
         self._source.skip(-size % _BLOCK)
-        self.place = f"behind its {shown}"
+        self.place = f"after its {shown}"
         return payload
 
     def _write(self, target: Path, size: int) -> None:

@@ -30,7 +30,8 @@ GRACE_SECONDS = 90.0
 # Linux's times of this process's main thread in nanoseconds: on a CPU, waiting for one; and its number of turns.
 SCHEDSTAT = Path("/proc/self/schedstat")
 KNOWS_WAIT = SCHEDSTAT.exists()
-# Distance of the moments in a curve of CPU time: shorter than a chat, which a burst of the attacker's client delays.
+# Interval between samples of CPU time. It is shorter than a chat, so that the quiet round repeats bursts that delay
+# a chat.
 CURVE_SECONDS = 0.005
 BOUNDARY = b"hostile-boundary"
 REQUEST_ID = re.compile(rb"req_[0-9a-f]+")

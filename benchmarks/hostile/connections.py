@@ -69,9 +69,11 @@ async def nothing(attacker: Attacker) -> None:
 async def busy_loop(attacker: Attacker) -> None:
     """Use the CPU time that an attack's own client used, at the same moments of the round, and send nothing."""
     began, cpu = time.monotonic(), time.process_time()
-    moments, seconds = [at for at, _ in attacker.cpu_curve], [used for _, used in attacker.cpu_curve]
+    moments, seconds = np.array(attacker.cpu_curve or [(0.0, 0.0)]).T
     while attacker.going:
-        is_due = not moments or time.process_time() - cpu < np.interp(time.monotonic() - began, moments, seconds)
+        is_due = not attacker.cpu_curve or time.process_time() - cpu < np.interp(
+            time.monotonic() - began, moments, seconds
+        )
         if is_due:
             sum(range(20_000))
         await attacker.pause(0.0 if is_due else 0.002)

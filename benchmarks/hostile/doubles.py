@@ -25,7 +25,7 @@ from testing.serving import serving
 POISON = "poison"
 ENGINES = 3
 RESTART_SECONDS = 0.3
-# Least size of a whole answer with log-probabilities of the double of vLLM.
+# Minimum size of the double's whole answers with log-probabilities.
 LARGE_ANSWER_BYTES = 6 * 2**20
 
 

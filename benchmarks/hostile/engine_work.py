@@ -57,7 +57,7 @@ def dear_schema(seed: float) -> dict[str, object]:
     return {"json": {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}}
 
 
-# So that 48 grammars wait together, beyond the default of 32 requests.
+# The default of 32 requests would keep 48 grammars from waiting together.
 MANY_AT_ONCE = {"max_concurrent": 64}
 
 

@@ -127,8 +127,8 @@ class Authenticator:
         self._changes = changes
         self._peppers = Peppers(pepper)
         self._admin_hash = None if admin_key is None else self._hash(BOOTSTRAP_KEY_ID, admin_key)
-        # By key id, least recently looked up first. Keys that do not exist are apart: a tenant may have made and
-        # deleted any number of them, which push out no others.
+        # By key id, least recently looked up first. Missing keys have their own cache: a tenant can create and delete
+        # any number of keys, and they must not evict existing ones.
         self._known = BoundedDict[str, _Known](CACHE_ENTRIES)
         self._missing = BoundedDict[str, _Known](CACHE_ENTRIES)
         self._lookups = Lookups(self._look_up)

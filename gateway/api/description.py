@@ -25,8 +25,9 @@ UPLOAD_FORM = {
 
 
 class Description:
-    """Route for the description. body: made before the gateway listens, because it takes 0.1 s of CPU time, which a
-    request without a key must not cause beside running ones.
+    """Route for the description.
+
+    body: the document, built before the gateway listens. Building takes 0.1 s of CPU time, and the route needs no key.
     """
 
     def __init__(self, body: bytes) -> None:

@@ -309,7 +309,7 @@ def decode_field(fields: Fields, name: str) -> Any:
 
 def decode_choices(fields: Fields) -> list[Choice]:
     """Return the choices without their log-probabilities. Raises UpstreamFailed."""
-    if isinstance(fields, LargeObject):
+    if isinstance(fields, LargeObject) and fields.elements:
         return [_choice(each) for each in fields.elements]
     raw = fields.get("choices")
     if raw is None:
@@ -321,7 +321,7 @@ def decode_choices(fields: Fields) -> list[Choice]:
 
 
 def _choice(fields: Fields) -> Choice:
-    """Return a choice of a large answer. A large text is True, because it is not decoded."""
+    """Return a choice of a large answer. If a field is larger than SMALL_BYTES, it is not decoded, and text is True."""
     choice = Choice()
     for name in Choice.__struct_fields__:
         if memoryview(fields.get(name, b"")).nbytes <= SMALL_BYTES:

@@ -20,8 +20,8 @@ from gateway.quota.rolling import MAX_STEP, DailySpend, day_of
 # Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.
 GAUGE_WAIT_MS = 1000
 State = tuple[float, float, float]
-# Number of states beyond which those that are paid off are dropped, and the number that an admission looks at. It is
-# above the number of an admission's limits, so that the search gains on new states.
+# Number of states above which an admission drops paid-off ones, and the number of states that it checks. An admission
+# adds fewer states than it checks, so the checks keep up.
 MAX_STATES, LOOKED_AT = 100_000, 64
 
 
@@ -271,7 +271,7 @@ class LocalLimits:
             self._held.pop(field, None)
 
     def _forget(self, now: int) -> None:
-        """Drop those of the states that were not looked at for longest that are paid off."""
+        """Check the LOOKED_AT states that were checked least recently, and drop the ones that are paid off."""
         for _ in range(min(LOOKED_AT, len(self._states))):
             field, state = self._states.popitem(last=False)
             letter = field[-1]

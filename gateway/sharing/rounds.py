@@ -32,7 +32,7 @@ class Rounds:
 
     async def begin(self, owner: str) -> None:
         """Wait for a round in which a request of the owner may begin."""
-        # A released request begins before or after `_next` of its round.
+        # A released request may run on either side of the `_next` that moves it to `_begun`, so both sets are checked.
         if owner not in self._waiting and all(self._may_begin(owner, these) for these in (self._begun, self._released)):
             self._begun.add(owner)
             self._count()

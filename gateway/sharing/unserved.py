@@ -58,7 +58,8 @@ class UnservedRate:
         self._rounds = Rounds()
         # Owner -> time (monotonic) at which its bucket is full again, least recently charged first.
         self._full = BoundedDict[str, float](MAX_OWNERS)
-        # Key on record -> its tenant as an owner, or the key of an operator itself, known from its first request on.
+        # Key on record -> the owner of its tenant's bucket; an operator's key maps to itself. Added at the key's first
+        # request.
         self._tenants = BoundedDict[str, str](MAX_OWNERS)
         # Issued keys that were deleted. A tenant can make any number of them, so their requests count by address.
         self._deleted = BoundedDict[str, None](MAX_OWNERS)

@@ -115,11 +115,12 @@ def test_a_damaged_header_is_named(tmp_path: Path):
 
 
 MEMBER = f"The archive's member '{CONFIG}' "
+HEADER = f"The archive's header '{CONFIG}' at byte 0 "
 PAX = f"The pax header of the archive's member '{CONFIG}' "
 LIES: dict[str, tuple[bytes, str]] = {
-    "negative": (tar_header(CONFIG.encode(), b"0", b"\xff" * 12), MEMBER + "has a negative size, or one that is "),
-    "no number": (tar_header(CONFIG.encode(), b"0", b"notanumber\0"), MEMBER + "has a size that is not a number."),
-    "negative pax": (tar_header(b"p", b"x", b"\xff" * 12), "The archive's member 'p' has a negative size"),
+    "negative": (tar_header(CONFIG.encode(), b"0", b"\xff" * 12), HEADER + "has a negative size, or one that is "),
+    "no number": (tar_header(CONFIG.encode(), b"0", b"notanumber\0"), HEADER + "has a size that is not a number."),
+    "negative pax": (tar_header(b"p", b"x", b"\xff" * 12), "The archive's header 'p' at byte 0 has a negative size"),
     "large pax": (extended(b"g", bytes(65 << 10)), "The archive's extended header 'x' at byte 0 has 66560 bytes; "),
     "many pax": (extended(b"x", b"") + extended(b"L", bytes(40 << 10)) * 2, "extended header 'x' at byte 41984 has "),
     "pax length": (extended(b"x", b"30 path=x\n") + tarred(FILES), PAX + "has a record with a wrong length."),
@@ -129,7 +130,7 @@ LIES: dict[str, tuple[bytes, str]] = {
     "path": (extended(b"x", record("path", "../" + "x" * 5000)) + tarred(FILES), "member '../xxxxxxxx"),
     "long name": (extended(b"L", b"../" + b"x" * 5000) + tarred(FILES), "member '../xxxxxxxx"),
     "pax cut": (extended(b"x", b"", 100), "The archive is cut off within its extended header 'x' at byte 0."),
-    "alone": (extended(b"x", record("path", "a")), "The archive is cut off behind its extended header 'x' at byte 0."),
+    "alone": (extended(b"x", record("path", "a")), "The archive is cut off after its extended header 'x' at byte 0."),
 }
 
 
@@ -144,7 +145,7 @@ def test_a_cut_off_tar_names_its_last_member(tmp_path: Path):
     raw = tarred(FILES)
     with tarfile.open(fileobj=io.BytesIO(raw)) as archive:
         config, weights = archive.getmembers()
-    ends = {weights.offset + at: f"behind its member '{CONFIG}'." for at in (1, 511)}
+    ends = {weights.offset + at: f"after its member '{CONFIG}'." for at in (1, 511)}
     for member in (config, weights):
         for at in (0, 1, member.size - 1, member.size):
             ends[member.offset_data + at] = f"within its member '{member.name}'."

@@ -8,6 +8,7 @@ back and its place is freed (`Delivery.on_full`). A task checks all connections 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import cast
 
@@ -36,8 +37,9 @@ class ClientGone(Exception):
 
 
 class Delivery:
-    """The unread bytes of a connection. held: its share of the common memory, in bytes. reserved: the part of it that
-    is not yet in the transport.
+    """The unread bytes of a connection.
+
+    held: its share of the common memory, in bytes. reserved: bytes granted to an answer that is not written yet.
     """
 
     def __init__(self, deliveries: "Deliveries", transport: asyncio.WriteTransport) -> None:
@@ -178,8 +180,14 @@ class Deliveries:
         others' large answers would wait for all of them.
         """
         self._is_granting = False
-        turns = sorted(self._waiting.items(), key=lambda waiting: self._turns.get(waiting[1][0].owner, 0))
-        for event, (delivery, size) in turns:
+        # One answer of each tenant, that of the longest wait for a grant first; then a second one of each.
+        numbers = Counter[str]()
+        ranked = []
+        for event, (delivery, size) in self._waiting.items():
+            numbers[delivery.owner] += 1
+            turn = self._turns.get(delivery.owner, 0)
+            ranked.append((numbers[delivery.owner], turn, event, delivery, size))
+        for _, _, event, delivery, size in sorted(ranked, key=lambda each: each[:2]):
             if self.has_room(delivery, size):
                 del self._waiting[event]
                 self._give(delivery, size)

@@ -25,7 +25,8 @@ class StoreThreads:
         self._turns, self._operators = Turns(THREADS, EACH), Turns(OPERATORS_THREADS, OPERATORS_THREADS)
 
     async def run(self, owner: str, do: Callable[..., T], *arguments: object) -> T:
-        """Return `do(*arguments)`. Call it where a leaving client cancels nothing, so that the turn lasts as long."""
+        """Return `do(*arguments)`. Call it shielded from cancellation: otherwise the turn ends while the
+        thread still runs."""
         turns = self._operators if owner == OPERATOR else self._turns
         async with turns.turn(owner):
             return await asyncio.get_running_loop().run_in_executor(_THREADS, do, *arguments)

@@ -7,7 +7,7 @@ keys of the family, so a key that is removed stays on record here. A tenant's ne
 from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import Column, ForeignKey, Index, Select, String, Table, delete, insert, literal, select
+from sqlalchemy import Column, CompoundSelect, ForeignKey, Index, String, Table, delete, insert, literal, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.schema import UtcDateTime, metadata
@@ -45,8 +45,7 @@ async def remove_keys(connection: AsyncConnection, tenant_id: str, ids: Sequence
         await connection.execute(delete(removed_keys).where(known.id.in_(oldest)))
 
 
-def successors_of(family: str) -> Select[tuple[str]]:
+def successors_of(family: str) -> CompoundSelect[tuple[str]]:
     """Select the ids of a family's keys, present and removed. The first key may be missing: its id is the family's."""
     present = select(api_keys.c.id).where(api_keys.c.family_id == family)
-    every = present.union_all(select(removed_keys.c.id).where(removed_keys.c.family_id == family)).subquery()
-    return select(every.c.id)
+    return present.union_all(select(removed_keys.c.id).where(removed_keys.c.family_id == family))

@@ -5,6 +5,7 @@ import re
 import pytest
 from aiohttp import web
 
+from gateway.api.description import describe_routes
 from gateway.api.parameters import OF_ROUTE, PARAMETERS, find_parameter
 from gateway.api.route import Route
 from gateway.api.routes import ROUTES
@@ -90,7 +91,8 @@ async def test_no_request_builds_the_description(gateway: Gateway, monkeypatch: 
     def build(*_: object) -> None:
         raise AssertionError("built while serving")
 
-    monkeypatch.setattr("gateway.build.describe_routes", build)
+    describe_routes.cache_clear()
+    monkeypatch.setattr("gateway.api.description.describe", build)
     described = await gateway.nobody.get("/openapi.json")
     assert described.status == 200
     assert "/v1/chat/completions" in described.json["paths"]

@@ -19,7 +19,7 @@ from tests.gateway.api.test_time_limits import connect
 
 # The whole files have more than 5 MB, and the system's buffers of a connection up to 4 MB.
 ROWS = 9000
-# With the fixture `small_send_buffers`, and these files more than 0.8 MB.
+# Rows whose files exceed 0.8 MB, enough to fill the buffers with the fixture `small_send_buffers`.
 FEW_ROWS = 1500
 LOG = "/admin/requests?format=json"
 NOW = datetime.now(UTC)

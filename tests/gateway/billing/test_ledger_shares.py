@@ -22,7 +22,7 @@ from testing.gateway.rows import row
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 
-# A separate server, so that no other test's streams are swept.
+# A separate database of the server, so that no other test's streams are swept.
 REDIS_DATABASE = 12
 MAX_ROWS = 100
 

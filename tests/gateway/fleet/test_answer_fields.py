@@ -182,7 +182,10 @@ class Counted:
 async def test_the_choices_of_a_large_answer_are_not_read(
     gateway: Gateway, upstream: Saying, monkeypatch: pytest.MonkeyPatch
 ):
-    """No decoder reads them, of our engine or of one without the header, as are vLLM and SGLang; small ones are."""
+    """The choices of a large answer are not decoded, with the fields header (our engine) or without it (vLLM, SGLang).
+
+    Those of a small answer without it are.
+    """
     acme = await gateway.tenant("acme")
     plain = msgspec.json.decode
     read: dict[tuple[bool, int], int] = {}

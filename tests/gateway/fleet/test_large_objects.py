@@ -71,6 +71,11 @@ async def test_a_large_text_is_no_decoded_value():
     assert decode_choices(found) == [Choice(index=3, text=True), Choice(index=4, text="", finish_reason="length")]
     delta = {"choices": [{"delta": {"content": "a" * 2**21}}]}
     assert decode_choices(await read_fields(msgspec.json.encode(delta), "event")) == [Choice(text=True)]
+    for wrong in (5, "x", True):
+        with pytest.raises(UpstreamFailed, match="are not a list of choices"):
+            decode_choices(await read_fields(msgspec.json.encode({"choices": wrong, "x": "a" * 2**21}), "answer"))
+    for empty in (None, []):
+        assert decode_choices(await read_fields(msgspec.json.encode({"choices": empty, "x": "a" * 2**21}), "a")) == []
     with pytest.raises(UpstreamFailed, match="is not valid JSON"):
         await read_fields(b"[" + msgspec.json.encode(large), "answer")
 

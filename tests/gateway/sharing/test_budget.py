@@ -117,6 +117,21 @@ async def test_large_answers_that_wait_for_memory_get_it_in_their_tenants_turns(
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
+async def test_a_tenants_second_answer_comes_after_the_first_ones_of_others():
+    answers, mib = Answers(2**24), 2**20
+    held = [answers.of(owner) for owner in "ab"]
+    for each in held:
+        await each.reserve(8 * mib)
+    waiting = [asyncio.create_task(answers.of(owner).reserve(n * mib)) for owner, n in (("c", 2), ("c", 2), ("d", 5))]
+    await asyncio.sleep(0)
+    held[0].reserved = 0
+    answers.deliveries.hold(held[0], 0)
+    await asyncio.wait_for(asyncio.gather(waiting[0], waiting[2]), 30)
+    # With both of the tenant's answers there would have been no room for the other's.
+    assert not waiting[1].done()
+    waiting[1].cancel()
+
+
 async def test_a_client_that_leaves_returns_the_memory_that_it_has_just_got():
     answers, size = Answers(2**24), 2**23
     held = [answers.of(owner) for owner in "ab"]

@@ -315,7 +315,7 @@ async def test_a_rank_that_no_engine_serves_is_refused(start: Start, upstream: U
 
 async def test_a_size_that_no_engine_serves_is_refused(gateway: Gateway, upstream: Upstream):
     acme = await gateway.tenant("acme", adapter_changes_per_minute=None)
-    # Two bytes for each of the adapter's numbers, whatever its file has.
+    # The engine stores two bytes a weight; the file has four.
     size = (await push(acme, "first", files())).json["size_bytes"] // 2
     answers: list[Answer] = []
 
