@@ -180,7 +180,7 @@ class Deliveries:
         others' large answers would wait for all of them.
         """
         self._is_granting = False
-        # One answer of each tenant, that of the longest wait for a grant first; then a second one of each.
+        # The first answer of each tenant comes before the second of any, and the longest wait for a grant first.
         numbers = Counter[str]()
         ranked = []
         for event, (delivery, size) in self._waiting.items():
