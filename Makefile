@@ -5,9 +5,9 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 # Port of `make demo`.
 PORT   ?= 8080
-# Test processes: two more than there are cores, because many tests wait. On two cores a part of the tests took 153 s
-# with four and 171 s with three. Each needs about 1.5 GB.
-TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 2)
+# Test processes: one more than there are cores, because many tests wait. With two more, the suite is a tenth faster, but
+# each of three runs had a test that a time-out or a race failed. Each needs about 1.5 GB.
+TESTERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # A test process that dies ends the run: restarted ones make pytest-xdist wait without end.
 PYTEST := $(BIN)/python -m pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 export OMP_WAIT_POLICY = PASSIVE

@@ -98,6 +98,8 @@ async def test_a_killed_front_ends_its_core(
     await until_gone(core)
     with pytest.raises(aiohttp.ClientError):
         await stream.text()
+    # The front's lock on the usage log ends with its process, which may take longer than its connections.
+    await asyncio.to_thread(front.wait, 60)
     books = UsageLog(tmp_path / "finished")
     entry = books.get("stream")
     assert entry is not None
