@@ -164,6 +164,19 @@ async def test_an_engine_that_counts_nothing_is_stopped_if_an_unread_answer_has_
         other.cancel()
 
 
+async def check_billed(gateway: Gateway, client: Client, upstream: Upstream) -> None:
+    """Check that a tenant's only answer is billed by the engine's count and that no unread byte of it is kept."""
+
+    async def is_billed() -> bool:
+        rows = await client.usage()
+        return bool(rows) and rows[0]["completion_tokens"] > 0
+
+    await until(is_billed)
+    [done] = upstream.finished.values()
+    assert (await client.usage())[0]["completion_tokens"] == done["completion_tokens"]
+    assert await metric(gateway, UNREAD) == 0
+
+
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_reader_below_the_least_rate_is_cut_off_and_billed(
     stream: bool, serve: Any, ask: Ask, upstream: Upstream
@@ -182,14 +195,7 @@ async def test_a_reader_below_the_least_rate_is_cut_off_and_billed(
         assert len(rest) < 7 * 2**20
         assert b"[DONE]" not in rest
 
-        async def is_billed() -> bool:
-            rows = await slow.usage()
-            return bool(rows) and rows[0]["completion_tokens"] > 0
-
-        await until(is_billed)
-        [done] = upstream.finished.values()
-        assert (await slow.usage())[0]["completion_tokens"] == done["completion_tokens"]
-        assert await metric(gateway, UNREAD) == 0
+        await check_billed(gateway, slow, upstream)
 
 
 async def cut_off_readers(

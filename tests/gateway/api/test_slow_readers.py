@@ -13,7 +13,7 @@ from aiohttp import web
 from gateway.api.inference.delivery import Deliveries, Delivery
 from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_delivery import LONG, MANY, UNREAD, metric
+from tests.gateway.api.test_delivery import LONG, MANY, check_billed, metric
 from tests.gateway.api.test_time_limits import head
 
 # A fifth of the least rate.
@@ -73,11 +73,4 @@ async def test_a_reader_of_some_bytes_a_second_is_cut_off_and_billed(stream: boo
             await asyncio.wait_for(reading, 30.0)
             assert sum(read) < 7 * 2**20
 
-            async def is_billed() -> bool:
-                rows = await slow.usage()
-                return bool(rows) and rows[0]["completion_tokens"] > 0
-
-            await until(is_billed)
-            [done] = upstream.finished.values()
-            assert (await slow.usage())[0]["completion_tokens"] == done["completion_tokens"]
-            assert await metric(gateway, UNREAD) == 0
+            await check_billed(gateway, slow, upstream)

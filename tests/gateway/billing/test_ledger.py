@@ -26,16 +26,6 @@ from testing.gateway.running import until
 
 # A restarted part needs its time on a busy machine.
 PATIENCE = 60.0
-# A separate server, so that no other test's streams are swept.
-REDIS_DATABASE = 7
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    redis = Redis.from_url(redis_url, db=REDIS_DATABASE)
-    await redis.flushdb()
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture(autouse=True)

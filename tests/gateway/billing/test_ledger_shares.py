@@ -1,7 +1,7 @@
 """Usage rows that wait for the database: one tenant's rows never use up the other tenants' room."""
 
 import contextlib
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from testing.gateway.rows import row
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 
-# A separate database of the server, so that no other test's streams are swept.
-REDIS_DATABASE = 12
 MAX_ROWS = 100
 
 
@@ -38,14 +36,6 @@ class Writer:
             raise Unavailable("The database is away.", code="database_unavailable")
 
     write_events = write
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    redis = Redis.from_url(redis_url, db=REDIS_DATABASE)
-    await redis.flushdb()
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture

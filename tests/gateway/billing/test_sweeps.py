@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +20,6 @@ from gateway.records.database import Database
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
 from testing.gateway.rows import row
-
-# A separate server, so that no other commands are counted.
-REDIS_DATABASE = 11
-
-
-@pytest.fixture
-async def redis(redis_url: str) -> AsyncIterator[Redis]:
-    redis = Redis.from_url(redis_url, db=REDIS_DATABASE)
-    await redis.flushdb()
-    yield redis
-    await redis.aclose()
 
 
 @pytest.fixture(autouse=True)
