@@ -65,7 +65,10 @@ async def test_follow_prints_each_request_once_until_interrupted(gateway: Gatewa
     await until(written)
     clean = {name: value for name, value in os.environ.items() if not name.startswith("LORAPLEX_")}
     where = ("--gateway", gateway.url, "--admin-key", ADMIN_KEY, "--tenant", "acme")
-    command = (sys.executable, "-c", "from loraplex.cli import main; main()", "requests", "--follow", "--json", *where)
+    # A shell without job control starts what runs in its background with SIGINT ignored, and children inherit that.
+    default = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    program = f"{default}; from loraplex.cli import main; main()"
+    command = (sys.executable, "-c", program, "requests", "--follow", "--json", *where)
     process = await asyncio.create_subprocess_exec(*command, env=clean, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     try:
