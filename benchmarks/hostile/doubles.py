@@ -27,6 +27,10 @@ ENGINES = 3
 RESTART_SECONDS = 0.3
 # Minimum size of the double's whole answers with log-probabilities.
 LARGE_ANSWER_BYTES = 6 * 2**20
+# Bytes of it that are written at once.
+PIECE_BYTES = 2**16
+# Time of a token, like a step of the simulated device. No engine answers at once.
+TOKEN_SECONDS = 0.008
 
 
 class Control:
@@ -72,11 +76,19 @@ class LargeVllm(VllmDouble):
         self._choices = json.dumps([choice], separators=(",", ":")).encode()
 
     async def _answer(self, request: web.Request, body: dict[str, Any], is_chat: bool) -> web.StreamResponse:
+        await asyncio.sleep(TOKEN_SECONDS * body["max_tokens"])
         if body.get("stream") or body.get("logprobs") is None:
             return await super()._answer(request, body, is_chat)
         head = json.dumps(envelope(body))[:-1].encode()
         whole = head + b', "choices": ' + self._choices + b', "usage": ' + json.dumps(usage(2)).encode() + b"}"
-        return web.Response(body=whole, content_type="application/json")
+        response = web.StreamResponse(headers={"Content-Type": "application/json"})
+        response.content_length = len(whole)
+        await response.prepare(request)
+        # The neighbour's chats, which this process answers too, must not wait for it.
+        for start in range(0, len(whole), PIECE_BYTES):
+            await response.write(whole[start : start + PIECE_BYTES])
+            await asyncio.sleep(0)
+        return response
 
 
 class Poisonable(Upstream):

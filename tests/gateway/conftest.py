@@ -36,7 +36,7 @@ from wire.text import tokenizer
 # Lost connections fail differently on asyncio's own loop. The tests use uvloop, as the service does.
 ON_UVLOOP = {
     *("test_abandoned", "test_connections", "test_delivery", "test_idempotency", "test_ledger", "test_outage"),
-    "test_redis_restart",
+    *("test_redis_restart", "test_whole_answers"),
 }
 
 

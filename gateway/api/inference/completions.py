@@ -30,7 +30,7 @@ from gateway.errors import (
     translate,
 )
 from gateway.fleet import receipts
-from gateway.fleet.answers import EngineLost, Fields, join_fields, public_error, read_answer, read_events
+from gateway.fleet.answers import EngineLost, Fields, object_parts, public_error, read_answer, read_events
 from gateway.fleet.call import Call, EngineRefused
 from gateway.fleet.dispatch import Answering, Fleet
 from gateway.fleet.engine import EngineRecord
@@ -161,9 +161,8 @@ class Completions:
         drop_internal(answer)
         answer.update(head_of(account))
         add_cost(answer, account)
-        body = await join_fields(answer)
         await self._accounting.close_ahead(account)
-        delivery.whole(len(body))
+        body = delivery.whole(object_parts(answer))
         return web.Response(body=body, content_type="application/json", headers=_headers(account))
 
     async def _relay_stream(

@@ -9,11 +9,13 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import cast
 
-from aiohttp import ClientError, web
+from aiohttp import ClientError, Payload, web
+from aiohttp.abc import AbstractStreamWriter
 
+from gateway.fleet.large_objects import PIECE_BYTES
 from gateway.metrics import Metrics
 from gateway.settings import Settings
 from gateway.sharing.budget import Budget
@@ -67,11 +69,30 @@ class Delivery:
         if size > FREE_BYTES:
             await self._deliveries.wait_for_room(self, size)
 
-    def whole(self, size: int) -> None:
-        """Note that the next write is an answer of `size` bytes."""
+    def whole(self, parts: list[bytes | memoryview]) -> "bytes | WholeBody":
+        """Return the body of a whole answer that is written next. parts: its bytes, in order."""
+        size = sum(map(len, parts))
+        self._deliveries.hold(self, size)
+        if size > PIECE_BYTES:
+            self.reserved = size
+            return WholeBody(self, parts, size)
         self._written += size
         self.reserved = 0
-        self._deliveries.hold(self, size)
+        return b"".join(parts)
+
+    async def write_whole(self, writer: AbstractStreamWriter, body: "WholeBody") -> None:
+        """Write a body of any size without waiting for its client; other requests run between its pieces."""
+        try:
+            if not self.transport.is_closing():
+                self.transport.set_write_buffer_limits(high=body.length)
+            for piece in body.pieces():
+                await writer.write(piece)
+                self._written += len(piece)
+                await asyncio.sleep(0)
+        finally:
+            self.reserved = 0
+            if not self.transport.is_closing():
+                self.transport.set_write_buffer_limits(high=self._deliveries.reader_bytes)
 
     async def write(self, response: web.StreamResponse, data: bytes) -> None:
         """Write to the client. Waits only if its buffer or the common memory is full. Raises ClientGone."""
@@ -102,6 +123,34 @@ class Delivery:
 
     def mark(self, now: float) -> None:
         self.marked, self.taken_at_mark = now, self.taken
+
+
+class WholeBody(Payload):
+    """Body of a large answer. length: its size in bytes."""
+
+    def __init__(self, delivery: Delivery, parts: list[bytes | memoryview], length: int) -> None:
+        super().__init__(parts, content_type="application/json")
+        self.length = self._size = length
+        self._delivery = delivery
+        self._parts = parts
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the body in pieces of one to two times PIECE_BYTES; the last one may be smaller."""
+        piece = bytearray()
+        for part in self._parts:
+            for start in range(0, len(part), PIECE_BYTES):
+                piece += part[start : start + PIECE_BYTES]
+                if len(piece) >= PIECE_BYTES:
+                    yield bytes(piece)
+                    piece.clear()
+        if piece:
+            yield bytes(piece)
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self._parts).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        await self._delivery.write_whole(writer, self)
 
 
 class Deliveries:
@@ -143,7 +192,7 @@ class Deliveries:
         if delivery is None:
             delivery = self._open[transport] = Delivery(self, transport)
         self._hold_for(delivery, owner)
-        delivery.is_open, delivery.on_full = True, None
+        delivery.is_open, delivery.reserved, delivery.on_full = True, 0, None
         transport.set_write_buffer_limits(high=self.reader_bytes)
         return delivery
 
@@ -209,7 +258,7 @@ class Deliveries:
         """Forget connections without unread bytes; cut off clients that read too slowly."""
         for transport, delivery in list(self._open.items()):
             delivery.look(now)
-            if transport.is_closing() or not (delivery.is_open or delivery.unread):
+            if transport.is_closing() or not (delivery.is_open or delivery.reserved or delivery.unread):
                 self.hold(delivery, 0)
                 del self._open[transport]
             elif now - delivery.marked >= self._window:
