@@ -27,9 +27,9 @@ ENGINES = 3
 RESTART_SECONDS = 0.3
 # Minimum size of the double's whole answers with log-probabilities.
 LARGE_ANSWER_BYTES = 6 * 2**20
-# Bytes of it that are written at once.
+# Bytes of such an answer that are written at once.
 PIECE_BYTES = 2**16
-# Time of a token, like a step of the simulated device. No engine answers at once.
+# Time of each token, as long as a step of the simulated device.
 TOKEN_SECONDS = 0.008
 
 
@@ -84,7 +84,7 @@ class LargeVllm(VllmDouble):
         response = web.StreamResponse(headers={"Content-Type": "application/json"})
         response.content_length = len(whole)
         await response.prepare(request)
-        # The neighbour's chats, which this process answers too, must not wait for it.
+        # This process answers the neighbour's chats too, which must not wait for the whole answer.
         for start in range(0, len(whole), PIECE_BYTES):
             await response.write(whole[start : start + PIECE_BYTES])
             await asyncio.sleep(0)

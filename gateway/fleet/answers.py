@@ -20,7 +20,7 @@ from wire.responses import FIELDS_HEADER, AnswerHead, ReportLine
 
 # Error responses of our engine are shorter; the rest of a longer one is not read.
 MAX_ERROR_BYTES = 2**16
-# Larger answers are not decoded, because 1 MiB takes about 4 ms: its fields, then its choices.
+# Larger answers are not decoded, because that takes about 4 ms for 1 MiB.
 LARGE_BYTES = 2**20
 # Larger fields of a choice are not decoded.
 SMALL_BYTES = 2**12

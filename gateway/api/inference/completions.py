@@ -111,9 +111,9 @@ class Completions:
             hold=account.hold,
             on_progress=account.observe_report,
         )
-        delivery = self._deliveries.open(request, account.principal.tenant.id)
         try:
             async with AsyncExitStack() as stack:
+                delivery = stack.enter_context(self._deliveries.open(request, account.principal.tenant.id))
                 async with self._time_limit(account):
                     answering = await stack.enter_async_context(self._fleet.open(call, account))
                     stack.enter_context(self._mark_mismatch(answering.engine))
@@ -136,8 +136,6 @@ class Completions:
             await self._accounting.close_and_wait(account, ending_of(refusal))
             refusal.error.headers = {**account.reservation.headers, **refusal.error.headers}
             raise refusal.error from refusal
-        finally:
-            delivery.is_open = False
 
     async def _relay_answer(self, answering: Answering, account: Account, delivery: Delivery) -> web.Response:
         account.attempts.answered()

@@ -10,6 +10,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 from aiohttp import ClientError, Payload, web
@@ -41,7 +42,7 @@ class ClientGone(Exception):
 class Delivery:
     """The unread bytes of a connection.
 
-    held: its share of the common memory, in bytes. reserved: bytes granted to an answer that is not written yet.
+    held: its share of the common memory, in bytes. reserved: bytes granted to an answer that are not written yet.
     """
 
     def __init__(self, deliveries: "Deliveries", transport: asyncio.WriteTransport) -> None:
@@ -58,7 +59,8 @@ class Delivery:
 
     @property
     def unread(self) -> int:
-        return 0 if self.transport.is_closing() else self.transport.get_write_buffer_size()
+        """Return the bytes in the connection's buffer, also of one that closes when they are read."""
+        return self.transport.get_write_buffer_size()
 
     @property
     def taken(self) -> int:
@@ -67,12 +69,12 @@ class Delivery:
     async def reserve(self, size: int) -> None:
         """Wait until there is memory for a whole answer of `size` bytes."""
         if size > FREE_BYTES:
-            await self._deliveries.wait_for_room(self, size)
+            await self._deliveries.wait_for_room(self, self.unread + size)
 
     def whole(self, parts: list[bytes | memoryview]) -> "bytes | WholeBody":
         """Return the body of a whole answer that is written next. parts: its bytes, in order."""
         size = sum(map(len, parts))
-        self._deliveries.hold(self, size)
+        self._deliveries.hold(self, self.unread + size)
         if size > PIECE_BYTES:
             self.reserved = size
             return WholeBody(self, parts, size)
@@ -81,18 +83,27 @@ class Delivery:
         return b"".join(parts)
 
     async def write_whole(self, writer: AbstractStreamWriter, body: "WholeBody") -> None:
-        """Write a body of any size without waiting for its client; other requests run between its pieces."""
+        """Write a body into the connection's buffer, and wait until its client has read most of it.
+
+        Other requests run between its pieces.
+        """
+        self._limit_buffer(body.length)
         try:
-            if not self.transport.is_closing():
-                self.transport.set_write_buffer_limits(high=body.length)
             for piece in body.pieces():
-                await writer.write(piece)
                 self._written += len(piece)
+                self.reserved -= len(piece)
+                await writer.write(piece)
                 await asyncio.sleep(0)
         finally:
             self.reserved = 0
-            if not self.transport.is_closing():
-                self.transport.set_write_buffer_limits(high=self._deliveries.reader_bytes)
+            self._limit_buffer(self._deliveries.reader_bytes)
+        await writer.drain()
+
+    def _limit_buffer(self, size: int) -> None:
+        """Let writes wait only beyond `size` unread bytes."""
+        # uvloop raises RuntimeError for a connection that is lost.
+        if not self.transport.is_closing():
+            self.transport.set_write_buffer_limits(high=size)
 
     async def write(self, response: web.StreamResponse, data: bytes) -> None:
         """Write to the client. Waits only if its buffer or the common memory is full. Raises ClientGone."""
@@ -117,7 +128,7 @@ class Delivery:
     def look(self, now: float) -> None:
         """Update the held bytes. If nothing is unread, begin a new measurement of the rate."""
         unread = self.unread
-        self._deliveries.hold(self, max(self.reserved, unread))
+        self._deliveries.hold(self, unread + self.reserved)
         if not unread:
             self.mark(now)
 
@@ -126,7 +137,7 @@ class Delivery:
 
 
 class WholeBody(Payload):
-    """Body of a large answer. length: its size in bytes."""
+    """Body of a large answer, which can be written once. length: its size in bytes."""
 
     def __init__(self, delivery: Delivery, parts: list[bytes | memoryview], length: int) -> None:
         super().__init__(parts, content_type="application/json")
@@ -143,6 +154,8 @@ class WholeBody(Payload):
                 if len(piece) >= PIECE_BYTES:
                     yield bytes(piece)
                     piece.clear()
+        # aiohttp keeps a response until the connection's next one, so the answer must not stay in it.
+        self._parts.clear()
         if piece:
             yield bytes(piece)
 
@@ -182,8 +195,9 @@ class Deliveries:
     def held(self) -> int:
         return self._budget.held
 
-    def open(self, request: web.Request, owner: str) -> Delivery:
-        """Return the delivery of a request's connection. Raises ClientGone."""
+    @contextmanager
+    def open(self, request: web.Request, owner: str) -> Iterator[Delivery]:
+        """Yield the delivery of a request's connection. Raises ClientGone."""
         # uvloop's transports have the methods of asyncio's and inherit from none of its classes.
         transport = cast(asyncio.WriteTransport | None, request.transport)
         if transport is None:
@@ -194,7 +208,14 @@ class Deliveries:
         self._hold_for(delivery, owner)
         delivery.is_open, delivery.reserved, delivery.on_full = True, 0, None
         transport.set_write_buffer_limits(high=self.reader_bytes)
-        return delivery
+        try:
+            yield delivery
+        except BaseException:
+            delivery.reserved = 0
+            self.hold(delivery, delivery.unread)
+            raise
+        finally:
+            delivery.is_open = False
 
     def hold(self, delivery: Delivery, size: int) -> None:
         """Set a delivery's share of the common memory to `size` bytes."""
@@ -208,7 +229,7 @@ class Deliveries:
             asyncio.get_running_loop().call_soon(self._grant)
 
     async def wait_for_room(self, delivery: Delivery, size: int) -> None:
-        """Wait until the common memory has room for a delivery of `size` bytes, and hold it."""
+        """Wait until the common memory has room for `size` unread bytes of a delivery in all, and hold them."""
         if not self._is_granting and self.has_room(delivery, size):
             self._give(delivery, size)
             return
@@ -245,7 +266,7 @@ class Deliveries:
     def _give(self, delivery: Delivery, size: int) -> None:
         self._num_grants += 1
         self._turns.put(delivery.owner, self._num_grants)
-        delivery.reserved = size
+        delivery.reserved = max(0, size - delivery.unread)
         self.hold(delivery, size)
 
     async def watch(self) -> None:
@@ -258,7 +279,8 @@ class Deliveries:
         """Forget connections without unread bytes; cut off clients that read too slowly."""
         for transport, delivery in list(self._open.items()):
             delivery.look(now)
-            if transport.is_closing() or not (delivery.is_open or delivery.reserved or delivery.unread):
+            has_more = delivery.reserved and not transport.is_closing()
+            if not (delivery.is_open or delivery.unread or has_more):
                 self.hold(delivery, 0)
                 del self._open[transport]
             elif now - delivery.marked >= self._window:

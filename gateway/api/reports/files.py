@@ -40,25 +40,19 @@ async def send_file(request: web.Request, name: str, kind: str, parts: AsyncIter
         # A client would take a body after HEAD for the connection's next answer.
         return response
     principal = request.get(PRINCIPAL)
+    owner = OPERATORS if principal is None else principal.tenant.id
     try:
-        delivery = request.config_dict[DELIVERIES].open(
-            request, OPERATORS if principal is None else principal.tenant.id
-        )
-    except ClientGone:
-        return response
-    try:
-        async with asyncio.timeout(EXPORT_SECONDS), request.config_dict[AUTH].while_valid(watched_by(request)):
-            async for part in parts:
-                await delivery.write(response, part)
-            await response.write_eof()
+        with request.config_dict[DELIVERIES].open(request, owner) as delivery:
+            async with asyncio.timeout(EXPORT_SECONDS), request.config_dict[AUTH].while_valid(watched_by(request)):
+                async for part in parts:
+                    await delivery.write(response, part)
+                await response.write_eof()
     except ClientGone:
         pass
     except (GatewayError, TimeoutError) as error:
         log.warning("the export %s was aborted: %s", name, getattr(error, "message", "it took too long"))
         if request.transport is not None:
             request.transport.abort()
-    finally:
-        delivery.is_open = False
     return response
 
 

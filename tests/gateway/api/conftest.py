@@ -40,13 +40,16 @@ Ask = Callable[..., Awaitable[Reader]]
 
 @pytest.fixture
 async def ask() -> AsyncIterator[Ask]:
-    """Send a request and read nothing; closes all connections at the end."""
+    """Return a sender of requests whose answers are not read. It closes all connections at the end.
+
+    ends: whether the connection ends with its answer.
+    """
     made: list[Reader] = []
 
-    async def send(gateway: Gateway, client: Client, **body: Any) -> Reader:
+    async def send(gateway: Gateway, client: Client, *, ends: bool = False, **body: Any) -> Reader:
         reader, writer = await connect(gateway, receive_buffer=2**12)
         raw = json.dumps({"model": BASE_MODEL, "prompt": "Hi", **body}).encode()
-        writer.write(head(client, len(raw)) + raw)
+        writer.write(head(client, len(raw))[:-2] + b"Connection: close\r\n" * ends + b"\r\n" + raw)
         made.append(Reader(reader, writer))
         return made[-1]
 

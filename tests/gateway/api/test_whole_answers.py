@@ -2,11 +2,22 @@
 
 import asyncio
 import itertools
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import Mock
 
+import aiohttp
+import msgspec
 import pytest
 from aiohttp.http_writer import StreamWriter
+from multidict import CIMultiDict
 
+from gateway.api.inference import completions
+from gateway.api.inference.delivery import WholeBody
+from gateway.errors import UpstreamFailed
+from gateway.fleet.answers import read_answer
 from gateway.fleet.large_objects import PIECE_BYTES
 from testing.gateway.running import until
 from tests.gateway.api.conftest import Ask
@@ -16,33 +27,57 @@ from tests.gateway.api.test_delivery import MANY, UNREAD, metric
 LARGE = 7 * 2**20
 
 
-async def test_a_large_answer_is_sent_in_pieces_between_which_others_run(serve: Any, monkeypatch: pytest.MonkeyPatch):
-    turns, at_writes = 0, list[tuple[int, int]]()
+@asynccontextmanager
+async def turns_counted() -> AsyncIterator[list[int]]:
+    """Yield the number of turns that the event loop has given to another task."""
+    turns = [0]
 
     async def count() -> None:
-        nonlocal turns
         while True:
-            turns += 1
+            turns[0] += 1
             await asyncio.sleep(0)
 
-    write = StreamWriter.write
+    counting = asyncio.create_task(count())
+    try:
+        yield turns
+    finally:
+        counting.cancel()
+
+
+async def test_others_run_between_the_pieces_of_an_answer_that_is_received():
+    """All of it has arrived, so nothing else makes the reader wait."""
+    answer = msgspec.json.encode({"id": "x", "pad": "x" * LARGE})
+    content = aiohttp.StreamReader(Mock(), 2**30)
+    content.feed_data(answer)
+    content.feed_eof()
+    lengths = CIMultiDict({"x-loraplex-fields": f'{{"id":3,"pad":{LARGE + 2}}}'})
+    response = cast(Any, SimpleNamespace(content_length=len(answer), content=content, headers=lengths))
+
+    async def reserve(size: int) -> None:
+        assert size == len(answer)
+
+    async with turns_counted() as turns:
+        fields = await read_answer(response, 2**23, reserve, is_own=True)
+    assert len(fields["pad"]) == LARGE + 2
+    assert turns[0] >= LARGE // PIECE_BYTES
+
+
+async def test_a_large_answer_is_sent_in_pieces_between_which_others_run(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    write, sent = StreamWriter.write, list[tuple[int, int]]()
 
     async def recorded(self: StreamWriter, chunk: Any, **options: Any) -> None:
         if len(chunk) > PIECE_BYTES // 2:
-            at_writes.append((turns, len(chunk)))
+            sent.append((turns[0], len(chunk)))
         await write(self, chunk, **options)
 
     async with serve() as gateway:
         acme = await gateway.tenant("acme", **MANY)
         small = await acme.complete(x_engine={"pad": 3})
         monkeypatch.setattr(StreamWriter, "write", recorded)
-        counting = asyncio.create_task(count())
-        got = await acme.complete(x_engine={"pad": LARGE})
-        counting.cancel()
+        async with turns_counted() as turns:
+            got = await acme.complete(x_engine={"pad": LARGE})
     assert (got.json.pop("pad"), small.json.pop("pad")) == ("x" * LARGE, "xxx")
     assert got.json.keys() == small.json.keys()
-    # The engine of this test writes its answer at once, and in this process too.
-    sent = [each for each in at_writes if each[1] < LARGE]
     assert sum(size for _, size in sent) >= LARGE
     assert max(size for _, size in sent) <= 2 * PIECE_BYTES
     assert all(after > before for (before, _), (after, _) in itertools.pairwise(sent))
@@ -55,7 +90,7 @@ async def test_a_client_that_leaves_while_a_large_answer_is_sent_returns_its_mem
 
     async def leaves_at_the_first(self: StreamWriter, chunk: Any, **options: Any) -> None:
         await write(self, chunk, **options)
-        if PIECE_BYTES <= len(chunk) < LARGE and not leaving.is_set():
+        if len(chunk) >= PIECE_BYTES and not leaving.is_set():
             reader.writer.transport.abort()
             leaving.set()
 
@@ -80,19 +115,98 @@ async def test_all_of_a_large_answer_counts_as_unread_before_it_is_sent(
     """A client that does not read and one whose answer is only begun hold the same memory."""
     write, begun, goes_on = StreamWriter.write, asyncio.Event(), asyncio.Event()
 
-    async def stops_at_the_second(self: StreamWriter, chunk: Any, **options: Any) -> None:
+    async def stops_at_the_first(self: StreamWriter, chunk: Any, **options: Any) -> None:
         await write(self, chunk, **options)
-        if PIECE_BYTES <= len(chunk) < LARGE:
+        if len(chunk) >= PIECE_BYTES:
             begun.set()
             await goes_on.wait()
 
     async with serve() as gateway:
         acme = await gateway.tenant("acme", **MANY)
-        monkeypatch.setattr(StreamWriter, "write", stops_at_the_second)
+        monkeypatch.setattr(StreamWriter, "write", stops_at_the_first)
         reader = await ask(gateway, acme, x_engine={"pad": LARGE})
         await asyncio.wait_for(begun.wait(), 30.0)
         # Longer than the interval between two looks at the connections.
         await asyncio.sleep(1.2)
-        assert await metric(gateway, UNREAD) >= LARGE
+        # The system's buffers may have taken the first piece.
+        assert await metric(gateway, UNREAD) > LARGE - 2 * PIECE_BYTES
         goes_on.set()
         await reader.find(b'"usage"')
+
+
+@pytest.mark.parametrize("ends", [False, True])
+async def test_an_unread_large_answer_is_counted_and_cut_off_also_if_its_connection_ends(
+    ends: bool, serve: Any, ask: Ask
+):
+    async with serve(client_timeout=1.5) as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        reader = await ask(gateway, acme, ends=ends, x_engine={"pad": LARGE})
+
+        async def is_cut() -> bool:
+            return await metric(gateway, "loraplex_gateway_slow_readers_cut_total") == 1
+
+        seen = []
+
+        async def is_counted() -> bool:
+            seen.append(await metric(gateway, UNREAD))
+            return await is_cut()
+
+        await until(is_counted)
+        assert max(seen) > PIECE_BYTES
+        assert len(await reader.rest()) < LARGE
+
+
+async def test_a_client_that_still_reads_gets_all_of_a_large_answer_while_the_gateway_stops(serve: Any, ask: Ask):
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        reader = await ask(gateway, acme, x_engine={"pad": LARGE})
+
+        async def is_sent() -> bool:
+            return await metric(gateway, UNREAD) > PIECE_BYTES and len(await acme.usage()) == 1
+
+        await until(is_sent)
+
+        async def read_late() -> bytes:
+            # The gateway has stopped listening and waits for its requests by then.
+            await asyncio.sleep(1.0)
+            return await reader.rest()
+
+        reading = asyncio.create_task(read_late())
+    got = await reading
+    assert len(got) > LARGE
+    assert got.endswith(b"}")
+
+
+async def test_an_answer_that_fails_returns_the_memory_that_it_was_granted(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    """Its client keeps the connection, and uses it for other requests."""
+
+    async def fails(*arguments: Any, **options: Any) -> Any:
+        await read_answer(*arguments, **options)
+        raise UpstreamFailed("The engine's answer is not as long as its header says.")
+
+    monkeypatch.setattr(completions, "read_answer", fails)
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        assert (await acme.complete(x_engine={"pad": LARGE})).status == 502
+
+        async def is_returned() -> bool:
+            assert (await acme.get("/v1/models")).status == 200
+            return await metric(gateway, UNREAD) == 0
+
+        await until(is_returned, 10.0)
+
+
+async def test_a_connection_keeps_nothing_of_an_answer_that_was_read(serve: Any, monkeypatch: pytest.MonkeyPatch):
+    bodies, init = list[WholeBody](), WholeBody.__init__
+
+    def recorded(self: WholeBody, *arguments: Any) -> None:
+        init(self, *arguments)
+        bodies.append(self)
+
+    monkeypatch.setattr(WholeBody, "__init__", recorded)
+    async with serve() as gateway:
+        acme = await gateway.tenant("acme", **MANY)
+        got = await acme.complete(x_engine={"pad": LARGE})
+        assert len(got.json["pad"]) == LARGE
+        [body] = bodies
+        await until(lambda: asyncio.sleep(0, body.decode() == ""))
