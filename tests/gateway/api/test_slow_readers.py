@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import socket
+from contextlib import AbstractContextManager
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -13,7 +14,8 @@ from aiohttp import web
 from gateway.api.inference.delivery import Deliveries, Delivery
 from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_delivery import LONG, MANY, check_billed, metric
+from tests.gateway.api.conftest import Ask
+from tests.gateway.api.test_delivery import LONG, MANY, UNREAD, check_billed, metric
 from tests.gateway.api.test_time_limits import head
 
 # A fifth of the least rate.
@@ -25,7 +27,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the system buffer little of an answer: with a large buffer the gateway sees no progress of a slow reader."""
     opened = Deliveries.open
 
-    def open_small(deliveries: Deliveries, request: web.Request, owner: str) -> Delivery:
+    def open_small(deliveries: Deliveries, request: web.Request, owner: str) -> AbstractContextManager[Delivery]:
         assert request.transport is not None
         request.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**12)
         return opened(deliveries, request, owner)
@@ -74,3 +76,18 @@ async def test_a_reader_of_some_bytes_a_second_is_cut_off_and_billed(stream: boo
             assert sum(read) < 7 * 2**20
 
             await check_billed(gateway, slow, upstream)
+
+
+@pytest.mark.usefixtures("small_buffers")
+async def test_an_unread_answer_counts_and_is_cut_off_also_if_its_connection_closes_behind_it(serve: Any, ask: Ask):
+    """The server has nothing left to write, so it closes the connection and only the unread bytes keep it."""
+    async with serve(client_timeout=1.5) as gateway:
+        acme, seen = await gateway.tenant("acme", **MANY), []
+        await ask(gateway, acme, ends=True, x_engine={"pad": 500_000})
+
+        async def is_cut() -> bool:
+            seen.append(await metric(gateway, UNREAD))
+            return await metric(gateway, "loraplex_gateway_slow_readers_cut_total") == 1
+
+        await until(is_cut)
+        assert max(seen) > 2**18

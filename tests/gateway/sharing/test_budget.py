@@ -46,8 +46,8 @@ def test_owners_that_take_turns_leave_as_much():
 class Unread:
     """A connection with nothing unread."""
 
-    def is_closing(self) -> bool:
-        return True
+    def get_write_buffer_size(self) -> int:
+        return 0
 
 
 class Answers:
