@@ -46,9 +46,10 @@ bench: $(STAMP)
 
 # Tests and measures kernels and engine on this machine's GPU in about 16 minutes, with the torch and triton of PYTHON;
 # `make gpu FLAGS='--part 1'` and `--part 2` take at most 9 minutes each.
-# `make gpu FLAGS=--dry-run` shows without a GPU that all of it runs.
-gpu:
-	$(PYTHON) -m benchmarks.gpu $(FLAGS)
+# `make gpu FLAGS=--dry-run` shows without a GPU that all of it runs; it uses .venv, because PYTHON may lack torch.
+DRY := $(findstring --dry-run,$(FLAGS))
+gpu: $(if $(DRY),$(STAMP))
+	$(if $(DRY),$(BIN)/python,$(PYTHON)) -m benchmarks.gpu $(FLAGS)
 
 # torch comes first and alone, so that no other package's requirement picks a build with CUDA.
 $(STAMP): pyproject.toml constraints.txt

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ import torch
 from benchmarks.gpu import results
 from benchmarks.gpu.__main__ import SECTIONS
 from benchmarks.kernels import run
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.gpu  # elsewhere, the report's dry run below does the same
@@ -99,9 +102,24 @@ def test_each_call_of_make_gpu_takes_at_most_9_minutes():
         assert sum(section.seconds for section in SECTIONS.values() if section.part == part) <= 530
 
 
+@pytest.mark.parametrize(
+    ("flags", "python"), [("--dry-run", ".venv/bin/python"), ("--part 1 --dry-run", ".venv/bin/python"), ("", "own")]
+)
+def test_a_dry_run_uses_the_projects_environment_and_a_gpu_the_machines_own_torch(flags, python):
+    # `make test` passes its own flags and variables on in MAKEFLAGS.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    shown = subprocess.run(
+        ["make", "-n", "-W", "pyproject.toml", "gpu", "PYTHON=own", f"FLAGS={flags}"],
+        capture_output=True, text=True, cwd=ROOT, env=environment, check=True,
+    )  # fmt: skip
+    *before, command = shown.stdout.splitlines()
+    assert command.split() == [python, "-m", "benchmarks.gpu", *flags.split()]
+    assert ("touch .venv/.installed" in before) == ("--dry-run" in flags), "an older environment is brought up to date"
+
+
 def run_dry(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
     )
 
 
