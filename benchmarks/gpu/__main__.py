@@ -45,8 +45,8 @@ SECTIONS = {
     "kernels": Section("Each kernel", 55, "each_kernel", "figures"),
     "8-bits": Section("Products with FP8 and int8 weights", 50, "eight_bits", "figures"),
     "answers": Section("The engine's answers beside transformers and peft", 45, "whole_engine", "same_answers"),
-    "engine": Section("The engine's speed beside transformers and peft", 150, "whole_engine", "speed", 2),
-    "served": Section("The engine as it serves", 240, "served", "figures", 2),
+    "engine": Section("The engine's speed beside transformers and peft", 135, "whole_engine", "speed", 2),
+    "served": Section("The engine as it serves", 255, "served", "figures", 2),
     "http": Section("The engine over HTTP", 140, "over_http", "figures", 2),
     "plans": Section("Other tile sizes", 60, "plans", "figures"),
 }

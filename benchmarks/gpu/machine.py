@@ -21,7 +21,8 @@ LLAMA_3_1_8B: dict[str, Any] = {
     "head_dim": 128,
     "rms_norm_eps": 1e-5,
     "rope_theta": 500000.0,
-    "max_position_embeddings": 8192,
+    # The longest context, and its answer.
+    "max_position_embeddings": 32768 + 256,
     "tie_word_embeddings": False,
     "bos_token_id": 0,
     "eos_token_id": 1,

@@ -13,6 +13,7 @@ import torch
 
 from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
+from benchmarks.gpu.decode import floor_ms
 from benchmarks.gpu.files import write_adapter, write_model
 from benchmarks.gpu.machine import Machine
 from benchmarks.kernels.measure import asked
@@ -22,6 +23,7 @@ from engine.model.families import parse_model_config
 from engine.scheduling.request import NewRequest, SamplingParams
 
 PROMPT_TOKENS = 32
+RANK = 16
 
 
 @contextmanager
@@ -36,24 +38,32 @@ def running(
     machine: Machine, model: Path, dtype: torch.dtype, max_rank: int, *, prefix_caching: bool = False
 ) -> Iterator[tuple[Engine, HostCache]]:
     host = HostCache(None, BaseShape.from_config_dir(model), 32 << 30, dtype)
-    is_card = machine.device.type == "cuda"
-    config = EngineConfig(
-        model=str(model),
-        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
-        device=machine.device.type,  # type: ignore[arg-type]
-        max_num_seqs=max(machine.engine_batches) + 8,
-        max_num_batched_tokens=machine.step_tokens,
-        kv_cache_memory=(8 << 30) if is_card else (64 << 20),
-        adapter_memory=(6 << 30) if is_card else (64 << 20),
-        max_lora_rank=max_rank,
-        enable_prefix_caching=prefix_caching,
-    )
-    engine = Engine(config, host)
+    engine = Engine(engine_config(machine, model, dtype, max_rank, prefix_caching=prefix_caching), host)
     try:
         yield engine, host
     finally:
         engine.close()
         host.close()
+
+
+def engine_config(
+    machine: Machine, model: Path, dtype: torch.dtype, max_rank: int, *, prefix_caching: bool
+) -> EngineConfig:
+    """Return the configuration of the engines. A GPU's memory holds all streams of a measurement at the same time, and
+    their adapters.
+    """
+    is_card = machine.device.type == "cuda"
+    return EngineConfig(
+        model=str(model),
+        dtype=str(dtype).removeprefix("torch."),  # type: ignore[arg-type]
+        device=machine.device.type,  # type: ignore[arg-type]
+        max_num_seqs=max(machine.engine_batches) + 8,
+        max_num_batched_tokens=machine.step_tokens,
+        kv_cache_memory=(12 << 30) if is_card else (64 << 20),
+        adapter_memory=(12 << 30) if is_card else (64 << 20),
+        max_lora_rank=max_rank,
+        enable_prefix_caching=prefix_caching,
+    )
 
 
 def prompt(i: int, vocab_size: int) -> list[int]:
@@ -121,21 +131,23 @@ def speed(machine: Machine) -> Iterator[str]:
         model = write_model(raw, folder / "model", machine.dtype, machine.device)
         count = machine.engine_adapters
         paths = [
-            write_adapter(raw, folder / f"a{i}", 16, machine.dtype, machine.device, i)
+            write_adapter(raw, folder / f"a{i}", RANK, machine.dtype, machine.device, i)
             for i in range(count + machine.disturbances)
         ]
         ours = {}
-        with running(machine, model, machine.dtype, 16) as (engine, host):
+        with running(machine, model, machine.dtype, RANK) as (engine, host):
             digests = [host.add_path(path) for path in paths[:count]]
             for size in machine.engine_batches:
                 ours[size] = decode_rate(engine, machine, [digests[i % count] for i in range(size)])
-                yield f"ours, {size} requests: {ours[size]:.0f} tokens/s"
+                floor = floor_of(machine, engine, size, min(size, count), machine.new_tokens)
+                share = ours[size] * floor / (1000 * size)
+                yield f"ours, {size} requests: {ours[size]:.0f} tokens/s, {share:.0%} of what the floor allows"
             yield ""
             yield from disturbance(engine, host, machine, paths[count:])
         if machine.device.type == "cuda":
             torch.cuda.empty_cache()
         yield ""
-        yield f"| requests, {count} adapters of rank 16 mixed | ours, tokens/s | peft, tokens/s | ratio |"
+        yield f"| requests, {count} adapters of rank {RANK} mixed | ours, tokens/s | peft, tokens/s | ratio |"
         yield "|---|---|---|---|"
         tuned = load_peft(machine, model, paths[:count])
         found = []
@@ -158,6 +170,12 @@ def decode_rate(engine: Engine, machine: Machine, adapters: list[str]) -> float:
     return tokens / (time.perf_counter() - started)
 
 
+def floor_of(machine: Machine, engine: Engine, streams: int, adapters: int, new_tokens: int) -> float:
+    """Return the floor of a step in the middle of the streams' answers, in ms."""
+    contexts = [PROMPT_TOKENS + new_tokens // 2] * streams
+    return floor_ms(machine, engine.model_config, contexts, float(machine.dtype.itemsize), [RANK] * adapters)
+
+
 def add(engine: Engine, machine: Machine, adapters: list[str], new_tokens: int | None = None) -> None:
     params = SamplingParams(max_tokens=new_tokens or machine.new_tokens, temperature=0, ignore_eos=True)
     for i, adapter in enumerate(adapters):
@@ -167,14 +185,17 @@ def add(engine: Engine, machine: Machine, adapters: list[str], new_tokens: int |
 
 
 def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: list[Path]) -> Iterator[str]:
-    """Return the p99 inter-token time of running streams: beside short requests of known adapters, and of new ones."""
+    """Yield the inter-token times of running streams and their floor, beside short requests of known adapters and of
+    new ones.
+    """
     known = engine.adapters.resident[:1]
     size = max(machine.engine_batches) // 2 or 1
     steps_between = 10
     cold = [host.add_path(path) for path in newcomers]
+    new_tokens = steps_between * (len(cold) + 2)
     taken: dict[str, list[float]] = {}
     for kind, visitors in (("known", known * len(cold)), ("to be loaded", cold)):
-        add(engine, machine, known * size, steps_between * (len(cold) + 2))
+        add(engine, machine, known * size, new_tokens)
         while not all(r.is_decoding for r in engine.scheduler.requests.values()):
             engine.step()
         times = taken[kind] = []
@@ -188,13 +209,17 @@ def disturbance(engine: Engine, host: HostCache, machine: Machine, newcomers: li
                 times.append(1000 * (time.perf_counter() - started))
         while engine.has_work():
             engine.step()
-    yield f"| {size} streams decode, every {steps_between} steps a request comes for an adapter | p50, ms | p99, ms |"
-    yield "|---|---|---|"
+    # A middle step is one without a visitor: that of the streams' own adapter.
+    floor = floor_of(machine, engine, size, len(known), new_tokens)
+    what = f"{size} streams decode, every {steps_between} steps a request comes for an adapter"
+    yield f"| {what} | p50, ms | p99, ms | floor, ms | p50, of the floor |"
+    yield "|---|---|---|---|---|"
     p99 = {kind: statistics.quantiles(times, n=100)[98] for kind, times in taken.items()}
     for kind, times in taken.items():
-        yield f"| {kind} | {statistics.median(times):.2f} | {p99[kind]:.2f} |"
+        middle = statistics.median(times)
+        yield f"| {kind} | {middle:.2f} | {p99[kind]:.2f} | {floor:.2f} | {floor / middle:.0%} |"
     ratio = p99["to be loaded"] / p99["known"]
-    yield f"| p99 of the second to the first | | {ratio:.2f} |"
+    yield f"| p99 of the second to the first | | {ratio:.2f} | | |"
     yield ""
     yield asked("inter-token p99 while adapters are loaded, to without", ratio, most=1.1)
 

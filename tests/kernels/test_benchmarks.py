@@ -12,7 +12,13 @@ import torch
 
 from benchmarks.gpu import results
 from benchmarks.gpu.__main__ import SECTIONS
+from benchmarks.gpu.decode import PAGE_RANK
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.served import RANKS, differing
+from benchmarks.gpu.whole_engine import engine_config
 from benchmarks.kernels import run
+from engine.sizing import estimate
+from engine.sizing_speed import ExpectedLoad
 
 ROOT = Path(__file__).parents[2]
 
@@ -57,11 +63,33 @@ def test_every_section_of_the_gpu_report_runs_dry_without_the_gateways_packages(
     columns = {column for table in written["tables"] for column in table["columns"]}
     assert {"step, ms", "floor, ms", "of the floor", "tokens/s", "of the base"} <= columns
     assert any("prefill of 50 tokens, of the matrix rate" in verdict["what"] for verdict in written["verdicts"])
+    for what in (
+        "streams and arriving prompts, of the floor",
+        "contexts 5 to 200 as served, of the memory's floor",
+        "first token of a prompt of 40, of the floor",
+        "first token of a cached prompt, of a new one",
+    ):
+        assert any(verdict["what"] == what for verdict in written["verdicts"]), what
+    assert_rows(written["tables"], "tokens/s", ["base", "contexts 5 to 200", "2 adapters of rank 16"])
+    assert_rows(written["tables"], "ms", ["prompt of 40, new", "prompt of 40, again, 32 cached"])
+    assert_rows(written["tables"], "p50, ms", ["known", "to be loaded"])
     page = (tmp_path / "gpu.md").read_text()
     assert "![served](gpu-served.svg)" in page
     assert "<rect" in (tmp_path / "gpu-served.svg").read_text()
     assert "| rank 16 | 99.6 % |" in page, "the predictions"
     assert "Not measured: the engine's HTTP server needs packages" in page
+
+
+def assert_rows(tables, column, names):
+    """Assert that tables with the column have these rows, each with a floor and what it reaches of it."""
+    rows = {}
+    for table in tables:
+        if column in table["columns"] and "floor, ms" in table["columns"]:
+            rows |= {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+    for name in names:
+        assert float(rows[name]["floor, ms"]) > 0, name
+        share = rows[name].get("of the floor") or rows[name]["p50, of the floor"]
+        assert share.endswith("%"), name
 
 
 @pytest.mark.heavy
@@ -97,6 +125,20 @@ text
     assert "bf16 (floor)" in (tmp_path / "r-decode.svg").read_text()
 
 
+def test_the_measured_engine_holds_all_streams_and_adapters_of_a_line(tmp_path):
+    """Streams that wait for blocks or pages decode after the others, beside fewer than the line says."""
+    machine = Machine()
+    streams = max(machine.engine_batches)
+    prompts = differing(machine, streams)
+    assert (len(prompts), min(prompts), max(prompts)) == (64, 128, 32_768)
+    (tmp_path / "config.json").write_text(json.dumps(machine.model))
+    config = engine_config(machine, tmp_path, machine.dtype, max(RANKS), prefix_caching=True)
+    memory = estimate(config, "h200", ExpectedLoad(adapters=streams, rank=16, prompt_tokens=64, output_tokens=8)).memory
+    assert memory.context >= max(prompts) + machine.new_tokens + 2
+    assert memory.kv_tokens >= sum(prompts) + streams * (machine.new_tokens + 2 + config.block_size)
+    assert memory.num_pages >= streams // len(RANKS) * sum(RANKS) // PAGE_RANK
+
+
 def test_each_call_of_make_gpu_takes_at_most_9_minutes():
     for part in (1, 2):
         assert sum(section.seconds for section in SECTIONS.values() if section.part == part) <= 530
@@ -118,9 +160,7 @@ def test_a_dry_run_uses_the_projects_environment_and_a_gpu_the_machines_own_torc
 
 
 def run_dry(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False
-    )
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
 
 
 @pytest.mark.gpu
