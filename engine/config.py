@@ -143,6 +143,9 @@ class EngineConfig:
         by_device=ByDevice(cpu=4 << 30, gpu=Times(4, "adapter_memory")),
         help="Host memory for adapters.",
     )
+    engines_on_host: int = option(
+        1, least=1, help="Engines that share this host's memory; divides the defaults that depend on it."
+    )
     generation_config: GenerationConfig = option(
         "auto", help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none)."
     )

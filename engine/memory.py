@@ -2,7 +2,7 @@
 
 On a GPU an engine uses a share of the memory, `gpu_memory_utilization`, as vLLM does: activations and graphs are
 measured by steps of the largest shape before the KV blocks are allocated. The CPU allocates at the first write, so
-sizes are fixed there unless a share is given.
+sizes are fixed there unless a share is given. The host's memory counts by equal parts, for each of `engines_on_host`.
 """
 
 import logging
@@ -17,7 +17,8 @@ from wire.options import Times
 log = logging.getLogger(__name__)
 
 # Sizes on devices whose memory is not measured. They are at most these parts of the memory that the loaded model
-# leaves: the tables fill with use, and a container's engine that exceeds its limit is killed.
+# leaves of the engine's part of the host: the tables fill with use, and a container's engine that exceeds its limit is
+# killed.
 FIXED_KV_CACHE, FIXED_ADAPTERS = 2 << 30, 1 << 30
 KV_CACHE_PART, ADAPTERS_PART, HOST_ADAPTERS_PART = 1 / 4, 1 / 8, 1 / 4
 # Default of the adapters' memory: a quarter of what the weights leave, at most this.
@@ -109,11 +110,11 @@ def _check_sizes(config: EngineConfig, platform: Platform) -> None:
 
 def fixed_kv_cache(config: EngineConfig, platform: Platform, used: int) -> int:
     """Return the bytes of the KV cache on a device whose memory is not measured. used: bytes of the loaded model."""
-    return config.kv_cache_memory or _part(FIXED_KV_CACHE, KV_CACHE_PART, platform, used)
+    return config.kv_cache_memory or _part(FIXED_KV_CACHE, KV_CACHE_PART, config, platform, used)
 
 
-def _part(most: int, part: float, platform: Platform, used: int) -> int:
-    return max(1, min(most, int((platform.total_memory() - used) * part)))
+def _part(most: int, part: float, config: EngineConfig, platform: Platform, used: int) -> int:
+    return max(1, min(most, int((platform.total_memory() // config.engines_on_host - used) * part)))
 
 
 def adapter_bytes(config: EngineConfig, share: Share | None, used: int, platform: Platform) -> int:
@@ -123,7 +124,7 @@ def adapter_bytes(config: EngineConfig, share: Share | None, used: int, platform
     if config.adapter_memory is not None:
         return config.adapter_memory
     if share is None:
-        return _part(FIXED_ADAPTERS, ADAPTERS_PART, platform, used)
+        return _part(FIXED_ADAPTERS, ADAPTERS_PART, config, platform, used)
     if used >= share.num_bytes:
         raise ConfigError("gpu_memory_utilization", f"the model does not fit: {_spent(share, used)}")
     return min(MAX_ADAPTERS, (share.num_bytes - used) // 4)
@@ -132,12 +133,13 @@ def adapter_bytes(config: EngineConfig, share: Share | None, used: int, platform
 def host_adapter_bytes(config: EngineConfig, on_device: int, platform: Platform, host: Platform, used: int) -> int:
     """Return the limit of the host tier of adapters. on_device: bytes of the device tier. used: see `adapter_bytes`.
 
-    The default is at most half of the host's memory on a GPU, and HOST_ADAPTERS_PART of what is left on the CPU.
+    The default is at most half of the engine's part of the host's memory on a GPU, and HOST_ADAPTERS_PART of what is
+    left of it on the CPU.
     """
     value = device_default(config, "host_adapter_memory", is_gpu=not platform.is_host)
     if not isinstance(value, Times):
-        return config.host_adapter_memory or _part(value, HOST_ADAPTERS_PART, host, used)
-    return max(1, min(value.factor * on_device, host.total_memory() // 2))
+        return config.host_adapter_memory or _part(value, HOST_ADAPTERS_PART, config, host, used)
+    return max(1, min(value.factor * on_device, host.total_memory() // (2 * config.engines_on_host)))
 
 
 def count_blocks(config: EngineConfig, share: Share, needs: Needs, block_bytes: int, least: int) -> int:

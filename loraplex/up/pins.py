@@ -1,6 +1,8 @@
-"""Pins of several engines on one machine: a GPU for each, or on the CPU a share of the cores.
+"""Pins of several engines on one machine: a GPU for each, or on the CPU a share of the cores; and an equal part of the
+host's memory.
 
-Unpinned engines would all take the first GPU, or as many threads each as there are cores.
+Unpinned engines would all take the first GPU, or as many threads each as there are cores, and memory as if each were
+alone.
 """
 
 import os
@@ -9,7 +11,7 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from itertools import zip_longest
 from pathlib import Path
@@ -38,7 +40,8 @@ class Pin:
 
 
 def choose_pins(count: int, engine_args: str, gpus: Callable[[], Sequence[str]] | None = None) -> list[Pin]:
-    """Return a pin for each engine; a single engine has the whole machine. engine_args: the engines' flags.
+    """Return a pin for each engine; a single engine has the whole machine, several share its memory. engine_args: the
+    engines' flags.
 
     gpus: returns the GPUs that torch would use; default: `usable_gpus`. Raises PinError for more engines than GPUs.
     """
@@ -46,11 +49,10 @@ def choose_pins(count: int, engine_args: str, gpus: Callable[[], Sequence[str]] 
         return [Pin()]
     device = flag_value(engine_args, "--device", "auto")
     found = list((gpus or usable_gpus)()) if device in ("auto", "cuda") else []
-    if not found:
-        return _shares_of_cpus(count)
-    if count > len(found):
+    if count > len(found) > 0:
         raise PinError(f"--engines: expected at most {len(found)}, an engine for each GPU, got {count}")
-    return [Pin(f"GPU {gpu}", environment={VISIBLE: gpu}) for gpu in found[:count]]
+    pins = [Pin(f"GPU {gpu}", environment={VISIBLE: gpu}) for gpu in found[:count]] or _shares_of_cpus(count)
+    return [replace(pin, flags=("--engines-on-host", str(count), *pin.flags)) for pin in pins]
 
 
 def usable_gpus() -> list[str]:

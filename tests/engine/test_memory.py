@@ -18,6 +18,7 @@ from engine.memory import Needs, Share, adapter_bytes, count_blocks, fixed_kv_ca
 from engine.scheduling.request import NewRequest, SamplingParams
 from kernels.cgroups import memory_limit
 from kernels.cpu.platform import CpuPlatform
+from kernels.platform import platform_of
 from testing.card import Card
 from testing.engine import outputs_until_idle
 from testing.tiny import save_model
@@ -67,6 +68,28 @@ def test_the_cpus_defaults_fit_a_small_container(
     given = EngineConfig(model="x", kv_cache_memory=7, adapter_memory=8, host_adapter_memory=9)
     assert (fixed_kv_cache(given, cpu, used), adapter_bytes(given, None, used, cpu)) == (7, 8)
     assert host_adapter_bytes(given, adapters, cpu, cpu, used) == 9
+
+
+@pytest.mark.parametrize("engines", [1, 2, 8])
+def test_engines_of_one_host_stay_within_its_memory(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU each has a copy of the model; on GPUs each has the most adapters in the host's memory."""
+    total, used = 24 * GIB, GIB
+    monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: total)
+    config, cpu = EngineConfig(model="x", engines_on_host=engines), CpuPlatform()
+    adapters = adapter_bytes(config, None, used, cpu)
+    tiers = fixed_kv_cache(config, cpu, used) + adapters + host_adapter_bytes(config, adapters, cpu, cpu, used)
+    assert engines * (used + tiers) <= total
+    on_gpu = host_adapter_bytes(config, 16 * GIB, platform_of(torch.device("cuda")), cpu, used)
+    assert on_gpu == total // 2 // engines
+
+
+def test_sizes_that_are_given_are_not_divided_among_the_hosts_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: 4 * GIB)
+    given = {"kv_cache_memory": 3 * GIB, "adapter_memory": 2 * GIB, "host_adapter_memory": GIB}
+    config, cpu = EngineConfig(model="x", engines_on_host=8, **given), CpuPlatform()
+    assert fixed_kv_cache(config, cpu, GIB) == 3 * GIB
+    assert adapter_bytes(config, None, GIB, cpu) == 2 * GIB
+    assert host_adapter_bytes(config, 2 * GIB, cpu, cpu, GIB) == GIB
 
 
 NEEDS = Needs(weights=16 * GIB, adapters=8 * GIB, activations=3 * GIB, graphs=GIB)
@@ -224,6 +247,7 @@ def test_an_engine_on_the_cpu_stays_within_its_share(model: Path, request: pytes
 PEAK = """
 import torch
 from kernels.cpu.platform import CpuPlatform
+from kernels.platform import platform_of
 peak = CpuPlatform().watch_peak()
 torch.ones(64 << 20, dtype=torch.uint8)
 print(peak())

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from loraplex.up import pins
-from loraplex.up.pins import PinError, choose_pins, divide, usable_gpus
+from loraplex.up.pins import Pin, PinError, choose_pins, divide, flag_value, usable_gpus
 
 # Output of `nvidia-smi -L`; the second GPU is divided.
 LISTING = """\
@@ -17,13 +17,23 @@ GPU 1: NVIDIA H200 (UUID: GPU-91aa)
 """
 
 
+def threads(pin: Pin) -> str:
+    return flag_value(" ".join(pin.flags), "--threads", "")
+
+
 def test_an_engine_has_a_gpu_of_its_own():
     chosen = choose_pins(2, "", gpus=lambda: ["GPU-5c2f", "GPU-91aa", "GPU-3d00"])
     assert [dict(pin.environment) for pin in chosen] == [
         {"CUDA_VISIBLE_DEVICES": "GPU-5c2f"},
         {"CUDA_VISIBLE_DEVICES": "GPU-91aa"},
     ]
-    assert [(pin.cpus, pin.flags) for pin in chosen] == [((), ())] * 2
+    assert [pin.cpus for pin in chosen] == [()] * 2
+
+
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_engines_of_one_machine_know_how_many_share_its_memory(device: str):
+    flags = [" ".join(pin.flags) for pin in choose_pins(3, f"--device {device}", gpus=lambda: ["0", "1", "2"])]
+    assert [flag_value(each, "--engines-on-host", "1") for each in flags] == ["3"] * 3
 
 
 def test_more_engines_than_gpus_are_refused():
@@ -36,17 +46,17 @@ def test_engines_on_the_cpu_divide_its_cores(engine_args: str, monkeypatch: pyte
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 5})
     chosen = choose_pins(2, engine_args, gpus=lambda: ["0", "1"])
     assert sorted(cpu for pin in chosen for cpu in pin.cpus) == [0, 1, 2, 5]
-    assert [(len(pin.cpus), pin.flags, dict(pin.environment)) for pin in chosen] == [(2, ("--threads", "2"), {})] * 2
+    assert [(len(pin.cpus), threads(pin), dict(pin.environment)) for pin in chosen] == [(2, "2", {})] * 2
 
 
 def test_a_quota_is_divided_too(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     monkeypatch.setattr(pins, "usable_cpus", lambda: 4)
-    assert [(len(pin.cpus), pin.flags) for pin in choose_pins(2, "")] == [(8, ("--threads", "2"))] * 2
+    assert [(len(pin.cpus), threads(pin)) for pin in choose_pins(2, "")] == [(8, "2")] * 2
 
 
 def test_one_engine_has_the_whole_machine():
-    assert choose_pins(1, "", gpus=lambda: ["0", "1"]) == [pins.Pin()]
+    assert choose_pins(1, "", gpus=lambda: ["0", "1"]) == [Pin()]
 
 
 def test_threads_of_a_core_stay_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
