@@ -11,7 +11,7 @@ import pytest
 import redis.asyncio
 import redis.exceptions
 
-from loraplex.up import ports
+from loraplex.up import pins, ports
 from loraplex.up.config import UpConfig
 from loraplex.up.datadir import DataDir
 from loraplex.up.display import Display
@@ -155,3 +155,36 @@ def test_the_gateways_environment_holds_the_secrets_and_the_choice_of_database(t
     assert environment["LORAPLEX_DATABASE_URL"] == "postgresql://db/x"
     assert environment["LORAPLEX_KEY_PEPPER"] == data.secrets().key_pepper
     assert environment["LORAPLEX_PORT"] == "8080"
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, ["GPU-a", "GPU-b"]), ("GPU-b,GPU-c,GPU-a", ["GPU-b", "GPU-c"]), ("5, 2", ["5", "2"])],
+    ids=["all", "some", "numbers"],
+)
+async def test_each_engine_sees_only_its_own_gpu(visible, expected, tmp_path, monkeypatch):
+    """The machine has four GPUs; the parent's CUDA_VISIBLE_DEVICES, if it has one, is a choice of them."""
+    monkeypatch.setattr(pins.metadata, "version", lambda _: "2.9.0")
+    monkeypatch.setattr(pins, "_installed_gpus", lambda: ["GPU-a", "GPU-b", "GPU-c", "GPU-d"])
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    service = LocalService(config(engines=2), DataDir.open(tmp_path), Display(), pins.choose_pins(2, ""))
+    started = {}
+
+    async def start(name, argv, env, cpus=()):
+        started[name] = (argv, env, cpus)
+
+    async def healthy(child, check, timeout):
+        pass
+
+    monkeypatch.setattr(service.processes, "start", start)
+    monkeypatch.setattr(service.processes, "healthy", healthy)
+    monkeypatch.setattr(service.processes, "keep_alive", lambda child, check, timeout: None)
+    assert len(await service._start_engines()) == 2
+    assert [env["CUDA_VISIBLE_DEVICES"] for _, env, _ in started.values()] == expected
+    for argv, env, cpus in started.values():
+        assert argv[argv.index("--engines-on-host") + 1] == "2"
+        assert env["LORAPLEX_INTERNAL_TOKEN"] == service.secrets.internal_token
+        assert cpus == ()
