@@ -85,7 +85,7 @@ def assert_rows(tables, column, names):
     rows = {}
     for table in tables:
         if column in table["columns"] and "floor, ms" in table["columns"]:
-            rows |= {row[0]: dict(zip(table["columns"], row, strict=True)) for row in table["rows"]}
+            rows |= {row[0]: dict(zip(table["columns"], row, strict=False)) for row in table["rows"]}
     for name in names:
         assert float(rows[name]["floor, ms"]) > 0, name
         share = rows[name].get("of the floor") or rows[name]["p50, of the floor"]
