@@ -1,12 +1,13 @@
 """Segmented LoRA in Triton against `kernels.reference`, over ranks, popularity, base rows, shapes and tile sizes."""
 
 from dataclasses import replace
+from itertools import takewhile
 
 import pytest
 import torch
 
 from kernels import reference
-from kernels.gpu.segmented_lora import segmented_lora
+from kernels.gpu.segmented_lora import expand, segmented_lora, shrink
 from kernels.gpu.segments import DECODE, PREFILL, TileSizes, build_segments
 from kernels.reference import LoraGroup, LoraRouting
 from testing.interpreter import repeated
@@ -231,6 +232,57 @@ def test_neighbours_poison_stays_theirs(device):
     segmented_lora(y, x, group, build_segments(routing, 8))
     assert y[index == 0].isnan().all()
     assert not y[index != 0].isnan().any()
+
+
+def test_one_load_is_between_the_length_of_the_list_and_the_first_rows_of_b(device, monkeypatch):
+    """Before it reads B, an expand program reads its number of items, and each item reads rows of the tables by chunk
+    that follow from the item's number alone: nothing by slot, and nothing twice.
+    """
+    if device.type == "cuda":
+        pytest.skip("records loads in the interpreter")
+    from triton.runtime import interpreter
+
+    index = torch.tensor([2] * 20 + [-1] + [0] * 3 + [3] * 5 + [1], dtype=torch.int32)
+    y, x, group, routing = make("odd", index, torch.float32, device, ranks=(3, 16, 40, 8), max_rank=64)
+    segments = build_segments(routing, 8, tile_sizes=replace(DECODE, block_n=32))
+    planes, scales = shrink(x, group, segments), segments.chunk_scales(group.scales)
+    tables = {name: getattr(segments, name) for name in ("counts", "chunks", "pages", "rows")}
+    tables |= {"scales": scales, "y": y, "planes": planes, "B": group.b_pages}
+    loads: dict[int, list[tuple[str, list[int]]]] = {}
+    builder = type(interpreter.interpreter_builder)
+    load = builder.create_masked_load
+
+    def recording(self, pointers, mask, *rest):
+        at = sorted(set(pointers.data[mask.data].tolist()))
+        name = next((n for n, t in tables.items() if at and 0 <= at[0] - t.data_ptr() < t.nbytes), "another table")
+        found = [(each - tables[name].data_ptr()) // 4 for each in at] if name in tables else at
+        loads.setdefault(self.grid_idx[0], []).append((name, found))
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(builder, "create_masked_load", recording)
+    expand(y, planes, group, segments)
+    num_chunks, stride, max_pages = int(segments.counts[0]), segments.chunks.shape[1], segments.pages.shape[1]
+    num_items = num_chunks * 4  # tiles of 32 columns: two of each slice
+    by_item = {}
+    for program, (first, *others) in loads.items():
+        assert first == ("counts", [0])
+        items: list[list[tuple[str, list[int]]]] = [[]]
+        for name, at in others:
+            if name == "chunks" and "B" in dict(items[-1]):
+                items.append([])
+            items[-1].append((name, at))
+        by_item |= zip(range(program, num_items, len(loads)), items, strict=True)
+    assert len(by_item) == num_items
+    for item, found in by_item.items():
+        chunk, tile = divmod(item, 4)
+        before = takewhile(lambda each: each[0] != "B", found)
+        assert [each for each in before if each[0] not in ("rows", "y")] == [
+            ("chunks", [stride + chunk]),
+            ("chunks", [stride + chunk + 1]),
+            ("chunks", [2 * stride + chunk]),
+            ("scales", [chunk * scales.stride(0) + tile // 2]),
+            ("pages", [chunk * max_pages, chunk * max_pages + 1]),
+        ]
 
 
 def test_tables_are_written_before_they_are_read(device, monkeypatch):
