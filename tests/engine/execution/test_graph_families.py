@@ -26,39 +26,16 @@ from kernels.gpu.ops import TritonOps
 from kernels.platform import platform_of
 from testing import quantised_files
 from testing.engine import outputs_until_idle
+from testing.families import save_family
 from testing.recorded_graph import NothingWaits, RecordingPlatform
 from testing.tiny import save_adapter
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 160, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "eos_token_id": 1, "bos_token_id": 0,
-    "pad_token_id": None,
-}  # fmt: skip
-WINDOWS = {"sliding_window": 12, "query_pre_attn_scalar": 24, "layer_types": ["sliding_attention", "full_attention"]}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "gemma2": WINDOWS | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0},
-    "gemma3_text": WINDOWS,
-}
 pytestmark = [
     pytest.mark.heavy,
     # Padding rows hold whatever memory held; no other row reads them, but the interpreter computes them with numpy.
     pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
     pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning"),
 ]
-
-
-def save(folder: Path, family: str) -> None:
-    import transformers  # takes 7 s, so it is not imported at collection
-
-    config = transformers.AutoConfig.for_model(family, **SIZES | FAMILIES[family])
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.15) if parameter.dim() > 1 else parameter.data.uniform_(-0.5, 0.5)
-    model.save_pretrained(folder)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +63,7 @@ def test_replays_equal_eager_steps(
     monkeypatch.setattr("engine.build.resolve_graph_sizes", lambda *_: (2,))
     monkeypatch.setattr("engine.build.default_token_sizes", lambda _: (20,))
     monkeypatch.setattr("kernels.gpu.segments.MAX_ROUTED", 8)
-    save(tmp_path / "base", family)
+    save_family(tmp_path / "base", family)
     options, model = options.copy(), tmp_path / "base"
     if options.pop("quant_method", None):
         model = tmp_path / "quantised"

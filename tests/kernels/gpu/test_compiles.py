@@ -110,19 +110,29 @@ def test_other_lengths_compile_nothing(variants):
     assert [variant for variant in variants if variant["label"] == "other lengths"] == []
 
 
+QUICK = ("fp32", "defaults", "drafts")
+
+
 @pytest.fixture(scope="module")
 def counted() -> dict[str, dict]:
-    cases = ("fp32", "drafts")
-    return dict(zip(cases, run_compiler("-m", "tests.kernels.gpu.compile_while_serving", *cases), strict=True))
+    return dict(zip(QUICK, run_compiler("-m", "tests.kernels.gpu.compile_while_serving", *QUICK), strict=True))
 
 
-@pytest.mark.parametrize("case", ["fp32", "drafts"])
+@pytest.mark.parametrize("case", QUICK)
 def test_a_serving_engine_compiles_nothing(case, counted):
     """Fuzzed requests need no variant of a kernel that the engine did not launch before it was ready: prompts and
-    decodes in graphs and without, adapters, penalties, masks, top-k and top-p, log-probabilities of prompts. "drafts":
-    with speculative decoding.
+    decodes in graphs and without, adapters, cached prefixes, penalties, masks, top-k and top-p, log-probabilities of
+    prompts. "defaults": 256 requests and 8,192 tokens a step. "drafts": with speculative decoding.
     """
     check_serving(case, counted[case])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["awq", "draft model", "gemma2", "grammars", "int4", "outside", "qwen3"])
+def test_other_models_and_features_compile_nothing_while_serving(case):
+    """The cases that test_the_variants_of_a_serving_engine_compile lacks: `CASES` of compile_while_serving.py."""
+    [found] = run_compiler("-m", "tests.kernels.gpu.compile_while_serving", case)
+    check_serving(case, found)
 
 
 @pytest.mark.slow
@@ -142,4 +152,5 @@ def check_serving(case: str, found: dict) -> None:
     assert ("_round_rows" in found["ready"]) == (case in ("fp8 base", "int8 base"))
     assert ("_scale_sums" in found["ready"]) == (case == "int8 base")
     # The number depends on the measured times of steps.
-    assert (found["drafted"] > 0) == (case == "drafts")
+    assert (found["drafted"] > 0) == (case in ("drafts", "draft model"))
+    assert found["cached"] > 0
