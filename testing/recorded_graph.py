@@ -29,8 +29,9 @@ def check_no_wait(func: Any, args: Any) -> None:
         assert not any(index.dtype in (torch.bool, torch.uint8) for index in indices), f"{func} by a mask waits"
 
 
-# Methods that read a value. In inference mode torch does not show them to a dispatch mode.
-READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__")
+# Methods that read a value, `to` if its target is the host. Torch shows a dispatch mode none of them in inference mode,
+# and no copy to the CPU of a tensor that is already there.
+READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "to")
 
 
 @contextmanager
@@ -39,9 +40,10 @@ def no_reads(is_watched: Callable[[], bool]) -> Iterator[None]:
     originals = {name: getattr(Tensor, name) for name in READS}
 
     def checked(name: str) -> Callable[..., Any]:
-        def read(tensor: Tensor, *args: Any) -> Any:
-            assert not is_watched(), f"{name} waits for the device"
-            return originals[name](tensor, *args)
+        def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_read = name != "to" or _names_host(*args[:1], kwargs.get("device"))
+            assert not (is_read and is_watched()), f"{name} waits for the device"
+            return originals[name](tensor, *args, **kwargs)
 
         return read
 
@@ -52,6 +54,10 @@ def no_reads(is_watched: Callable[[], bool]) -> Iterator[None]:
     finally:
         for name, original in originals.items():
             setattr(Tensor, name, original)
+
+
+def _names_host(*targets: Any) -> bool:
+    return any(isinstance(target, (str, torch.device)) and torch.device(target).type == "cpu" for target in targets)
 
 
 class _Watching(TorchDispatchMode):

@@ -107,7 +107,20 @@ def test_replays_equal_eager_steps(
 
 
 @pytest.mark.parametrize(
-    "read", [int, bool, float, lambda x: x.item(), lambda x: x.tolist(), torch.nonzero, lambda x: x[x > 0]]
+    "read",
+    [
+        int,
+        bool,
+        float,
+        lambda x: x.item(),
+        lambda x: x.tolist(),
+        lambda x: x.cpu(),
+        lambda x: x.numpy(),
+        lambda x: x.to("cpu"),
+        lambda x: x.to(device=torch.device("cpu"), dtype=torch.float64),
+        torch.nonzero,
+        lambda x: x[x > 0],
+    ],
 )
 def test_a_read_of_a_value_counts_as_a_wait(read: Callable[[Tensor], object]) -> None:
     """In inference mode too, in which the engine captures."""
