@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.execution.graphs import GraphSizes, StepGraphs
 from engine.execution.layout import Layout, Places, Planner, PromptRows, make_batch
 from engine.execution.sampler import RowLogprobs, Seats, mark_not_finite, sample, token_logprobs
-from engine.execution.seats import AllowedTable, DrawTable, TokenTable
+from engine.execution.seats import AllowedTable, DrawTable, Row, TokenTable
 from engine.execution.transfer import Download, upload
 from engine.model.decoder import Decoder
 from engine.scheduling.plan import Plan
@@ -230,30 +230,30 @@ class Runner:
         if len(rows) != len(logits):
             [index] = upload(self.device, [rows])
             logits = logits[index]
-        is_plain = all(request.is_plain for request in requests)
-        kept = None if is_plain else self._kept_logits(requests, logits)
-        wanted = [] if is_plain else [i for i, r in enumerate(requests) if r.params.logprobs is not None]
+        special, _ = self._seats.kinds.of(requests)
+        kept = self._kept_logits(special, logits)
+        wanted = [(row, request) for row, request in special if request.params.logprobs is not None]
         if wanted:
-            [index] = upload(self.device, [np.array(wanted)])
+            [index] = upload(self.device, [np.array([row for row, _ in wanted])])
             raw = logits[index]  # the model's logits, before penalties
         tokens = sample(logits, requests, self.decoder.ops, self._seats, index=seats, lengths=lengths)
         if wanted:
-            top = [requests[i].params.logprobs or 0 for i in wanted]
+            top = [request.params.logprobs or 0 for _, request in wanted]
             found = token_logprobs(raw, tokens[index], max(top))
-            logprobs.append(([requests[i] for i in wanted], top, Download(found.tensors)))
+            logprobs.append(([request for _, request in wanted], top, Download(found.tensors)))
         # A step with drafts has several tokens of a seat. The next step knows its tokens, so any of them may stay.
         [index] = upload(self.device, [seats])
         self._last_tokens.index_copy_(0, index, tokens)
         chosen = mark_not_finite(tokens, logits)
         return Sampling(requests, Download([chosen]), logprobs, kept)
 
-    def _kept_logits(self, requests: list[Request], logits: Tensor) -> tuple[list[Request], Download] | None:
-        """Copy the model's logits, before penalties, of the requests that keep them."""
-        rows = [i for i, request in enumerate(requests) if request.params.keep_logits]
-        if not rows:
+    def _kept_logits(self, rows: Sequence[Row], logits: Tensor) -> tuple[list[Request], Download] | None:
+        """Copy the model's logits, before penalties, of those rows whose requests keep them."""
+        keeping = [(row, request) for row, request in rows if request.params.keep_logits]
+        if not keeping:
             return None
-        [index] = upload(self.device, [np.array(rows)])
-        return [requests[i] for i in rows], Download([logits[index]])
+        [index] = upload(self.device, [np.array([row for row, _ in keeping])])
+        return [request for _, request in keeping], Download([logits[index]])
 
     def _prompt_logprobs(
         self, rows: PromptRows, logits: Tensor

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.execution.logit_edits import BAN, Edits, KeptEdits, LogitEdits
 from engine.execution.masks import constrain
-from engine.execution.seats import AllowedTable, DrawTable, TokenTable
+from engine.execution.seats import AllowedTable, DrawTable, KindTable, Row, TokenTable
 from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
@@ -36,6 +36,7 @@ class Seats:
     tokens: TokenTable | None
     allowed: AllowedTable | None = None
     edits: KeptEdits = field(default_factory=KeptEdits)
+    kinds: KindTable = field(default_factory=KindTable)
 
 
 def sample(
@@ -52,29 +53,29 @@ def sample(
 
     index, lengths: each row's seat, and the number of tokens before it; see `DrawTable.columns`.
     """
-    is_plain = all(request.is_plain for request in requests)
-    if not is_plain:
-        _change(logits, requests, ops, seats)
-    if all(request.params.temperature == 0 for request in requests):
+    special, is_greedy = seats.kinds.of(requests)
+    if special:
+        _change(logits, special, ops, seats)
+    if is_greedy:
         tokens = likeliest(logits)
     else:
         tokens = ops.sample(logits, *seats.draws.upload(logits.device, seats.draws.columns(requests, index, lengths)))
-    if seats.tokens is not None and not is_plain:
-        seats.tokens.add(requests, tokens)
+    if seats.tokens is not None:
+        seats.tokens.add(special, tokens)
     return tokens
 
 
-def _change(logits: Tensor, requests: Sequence[Request], ops: Ops, seats: Seats) -> None:
-    """Apply masks, penalties, bias and bans in place."""
-    masks = [request.mask for request in requests]
+def _change(logits: Tensor, rows: Sequence[Row], ops: Ops, seats: Seats) -> None:
+    """Apply the masks, penalties, bias and bans of these rows in place."""
+    masks = [(row, request.mask) for row, request in rows if request.mask is not None]
     if seats.allowed is not None:
-        seats.allowed.forbid(logits, requests, ops)
-        masks = [None if isinstance(mask, AllowedTokens) else mask for mask in masks]
+        seats.allowed.forbid(logits, rows, ops)
+        masks = [(row, mask) for row, mask in masks if not isinstance(mask, AllowedTokens)]
     constrain(logits, masks, ops)
     if seats.tokens is not None:
-        seats.tokens.penalise(logits, requests, ops)
-    if any(r.edits_logits or (seats.tokens is None and r.params.penalises) for r in requests):
-        edit_logits(logits, requests, seats.edits, has_penalties=seats.tokens is None)
+        seats.tokens.penalise(logits, rows, ops)
+    if any(r.edits_logits or (seats.tokens is None and r.params.penalises) for _, r in rows):
+        edit_logits(logits, rows, seats.edits, has_penalties=seats.tokens is None)
 
 
 def likeliest(logits: Tensor) -> Tensor:
@@ -94,15 +95,15 @@ def mark_not_finite(tokens: Tensor, logits: Tensor) -> Tensor:
     return torch.where(chosen < torch.inf, tokens, NOT_FINITE)
 
 
-def edit_logits(logits: Tensor, requests: Sequence[Request], kept: KeptEdits, *, has_penalties: bool) -> None:
-    """Apply penalties, if `has_penalties`, bias and bans in place: one gather and scatter of each kind for all rows.
+def edit_logits(logits: Tensor, rows: Sequence[Row], kept: KeptEdits, *, has_penalties: bool) -> None:
+    """Apply penalties, if `has_penalties`, bias and bans in place: one gather and scatter of each kind for these rows.
     kept: bias and bans of the step before.
 
     A request whose edits fail ends by itself; no other row depends on it.
     """
     scaled, lowered, biased, banned = Edits(), Edits(), Edits(), Edits()
     banned_where_masked: list[tuple[int, np.ndarray]] = []
-    for row, request in enumerate(requests):
+    for row, request in rows:
         try:
             if has_penalties:
                 _add_penalties(row, request, scaled, lowered)
@@ -119,20 +120,20 @@ def edit_logits(logits: Tensor, requests: Sequence[Request], kept: KeptEdits, *,
             request.error = "its sampling parameters could not be applied"
     device = logits.device
     if scaled:
-        rows, ids, penalty = scaled.upload(device)
-        values = logits[rows, ids]
-        logits[rows, ids] = torch.where(values > 0, values / penalty, values * penalty)
+        index, ids, penalty = scaled.upload(device)
+        values = logits[index, ids]
+        logits[index, ids] = torch.where(values > 0, values / penalty, values * penalty)
     if lowered:
-        rows, ids, penalty = lowered.upload(device)
-        logits[rows, ids] = logits[rows, ids] - penalty
+        index, ids, penalty = lowered.upload(device)
+        logits[index, ids] = logits[index, ids] - penalty
     if biased:
         kept.biased = biased.upload_unless(kept.biased, device)
-        rows, ids, bias = kept.biased.tensors
-        logits[rows, ids] = logits[rows, ids] + bias
+        index, ids, bias = kept.biased.tensors
+        logits[index, ids] = logits[index, ids] + bias
     if banned:
         kept.banned = banned.upload_unless(kept.banned, device)
-        rows, ids, _ = kept.banned.tensors
-        logits.index_put_((rows, ids), logits.new_full((), -torch.inf))
+        index, ids, _ = kept.banned.tensors
+        logits.index_put_((index, ids), logits.new_full((), -torch.inf))
     for row, found in banned_where_masked:
         # A ban is skipped if it would leave no token: a mask may allow only the end, or only a banned word.
         [ids] = upload(device, [found])

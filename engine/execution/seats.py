@@ -38,6 +38,35 @@ def _num_words(vocab_size: int) -> int:
     return -(-vocab_size // 32)
 
 
+# The number of a row of the logits, and its request.
+Row = tuple[int, Request]
+
+
+class Kinds(NamedTuple):
+    """Kinds of a batch's rows. special: those whose requests are not plain. is_greedy: whether all take their likeliest
+    token.
+    """
+
+    special: list[Row]
+    is_greedy: bool
+
+
+class KindTable:
+    """The kinds of the last batch's rows, so that the next step of the same streams reads no plain request."""
+
+    def __init__(self) -> None:
+        self._requests: Sequence[Request] | None = None
+        self._kinds = Kinds([], True)
+
+    def of(self, requests: Sequence[Request]) -> Kinds:
+        """Return the kinds of the requests' rows. They are kept for the next call with the same list."""
+        if self._requests is not requests:
+            special = [(row, request) for row, request in enumerate(requests) if not request.is_plain]
+            self._kinds = Kinds(special, all(request.params.temperature == 0 for request in requests))
+            self._requests = requests
+        return self._kinds
+
+
 class DrawTable:
     """Parameters of draws by seat, on the host. A row is written when a request first draws in its seat."""
 
@@ -113,14 +142,14 @@ class TokenTable:
     def num_bytes(self) -> int:
         return self._counts.nbytes
 
-    def penalise(self, logits: Tensor, requests: Sequence[Request], ops: Ops) -> None:
-        """Apply penalties in place. logits: `[n, vocab]` fp32; row i is `requests[i]`'s. Every token of the requests
-        must be known.
+    def penalise(self, logits: Tensor, rows: Sequence[Row], ops: Ops) -> None:
+        """Apply the penalties of these rows in place. logits: `[n, vocab]` fp32. Every token of their requests must be
+        known.
         """
-        rows = [i for i, request in enumerate(requests) if request.params.penalises]
-        if not rows:
+        penalised = [(row, request) for row, request in rows if request.params.penalises]
+        if not penalised:
             return
-        found = [requests[i] for i in rows]
+        places, found = zip(*penalised, strict=True)
         for request in found:
             is_current = self._owners[request.seat] is request
             if not is_current or self._num_counted[request.seat] != len(request.token_ids):
@@ -131,18 +160,20 @@ class TokenTable:
             [p.presence_penalty for p in params],
             [p.frequency_penalty for p in params],
         ]
-        arrays = (np.array(rows), np.array([request.seat for request in found]), np.array(penalties, np.float32))
+        arrays = (np.array(places), np.array([request.seat for request in found]), np.array(penalties, np.float32))
         index, seats, values = upload(self._device, arrays)
         ops.penalise(logits, index, seats, self._counts, values)
 
-    def add(self, requests: Sequence[Request], tokens: Tensor) -> None:
-        """Count the tokens `[n]` that the requests have just got. Does not wait for the device."""
-        rows = [i for i, request in enumerate(requests) if request.params.penalises]
-        if not rows:
+    def add(self, rows: Sequence[Row], tokens: Tensor) -> None:
+        """Count the tokens that these rows' requests have just got. tokens: `[n]`, of all rows. Does not wait for the
+        device.
+        """
+        found = [(row, request.seat) for row, request in rows if request.params.penalises]
+        if not found:
             return
-        for i in rows:
-            self._num_counted[requests[i].seat] += 1
-        index, seats = upload(self._device, (np.array(rows), np.array([requests[i].seat for i in rows])))
+        for _, seat in found:
+            self._num_counted[seat] += 1
+        index, seats = upload(self._device, [np.array(column) for column in zip(*found, strict=True)])
         chosen = tokens[index]
         self._counts[seats, chosen] += 1
 
@@ -172,22 +203,22 @@ class AllowedTable:
     def num_bytes(self) -> int:
         return self._bits.nbytes
 
-    def forbid(self, logits: Tensor, requests: Sequence[Request], ops: Ops) -> None:
-        """Set the logits of tokens outside of the requests' sets to -inf in place. logits: `[n, vocab]` fp32; row i is
-        `requests[i]`'s. A row without a set is not changed.
+    def forbid(self, logits: Tensor, rows: Sequence[Row], ops: Ops) -> None:
+        """Set the logits of tokens outside of these rows' sets to -inf in place. logits: `[n, vocab]` fp32. A row
+        without a set is not changed.
         """
-        rows, seats, new = [], [], []
-        for row, request in enumerate(requests):
+        limited, seats, new = [], [], []
+        for row, request in rows:
             if isinstance(request.mask, AllowedTokens):
-                rows.append(row)
+                limited.append(row)
                 seats.append(request.seat)
                 if self._sets[request.seat] is not request.mask:
                     self._sets[request.seat] = request.mask
                     new.append(request)
         if new:
             self._write(new)
-        if rows:
-            index, places = upload(self._device, (np.array(rows), np.array(seats)))
+        if limited:
+            index, places = upload(self._device, (np.array(limited), np.array(seats)))
             ops.forbid(logits, index, self._bits[places])
 
     def _write(self, requests: Sequence[Request]) -> None:

@@ -121,6 +121,10 @@ class DirtyCard(Card):
         return torch.full(tuple(shape), -1, dtype=dtype)
 
 
+def masks_of(requests: Sequence[Request]) -> list[tuple[int, masks.Mask]]:
+    return [(row, request.mask) for row, request in enumerate(requests) if request.mask is not None]
+
+
 def test_masks_that_are_copied_to_a_device_are_those_of_the_host(
     vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,9 +136,9 @@ def test_masks_that_are_copied_to_a_device_are_those_of_the_host(
     ]
     logits = torch.randn(4, vocabulary.width, generator=torch.Generator().manual_seed(0))
     expected = logits.clone()
-    masks.constrain(expected, [request.mask for request in requests], TorchOps())
+    masks.constrain(expected, masks_of(requests), TorchOps())
     monkeypatch.setattr(masks, "platform_of", lambda _: DirtyCard(1))
-    masks.constrain(logits, [request.mask for request in requests], TorchOps())
+    masks.constrain(logits, masks_of(requests), TorchOps())
     assert torch.equal(logits, expected)
     assert (logits[2] > -torch.inf).sum() == 2
 

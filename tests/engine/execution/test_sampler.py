@@ -1,8 +1,9 @@
 """Sampling: correct distributions, and rows independent of each other."""
 
 import random
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from engine.scheduling.request import NewRequest, Request, SamplingParams
 from kernels import reference
 from kernels.cpu import sampling as cpu_sampling
 from kernels.cpu.plain import TorchOps
+from testing.card import Card
 from testing.sampling import sample_rows
 
 
@@ -227,7 +229,7 @@ def test_counts_on_the_device_give_the_logits_of_counts_on_the_host() -> None:
                 for each in pair:
                     each.seat = seat
             elif generator.random() < 0.1:  # preempted, with another in its seat until it goes on
-                seats[True].tokens.penalise(torch.zeros(1, 30), [_stranger(seat)], TorchOps())  # type: ignore[union-attr]
+                seats[True].tokens.penalise(torch.zeros(1, 30), [(0, _stranger(seat))], TorchOps())  # type: ignore[union-attr]
         order = generator.choice([[0, 1, 2], [0, 1, 2], [2, 0, 1]])
         logits = torch.randn(3, 30, generator=torch.Generator().manual_seed(step))
         edited, tokens = {}, {}
@@ -282,6 +284,59 @@ def test_a_step_of_the_same_requests_uploads_no_edit_again(
     # Bytes of a row: its number and seat, 8 each; for penalties these twice, and three penalties of 4.
     of_a_row = 16 if "allowed" in params else 2 * 16 + 12 if "repetition_penalty" in params else 0
     assert sum(uploaded) == 3 * 2 * of_a_row
+
+
+class ReadList(list[Request]):
+    """Requests that count how often one of them is read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[Request]:
+        self.reads += len(self)
+        return super().__iter__()
+
+    def __getitem__(self, at: Any) -> Any:
+        self.reads += 1
+        return super().__getitem__(at)
+
+
+class NoDraws(TorchOps):
+    """Ops whose draws take one call for all rows, as a GPU's."""
+
+    def sample(self, logits: Tensor, *parameters: Tensor) -> Tensor:
+        return torch.zeros(len(logits), dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"repetition_penalty": 1.1}, {"allowed": AllowedTokens([3])}, {"min_tokens": 9}]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_step_of_the_same_requests_does_no_work_for_the_plain_ones(
+    temperature: float, params: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Count the calls of a later step, and the requests that it reads, beside one request that may need edits."""
+    monkeypatch.setattr("engine.execution.sampler.platform_of", lambda _: Card(1 << 30))
+    device, calls = torch.device("cpu"), Counter[int]()
+    for number in (8, 64):
+        seats = Seats(DrawTable(number), TokenTable(number, 40, device), AllowedTable(number, 40, device))
+        requests = ReadList(request(seed, temperature=temperature) for seed in range(number - 1))
+        requests.append(request(99, temperature=temperature, **params))
+        for seat, each in enumerate(requests):
+            each.seat = seat
+        index, lengths = np.arange(number), np.ones(number, np.int64)
+
+        def count(_frame: Any, event: str, _argument: Any, number: int = number) -> None:
+            calls[number] += event in ("call", "c_call")
+
+        sample_on_device(torch.zeros(number, 40), requests, NoDraws(), seats, index=index, lengths=lengths)
+        requests.reads, logits = 0, torch.zeros(number, 40)
+        sys.setprofile(count)
+        try:
+            sample_on_device(logits, requests, NoDraws(), seats, index=index, lengths=lengths)
+        finally:
+            sys.setprofile(None)
+        assert not requests.reads
+    assert 0 < calls[8] == calls[64]
 
 
 def _stranger(seat: int) -> Request:
