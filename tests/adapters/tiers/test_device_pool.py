@@ -1,5 +1,6 @@
 """The device tier: pages by rank, pins and eviction."""
 
+import math
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ from adapters.manifest import GROUPS, AdapterError, BaseShape
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import AdapterPool, Residency
 from adapters.tiers.host_cache import HostCache
-from adapters.tiers.page_writer import NUM_BUFFERS, PageWriter
+from adapters.tiers.page_writer import NUM_BUFFERS, PIECE_BYTES, PageWriter
 from adapters.tiers.pages import PAGE_RANK, RankPages
 from kernels.reference import take
 from testing.adapter_files import BASE
@@ -141,29 +142,56 @@ def test_pages_are_written_behind_the_steps_that_read_them_and_read_when_the_las
     assert lane.most_in_flight <= NUM_BUFFERS + 4, "a step's own upload waits for a piece in flight, not for an adapter"
 
 
+class CountingLane(LateLane):
+    """A late device without a step in progress, which records the bytes of each copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.step_ended.set()
+
+    def copy(self, target: Tensor, source: Tensor) -> Any:
+        self.sizes.append(source.nbytes)
+        return super().copy(target, source)
+
+
+class Write:
+    """A write of an adapter of rank 16 on all projections, all as wide as `width`, to the pages 3 and 1."""
+
+    def __init__(self, layers: int, width: int, memory: int) -> None:
+        rank = 16
+        shape = BaseShape(layers, dict.fromkeys(BASE.projections, (width, width)))
+        self.pages = RankPages(shape, memory=memory, max_rank=rank, dtype=torch.bfloat16, device=DEVICE)
+        self.lane = CountingLane()
+        self._writer = PageWriter(self.pages, GROUPS, self.lane)
+        self.modules = {
+            (layer, name): LoraModule(torch.randn(rank, width).bfloat16(), torch.randn(width, rank).bfloat16(), 0.5)
+            for layer in range(layers)
+            for name in BASE.projections
+        }
+        self._adapter = HostAdapter("a", rank, self.modules, 0)
+
+    def run(self) -> None:
+        self._writer.write(self._adapter, 0, [3, 1], self.lane.step_ended)
+
+    def check(self) -> None:
+        """Assert that the pages hold the last layer's last projection."""
+        last, module = self.pages.groups[-1]["down"], self.modules[len(self.pages.groups) - 1, "down_proj"]
+        assert torch.equal(last.a_pages[[3, 1], 0].flatten(0, 1), module.a)
+        assert torch.equal(last.b_pages[[3, 1]].flatten(0, 1), module.b.T)
+
+    @property
+    def slot_bytes(self) -> list[int]:
+        """Return the bytes of each row of the slot's tables."""
+        pages = self.pages
+        return [row.nbytes for row in (pages.scales[0], pages.page_table[0], pages.ranks[:1])]
+
+
 def test_a_write_of_an_8b_models_adapter_is_a_copy_a_page_and_little_python() -> None:
     """Rank 16 on 32 layers of 7 projections. Python competes with the step loop for the interpreter: at most 13 calls
     for each of the 448 matrices, 2 to 5 ms in all.
     """
-
-    class Copies(LateLane):
-        def copy(self, target: Tensor, source: Tensor) -> Any:
-            sizes.append(source.nbytes)
-            return super().copy(target, source)
-
-    rank, width, layers = 16, 32, 32
-    shape = BaseShape(layers, dict.fromkeys(BASE.projections, (width, width)))
-    pages = RankPages(shape, memory=1 << 21, max_rank=rank, dtype=torch.bfloat16, device=DEVICE)
-    sizes: list[int] = []
-    lane = Copies()
-    lane.step_ended.set()
-    writer = PageWriter(pages, GROUPS, lane)
-    modules = {
-        (layer, projection): LoraModule(torch.randn(rank, width).bfloat16(), torch.randn(width, rank).bfloat16(), 0.5)
-        for layer in range(layers)
-        for projection in BASE.projections
-    }
-    adapter = HostAdapter("a", rank, modules, 0)
+    write = Write(layers=32, width=32, memory=1 << 21)
     calls = 0
 
     def count(_frame: Any, event: str, _argument: Any) -> None:
@@ -172,14 +200,25 @@ def test_a_write_of_an_8b_models_adapter_is_a_copy_a_page_and_little_python() ->
 
     sys.setprofile(count)
     try:
-        writer.write(adapter, 0, [3, 1], lane.step_ended)
+        write.run()
     finally:
         sys.setprofile(None)
-    slot = (pages.scales[0], pages.page_table[0], pages.ranks[:1])
-    assert sizes == [pages.page_bytes] * 2 + [row.nbytes for row in slot]
-    last = pages.groups[-1]["down"]
-    assert torch.equal(last.a_pages[[3, 1], 0].flatten(0, 1), modules[layers - 1, "down_proj"].a)
-    assert calls < 13 * 2 * len(modules)
+    assert write.lane.sizes == [write.pages.page_bytes] * 2 + write.slot_bytes
+    write.check()
+    assert calls < 13 * 2 * len(write.modules)
+
+
+def test_a_page_larger_than_a_piece_is_copied_in_pieces() -> None:
+    """A step's own upload waits for a piece of 4 MiB, and a page of an 8B model has 40."""
+    write = Write(layers=2, width=20_000, memory=1 << 26)
+    write.run()
+    write.check()
+    page_bytes = write.pages.page_bytes
+    assert page_bytes > 2 * PIECE_BYTES
+    assert page_bytes % PIECE_BYTES, "the last piece is smaller"
+    pieces = [PIECE_BYTES] * (page_bytes // PIECE_BYTES) + [page_bytes % PIECE_BYTES]
+    assert len(pieces) == math.ceil(page_bytes / PIECE_BYTES)
+    assert write.lane.sizes == pieces * 2 + write.slot_bytes
 
 
 @pytest.mark.gpu
