@@ -56,6 +56,14 @@ class Control:
         return web.json_response({"id": "x", "choices": [], "usage": None})
 
 
+class Timed(Upstream):
+    """Engine double whose tokens take time."""
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(TOKEN_SECONDS * (await request.json())["max_tokens"])
+        return await super()._generate(request)
+
+
 class Redirecting(Upstream):
     """Engine double that redirects every generation to `trap`."""
 
@@ -91,7 +99,7 @@ class LargeVllm(VllmDouble):
         return response
 
 
-class Poisonable(Upstream):
+class Poisonable(Timed):
     """Engine double that exits when a request contains a certain word."""
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
@@ -135,7 +143,7 @@ async def serve(kind: str) -> None:
             control.seen["salts"] = lambda: sorted({body.get("cache_salt", "") for _, body in vllm.requests})
             control.seen["requests"] = lambda: len(vllm.requests)
         elif kind == "redirecting":
-            good = await exits.enter_async_context(Upstream().serving())
+            good = await exits.enter_async_context(Timed().serving())
             bad = await exits.enter_async_context(Redirecting().serving())
             bad.trap = f"{url}/trap"
             description["engines"] = [good.url, bad.url]
