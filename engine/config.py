@@ -144,7 +144,7 @@ class EngineConfig:
         help="Host memory for adapters.",
     )
     engines_on_host: int = option(
-        1, least=1, help="Engines that share this host's memory; divides the defaults that depend on it."
+        1, least=1, help="Engines that share this host's memory; defaults that depend on it are for an equal part."
     )
     generation_config: GenerationConfig = option(
         "auto", help="Default sampling parameters: the model's generation_config.json (auto) or OpenAI's (none)."

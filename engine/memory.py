@@ -2,7 +2,8 @@
 
 On a GPU an engine uses a share of the memory, `gpu_memory_utilization`, as vLLM does: activations and graphs are
 measured by steps of the largest shape before the KV blocks are allocated. The CPU allocates at the first write, so
-sizes are fixed there unless a share is given. The host's memory counts by equal parts, for each of `engines_on_host`.
+sizes are fixed there unless a share is given. An engine's part of the host's memory is all of it divided by
+`engines_on_host`.
 """
 
 import logging

@@ -29,8 +29,8 @@ def check_no_wait(func: Any, args: Any) -> None:
         assert not any(index.dtype in (torch.bool, torch.uint8) for index in indices), f"{func} by a mask waits"
 
 
-# Methods that read a value, `to` if its target is the host. Torch shows a dispatch mode none of them in inference mode,
-# and no copy to the CPU of a tensor that is already there.
+# Methods that read a value; `to` does so only if its target is the host. In inference mode torch shows a dispatch mode
+# none of them. It never shows a copy to the CPU of a tensor that is already there.
 READS = ("item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy", "to")
 
 

@@ -3,7 +3,7 @@
 Each section is its own process with a budget of seconds, so that a section that fails, hangs or breaks the CUDA context
 loses only its own figures; its printed lines are kept. `--section NAME` runs one section in this process. `--dry-run`
 runs the same program on toy shapes without a GPU, its kernels in Triton's interpreter; those figures mean nothing. The
-sections answers, engine, served and http run the CPU engine there, with native ops and without CUDA graphs.
+sections answers, engine, served and http run the CPU engine in a dry run, with native ops and without CUDA graphs.
 """
 
 import argparse

@@ -171,9 +171,9 @@ def measure(
     add(engine, adapters, lengths, params)
     while not all(request.is_decoding for request in engine.scheduler.requests.values()):
         step(engine)
-    running = len(engine.scheduler.requests)
-    if running < len(adapters):
-        raise RuntimeError(f"{running} of {len(adapters)} streams decode at the same time")
+    num_decoding = len(engine.scheduler.requests)
+    if num_decoding < len(adapters):
+        raise RuntimeError(f"{num_decoding} of {len(adapters)} streams decode at the same time")
     for i in range(arrivals):
         tokens = prompt(machine, engine.model_config.vocab_size, i)
         engine.add_request(NewRequest(f"prompt {i}", tokens, SamplingParams(max_tokens=1)))
@@ -203,7 +203,7 @@ def step(engine: Engine) -> None:
 def first_tokens(engine: Engine, machine: Machine, found: list[str]) -> Iterator[str]:
     """Time the first token of a long prompt, and of the same prompt again, whose prefix is cached."""
     c, taken = engine.model_config, []
-    # The arrivals had the numbers before; a prompt of theirs would be cached.
+    # Arrivals have the numbers before it, and their prompts are cached.
     tokens = prompt(machine, c.vocab_size, ARRIVALS)
     read = floor_ms(machine, c, [len(tokens)], float(machine.dtype.itemsize), [])
     yield "| first token | ms | floor, ms | of the floor | bound |"

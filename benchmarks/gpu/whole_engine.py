@@ -141,7 +141,7 @@ def speed(machine: Machine) -> Iterator[str]:
                 ours[size] = decode_rate(engine, machine, [digests[i % count] for i in range(size)])
                 floor = floor_of(machine, engine, size, min(size, count), machine.new_tokens)
                 share = ours[size] * floor / (1000 * size)
-                yield f"ours, {size} requests: {ours[size]:.0f} tokens/s, {share:.0%} of what the floor allows"
+                yield f"ours, {size} requests: {ours[size]:.0f} tokens/s, {share:.0%} of the floor"
             yield ""
             yield from disturbance(engine, host, machine, paths[count:])
         if machine.device.type == "cuda":

@@ -72,7 +72,7 @@ def test_the_cpus_defaults_fit_a_small_container(
 
 @pytest.mark.parametrize("engines", [1, 2, 8])
 def test_engines_of_one_host_stay_within_its_memory(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the CPU each has a copy of the model; on GPUs each has the most adapters in the host's memory."""
+    """On the CPU each has a copy of the model; on GPUs each has as many adapters in the host's memory as it may."""
     total, used = 24 * GIB, GIB
     monkeypatch.setattr(CpuPlatform, "total_memory", lambda _: total)
     config, cpu = EngineConfig(model="x", engines_on_host=engines), CpuPlatform()
@@ -247,7 +247,6 @@ def test_an_engine_on_the_cpu_stays_within_its_share(model: Path, request: pytes
 PEAK = """
 import torch
 from kernels.cpu.platform import CpuPlatform
-from kernels.platform import platform_of
 peak = CpuPlatform().watch_peak()
 torch.ones(64 << 20, dtype=torch.uint8)
 print(peak())

@@ -83,9 +83,9 @@ class Delivery:
         return b"".join(parts)
 
     async def write_whole(self, writer: AbstractStreamWriter, body: "WholeBody") -> None:
-        """Write a body into the connection's buffer, and wait until its client has read most of it.
+        """Write a body into the connection's buffer; other requests run between its pieces.
 
-        Other requests run between its pieces.
+        If more than `reader_bytes` are unread then, wait until the client has read most of them.
         """
         self._limit_buffer(body.length)
         try:
@@ -145,19 +145,19 @@ class WholeBody(Payload):
         self._delivery = delivery
         self._parts = parts
 
-    def pieces(self) -> Iterator[bytes]:
+    def pieces(self) -> Iterator[bytearray]:
         """Yield the body in pieces of one to two times PIECE_BYTES; the last one may be smaller."""
         piece = bytearray()
         for part in self._parts:
             for start in range(0, len(part), PIECE_BYTES):
                 piece += part[start : start + PIECE_BYTES]
                 if len(piece) >= PIECE_BYTES:
-                    yield bytes(piece)
-                    piece.clear()
+                    yield piece
+                    piece = bytearray()
         # aiohttp keeps a response until the connection's next one, so the answer must not stay in it.
         self._parts.clear()
         if piece:
-            yield bytes(piece)
+            yield piece
 
     def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
         return b"".join(self._parts).decode(encoding, errors)

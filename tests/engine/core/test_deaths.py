@@ -21,7 +21,7 @@ from testing.engine import SLOW, Client, RunningServer
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 3500, "ignore_eos": True, "temperature": 0, "stream": True}
 LONG |= SLOW
-# Longest time in which a death is noticed. A socket's end takes milliseconds, the rest is for a busy machine.
+# Longest time in which a death is noticed. A socket's end takes milliseconds; the rest is for a busy machine.
 NOTICED_S = 10.0
 HEADERS = {"x-loraplex-internal-token": "secret", "x-request-id": "stream"}
 PROGRAM = """

@@ -234,9 +234,9 @@ def test_neighbours_poison_stays_theirs(device):
     assert not y[index != 0].isnan().any()
 
 
-def test_one_load_is_between_the_length_of_the_list_and_the_first_rows_of_b(device, monkeypatch):
+def test_no_load_before_b_depends_on_another_but_the_length_of_the_list(device, monkeypatch):
     """Before it reads B, an expand program reads its number of items, and each item reads rows of the tables by chunk
-    that follow from the item's number alone: nothing by slot, and nothing twice.
+    that follow from the item's number alone: no table by slot, and no row of these tables twice.
     """
     if device.type == "cuda":
         pytest.skip("records loads in the interpreter")
