@@ -71,19 +71,20 @@ def figures(machine: Machine) -> Iterator[str]:
 def base_loads(engine: Engine, machine: Machine, base: Times, found: list[str]) -> Iterator[str]:
     """Yield the lines of streams without adapters: draws, contexts that differ, and prompts that arrive."""
     streams = max(machine.engine_batches)
-    nobody: list[str | None] = [None] * streams
-    drawn = measure(engine, machine, nobody, temperature=0.7, top_p=0.8, top_k=20)
+    no_adapters: list[str | None] = [None] * streams
+    drawn = measure(engine, machine, no_adapters, temperature=0.7, top_p=0.8, top_k=20)
     floor = floor_of(machine, engine, short(machine, streams), [])
     yield row("top-k 20, top-p 0.8", drawn, base, floor, "at least 95 % of the base")
     found.append(asked("top-k and top-p as served, of greedy", ratio(drawn, base), least=0.95))
     prompts = differing(machine, streams)
-    taken = measure(engine, machine, nobody, prompts)
+    taken = measure(engine, machine, no_adapters, prompts)
     own_floor = floor_of(machine, engine, prompts, [])
     name = f"contexts {min(prompts):,} to {max(prompts):,}"
     yield row(name, taken, base, own_floor, "at least 80 % of the floor")
     found.append(asked(f"{name} as served, of the memory's floor", reached(taken, own_floor), least=0.8))
-    beside = measure(engine, machine, nobody, arrivals=ARRIVALS)
-    floor += 1000 * ARRIVALS * prefill_seconds(machine, engine.model_config, machine.long_prompt) / len(beside[1])
+    beside = measure(engine, machine, no_adapters, arrivals=ARRIVALS)
+    of_prompts = 1000 * ARRIVALS * prefill_seconds(machine, engine.model_config, machine.long_prompt)
+    floor += of_prompts / len(beside[1])
     name = f"{ARRIVALS} prompts of {machine.long_prompt} arrive; floor of the mean step"
     yield row(name, beside, base, floor, "at least 60 % of the floor", statistics.mean)
     share = reached(beside, floor, statistics.mean)
