@@ -2,7 +2,6 @@
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +15,12 @@ from loraplex.bench.load import Api, Load, LoadError, Slo, Source, Target, Tenan
 from loraplex.bench.sampling import Even, Fixed, Length, LogNormal, Popularity, UniformLength
 from loraplex.bench.schema_text import describe
 from loraplex.bench.toml_lines import Path as Keys
-from loraplex.bench.toml_lines import TomlLines
+from loraplex.bench.toml_lines import TomlError, TomlLines
 from loraplex.bench.trace import Row, TraceError, read_trace
 
 MAX_BYTES = 1 << 20
 MAX_ADAPTERS = 100_000
+MAX_SEED = 2**63 - 1
 Name = Annotated[str, Meta(min_length=1, max_length=256, pattern=r"^[!-~]+$")]
 Weight = Annotated[float, Meta(gt=0, le=1_000_000)]
 Offset = Annotated[float, Meta(ge=0, le=604_800)]
@@ -79,7 +79,7 @@ class Spec(Struct, frozen=True, forbid_unknown_fields=True):
     name: Name
     tenants: Annotated[list[TenantTable], Meta(min_length=1, max_length=1000)]
     description: str = ""
-    seed: int = 0
+    seed: Annotated[int, Meta(ge=-MAX_SEED, le=MAX_SEED)] = 0
     seconds: Seconds | None = None
     warmup: Annotated[int, Meta(ge=0, le=1000)] = 2
     timeout: Seconds = 600.0
@@ -125,6 +125,10 @@ class Scenario:
                     self._fail(("tenants", number, "key_env"), f"the environment has no variable {tenant.key_env}")
                 keys[tenant.name] = key
         return keys
+
+    def fail_without_key(self, tenant: str, why: str) -> NoReturn:
+        """Raise the ScenarioError of a tenant without an API key."""
+        self._fail(("tenants", self.tenants.index(tenant), "name"), f"no key for {tenant!r}: {why}")
 
     def load(self, access: Mapping[str, Access], seed: int | None = None) -> Load:
         """Return the load for a server. access: by tenant. Raises ScenarioError for adapters that it does not list."""
@@ -177,34 +181,49 @@ class Scenario:
     def _models(self, number: int, tenant: TenantTable, access: Access) -> list[str]:
         """Return the tenant's models. Raises ScenarioError for those that the server does not list."""
         wanted = self._expanded(number, tenant)
-        in_trace = list(dict.fromkeys(row.adapter for row in self._rows.get(tenant.name, ()) if row.adapter))
-        at: Keys = ("tenants", number, "arrival" if wanted is None else "adapters")
-        models = wanted or in_trace or list(access.adapters or access.models)
-        listed = ", ".join(list(access.models)[:20]) or "no model"
+        in_trace: dict[str, Row] = {}
+        for row in sorted(self._rows.get(tenant.name, ()), key=lambda row: row.line):
+            if row.adapter:
+                in_trace.setdefault(row.adapter, row)
+        models = list(wanted or in_trace or access.adapters or access.models)
+        listed, in_list = set(access.models), set(models)
         for model in dict.fromkeys((*models, *in_trace)):
-            if model not in access.models:
-                self._fail(at, f"the server has no model {model!r} for this tenant; it lists {listed}")
-            if model not in models:
-                self._fail(at, f"the trace names the adapter {model!r}, which is not in this list")
+            at: Keys = ("tenants", number, "arrival")
+            if wanted and model in wanted:
+                at = ("tenants", number, "adapters", wanted[model])
+            row_at = self._trace_line(tenant, in_trace.get(model))
+            if model not in listed:
+                known = ", ".join(list(access.models)[:20]) or "no model"
+                self._fail(at, f"the server has no model {model!r} for this tenant; it lists {known}{row_at}")
+            if model not in in_list:
+                at = ("tenants", number, "adapters")
+                self._fail(at, f"the trace names the adapter {model!r}, which is not in this list{row_at}")
         if not models:
             self._fail(("tenants", number), "the server lists no model for this tenant")
         return models
 
+    def _trace_line(self, tenant: TenantTable, row: Row | None) -> str:
+        """Return the place of a trace's request for an error; nothing for a model that no request names."""
+        if row is None or not isinstance(tenant.arrival, Trace):
+            return ""
+        return f"; {self.path.parent / tenant.arrival.file}:{row.line}"
+
     def _parse(self) -> TomlLines:
         try:
-            content = self.path.read_bytes()
+            with self.path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise ScenarioError(f"{self.path}: {error.strerror}") from error
         if len(content) > MAX_BYTES:
-            raise ScenarioError(f"{self.path}: expected at most {MAX_BYTES} bytes")
+            line = content.count(b"\n", 0, MAX_BYTES) + 1
+            raise ScenarioError(f"{self.path}:{line}: expected at most {MAX_BYTES} bytes; they end on this line")
         try:
             return TomlLines(content.decode())
         except UnicodeDecodeError as error:
-            raise ScenarioError(f"{self.path}: expected UTF-8") from error
-        except tomllib.TOMLDecodeError as error:
-            place = re.search(r" \(at line (\d+), column \d+\)", str(error))
-            line = place[1] if place else len(content.splitlines())
-            raise ScenarioError(f"{self.path}:{line}: not TOML: {str(error).split(' (at ')[0]}") from error
+            line = content.count(b"\n", 0, error.start) + 1
+            raise ScenarioError(f"{self.path}:{line}: expected UTF-8") from error
+        except TomlError as error:
+            raise ScenarioError(f"{self.path}:{error.line}: not TOML: {_one_line(str(error))}") from error
 
     def _convert(self) -> Spec:
         try:
@@ -216,7 +235,7 @@ class Scenario:
     def _fail(self, keys: Keys, text: str, cause: Exception | None = None) -> NoReturn:
         name = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in keys).lstrip(".")
         where = f"{self.path}:{self._toml.line(keys)}: "
-        raise ScenarioError(where + (f"{name}: {text}" if name else text)) from cause
+        raise ScenarioError(where + _one_line(f"{name}: {text}" if name else text)) from cause
 
     def _check(self) -> None:
         spec = self.spec
@@ -274,19 +293,28 @@ class Scenario:
             self._fail((*at, "arrival"), f"the trace has no request of tenant {name!r}; it has those of {known}")
         return own
 
-    def _expanded(self, number: int, tenant: TenantTable) -> list[str] | None:
-        """Return the names of `adapters` with `{first..last}` replaced by each number; None without the key."""
+    def _expanded(self, number: int, tenant: TenantTable) -> dict[str, int] | None:
+        """Return the names of `adapters` with `{first..last}` replaced by each number, and the place of each in the
+        list; None without the key.
+        """
         if tenant.adapters is None:
             return None
-        names: list[str] = []
+        names: dict[str, int] = {}
         for place, name in enumerate(tenant.adapters):
             at: Keys = ("tenants", number, "adapters", place)
             match = re.fullmatch(r"(.*)\{(\d{1,9})\.\.(\d{1,9})\}(.*)", name)
             first, last = (int(match[2]), int(match[3])) if match else (0, 0)
             if not 0 <= last - first < MAX_ADAPTERS:
                 self._fail(at, f"expected {{first..last}} with 1 to {MAX_ADAPTERS} numbers, got {name!r}")
+            if len(names) + last - first >= MAX_ADAPTERS:
+                self._fail(at, f"expected at most {MAX_ADAPTERS} names in the list")
             made = [f"{match[1]}{i}{match[4]}" for i in range(first, last + 1)] if match else [name]
-            if repeated := set(made) & set(names):
+            if repeated := names.keys() & made:
                 self._fail(at, f"{min(repeated)!r} is in the list twice")
-            names += made
+            names |= dict.fromkeys(made, place)
         return names
+
+
+def _one_line(text: str) -> str:
+    """Return the text with line ends and other control characters as escapes; keys and file names may have them."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -8,6 +8,7 @@ from msgspec import inspect
 
 from loraplex.bench.toml_lines import Path
 
+MAX_SHOWN = 60
 NAMES = {
     "float": "a number",
     "int": "a whole number",
@@ -22,7 +23,7 @@ def describe(message: str, root: type[msgspec.Struct], value: Any) -> tuple[Path
     """Return the path of the wrong key and what was expected, from the message of a msgspec.ValidationError."""
     text, _, where = message.partition(" - at `$")
     path = _path(where.rstrip("`"))
-    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text):
+    if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
         known = ", ".join(_keys(_type_at(inspect.type_info(root), path, value)))
         return (*path, unknown[1]), f"unknown key; known are {known}"
     if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
@@ -48,7 +49,9 @@ def _got(path: Path, value: Any) -> str:
     """Return the value at the path, if it is short and the message does not have its type already."""
     for key in path:
         value = value[key]
-    return f": {value!r}" if isinstance(value, str | int | float) and len(repr(value)) <= 60 else ""
+    if isinstance(value, int) and abs(value) >= 10**MAX_SHOWN:
+        return f": a number of more than {MAX_SHOWN} digits"
+    return f": {value!r}" if isinstance(value, str | int | float) and len(repr(value)) <= MAX_SHOWN else ""
 
 
 def _choices(root: type[msgspec.Struct], path: Path, value: Any, key: str) -> str:

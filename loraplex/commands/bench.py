@@ -130,7 +130,8 @@ def _token(file: Path | None) -> str | None:
 
 
 def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str, dict[str, str | None]]:
-    """Return the server's URL and each tenant's key: from its `key_env`, from --tenants, or --api-key.
+    """Return the server's URL and each tenant's key: from its `key_env`, from --tenants, or --api-key. Raises
+    click.UsageError, ScenarioError.
 
     A tenant of the scenario that is not in --tenants gets the key of the next tenant there that the scenario does not
     name.
@@ -144,9 +145,8 @@ def _keys_of_scenario(scenario: "Scenario", flags: dict[str, Any]) -> tuple[str,
         unnamed = [name for name in of_file if name not in keys]
         for name in [name for name in scenario.tenants if name not in given]:
             if name not in of_file and not unnamed:
-                raise click.UsageError(
-                    f"--tenants: {flags['tenants']} has {len(of_file)} tenants; {scenario.path} needs a key for {name}"
-                )
+                why = f"--tenants {flags['tenants']} has {len(of_file)} tenants, none is left"
+                scenario.fail_without_key(name, why)
             keys[name] = of_file[name if name in of_file else unnamed.pop(0)]
     return _checked_url(url), keys
 

@@ -153,20 +153,49 @@ def test_a_trace_is_replayed_faster():
     assert (planned.at, planned.target.model, planned.input_tokens, planned.output_tokens) == (2.0, "a1", 3, 5)
 
 
+HEADER = "timestamp,tenant,adapter,input,output\n"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("timestamp,tenant,input\n", "t.csv:1: the column output is missing"),
-        ("timestamp,tenant,input,output\nx,a,1,1\n", "t.csv:2: timestamp: expected seconds"),
-        ("timestamp,tenant,input,output\n1,a,1,1\n-1,a,1,1\n", "t.csv:3: timestamp"),
-        ("timestamp,tenant,input,output\n1,a,-5,1\n", "t.csv:2: input: expected a number of tokens"),
-        ("timestamp,tenant,input,output\n1,a,1\n", "t.csv:2: output: expected a number of tokens"),
+        ("timestamp,tenant,input\n", "1: the column output is missing; expected timestamp, tenant, adapter,"),
+        ("", "1: the column timestamp is missing"),
+        ("adaptor," + HEADER, "1: unknown column 'adaptor'; expected timestamp, tenant, adapter,"),
+        ("tenant," + HEADER, "1: a column is there twice; expected timestamp, tenant, adapter,"),
+        (HEADER + "x,a,,1,1\n", "2: timestamp: expected seconds from the start, 0 or more, got 'x'"),
+        (HEADER + "1,a,,1,1\n-1,a,,1,1\n", "3: timestamp"),
+        (HEADER + "inf,a,,1,1\n", "2: timestamp"),
+        (HEADER + "1,a,,-5,1\n", "2: input: expected a number of tokens, 1 to 10000000, got '-5'"),
+        (HEADER + "1,a,,10000001,1\n", "2: input: expected a number of tokens"),
+        (HEADER + "1,a,,1,0\n", "2: output: expected a number of tokens"),
+        (HEADER + "1,a,,1\n", "2: output: expected a number of tokens"),
+        (
+            HEADER + f"1,a,,{'1' * 5000},1\n",
+            f"2: input: expected a number of tokens, 1 to 10000000, got '{'1' * 60}...'",
+        ),
+        (HEADER + f"1,a,,1,{'0' * 5000}\n", "2: output: expected a number of tokens"),
+        (HEADER + "1,a,,1,1,1\n", "2: expected 5 columns, got 6"),
+        (HEADER + "1,,,1,1\n", "2: tenant: expected a name, got ''"),
+        (HEADER + '\n1,a,,1,1\n1,"a"b,,1,1\n', "4: not CSV: ',' expected after '\"'"),
+        (HEADER + '1,a,,1,1\n1,"a,,1,1\n1,a,,1,1\n', "3: not CSV: unexpected end of data"),
+        (HEADER + '1,"a\n\nb",,1,1\n1,"a\nb",,1,-1\n', "5: output: expected a number of tokens"),
+        (HEADER.encode() + b"1,a,,1,1\n1,\xff,,1,1\n", "3: expected UTF-8"),
     ],
 )
-def test_a_wrong_trace_is_named_by_line_and_column(text, says, tmp_path):
-    (tmp_path / "t.csv").write_text(text)
-    with pytest.raises(TraceError, match=says):
+@pytest.mark.parametrize("end", [b"\n", b"\r\n"], ids=["lf", "crlf"])
+def test_a_wrong_trace_is_named_by_line_and_column(text, says, end, tmp_path):
+    content = text if isinstance(text, bytes) else text.encode()
+    (tmp_path / "t.csv").write_bytes(content.replace(b"\n", end))
+    with pytest.raises(TraceError) as caught:
         read_trace(tmp_path / "t.csv")
+    assert str(caught.value).startswith(f"{tmp_path}/t.csv:{says}")
+
+
+def test_a_trace_may_have_a_byte_order_mark_zeros_and_no_adapters(tmp_path):
+    content = "\ufefftenant,timestamp,output,input\nacmé,2,0007,010000000\nacmé,1,1,1\n"
+    (tmp_path / "t.csv").write_text(content, encoding="utf-8")
+    assert read_trace(tmp_path / "t.csv") == [Row(3, 1, "acmé", None, 1, 1), Row(2, 2, "acmé", None, 10_000_000, 7)]
 
 
 def test_impossible_sizes_are_refused():

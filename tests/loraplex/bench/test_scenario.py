@@ -1,12 +1,15 @@
 """Scenario files: each wrong one is refused with its line and key."""
 
+import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from loraplex.bench.arrivals import Poisson
 from loraplex.bench.scenario import Access, Scenario, ScenarioError
 from loraplex.bench.toml_lines import TomlLines
+from loraplex.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = sorted((ROOT / "examples/scenarios").glob("*.toml"))
@@ -50,8 +53,8 @@ MODELS = ["a0", "a1", "a2", "a3"]
 ACCESS = {name: Access(f"key of {name}", ["base", *MODELS], MODELS) for name in ("quiet", "flood")}
 
 
-def read(folder: Path, text: str) -> Scenario:
-    (folder / "s.toml").write_text(text)
+def read(folder: Path, text: str | bytes) -> Scenario:
+    (folder / "s.toml").write_bytes(text.encode() if isinstance(text, str) else text)
     return Scenario(folder / "s.toml")
 
 
@@ -78,6 +81,10 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("seconds = 10", "seconds = -1", 2, "seconds: expected a number > 0.0: -1"),
         ("seconds = 10", 'seconds = "10"', 2, "seconds: expected a number, got a text"),
         ("seconds = 10", "", 9, "tenants[0].arrival: never ends"),
+        ("seconds = 10", "seconds = " + "9" * 5000, 2, "not TOML: a number has more than 4300 digits"),
+        ("seconds = 10", "seed = 0x" + "f" * 5000, 2, "seed: expected a whole number <= 9223372036854775807: a number"),
+        ("weight = 2", "weight = " + "[" * 3000 + "]" * 3000, 15, "not TOML: lists or tables are nested too deeply"),
+        ("weight = 2", '"we\\night" = 2', 15, r"tenants[1].we\night: unknown key"),
         ("seconds = 10", "seconds = = 10", 2, "not TOML: Invalid value"),
         ("seconds = 10", "seconds = 10\nseconds = 11", 3, "not TOML: Cannot overwrite a value"),
         ("ttft = 1", "ttft = 0", 5, "slo.ttft: expected a number > 0.0: 0"),
@@ -97,9 +104,11 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("weight = 2", "weight = -1", 15, "tenants[1].weight"),
         ('name = "flood"', 'name = "quiet"', 14, "tenants[1].name: 'quiet' is the name of an earlier tenant"),
         ('name = "flood"', 'name = "fl ood"', 14, "tenants[1].name"),
-        ("a{0..3}", "a{3..0}", 16, "tenants[1].adapters[0]: expected {first..last}"),
-        ('"base"', '"a2"', 16, "tenants[1].adapters[1]: 'a2' is in the list twice"),
-        ('"base"', '"gone"', 16, "tenants[1].adapters: the server has no model 'gone' for this tenant; it lists base"),
+        ("a{0..3}", "a{3..0}", 17, "tenants[1].adapters[0]: expected {first..last}"),
+        ('"base"', '"a2"', 18, "tenants[1].adapters[1]: 'a2' is in the list twice"),
+        ('"base"', '"gone"', 18, "tenants[1].adapters[1]: the server has no model 'gone' for this tenant; it lists"),
+        ('"base"', '7', 18, "tenants[1].adapters[1]: expected a text, got a whole number: 7"),
+        ('"base"', '"b{0..99999}"', 18, "tenants[1].adapters[1]: expected at most 100000 names in the list"),
         ("concurrency = 4", "concurrency = 0", 23, "tenants[1].arrival.concurrency: expected a whole number >= 1: 0"),
         ("min = 1", "min = 10", 27, "tenants[1].input.min: expected at most max (9), got 10"),
         ("sigma = 1", "sigma = -1", 33, "tenants[1].output.sigma: expected a number >= 0.0: -1"),
@@ -116,38 +125,74 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ('{kind = "poisson", rate = 2}', '{kind = "trace", file = "none.csv"}', 10, "the trace has lengths of its own"),
     ],
 )  # fmt: skip
-def test_a_wrong_scenario_is_named_by_line_and_key(old, new, line, says, tmp_path):
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_a_wrong_scenario_is_named_by_line_and_key(old, new, line, says, end, tmp_path):
     assert old in GOOD
     text = GOOD.replace(old, new, 1)
     if "more than 1000000" in says:
         text = text.replace("seconds = 10", "seconds = 600000", 1)
     with pytest.raises(ScenarioError) as caught:
-        used(read(tmp_path, text))
+        used(read(tmp_path, text.replace("\n", end)))
     assert str(caught.value).startswith(f"{tmp_path}/s.toml:{line}: ")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_file_and_bytes_that_are_no_text(tmp_path):
-    with pytest.raises(ScenarioError, match="No such file"):
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (GOOD.encode().replace(b"weight = 2", b"weight = 2 # \xff"), ":15: expected UTF-8"),
+        (b"\xff\xfe", ":1: expected UTF-8"),
+        (b"# 34567\n" * (1 << 17) + b"\n", ":131073: expected at most 1048576 bytes; they end on this line"),
+        (b"a = [\n1,\n", ":2: not TOML: Invalid value"),
+    ],
+    ids=["byte", "utf-16", "large", "end"],
+)
+def test_a_file_that_is_no_text_is_named_by_line(content, says, tmp_path):
+    with pytest.raises(ScenarioError) as caught:
+        read(tmp_path, content)
+    assert str(caught.value) == f"{tmp_path}/s.toml{says}"
+
+
+def test_a_missing_file(tmp_path):
+    with pytest.raises(ScenarioError, match=r"none.toml: No such file"):
         Scenario(tmp_path / "none.toml")
-    (tmp_path / "s.toml").write_bytes(b"\xff\xfe")
-    with pytest.raises(ScenarioError, match="expected UTF-8"):
-        Scenario(tmp_path / "s.toml")
+
+
+def test_a_tenant_without_a_key_is_named_by_line(tmp_path):
+    (tmp_path / "s.toml").write_text(GOOD)
+    tenants = [{"name": "acme", "api_key": "lpx_a", "models": ["a0"]}]
+    (tmp_path / "demo.json").write_text(json.dumps({"gateway": "http://127.0.0.1:9", "tenants": tenants}))
+    flags = ("--scenario", str(tmp_path / "s.toml"), "--tenants", str(tmp_path / "demo.json"))
+    done = CliRunner().invoke(main, ("bench", *flags))
+    says = f"tenants[1].name: no key for 'flood': --tenants {tmp_path}/demo.json has 1 tenants, none is left"
+    assert (done.exit_code, done.stderr) == (2, f"Error: {tmp_path}/s.toml:14: {says}\n")
 
 
 def test_a_trace_names_the_tenants_it_has(tmp_path):
-    (tmp_path / "t.csv").write_text("timestamp,tenant,adapter,input,output\n0,acme,a1,4,5\n1,acme,a9,4,5\n")
+    (tmp_path / "t.csv").write_text(
+        "timestamp,tenant,adapter,input,output\n0,acme,a1,4,5\n1,acme,a9,4,5\n0.5,acme,a1,4,5\n0,acme,a9,1,1\n"
+    )
     tenant = '[[tenants]]\nname = "{}"\narrival = {{kind = "trace", file = "t.csv"}}\n'
     with pytest.raises(ScenarioError, match=r"s.toml:4: .*no request of tenant 'quiet'; it has those of acme"):
         read(tmp_path, 'name = "x"\n' + tenant.format("quiet"))
     with pytest.raises(ScenarioError, match=r"s.toml:4: .*none.csv: No such file"):
         read(tmp_path, 'name = "x"\n' + tenant.format("acme").replace("t.csv", "none.csv"))
+    with pytest.raises(ScenarioError, match=r"s.toml:4: .*t\\x00.csv: expected the name of a file"):
+        read(tmp_path, 'name = "x"\n' + tenant.format("acme").replace("t.csv", r"t\u0000.csv"))
     scenario = read(tmp_path, 'name = "x"\n' + tenant.format("acme"))
-    with pytest.raises(ScenarioError, match=r"s.toml:4: .*no model 'a9'"):
+    with pytest.raises(ScenarioError, match=rf"s.toml:4: .*no model 'a9'.* a3; {tmp_path}/t.csv:3$"):
         scenario.load({"acme": ACCESS["quiet"]})
+    listed = tenant.format("acme") + 'adapters = [\n"a1",\n"a8",\n]\n'
+    with pytest.raises(
+        ScenarioError, match=rf"s.toml:5: tenants\[0\].adapters: .*'a9'.* this list; {tmp_path}/t.csv:3$"
+    ):
+        read(tmp_path, 'name = "x"\n' + listed).load({"acme": Access(None, ["a1", "a8", "a9"], [])})
+    with pytest.raises(ScenarioError, match=r"s.toml:7: tenants\[0\].adapters\[1\]: .*no model 'a8'.* lists a1, a9$"):
+        read(tmp_path, 'name = "x"\n' + listed).load({"acme": Access(None, ["a1", "a9"], [])})
     load = scenario.load({"acme": Access(None, ["a1", "a9"], [])})
-    assert [(p.at, p.target.model, p.input_tokens) for p in load.plan(load.sources[0])] == [(0, "a1", 4), (1, "a9", 4)]
+    planned = [(p.at, p.target.model, p.input_tokens) for p in load.plan(load.sources[0])]
+    assert planned == [(0, "a1", 4), (0, "a9", 1), (0.5, "a1", 4), (1, "a9", 4)]
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
@@ -161,41 +206,71 @@ def test_every_example_is_valid_and_says_where_it_comes_from(path):
     assert scenario.spec.name == path.stem
 
 
-def test_lines_of_keys_in_every_form_of_toml():
-    text = '''\
-# comment
-a = 1
-"b c" = """
-d = 2
+# Q stands for a double quote, A for a single one.
+FORMS = r"""# comment [ { QQQ
+a = 1  # QQQ [
+"b c" = QQQ
+d = 2 \QQQ
 [e]
-"""
-f.g = [
-  {h = 1},
-  {i = 2},
+QQQQQ
+f.g = [ # ]
+  {h = 1, k.'l' = [
+    'm',
+  ]},
+
+  {i = "]\","},
+  [[], 1979-05-27 07:32:00, ["x"
+  ]],
 ]
 [j."k l".m]
 n = {o = {p = 1}}
 [[q]]
 [[q]]
-r = 1
+r = AAA
+]'
+AAAAA
 [[q.s]]
-t = 1
-[q.u]
-v = 1
-'''
+"t\u0041" = 1
+[ q . 'u' ]
+v = +inf
+w = {}
+x = 1"""
+LINES: dict[tuple[str | int, ...], int] = {
+    ("a",): 2,
+    ("b c",): 3,
+    ("f",): 7,
+    ("f", "g", 0): 8,
+    ("f", "g", 0, "h"): 8,
+    ("f", "g", 0, "k", "l"): 8,
+    ("f", "g", 0, "k", "l", 0): 9,
+    ("f", "g", 1, "i"): 12,
+    ("f", "g", 2): 13,
+    ("f", "g", 2, 2, 0): 13,
+    ("j", "k l", "m"): 16,
+    ("j", "k l", "m", "n"): 17,
+    ("j", "k l", "m", "n", "o", "p"): 17,
+    ("q", 1): 19,
+    ("q", 1, "r"): 20,
+    ("q", 1, "s", 0): 23,
+    ("q", 1, "s", 0, "tA"): 24,
+    ("q", 1, "u"): 25,
+    ("q", 1, "u", "v"): 26,
+    ("q", 1, "u", "x"): 28,
+    ("q", 1, "u", "missing"): 25,
+    ("e",): 1,
+}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"], ids=["lf", "crlf"])
+def test_lines_of_keys_and_elements_in_every_form_of_toml(end):
+    lines = TomlLines(FORMS.replace("Q", '"').replace("A", "'").replace("\n", end))
+    assert lines.value["b c"] == 'd = 2 """\n[e]\n""'
+    assert {path: lines.line(path) for path in LINES} == LINES
+
+
+def test_the_lines_of_a_long_list_and_of_many_short_keys():
+    """Their number is such that a scan whose time grows with its square would not end."""
+    text = "a = [\n" + "1, # [\n" * 60_000 + "]\n" + "".join(f"k{i} = {{v = []}}\n" for i in range(20_000))
     lines = TomlLines(text)
-    expected = {
-        ("a",): 2,
-        ("b c",): 3,
-        ("f", "g"): 7,
-        ("f", "g", 1, "i"): 7,
-        ("j", "k l", "m", "n"): 12,
-        ("j", "k l", "m", "n", "o", "p"): 12,
-        ("q", 1): 14,
-        ("q", 1, "r"): 15,
-        ("q", 1, "s", 0, "t"): 17,
-        ("q", 1, "u", "v"): 19,
-        ("q", 1, "u", "missing"): 18,
-        ("e",): 1,
-    }
-    assert {path: lines.line(path) for path in expected} == expected
+    assert lines.line(("a", 59_999)) == 60_001
+    assert lines.line(("k19999", "v")) == 80_002
