@@ -9,11 +9,18 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.http.metrics import Metrics
+from engine.scheduling.policies.tenants import TenantState
 from engine.speculative_config import SpeculativeConfig
 from testing.engine import SLOW, Client, RunningServer
 from testing.tiny import save_adapter
 
 ENDLESS = {"model": "tiny", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True} | SLOW
+
+
+TOKEN = "internal"
+TENANTS, SEATS, SHOWN = 25, 8, 20
+FIELDS = ("counter", "waiting", "oldest_wait", "share", "entitled", "goodput")
 
 
 async def reading(client: Client, name: str) -> float:
@@ -126,3 +133,83 @@ async def test_steps_are_counted_by_what_became_of_drafts(model: Path, session: 
         assert counted["measuring"] >= 1, "the first step with decodes"
         assert bool(drafted) == ("drafted" in counted)
         assert drafted or sum(counted.values()) == 7
+
+
+def by_tenant(page: str) -> dict[str, dict[str, float]]:
+    """Return the values of the gauges with a tenant's label, by gauge and tenant."""
+    families = {each.name: each.samples for each in text_string_to_metric_families(page)}
+    samples = {name: families[f"loraplex_engine_tenant_{name}"] for name in FIELDS}
+    return {name: {each.labels["tenant"]: each.value for each in found} for name, found in samples.items()}
+
+
+def test_each_gauge_of_a_tenant_has_its_own_value_and_only_shown_tenants_have_one():
+    metrics = Metrics()
+    acme = TenantState("acme", 2.0, 30.5, 3, 4, 5.25, 0.625, 0.75, 0.875)
+    metrics.show_tenants([acme, TenantState("globex", 1.0, 0.0, 0, 0, 0.0, 0.0, 0.0, None)])
+    assert by_tenant(metrics.render().decode()) == {
+        "counter": {"acme": 30.5, "globex": 0},
+        "waiting": {"acme": 4, "globex": 0},
+        "oldest_wait": {"acme": 5.25, "globex": 0},
+        "share": {"acme": 0.625, "globex": 0},
+        "entitled": {"acme": 0.75, "globex": 0},
+        "goodput": {"acme": 0.875},
+    }
+    metrics.show_tenants([TenantState("initech", 1.0, 1.0, 1, 0, 0.0, 1.0, 1.0, 0.0)])
+    shown = by_tenant(metrics.render().decode())
+    assert shown == {name: {"initech": float(name in ("counter", "share", "entitled"))} for name in FIELDS}
+
+
+@pytest.mark.usefixtures("slow_steps")
+async def test_at_most_twenty_tenants_are_shown(model: Path, session: aiohttp.ClientSession):
+    """The 25 tenants have a request each in eight seats, and two of them have two more: one request of `met` has its
+    first token in time, one of `missed` cannot. Those that wait are shown first.
+    """
+    server = await asyncio.to_thread(RunningServer, model, internal_token=TOKEN)
+    token, began = {"x-loraplex-internal-token": TOKEN}, time.monotonic()
+    client, asked = Client(session, server.url), list[asyncio.Task[aiohttp.ClientResponse]]()
+
+    def ask(tenant: str, **fields: float) -> None:
+        headers = token | {"x-loraplex-tenant": tenant, "x-loraplex-weight": "2" if tenant == "met" else "1"}
+        body = json.dumps(ENDLESS | {"stream": True} | fields)
+        asked.append(asyncio.create_task(session.post(f"{server.url}/v1/completions", data=body, headers=headers)))
+
+    try:
+        for tenant, target in (("met", 3600), ("missed", 1e-6)):
+            ask(tenant, ttft_target=target)
+            await (await asked[-1]).content.readline()
+        for tenant in (*(f"tenant-{number}" for number in range(TENANTS - 2)), *("met", "missed") * 2):
+            ask(tenant)
+        num_waiting = len(asked) - SEATS
+        state = await client.wait_for(lambda state: state["waiting"] == num_waiting, headers=token)
+        async with session.get(f"{server.url}/metrics") as response:
+            page = await response.text()
+        elapsed = time.monotonic() - began
+    finally:
+        for task in asked:
+            task.cancel()
+        for response in await asyncio.gather(*asked, return_exceptions=True):
+            if isinstance(response, aiohttp.ClientResponse):
+                response.close()
+        await asyncio.to_thread(server.close)
+
+    for name in ("met", "missed"):
+        assert f"\nloraplex_engine_ttft_target_{name}_total 1.0\n" in page
+    gauges = by_tenant(page)
+    for name in FIELDS[:-1]:
+        assert len(gauges[name]) == SHOWN
+    assert gauges["goodput"] == {"met": 1, "missed": 0}
+    assert sum(gauges["waiting"].values()) == num_waiting
+    assert min(gauges["waiting"][name] for name in ("met", "missed")) > 0
+    for tenant, wait in gauges["oldest_wait"].items():
+        assert 0 < wait < elapsed if gauges["waiting"][tenant] else wait == 0
+    assert gauges["entitled"] == pytest.approx({name: (1 + (name == "met")) / 26 for name in gauges["entitled"]})
+    assert 0 < sum(gauges["share"].values()) <= 1 + 1e-9
+    assert all(gauges["counter"][tenant] > 0 for tenant, share in gauges["share"].items() if share > 0)
+
+    shares = state["tenants"]
+    assert len({share["tenant"] for share in shares}) == len(shares) == SHOWN
+    assert sum(share["waiting"] for share in shares) == num_waiting
+    assert {"met", "missed"} < {share["tenant"] for share in shares}
+    assert {share["tenant"]: share["entitled"] for share in shares} == pytest.approx(
+        {share["tenant"]: share["weight"] / 26 for share in shares}
+    )
