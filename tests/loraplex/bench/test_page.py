@@ -15,6 +15,7 @@ from loraplex.bench.report import isolation, make_report, run_report
 from loraplex.bench.run import Run
 from loraplex.bench.sending import Failure, Sample
 from loraplex.bench.svg import plot, ticks
+from loraplex.bench.table import print_report
 from loraplex.bench.workload import Workload
 from loraplex.cli import main
 
@@ -71,6 +72,21 @@ def test_the_page_is_whole_and_needs_nothing_else():
     assert "prefers-color-scheme: dark" in page
     assert "&lt;b&gt;globex" in page
     assert "secret" not in page
+
+
+def test_the_generators_overhead_is_in_the_table_and_on_the_page(capsys):
+    overhead = {"max_requests_per_second": 1234.4, "max_events_per_second": 45678.6, "rate": 30.0}
+    with_overhead = report(1.0) | {"overhead": overhead | {"ttft": {"p50": 0.0012, "p99": 0.0456}}}
+    line = (
+        "generator: at most 1234 requests and 45679 events a second; at 30 requests a second it adds 1.2 ms to a TTFT "
+        "(p99 46 ms)"
+    )
+    print_report(with_overhead)
+    assert line in capsys.readouterr().out.splitlines()
+    assert f"<h2>Generator</h2><p>{line}.</p>" in html_page(with_overhead)
+    print_report(report(1.0))
+    assert "generator" not in capsys.readouterr().out
+    assert "Generator" not in html_page(report(1.0))
 
 
 def test_the_page_of_a_run_without_any_answer():
