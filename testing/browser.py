@@ -157,25 +157,31 @@ async def faults(who: Person) -> list[str]:
 
 
 async def faults_of_pages(who: Person, paths: Iterable[str]) -> list[str]:
-    """Open each page once and return its faults at both widths and in both colour schemes.
-
-    The other scheme changes colours only, so only the contrast rule runs there.
-    """
+    """Open each page once and return its faults at both widths and in both colour schemes."""
     found = []
     for path in paths:
         # The narrow window comes first: layout left over from the wide one could hide that the page is too wide.
         await _show(who, *VIEWS[0])
         await who.open(path)
-        seen, who.problems = [f": {each}" for each in who.problems], []
-        for width, scheme in VIEWS:
-            await _show(who, width, scheme)
-            here = await _violations(who, CONTRAST if scheme == "dark" else {})
-            here += await _sideways(who) if scheme == "light" else []
-            seen += [f" ({width} px, {scheme}): {each}" for each in here]
-        found += [path + each for each in [*seen, *(f": {each}" for each in who.problems)]]
-        who.problems = []
+        found += [path + each for each in await faults_in_all_views(who)]
     await who.page.bring_to_front()
     return found
+
+
+async def faults_in_all_views(who: Person) -> list[str]:
+    """Return the faults of the open page at both widths and in both colour schemes, without loading it again.
+
+    The other scheme changes colours only, so only the contrast rule runs there.
+    """
+    seen, who.problems = [f": {each}" for each in who.problems], []
+    for width, scheme in VIEWS:
+        await _show(who, width, scheme)
+        here = await _violations(who, CONTRAST if scheme == "dark" else {})
+        here += await _sideways(who) if scheme == "light" else []
+        seen += [f" ({width} px, {scheme}): {each}" for each in here]
+    seen += [f": {each}" for each in who.problems]
+    who.problems = []
+    return seen
 
 
 async def _show(who: Person, width: int, scheme: str) -> None:

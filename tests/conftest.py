@@ -36,13 +36,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # The files that took over 15 s on 2026-11-29, longest first. A file of a group of files has the place of its group.
 SLOW = (
     "e2e/browser/test_walk.py",
-    "e2e/browser/test_pages.py",
+    "e2e/browser/test_clean_pages.py",
     "e2e/test_demo_model_matches_peft.py",
     "e2e/test_lifecycle.py",
     "kernels/gpu/test_compiles.py",
     "e2e/browser/test_hostile_texts.py",
     "e2e/browser/test_adapters.py",
-    "e2e/browser/test_console.py",
+    "e2e/browser/test_pages.py",
     "kernels/test_benchmarks.py",
     "e2e/browser/test_console_walk.py",
     "gateway/sharing/test_unserved.py",

@@ -10,10 +10,10 @@ from urllib.parse import quote, urlencode
 
 import pytest
 
-from gateway.api.routes import ROUTES
 from testing.browser import Person, person
 from testing.gateway.running import ADMIN_KEY, Gateway, until
 from testing.gateway.upstream import Upstream
+from tests.e2e.browser.pages import pages_below, path_of
 from tests.gateway.api.test_adapters import CONFIG, files, push
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -72,9 +72,9 @@ async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
         "act": "drain",
         "model": quote(SHORT, safe=""),
         "name": "pirate",
-        "key": key["id"],
+        "id": key["id"],
         "secret": key["key"],
-        "request": requests[0]["request_id"],
+        "requests/id": requests[0]["request_id"],
         # All requests: answered, refused by the gateway, refused by the engine.
         "requests": " ".join(each["request_id"] for each in requests),
     }
@@ -82,15 +82,12 @@ async def fill(gateway: Gateway, upstream: Upstream) -> dict[str, str]:
 
 def urls(home: str, known: dict[str, str]) -> Iterator[str]:
     """Yield every page below `home`, and once more with hostile parameters if it has any."""
-    for route in ROUTES:
-        if route.method != "GET" or route.scope != "page" or not route.path.startswith(f"{home}/"):
+    for route in pages_below(home):
+        if route.scope != "page" or route.path.endswith("/events"):
             continue
-        if route.path.endswith("/events"):
-            continue
-        ids = known | {"id": known["request" if "/requests/" in route.path else "key"]}
-        path = re.sub(r"{(\w+)[^}]*}", lambda found, ids=ids: ids[found[1]], route.path)
+        path = path_of(route, known)
         yield path
-        if parameters := {name: ALL for name in route.query if name != "format"}:
+        if parameters := {name: ALL for name in route.query or () if name != "format"}:
             yield f"{path}?{urlencode(parameters)}"
 
 
