@@ -1,200 +1,20 @@
 """No tenant's wait depends on another tenant's max_tokens, and no work is lost or counted twice."""
 
 from collections import Counter
-from collections.abc import Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from adapters.tiers.device_pool import Residency
-from engine.scheduling.kv_cache import KVCache
-from engine.scheduling.plan import StepLimits
+from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
-from engine.scheduling.request import QUANTUM, NewRequest, Request, SamplingParams, Status
-from engine.scheduling.scheduler import Scheduler
+from engine.scheduling.request import Request
+from tests.engine.scheduling.world import PREEMPT_AFTER_S, Asked, Wait, World, run, with_one_weight_each
 
-STEP_S = 0.02
-PREEMPT_AFTER_S = 0.25
-# Length in tokens of the longest prompt in the test of the bound.
-LONGEST_PROMPT = 60
-
-
-@dataclass
-class Pool:
-    """Adapter pool in which the first `ensure` of an adapter copies two pages, and the second finds it ready."""
-
-    placed: set[str] = field(default_factory=set)
-    pins: Counter[str] = field(default_factory=Counter)
-    loaded: Counter[str] = field(default_factory=Counter)
-    reported: Counter[str] = field(default_factory=Counter)
-    page_bytes: int = 100
-    overdue: tuple[()] = ()
-
-    def take_loaded_bytes(self) -> dict[str, int]:
-        loaded, self.loaded = self.loaded, Counter()
-        self.reported.update(loaded)
-        return loaded
-
-    def poll(self) -> None: ...
-
-    def ensure(self, digest: str, tenant_id: str, weight: float) -> Residency:
-        if digest in self.placed:
-            return Residency.READY
-        self.placed.add(digest)
-        self.loaded[tenant_id] += 200
-        return Residency.LOADING
-
-    def is_resident(self, digest: str) -> bool:
-        return digest in self.placed
-
-    def resident_among(self, digests: Set[str | None]) -> list[str]:
-        return [digest for digest in digests if digest in self.placed]
-
-    def num_pages_of(self, digest: str) -> int:
-        return 2
-
-    def pin(self, digest: str, tenant_id: str) -> int:
-        self.pins[digest] += 1
-        return 0
-
-    def unpin(self, digest: str) -> None:
-        self.pins[digest] -= 1
-
-    def no_longer_wanted(self, digest: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Asked:
-    """A request of the simulation. leaves: tokens after which its client leaves."""
-
-    at: int
-    tenant_id: str
-    weight: float
-    prompt: int
-    outputs: int
-    adapter: str | None = None
-    leaves: int | None = None
-
-
-@dataclass
-class Wait:
-    """A tenant's wait with nothing running. since: its first step. counter: the tenant's at that time.
-
-    credit: cost that each other tenant may be served before the waiting one, because it was behind when the wait began,
-    or when its own requests came. again: tokens that the other tenants' streams computed again after their admission.
-    """
-
-    tenant_id: str
-    since: int
-    counter: float
-    credit: dict[str, float] = field(default_factory=dict)
-    again: int = 0
-
-
-class World:
-    """A scheduler with a simulated clock. It counts tenants' costs, tokens and waits independently of the scheduler."""
-
-    def __init__(self, seats: int = 4, blocks: int = 64, policy: FairShare | FirstCome | None = None) -> None:
-        self.now, self.steps = 0.0, 0
-        self.pool = Pool()
-        self.policy = FairShare(preempt_after=PREEMPT_AFTER_S) if policy is None else policy
-        self.blocks, self.seats = blocks, seats
-        self.scheduler = Scheduler(
-            KVCache(blocks, 16),
-            self.pool,
-            StepLimits(seats, 64),
-            policy=self.policy,
-            clock=lambda: self.now,  # type: ignore[arg-type]
-        )
-        self.cost: Counter[str] = Counter()
-        self.tokens: Counter[str] = Counter()
-        # By request: the tokens computed so far, and the tokens to compute again after the last admission.
-        self.computed: Counter[str] = Counter()
-        self.again: Counter[str] = Counter()
-        self.num_computed = self.num_again = 0
-        self.arrivals = 0
-        self.weights: dict[str, float] = {}
-        self.leaving: dict[Request, int] = {}
-        self._ran: set[Request] = set()
-        self.waits: dict[str, Wait] = {}
-        self.ended_waits: list[tuple[Wait, float]] = []
-
-    def ask(self, asked: Asked) -> Request:
-        self.arrivals += 1
-        prompt = [self.arrivals * 1000 + i for i in range(asked.prompt)]
-        params = SamplingParams(max_tokens=asked.outputs, ignore_eos=True)
-        new = NewRequest(
-            f"{asked.tenant_id}-{self.arrivals}", prompt, params, asked.adapter, asked.tenant_id, asked.weight
-        )
-        request = Request(new, arrival=self.arrivals)
-        self.weights[asked.tenant_id] = asked.weight
-        self.scheduler.add(request)
-        if asked.leaves is not None:
-            self.leaving[request] = asked.leaves
-        return request
-
-    def step(self) -> dict[Request, int]:
-        plan = self.scheduler.schedule()
-        for request, num_tokens in plan.items():
-            assert len(request.blocks) * 16 >= request.num_computed + num_tokens
-            if request not in self._ran:
-                self.again[request.request_id] = max(0, self.computed[request.request_id] - request.num_computed)
-        self._leave(before_the_launch=True)
-        for request, num_tokens in plan.items():
-            if request.status is Status.RUNNING:
-                self._count(request, request.num_computed, request.num_computed + num_tokens)
-        ready = {r: 1 for r, n in plan.items() if r.num_computed + n == r.num_tokens}
-        self.scheduler.advance(plan)
-        for request in self.scheduler.commit(ready):
-            self.tokens[request.request_id] += 1
-        self.steps += 1
-        self.now += STEP_S
-        self._measure()
-        self._leave(before_the_launch=False)
-        return plan
-
-    def _leave(self, *, before_the_launch: bool) -> None:
-        """Abort the requests whose clients leave: every second one between the plan and the launch of a step."""
-        for request, tokens in list(self.leaving.items()):
-            if request.num_output_tokens >= tokens and request.arrival % 2 == before_the_launch:
-                self.scheduler.abort(request.request_id)
-                del self.leaving[request]
-
-    def _count(self, request: Request, start: int, end: int) -> None:
-        """Count executed work. A token costs its tenant something only the first time that it is computed."""
-        known, prompt = self.computed[request.request_id], request.num_prompt_tokens
-        first, pages = max(start, known), 2 if request.adapter_digest else 0
-        self.num_computed += end - start
-        self.num_again += min(end, first) - start
-        for position in range(first, end):
-            self.cost[request.tenant_id] += 1 if position < prompt - 1 else 2 + (position + 1) / 1024 + pages / 8
-        self.computed[request.request_id] = max(known, end)
-
-    def _measure(self) -> None:
-        streams = set(self.scheduler.running)
-        active, running = {r.tenant_id for r in self.scheduler.requests.values()}, {r.tenant_id for r in streams}
-        for tenant_id in self.waits.keys() - (active - running):
-            self.ended_waits.append((wait := self.waits.pop(tenant_id), self.lateness(wait)))
-        for tenant_id in active - running:
-            counter = self.policy.counter(tenant_id)
-            wait = self.waits.setdefault(tenant_id, Wait(tenant_id, self.steps, counter))
-            counted = streams if wait.since == self.steps else streams - self._ran
-            wait.again += sum(self.again[r.request_id] for r in counted)
-            for other in active - {tenant_id}:
-                behind = max(0.0, wait.counter - self.policy.counter(other))
-                wait.credit.setdefault(other, behind * self.weights[other])
-        self._ran = streams
-
-    def lateness(self, wait: Wait) -> float:
-        """Return the number of steps by which a wait exceeds the documented bound: see docs/design/step-loop.md."""
-        # The load of its adapter is charged while it waits.
-        more = max(0.0, self.policy.counter(wait.tenant_id) - wait.counter) + getattr(self.policy, "_slack", 0.0)
-        credits = sum(credit + more * self.weights[other] for other, credit in wait.credit.items())
-        bound = PREEMPT_AFTER_S / STEP_S + credits + len(wait.credit) * (LONGEST_PROMPT + QUANTUM + 2) + 2 * wait.again
-        return self.steps - wait.since - bound
+# Steps in which the test of the bound lets requests arrive, and steps after that in which waits may begin.
+ARRIVALS, WATCHED = 60, 500
 
 
 @pytest.mark.parametrize("weight", [0.25, 1.0, 4.0])
@@ -266,21 +86,6 @@ requests = st.builds(
 )
 
 
-def with_one_weight_each(asked: list[Asked]) -> list[Asked]:
-    weights = {a.tenant_id: a.weight for a in asked}
-    return sorted((replace(a, weight=weights[a.tenant_id]) for a in asked), key=lambda a: a.at)
-
-
-def run(world: World, asked: list[Asked], most_steps: int) -> dict[Asked, Request]:
-    """Run until all requests have ended, for at most `most_steps`. asked: by time."""
-    made: dict[Asked, Request] = {}
-    while (len(made) < len(asked) or world.scheduler.requests) and world.steps < most_steps:
-        while len(made) < len(asked) and asked[len(made)].at <= world.steps:
-            made[asked[len(made)]] = world.ask(asked[len(made)])
-        world.step()
-    return made
-
-
 def charges(world: World) -> Counter[str]:
     """Record each tenant's charges, with its adapters' loads."""
     charged: Counter[str] = Counter()
@@ -299,10 +104,10 @@ def charges(world: World) -> Counter[str]:
     return charged
 
 
-def check_work(world: World, made: dict[Asked, Request], charged: Counter[str]) -> None:
+def check_work(world: World, made: list[tuple[Asked, Request]], charged: Counter[str]) -> None:
     """Check that all tokens arrived once, that each was paid for once, and that everything is free at the end."""
     assert not world.scheduler.requests
-    for one, request in made.items():
+    for one, request in made:
         computed = world.computed[request.request_id]
         assert request.num_output_tokens == world.tokens[request.request_id]
         if one.leaves is None:
@@ -344,10 +149,10 @@ def test_tokens_computed_again_after_preemptions_are_free_and_none_is_lost() -> 
 
 waiting_requests = st.builds(
     Asked,
-    at=st.integers(0, 60),
+    at=st.integers(0, ARRIVALS),
     tenant_id=st.sampled_from("abcd"),
     weight=st.sampled_from([1.0, 2.0, 4.0]),
-    prompt=st.integers(1, LONGEST_PROMPT),
+    prompt=st.one_of(st.integers(1, 60), st.integers(1, 300)),
     outputs=st.one_of(st.integers(1, 20), st.integers(500, 4000)),
     adapter=st.sampled_from([None, None, "x", "y", "z"]),
     leaves=st.one_of(st.none(), st.none(), st.integers(0, 50)),
@@ -355,13 +160,12 @@ waiting_requests = st.builds(
 
 
 def late_waits(world: World, asked: list[Asked]) -> list[Wait]:
-    """Run until every wait that begins within a bound of the last arrival is decided. Return the waits beyond theirs.
+    """Run until every wait that begins in the first 560 steps is decided. Return the waits beyond their bounds.
 
     The engine refuses a request that the cache could not hold.
     """
     asked = [replace(a, outputs=min(a.outputs, 16 * world.blocks - a.prompt)) for a in with_one_weight_each(asked)]
-    num_tenants = len({a.tenant_id for a in asked})
-    run(world, asked, int(60 + PREEMPT_AFTER_S / STEP_S) + num_tenants * (LONGEST_PROMPT + QUANTUM + 2))
+    run(world, asked, ARRIVALS + WATCHED)
     for wait in list(world.waits.values()):
         while world.waits.get(wait.tenant_id) is wait and world.lateness(wait) <= 0:
             world.step()
@@ -375,13 +179,18 @@ def late_waits(world: World, asked: list[Asked]) -> list[Wait]:
     st.lists(waiting_requests, min_size=8, max_size=24, unique=True),
     st.integers(1, 4),
     st.sampled_from([40, 60, 200, 2000]),
-    st.sampled_from([0.0, 0.0, 64.0]),
+    st.sampled_from([0.0, 256.0]),
+    st.sampled_from([None, 1.8]),
 )
 def test_a_wait_is_bounded_whatever_the_others_max_tokens(
-    asked: list[Asked], seats: int, blocks: int, slack: float
+    asked: list[Asked], seats: int, blocks: int, slack: float, stretch: float | None
 ) -> None:
-    """The bound contains no output length. It is a few hundred steps, and the streams are longer than that."""
-    assert not late_waits(World(seats, blocks, FairShare(slack, preempt_after=PREEMPT_AFTER_S)), asked)
+    """The bound contains no output length. It is a few hundred steps, and the streams are longer than that.
+
+    Prompts are up to five times as long as a step. stretch: that of a pacer; None: without one.
+    """
+    policy, pacer = FairShare(slack, preempt_after=PREEMPT_AFTER_S), None if stretch is None else Pacer(stretch)
+    assert not late_waits(World(seats, blocks, policy, pacer), asked)
 
 
 @pytest.mark.parametrize("blocks", [60, 2000])

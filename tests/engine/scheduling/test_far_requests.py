@@ -6,7 +6,7 @@ import pytest
 
 from adapters.tiers.device_pool import Residency
 from engine.scheduling.policies.fair_share import FAR_WITHOUT_SEAT
-from tests.engine.scheduling.test_bounded_wait import PREEMPT_AFTER_S, STEP_S, Asked, Pool, World
+from tests.engine.scheduling.world import PREEMPT_AFTER_S, STEP_S, Asked, Pool, World
 
 
 @dataclass

@@ -18,7 +18,7 @@ from engine.scheduling.policies.fair_share import HEAVIER
 from engine.scheduling.policies.registry import make_policy
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
 from engine.scheduling.scheduler import Scheduler
-from tests.engine.scheduling.test_bounded_wait import Pool
+from tests.engine.scheduling.world import Pool
 
 FIXED_S, ROW_S = 0.018, 0.0022
 WEIGHTS = {"one": 1.0, "two": 2.0, "four": 4.0}

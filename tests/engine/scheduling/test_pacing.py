@@ -1,10 +1,10 @@
 """A step's prompt work beside running streams."""
 
-import random
 from collections.abc import Callable
 
 import pytest
 
+from benchmarks.prefill_pacing import Machine, WithoutTrials, serve
 from engine.scheduling.pacing import MIN_CHUNK, STEPS_UNTIL_ALONE, Pacer
 
 
@@ -70,35 +70,6 @@ def test_more_prompts_than_streams_get_longer_steps() -> None:
     assert pacer.prompt_budget(2, 4096, prompt_pressure=1e6) == 4096
 
 
-class Machine:
-    """A machine with a decode time, `fixed` seconds for any prompt and `each` seconds per prompt token.
-
-    noise: the relative variation of steps; one step of 20 loses its core and takes three times as long.
-    """
-
-    def __init__(self, decode: float, fixed: float, each: float, noise: float = 0.0, seed: int = 0) -> None:
-        self.decode, self.fixed, self.each, self.noise = decode, fixed, each, noise
-        self._random = random.Random(seed)
-
-    def seconds(self, tokens: int) -> float:
-        exact = self.decode + (self.fixed + self.each * tokens if tokens else 0.0)
-        if not self.noise:
-            return exact
-        return exact * (3.0 if self._random.random() < 0.05 else self._random.gauss(1.0, self.noise))
-
-
-def serve(pacer: Pacer, machine: Machine, prompt: int, streams: int = 8, most: int = 632) -> tuple[float, list[int]]:
-    """Return the seconds to compute a prompt beside other tenants' streams, and its chunks."""
-    seconds, chunks = 0.0, []
-    while sum(chunks) < prompt:
-        chunk = min(pacer.prompt_budget(streams, most, 1 / streams), prompt - sum(chunks))
-        took = machine.seconds(chunk)
-        pacer.observe(took, streams, chunk)
-        seconds += took
-        chunks.append(chunk)
-    return seconds, chunks
-
-
 def warm(machine: Machine) -> Pacer:
     pacer = Pacer(1.8)
     for _ in range(20):
@@ -152,9 +123,6 @@ def test_without_a_fixed_cost_streams_keep_their_stretch(seed: int) -> None:
         for _ in range(20):
             pacer.observe(machine.seconds(0), 8, 0)
         return [chunk for _ in range(50) for chunk in serve(pacer, machine, 4000)[1] if chunk]
-
-    class WithoutTrials(Pacer):
-        _is_trial_due = False
 
     expected, found = chunks(WithoutTrials(1.8)), chunks(Pacer(1.8))
     mean, found_mean = (sum(sizes) / len(sizes) for sizes in (expected, found))

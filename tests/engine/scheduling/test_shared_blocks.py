@@ -3,7 +3,7 @@
 import pytest
 
 from engine.scheduling.request import QUANTUM, NewRequest, Request, SamplingParams
-from tests.engine.scheduling.test_bounded_wait import PREEMPT_AFTER_S, STEP_S, Asked, World
+from tests.engine.scheduling.world import PREEMPT_AFTER_S, STEP_S, Asked, World
 
 BLOCKS, PROMPT_BLOCKS, OUTPUTS = 120, 70, 160
 
