@@ -125,7 +125,7 @@ async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="?", help="Markdown file to write")
     given = parser.parse_args()
-    async with month() as (gateway, key), chromium() as browser:
+    async with month() as (gateway, key, _), chromium() as browser:
         paths, unlimited = await paths_of(gateway), dict[str, list[Times]]()
         for home, secret in (("/admin", ADMIN_KEY), ("/console", key)):
             async with person(browser, gateway.url) as who:

