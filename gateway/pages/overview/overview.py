@@ -28,13 +28,24 @@ GROUPS = ("tenant", "model", "engine")
 SPARK_POINTS = 40
 # Lowest rate per second that is shown.
 MIN_RATE = 0.1
+# Titles of a tile and of the chart of the same times.
+TTFT_TITLE, LATENCY_TITLE = "Time to first token", "Time of a whole answer"
+QUANTILE_NAMES = ("p50", "p95", "p99")
+
+
+class Quantile(NamedTuple):
+    """Percentile of a time in ms, such as `p95`; None without a request that has it. change: as in `Figures`."""
+
+    name: str
+    value: float | None
+    change: float | None
 
 
 class Figures(NamedTuple):
     """Figures of a period for the tiles, and their relative changes from the period before; None without one.
 
     prompt, cached, tokens: tokens in, those of them from a cache, and tokens out. rates: texts beside `requests` and
-    `tokens`.
+    `tokens`. times: (title, percentiles) of the first token and of a whole answer.
     """
 
     requests: int
@@ -44,7 +55,7 @@ class Figures(NamedTuple):
     rates: dict[str, str]
     errors: float | None
     limited: float | None
-    ttft: Percentiles | None
+    times: Sequence[tuple[str, Sequence[Quantile]]]
     cost: int
     changes: dict[str, float | None]
 
@@ -116,8 +127,6 @@ def figures(report: ActivityReport) -> Figures:
         "cost": _change(now.cost, before.cost),
         "errors": _change(_ratio(errors, attempts), _ratio(errors_before, attempts_before)),
         "limited": _change(_ratio(limited, attempts), _ratio(limited_before, attempts_before)),
-        "ttft50": None if not (now.ttft and before.ttft) else _change(now.ttft.p50, before.ttft.p50),
-        "ttft95": None if not (now.ttft and before.ttft) else _change(now.ttft.p95, before.ttft.p95),
     }
     return Figures(
         requests=now.requests,
@@ -130,7 +139,10 @@ def figures(report: ActivityReport) -> Figures:
         },
         errors=_ratio(errors, attempts),
         limited=_ratio(limited, attempts),
-        ttft=now.ttft,
+        times=[
+            (TTFT_TITLE, _quantiles(now.ttft, before.ttft)),
+            (LATENCY_TITLE, _quantiles(now.latency, before.latency)),
+        ],
         cost=now.cost,
         changes=changes,
     )
@@ -151,7 +163,7 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
         return {"times": times, "unit": unit, "series": series, "stacked": True}
 
     def per_second(name: str) -> Any:
-        return lambda curve: [round(value / step, 3) for value in getattr(curve, name)]
+        return lambda curve: [round(value / step, 6) for value in getattr(curve, name)]
 
     def costs(curve: Curve) -> list[float]:
         return [round(value / MICRO_UNITS, 6) for value in curve.cost]
@@ -159,7 +171,7 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
     def lines(values: Sequence[Percentiles | None]) -> dict[str, Any]:
         series = [
             {"name": name, "values": [None if each is None else round(getattr(each, name)) for each in values]}
-            for name in ("p50", "p95", "p99")
+            for name in QUANTILE_NAMES
         ]
         return {"times": times, "unit": "ms", "series": series, "stacked": False}
 
@@ -173,23 +185,20 @@ def charts(report: ActivityReport, group: str) -> list[tuple[str, str, dict[str,
         ("requests", f"Requests {by}", stacked("per s", per_second("requests"))),
         ("tokens", f"Tokens out {by}", stacked("per s", per_second("completion_tokens"))),
         ("cost", f"Cost {by}", stacked("currency", costs)),
-        ("ttft", "Time to first token", lines(report.times.ttft)),
+        ("ttft", TTFT_TITLE, lines(report.times.ttft)),
         ("failed", "Errors and refusals by reason", {"times": times, "unit": "", "series": failed, "stacked": True}),
-        ("latency", "Time of a whole answer", lines(report.times.latency)),
+        ("latency", LATENCY_TITLE, lines(report.times.latency)),
     ]
 
 
 def _sparks(report: ActivityReport) -> dict[str, list[float | None]]:
     """Return the values of the tiles' sparklines."""
-    ttft = report.times.ttft
     curves: dict[str, list[float | None]] = {
         "requests": list(report.curve.requests),
         "prompt": list(report.curve.prompt_tokens),
         "cached": list(report.curve.cached_tokens),
         "tokens": list(report.curve.completion_tokens),
         "cost": list(report.curve.cost),
-        "ttft50": [None if each is None else each.p50 for each in ttft],
-        "ttft95": [None if each is None else each.p95 for each in ttft],
         "errors": _summed([each.curve for each in report.refusals if each.status >= 500 or not each.status]),
         "limited": _summed([each.curve for each in report.refusals if each.status == 429]),
     }
@@ -220,6 +229,14 @@ def _number(refusals: Refusals, is_before: bool) -> int:
 def _rate_text(rate: float) -> str:
     """Return the text of a rate per second; "" below MIN_RATE, where the number alone says more."""
     return f"· {short(rate)} per s" if rate >= MIN_RATE else ""
+
+
+def _quantiles(now: Percentiles | None, before: Percentiles | None) -> list[Quantile]:
+    return [
+        Quantile(name, value, _change(value, getattr(before, name, None)))
+        for name in QUANTILE_NAMES
+        for value in [getattr(now, name, None)]
+    ]
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -1,0 +1,117 @@
+"""Figures of the overview: percentiles with their change from the period before, and the charts of each grouping."""
+
+import html
+import json
+import re
+from collections.abc import AsyncIterator
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gateway.access.sessions import VISITOR
+from gateway.pages.overview.attention import Needs
+from gateway.pages.overview.overview import Overview
+from gateway.records.activity.activity import Activity
+from gateway.records.database import Database
+from gateway.records.events.attention import Concerns
+from testing.gateway.rows import NOON, row
+from tests.gateway.pages.conftest import Reader, World
+from tests.gateway.pages.records import fill, serving
+
+# The figures are made from the rows of either database by the same code.
+pytestmark = pytest.mark.parametrize("migrated_url", ["sqlite"], indirect=True)
+PAGE = "/admin/?since=2026-01-01T12:00&until=2026-01-01T13:00"
+
+
+class Nothing:
+    """Reader of no concerns, and a ledger without rows that wait."""
+
+    waiting = rejected = 0
+
+    async def read(self) -> Concerns:
+        return Concerns([], [], [], [], [])
+
+
+@pytest.fixture
+async def reader(starts_servers: None, world: World, database: Database) -> AsyncIterator[Reader]:
+    nothing: Any = Nothing()
+    idle: Any = SimpleNamespace(utilisation=lambda _: None)
+    page = Overview(
+        frame=world.frame,
+        strip=world.strip,
+        activity=Activity(database),
+        needs=Needs(nothing, nothing, str),
+        history=idle,
+    )
+
+    async def show(request: web.Request) -> web.StreamResponse:
+        request[VISITOR] = world.visitor
+        return await page.page(request)
+
+    async with serving({"/admin/": show}) as reader:
+        yield reader
+
+
+def plain(text: str) -> str:
+    return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", text)).split())
+
+
+async def test_tiles_have_the_percentiles_of_both_times_and_their_changes(reader: Reader, database: Database):
+    # A percentile is taken to lie evenly within its bucket: 35 to 50 ms, 75 to 100, 300 to 500, 1000 to 1500.
+    now = [row(f"req_n{i:02}", ttft_ms=40 if i < 90 else 80, latency_ms=400, created_at=NOON) for i in range(100)]
+    earlier = NOON - timedelta(minutes=30)
+    before = [row(f"req_b{i:02}", ttft_ms=40, latency_ms=1200, created_at=earlier) for i in range(100)]
+    await fill(database, *now, *before)
+    _, text = await reader.get(PAGE)
+    tiles = [plain(each) for each in re.findall(r'<div class="tile times">(.*?)</div>', text, re.DOTALL)]
+    than = "than the period before"
+    assert tiles == [
+        f"Time to first token 43 ms p50 ▲ 1.9 % more {than} 88 ms p95 ▲ 78 % more {than} 98 ms p99 ▲ 95 % more {than}",
+        f"Time of a whole answer 400 ms p50 ▼ 68 % less {than} 490 ms p95 ▼ 67 % less {than} "
+        f"498 ms p99 ▼ 67 % less {than}",
+    ]
+
+
+async def test_tiles_without_requests_have_no_percentiles(reader: Reader):
+    _, text = await reader.get(PAGE)
+    tiles = [plain(each) for each in re.findall(r'<div class="tile times">(.*?)</div>', text, re.DOTALL)]
+    assert tiles == [f"{title} – p50 – – p95 – – p99 –" for title in ("Time to first token", "Time of a whole answer")]
+
+
+@pytest.mark.parametrize(
+    ("group", "requests"),
+    [
+        ("tenant", {"acme": 3, "globex": 1}),
+        ("model", {"base": 2, "acme/pirate": 1, "globex/pirate": 1}),
+        ("engine", {"http://e": 3, "http://f": 1}),
+    ],
+)
+async def test_charts_have_a_series_for_each_group(reader: Reader, database: Database, group: str, requests: Any):
+    pirate = {"model": "pirate", "adapter_digest": "d" * 64}
+    globex = {"tenant_id": "t2", "tenant": "globex", "engine": "http://f"}
+    earlier = NOON - timedelta(hours=1)
+    await fill(
+        database,
+        row("req_1"),
+        row("req_2", created_at=earlier),
+        row("req_3", **pirate),
+        row("req_4", **pirate, **globex),
+    )
+    _, text = await reader.get(f"/admin/?since=2026-01-01T11:00&until=2026-01-01T13:00&by={group}")
+    for name, title, of_one in (
+        ("requests", f"Requests by {group}", 1),
+        ("tokens", f"Tokens out by {group}", 5),
+        ("cost", f"Cost by {group}", 0.000007),
+    ):
+        [data] = re.findall(rf'id="chart-{name}" data-chart="([^"]*)"', text)
+        chart = json.loads(html.unescape(data))
+        assert chart["stacked"]
+        # Costs are sums of each step, the others rates.
+        step = 1 if name == "cost" else chart["times"][1] - chart["times"][0]
+        found = {each["name"]: sum(each["values"]) * step for each in chart["series"]}
+        expected = {group: number * of_one for group, number in requests.items()}
+        assert found == pytest.approx(expected, rel=0.05), name
+        assert f"<b>{title}</b>" in text
