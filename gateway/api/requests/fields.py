@@ -231,13 +231,14 @@ def parse_text(query: Mapping[str, str], name: str) -> str | None:
     return given or None
 
 
-def read_sort(request: web.Request, names: Sequence[Name], default: str) -> tuple[Name, bool]:
+def read_sort(request: web.Request, names: Sequence[Name], default: str, parameter: str = "sort") -> tuple[Name, bool]:
     """Return `?sort=`, and whether a `-` before it asks for descending order. Raises BadRequest."""
-    given = request.query.get("sort") or default
+    given = request.query.get(parameter) or default
     for name in names:
         if given.removeprefix("-") == name:
             return name, given.startswith("-")
-    raise BadRequest(f"sort: expected one of {', '.join(names)}, with a '-' to begin with the last.", param="sort")
+    message = f"{parameter}: expected one of {', '.join(names)}, with a '-' to begin with the last."
+    raise BadRequest(message, param=parameter)
 
 
 def json_response(body: object, status: int = 200) -> web.Response:

@@ -9,6 +9,7 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.bases import AdminBases, BaseChanges, NewBase
+from gateway.api.requests.fields import parse_text
 from gateway.errors import RecordNotFound
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
@@ -96,13 +97,22 @@ class BasePages:
 
     async def list(self, request: web.Request) -> web.Response:
         table = read_table(request, "bases", COLUMNS, "name")
-        rows = await self._rows()
+        words = (parse_text(request.query, "q") or "").lower()
+        known = await self._rows()
+        rows = [row for row in known if words in f"{row.name} {row.digest or ''}".lower()]
         if request.query.get("format") == "csv":
             return csv_response("bases", CSV_COLUMNS, rows)
         unknown = sorted(engine.url for engine in self._registry.up if engine.base is None)
         done = DONE.get(request.query.get("done", ""))
         return self._frame.render(
-            request, "bases.html", title="Base models", table=fill(table, rows), tones=TONES, unknown=unknown, done=done
+            request,
+            "bases.html",
+            title="Base models",
+            table=fill(table, rows),
+            num=len(known),
+            tones=TONES,
+            unknown=unknown,
+            done=done,
         )
 
     async def new(self, request: web.Request) -> web.Response:

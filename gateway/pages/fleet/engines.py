@@ -134,6 +134,7 @@ class EnginePages:
     async def one(self, request: web.Request) -> web.Response:
         engine = find_engine(self._registry, request.query.get("url", ""))
         history = self._history.of(engine.url)
+        changes = read_table(request, "health-history", HISTORY_COLUMNS, "-at")
         if request.query.get("format") == "csv":
             return csv_response("health-history", HISTORY_COLUMNS, list(reversed(history.changes)))
         return self._frame.render(
@@ -145,7 +146,7 @@ class EnginePages:
             state=engine.state.reported,
             charts=[*step_charts(history.steps(int(time.time()))), *_charts(thin(list(history.samples), MAX_POINTS))],
             utilisation=history.utilisation(int(time.time())),
-            changes=list(reversed(history.changes)),
+            changes=fill(changes, history.changes),
         )
 
     async def residency(self, request: web.Request) -> web.Response:

@@ -12,7 +12,7 @@ from gateway.errors import BadRequest
 from gateway.fleet.fairness import Fairness, TenantFairness
 from gateway.fleet.gates import Gates
 from gateway.pages.frame.frame import Frame
-from gateway.pages.parts.tables import Column, csv_response, fill, read_table
+from gateway.pages.parts.tables import ROWS, Column, csv_response, fill, read_second, read_table
 
 STATES = {"waiting": "Waits", "behind": "Waits, below its share"}
 
@@ -30,7 +30,12 @@ COLUMNS = (
     Column("p95", "Wait p95", numeric=True),
     Column("service", "Counter", numeric=True, hint="Tokens of service per weight, over all gateway processes"),
 )  # fmt: skip
-PREEMPTIONS = tuple(Column(name, name) for name in ("tenant", "by", "number", "engine"))
+PREEMPTIONS = (
+    Column("tenant", "Requests of"),
+    Column("by", "Gave way to"),
+    Column("number", "Times", numeric=True),
+    Column("engine", "Engine"),
+)
 
 
 class FairnessPages:
@@ -43,6 +48,7 @@ class FairnessPages:
 
     async def page(self, request: web.Request) -> web.Response:
         table = read_table(request, "fairness", COLUMNS, "-now")
+        preemptions = read_second(request, "preemptions", PREEMPTIONS, "-number")
         state, wanted = request.query.get("state", ""), request.query.get("q", "").strip().lower()
         if state and state not in STATES:
             raise BadRequest(f"state: expected one of {', '.join(STATES)}.", param="state")
@@ -69,7 +75,7 @@ class FairnessPages:
             p50=p50,
             p95=p95,
             charts=self._charts(),
-            preemptions=self._fairness.preemptions()[:50],
+            preemptions=fill(preemptions, self._fairness.preemptions()[:ROWS]),
             since=datetime.fromtimestamp(self._fairness.since, UTC),
             process=os.getpid(),
         )

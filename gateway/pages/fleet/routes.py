@@ -27,7 +27,7 @@ FLEET_PAGES: dict[type, tuple[Route, ...]] = {
     ),
     EnginePages: (
         _page("/admin/engines", EnginePages.list, "Return the page of the engines.", query=(*LISTED, "state")),
-        _page("/admin/engines/one", EnginePages.one, "Return the page of an engine.", query=("url", "format")),
+        _page("/admin/engines/one", EnginePages.one, "Return the page of an engine.", query=("url", "sort", "format")),
         _page("/admin/engines/residency", EnginePages.residency, "Return where adapters are.", query=LISTED),
         _page(
             "/admin/engines/drain",
@@ -44,7 +44,7 @@ FLEET_PAGES: dict[type, tuple[Route, ...]] = {
             "/admin/fairness",
             FairnessPages.page,
             "Return the page of the tenants' shares.",
-            query=(*LISTED, "state", "table"),
+            query=(*LISTED, "preemptions_sort", "state", "table"),
         ),
         Route(
             "GET",

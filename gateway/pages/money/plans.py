@@ -8,6 +8,7 @@ from multidict import MultiDict
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.plans import NewPlan
+from gateway.api.requests.fields import parse_text
 from gateway.errors import BadRequest, Conflict
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed, read_form, typing_error
@@ -57,12 +58,15 @@ class PlanPages:
         self._currency = currency
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        plans = await self._records.plans.list()
+        words, known = (parse_text(request.query, "q") or "").lower(), await self._records.plans.list()
+        plans = [plan for plan in known if words in plan.name.lower()]
         table = fill(read_table(request, "plans", PLAN_COLUMNS, "name"), plans)
         if request.query.get("format") == "csv":
             return csv_response("plans", PLAN_COLUMNS, plans)
         done = {"saved": "The plan is saved.", "deleted": "The plan is deleted."}.get(request.query.get("done", ""))
-        return self._frame.render(request, "plans.html", title="Plans", table=table, done=done, terms_text=_terms_text)
+        return self._frame.render(
+            request, "plans.html", title="Plans", table=table, num=len(known), done=done, terms_text=_terms_text
+        )
 
     @again_if_changed
     async def edit(self, request: web.Request) -> web.StreamResponse:

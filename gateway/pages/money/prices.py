@@ -5,7 +5,7 @@ from aiohttp import web
 from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.api.admin.prices import NewPrice
-from gateway.api.requests.fields import read_fields
+from gateway.api.requests.fields import parse_text, read_fields
 from gateway.errors import BadRequest, RecordNotFound
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed, typing_error
@@ -39,11 +39,11 @@ class PricePages:
             with form_errors(errors):
                 if not errors:
                     await self._check(model)
-                    known = read_fields(price, NewPrice).price()
-                    await self._records.prices.put(model, known, request[ACTOR])
+                    await self._records.prices.put(model, read_fields(price, NewPrice).price(), request[ACTOR])
                     await self._refresh()
                     raise web.HTTPSeeOther(f"{PRICES}?done=saved")
-        prices = await self._records.prices.list()
+        words, known = (parse_text(request.query, "q") or "").lower(), await self._records.prices.list()
+        prices = [each for each in known if words in each.model.lower()]
         if request.query.get("format") == "csv":
             return csv_response("prices", PRICE_COLUMNS, prices)
         done = {"saved": "The price is set.", "deleted": "The price is deleted."}.get(request.query.get("done", ""))
@@ -53,6 +53,7 @@ class PricePages:
             title="Prices",
             status=400 if errors else 200,
             table=fill(read_table(request, "prices", PRICE_COLUMNS, "model"), prices),
+            num=len(known),
             base_model=" or ".join(self._records.bases.names),
             values=form or {"model": request.query.get("model", "")},
             errors=errors,

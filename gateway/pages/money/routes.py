@@ -10,7 +10,7 @@ from gateway.pages.money.prices import PricePages
 from gateway.pages.money.usage import UsagePages
 
 PLAN = "/admin/plans/{plan}"
-TABLE = ("sort", "page", "format", "done")
+TABLE = ("q", "sort", "page", "format", "done")
 _page = partial(Route, scope="page", response=None)
 _form = partial(Route, scope="page", response=None, role="operator", query=())
 _billing = partial(Route, scope="page", response=None, role="billing", query=())

@@ -43,6 +43,7 @@ class Table:
     sort: the column's key. total: number of all rows; None if unknown. has_more: whether rows follow although
     their number is unknown. page: from 1. next_link, previous_link: URLs for
     tables whose pages are found by a cursor; previous_title: the text of the link back. formats: of exports beside CSV.
+    is_second: whether it is below another table. It then has one page only, and its own parameters (`order`, `part`).
     """
 
     name: str
@@ -59,6 +60,17 @@ class Table:
     csv: bool = True
     formats: Sequence[str] = ()
     sums: Mapping[str, Any] = field(default_factory=dict)
+    is_second: bool = False
+
+    @property
+    def order(self) -> str:
+        """Return the query parameter of its order."""
+        return f"{self.name}_sort" if self.is_second else "sort"
+
+    @property
+    def part(self) -> Mapping[str, str]:
+        """Return the parameters that choose its file among those of the page."""
+        return {"table": self.name} if self.is_second else {}
 
     @property
     def first(self) -> int:
@@ -87,10 +99,24 @@ def read_table(request: web.Request, name: str, columns: Sequence[Column], sort:
     return Table(name, columns, sort=key, descending=descending, page=page)
 
 
+def read_second(request: web.Request, name: str, columns: Sequence[Column], sort: str) -> Table:
+    """Return an empty table that is below another one, with the request's order. sort: as in `read_table`.
+
+    Raises BadRequest for a column that does not exist.
+    """
+    table = Table(name, columns, is_second=True)
+    keys = [column.key for column in columns if column.sortable]
+    table.sort, table.descending = read_sort(request, keys, sort, table.order)
+    return table
+
+
 def fill(table: Table, rows: Iterable[Any]) -> Table:
-    """Sort the rows in memory, and keep those of the page."""
+    """Sort the rows in memory, and keep those of the page; all rows of a second table."""
     column = next(column for column in table.columns if column.key == table.sort)
     ordered = sorted(rows, key=lambda row: _order(column.of(row)), reverse=table.descending)
+    if table.is_second:
+        table.rows = ordered
+        return table
     table.total = len(ordered)
     table.rows = ordered[table.offset : table.offset + ROWS]
     return table

@@ -12,7 +12,7 @@ from gateway.pages.parts import periods
 from gateway.pages.parts.limit_titles import limit_title
 from gateway.pages.parts.links import Links
 from gateway.pages.parts.periods import PagePeriod, as_field, read_period, segments_of
-from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_table
+from gateway.pages.parts.tables import Column, csv_response, fill, read_second, read_table
 from gateway.pages.requests.refusal_texts import NO_KEY, advice, needs, sentence, title
 from gateway.records.requests.refusal_report import (
     GROUPS,
@@ -24,7 +24,8 @@ from gateway.records.requests.refusal_report import (
     RefusalSums,
 )
 
-QUERY = (*periods.QUERY, "tenant", "code", "limit_name", "status", "group_by", "sort", "page", "format", "table")
+LISTED = ("sort", "reserved_sort", "page", "format", "table")
+QUERY = (*periods.QUERY, "tenant", "code", "limit_name", "status", "group_by", *LISTED)
 PERIODS = ("1h", "24h", "7d", "30d")
 COLUMNS = (
     Column("tenant", "Tenant"),
@@ -34,12 +35,12 @@ COLUMNS = (
     Column("requests", "Refused", numeric=True),
 )
 RESERVED_COLUMNS = (
-    Column("tenant", "Tenant", sortable=False),
-    Column("requests", "Requests", numeric=True, sortable=False),
-    Column("reserved", "Reserved", numeric=True, sortable=False, hint="Tokens that admission reserved"),
-    Column("settled", "Settled", numeric=True, sortable=False, hint="Tokens that were charged at the end"),
-    Column("unused", "Unused", numeric=True, sortable=False, hint="Reserved tokens that were released at the end"),
-    Column("unused_share", "Share unused", sortable=False),
+    Column("tenant", "Tenant"),
+    Column("requests", "Requests", numeric=True),
+    Column("reserved", "Reserved", numeric=True, hint="Tokens that admission reserved"),
+    Column("settled", "Settled", numeric=True, hint="Tokens that were charged at the end"),
+    Column("unused", "Unused", numeric=True, hint="Reserved tokens that were released at the end"),
+    Column("unused_share", "Share unused"),
 )
 
 
@@ -58,6 +59,7 @@ class RefusalPages:
         try:
             span, which, group_by = read_period(request, "24h", now), read_refusal_filter(request), read_group(request)
             table = read_table(request, "refusals", COLUMNS, "-requests")
+            reserved = read_second(request, "reserved", RESERVED_COLUMNS, "-unused")
             sums = await self._report.sums(which, since=span.since, until=span.until, group_by=group_by)
         except BadRequest as error:
             if request.query.get("format"):
@@ -70,9 +72,14 @@ class RefusalPages:
         rows = await self._report.reserved(since=span.since, until=span.until, tenant=which.tenant)
         if is_csv:
             return csv_response("reserved-tokens", RESERVED_COLUMNS[:-1], rows)
-        reserved = Table("reserved", RESERVED_COLUMNS, rows=rows, csv=False)
         return await self._show(
-            request, now, span=span, sums=sums, table=fill(table, sums.causes), group_by=group_by, reserved=reserved
+            request,
+            now,
+            span=span,
+            sums=sums,
+            table=fill(table, sums.causes),
+            group_by=group_by,
+            reserved=fill(reserved, rows),
         )
 
     async def _show(

@@ -1,6 +1,7 @@
 """Fairness in whole gateways before an engine double: shares of tenants that wait, the page, and the viewer's role."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -102,19 +103,28 @@ async def test_preemptions_name_both_tenants_and_a_hostile_name_is_inert(gateway
     acme = await gateway.tenant("acme")
     assert (await acme.complete()).status == 200
     tenant_id = upstream.requests[-1][0]["x-loraplex-tenant"]
-    upstream.preempted = [{"tenant": tenant_id, "by": HOSTILE, "number": 3}]
+    upstream.preempted = [
+        {"tenant": tenant_id, "by": HOSTILE, "number": 3},
+        {"tenant": "zeta", "by": tenant_id, "number": 5},
+    ]
 
     async def is_known() -> bool:
         return bool((await read(gateway))["preemptions"])
 
     await until(is_known)
     assert (await read(gateway))["preemptions"] == [
-        {"engine": upstream.url, "tenant": "acme", "by": HOSTILE, "number": 3}
+        {"engine": upstream.url, "tenant": "zeta", "by": "acme", "number": 5},
+        {"engine": upstream.url, "tenant": "acme", "by": HOSTILE, "number": 3},
     ]
     made = (await gateway.admin.post("/admin/api/keys", {"role": "viewer"})).json["key"]
     async with gateway.browser(made) as viewer:
         got = await viewer.get("/admin/fairness")
         page = got.body.decode()
+        for order, expected in (("", ["zeta", "acme"]), ("number", ["acme", "zeta"]), ("-by", ["zeta", "acme"])):
+            one = (await viewer.get(f"/admin/fairness?preemptions_sort={order}")).body.decode()
+            [body] = re.findall(r'id="preemptions">.*?<tbody>(.*?)</tbody>', one, re.DOTALL)
+            assert re.findall(r'<th scope="row">(\w+)</th>', body) == expected, order
+        assert (await viewer.get("/admin/fairness?preemptions_sort=weight")).status == 400
     assert got.status == 200
     assert "&lt;script&gt;alert(1)" in page
     assert HOSTILE not in page

@@ -139,6 +139,15 @@ async def test_unused_reservations_by_tenant(reader: Reader, database: Database)
     assert re.search(r"globex 1 100 95 5 5 %", shown)
     assert "initech" not in shown
     assert "umbrella" not in shown
+    # Its order is its own: the table above has another one.
+    assert 'href="/admin/refusals?period=7d&amp;reserved_sort=-settled"' in text
+    assert 'href="/admin/refusals?period=7d&amp;format=csv&amp;table=reserved"' in text
+    for order, expected in (("unused", ["globex", "acme"]), ("-settled", ["acme", "globex"])):
+        _, text = await reader.get(f"/admin/refusals?period=7d&reserved_sort={order}")
+        [body] = re.findall(r'id="reserved">.*?<tbody>(.*?)</tbody>', text, re.DOTALL)
+        names = [plain(each) for each in re.findall(r'<th scope="row">(.*?)</th>', body, re.DOTALL)]
+        assert names == expected, order
+    assert (await reader.get("/admin/refusals?reserved_sort=limit_name&format=csv"))[0].status == 400
 
 
 async def test_the_json_route_has_the_same_figures(reader: Reader, database: Database):
