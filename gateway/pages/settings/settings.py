@@ -5,13 +5,13 @@ from typing import Any, cast
 
 from aiohttp import web
 
-from gateway.access.page_guard import FORM
 from gateway.access.scopes import ACTOR
 from gateway.access.sessions import VISITOR, Sessions
 from gateway.api.condition import Conditions
 from gateway.api.requests.fields import parse_text, read_number
 from gateway.api.shown_settings import ShownSetting
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.answers import is_confirmed, typing_error
 from gateway.pages.parts.key_rows import CSV_COLUMNS as KEY_CSV_COLUMNS
 from gateway.pages.parts.key_rows import KEY_COLUMNS, key_context
 from gateway.pages.parts.tables import Column, Table, csv_response, fill, read_page, read_table, send_csv
@@ -92,18 +92,20 @@ class SettingPages:
 
     async def end_session(self, request: web.Request) -> web.StreamResponse:
         """Ask whether to end a session; with a confirmed form, end it at once. It may be the visitor's own."""
-        session_id = request.match_info["id"]
-        if request.get(FORM) is not None:
-            await self._sessions.close(session_id, request[ACTOR])
+        session = await self._session_lists.get(request.match_info["id"])
+        # A provider of OpenID Connect chooses its people's labels.
+        name = session.label.strip() or session.subject
+        if is_confirmed(request, name):
+            await self._sessions.close(session.id, request[ACTOR])
             raise web.HTTPSeeOther(f"{SESSIONS}&done=ended")
-        session = await self._session_lists.get(session_id)
         return self._frame.confirm(
             request,
             title="End a session",
-            name="",
-            text=f"The browser of {session.label} ({session.role.replace('_', ' ')}) is logged out at once.",
+            name=name,
+            text=f"The browser of {name} ({session.role.replace('_', ' ')}) is logged out at once.",
             button="End the session",
             cancel=SESSIONS,
+            error=typing_error(request, name),
         )
 
     async def _state(self, _: web.Request) -> dict[str, Any]:

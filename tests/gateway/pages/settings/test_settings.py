@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markupsafe import escape
 from sqlalchemy import insert
 
 from gateway.alerts.signing import signed_headers
@@ -244,8 +245,11 @@ async def test_a_session_is_ended(gateway: Gateway, browser: Browser):
         assert (await viewer.get("/admin/settings")).status == 200
         asked = text(await browser.get(f"/admin/settings/sessions/{session['id']}/end"))
         assert "End the session" in asked
+        for typed in ("", "viewer"):
+            refused = await browser.submit(f"/admin/settings/sessions/{session['id']}/end", typed=typed)
+            assert f"Type {escape(HOSTILE)} to confirm." in text(refused, 400)
         assert (await viewer.get("/admin/settings")).status == 200
-        ended = await browser.submit(f"/admin/settings/sessions/{session['id']}/end")
+        ended = await browser.submit(f"/admin/settings/sessions/{session['id']}/end", typed=HOSTILE)
         assert ended.headers["Location"] == "/admin/settings?tab=sessions&done=ended"
         assert (await viewer.get("/admin/settings")).status == 303
     assert (await browser.submit("/admin/settings/sessions/0123456789abcdef/end")).status == 404
