@@ -16,10 +16,13 @@ from gateway.process.background import running
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, audit, tenants
 
-PAGES = (
-    *("/admin/", "/admin/usage", "/admin/refusals", "/admin/requests", "/admin/tenants", "/admin/adapters"),
-    *("/admin/engines", "/admin/fairness", "/admin/alerts", "/admin/audit", "/admin/settings", "/admin/playground"),
-)
+PAGES = {
+    "/admin": (
+        *("", "usage", "refusals", "requests", "tenants", "adapters", "engines", "fairness"),
+        *("alerts", "audit", "settings", "playground"),
+    ),
+    "/console": ("", "usage", "requests", "keys", "adapters", "adapter-upload", "playground", "audit", "help"),
+}
 pytestmark = pytest.mark.usefixtures("no_garbage_collection")
 # In s. 4,000 rows at once take 0.1 s and more.
 MOST = 0.02
@@ -39,17 +42,21 @@ class Holds:
             self.longest = max(self.longest, time.thread_time() - began)
 
 
-async def test_no_page_holds_the_event_loop(serve: Any, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("home", PAGES)
+async def test_no_page_holds_the_event_loop(home: str, serve: Any, monkeypatch: pytest.MonkeyPatch):
     """Also on a first visit. Each is made three times, because a neighbour on the core may empty its caches once."""
-    async with serve() as gateway, gateway.browser() as browser:
+    async with serve() as gateway:
+        await gateway.tenant("acme")
+        scopes = ["inference", "adapters", "usage", "keys"]
+        key = (await gateway.admin.post("/admin/api/tenants/acme/keys", {"scopes": scopes})).json["key"]
         holds = Holds()
-        async with running(holds.watch()):
-            for path in PAGES:
+        async with gateway.browser(*(() if home == "/admin" else (key, home))) as browser, running(holds.watch()):
+            for path in PAGES[home]:
                 found = []
                 for _ in range(3):
                     monkeypatch.setattr(Compiled, "codes", {})
                     holds.longest = 0.0
-                    assert (await browser.get(path)).status == 200, path
+                    assert (await browser.get(f"{home}/{path}")).status == 200, path
                     found.append(holds.longest)
                     assert not Compiled.codes, "the start has loaded all templates"
                 assert min(found) < MOST, (path, found)
