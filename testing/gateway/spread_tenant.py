@@ -1,11 +1,11 @@
-"""A tenant whose requests reach all engines through two gateways, beside a tenant of each engine that asks it directly.
+"""Tenants whose requests reach all engines through two gateways, beside a tenant of each engine that asks it directly.
 
 Each tenant always has requests waiting at every engine that it uses, so its share of the tokens is that of its weight.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import aiohttp
@@ -16,13 +16,12 @@ from testing.gateway.upstream import TOKEN
 from testing.ports import free_ports
 
 SEATS = 4
-# Requests of each tenant at an engine at all times. Those of the spread tenant spend time in gateways too, more on a
+# Requests of each tenant at an engine at all times. Those of a spread tenant spend time in gateways too, more on a
 # busy machine.
 AT_ONCE, SPREAD_AT_ONCE = 8, 16
 TOLERANCE = 0.1
 MODEL = "tiny"
 BODY = {"model": MODEL, "prompt": "The quick brown fox", "max_tokens": 24, "ignore_eos": True, "stream": True}
-SPREAD = "spread"
 # The longest run sends more than a tenant's default limits allow.
 NO_RATES = {"requests_per_minute": 10**6, "tokens_per_minute": 10**9}
 
@@ -65,17 +64,24 @@ class Loops:
 
 
 @asynccontextmanager
-async def spread_tenant(of: Settings, weight: float = 1.0) -> AsyncIterator[Loops]:
+async def spread_tenants(
+    of: Settings, weights: Mapping[str, float], at_once: int = SPREAD_AT_ONCE
+) -> AsyncIterator[Loops]:
     """Run two gateways of two workers before the settings' engines, and the loops of all tenants.
 
-    weight: of the spread tenant. Each engine's own tenant has weight 1.
+    weights: of the spread tenants, by name. Each engine's own tenant has weight 1. at_once: requests of a spread tenant
+    for each engine.
     """
     engines, loops = of.engines, Loops()
     async with program(of, free_ports(2)) as (_, one), program(of, free_ports(2)) as (_, other):
-        spread = await one.tenant(SPREAD, weight=weight, max_concurrent=2 * SPREAD_AT_ONCE * len(engines), **NO_RATES)
+        most = 2 * at_once * len(engines)
+        spread = {
+            name: await one.tenant(name, weight=w, max_concurrent=most, **NO_RATES) for name, w in weights.items()
+        }
         try:
-            for gateway in (one, other):
-                loops.start(SPREAD, gateway.url, spread.headers, SPREAD_AT_ONCE * len(engines) // 2)
+            for name, tenant in spread.items():
+                for gateway in (one, other):
+                    loops.start(name, gateway.url, tenant.headers, at_once * len(engines) // 2)
             for number, url in enumerate(engines):
                 headers = {"x-loraplex-internal-token": TOKEN, "x-loraplex-tenant": f"own-{number}"}
                 loops.start(f"own-{number}", url, headers, AT_ONCE)
@@ -84,14 +90,14 @@ async def spread_tenant(of: Settings, weight: float = 1.0) -> AsyncIterator[Loop
             await loops.stop()
 
 
-def entitled(engines: Sequence[str], weight: float) -> float:
-    """Return the spread tenant's part of all tokens by its weight."""
-    return weight / (weight + len(engines))
+def entitled(engines: Sequence[str], weights: Mapping[str, float]) -> dict[str, float]:
+    """Return each spread tenant's part of all tokens by its weight."""
+    return {name: weight / (sum(weights.values()) + len(engines)) for name, weight in weights.items()}
 
 
-def share(tokens: Counter[str]) -> float:
-    """Return the spread tenant's part of the tokens; 0 without tokens."""
-    return tokens[SPREAD] / tokens.total() if tokens.total() else 0.0
+def share(tokens: Counter[str], name: str) -> float:
+    """Return a tenant's part of the tokens; 0 without tokens."""
+    return tokens[name] / tokens.total() if tokens.total() else 0.0
 
 
 def is_within(found: float, expected: float) -> bool:
