@@ -136,6 +136,7 @@ class Lifecycle:
             running(serving.engine_service.watch(serving.gate.charge)),
             running(deliveries.watch()),
             running(serving.quarantine.watch()),
+            running(serving.kept_engine.watch()),
             running(serving.pinning.watch()),
         ):
             yield

@@ -18,6 +18,7 @@ from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.fleet.adapter_probes import AdapterProber
 from gateway.fleet.addresses import ANNOUNCED
+from gateway.fleet.attempts import Attempts
 from gateway.fleet.client import EngineClient
 from gateway.fleet.discovery import Announcements, Discovery
 from gateway.fleet.dispatch import Fleet
@@ -28,6 +29,8 @@ from gateway.fleet.fairness import Fairness
 from gateway.fleet.gates import Gates
 from gateway.fleet.health_checks import HealthChecks
 from gateway.fleet.history import History
+from gateway.fleet.isolation import Isolation
+from gateway.fleet.kept_engine import KeptEngine
 from gateway.fleet.kinds.kind import Services
 from gateway.fleet.kinds.recent_uses import RecentUses
 from gateway.fleet.kinds.table import make_kinds
@@ -122,6 +125,7 @@ class Serving:
     shared_service: SharedService
     engine_service: EngineService
     quarantine: Quarantine
+    kept_engine: KeptEngine
     prober: AdapterProber
     tokenizers: Tokenizers
     pinning: Pinning
@@ -232,7 +236,10 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     registry.on_end = quarantine.ended
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
-    fleet = Fleet(registry, client, gate, timeout, quarantine, engine_service, Prefetch(client.send_hint), bases)
+    kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.has_candidates)
+    isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
+    attempts, prefetch = Attempts(registry, client, quarantine), Prefetch(client.send_hint)
+    fleet = Fleet(registry, attempts, gate, timeout, isolation, engine_service, prefetch, bases)
     pinned = CachedQuery(changes, lambda: pinned_bases(resources.database))
     pinning = Pinning(registry.of_base, pinned.get, client.send_pins, fleet.rates)
     shared_service = SharedService(redis, settings.database_url, counters)
@@ -243,7 +250,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
             health_checks.judge(engine)
 
     bases.changed = judge_again
-    prober = AdapterProber(registry, kinds, quarantine)
+    prober = AdapterProber(registry, kinds, quarantine, isolation.allows)
     return Serving(
         announcements=announcements,
         registry=registry,
@@ -254,6 +261,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
         shared_service=shared_service,
         engine_service=engine_service,
         quarantine=quarantine,
+        kept_engine=kept_engine,
         prober=prober,
         tokenizers=Tokenizers(EngineTokenizer(registry, kinds).tokens, own),
         pinning=pinning,

@@ -93,7 +93,8 @@ async def poison(attacker: Attacker) -> None:
             attacker.note(f"{answer.status} {answer.code}")
         await attacker.pause(0.3)
     deaths = (await seen(attacker))["deaths"] - before
-    attacker.check(deaths <= 2, f"{deaths} engines died of one request, at most 2 should")
+    # Two beside the neighbour's requests, and one without them, which shows the cause.
+    attacker.check(deaths <= 3, f"{deaths} engines died of one request, at most 3 should")
     attacker.note(f"{deaths} engines died")
 
 

@@ -7,7 +7,7 @@ deaths beside them not at all; its version stays `validating`.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import msgspec
@@ -54,12 +54,19 @@ class NotProbed(Exception):
 
 
 class AdapterProber:
-    """Prober over the engines of the fleet."""
+    """Prober over the engines of the fleet. allows: returns whether an engine may get probes now."""
 
-    def __init__(self, registry: Registry, kinds: Kinds, quarantine: Quarantine) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        kinds: Kinds,
+        quarantine: Quarantine,
+        allows: Callable[[EngineRecord], bool] = lambda _: True,
+    ) -> None:
         self._registry = registry
         self._kinds = kinds
         self._quarantine = quarantine
+        self._allows = allows
         # Deaths that this process saw, for longer than the quarantine keeps them. The newest suspect is the last.
         self._deaths: dict[Suspect, list[Death]] = {}
 
@@ -138,7 +145,7 @@ class AdapterProber:
 
     def _engines(self, base: str) -> list[EngineRecord]:
         able = (each for each in self._registry.up if each.state.probes and each.available)
-        return [each for each in able if each.base == base]
+        return [each for each in able if each.base == base and self._allows(each)]
 
 
 def _read(engine: EngineRecord, status: int, answer: bytes) -> AdapterProbe:

@@ -2,41 +2,38 @@
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
-from aiohttp import ClientConnectionError
-from msgspec.structs import replace
 
 from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
+from gateway.fleet.attempts import Attempts
 from gateway.fleet.base_engines import BaseEngines
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.candidates import Usable, choose_in
-from gateway.fleet.client import EngineClient
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
-from gateway.fleet.own_requests import InFlight, NamedBody, count_less
+from gateway.fleet.isolation import Isolation, NotAlone
+from gateway.fleet.own_requests import InFlight, NamedBody
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import Quarantine, Quarantined
+from gateway.fleet.quarantine import Quarantined
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.records.bases.registry import Bases
-from gateway.spans import upstream
 from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
 
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
-# Deaths and failures of engines after which a request is sent to no further engine: it may be the cause.
+# Deaths and failures of engines after which a request is sent to no further engine, except alone: it may be the cause.
 MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
@@ -47,7 +44,6 @@ ONLY_ADAPTERS = (
     "The available engines serve adapters only, because they may answer a base-model request with an adapter's weights."
 )
 
-T = TypeVar("T")
 Begun = tuple[EngineRecord, Incoming, InFlight]
 
 
@@ -88,7 +84,7 @@ class Answering(msgspec.Struct, frozen=True):
 class _Tries:
     """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
     engine's. unserving: the engine kinds that do not serve such requests. died: number of engines that died with the
-    request. failed: number of engines that failed it otherwise.
+    request. failed: number of engines that failed it otherwise. is_alone: whether the request runs alone from now on.
     """
 
     prefix: bytes
@@ -97,6 +93,7 @@ class _Tries:
     unserving: set[str] = field(default_factory=set)
     died: int = 0
     failed: int = 0
+    is_alone: bool = False
 
     @property
     def are_enough(self) -> bool:
@@ -105,15 +102,18 @@ class _Tries:
 
 
 class Fleet:
-    """Dispatcher to all engines. first_byte_seconds: time limit for the first byte, over all engines that are tried."""
+    """Dispatcher to all engines.
+
+    first_byte_seconds: time limit for the first byte, over all engines that are tried. isolation: of the same registry.
+    """
 
     def __init__(
         self,
         registry: Registry,
-        client: EngineClient,
+        attempts: Attempts,
         gates: Gates,
         first_byte_seconds: float,
-        quarantine: Quarantine,
+        isolation: Isolation,
         service: EngineService,
         prefetch: Prefetch,
         bases: Bases,
@@ -121,15 +121,14 @@ class Fleet:
         self._registry = registry
         self._service = service
         self.prefetch = prefetch
-        self._quarantine = quarantine
-        self._client = client
+        self._attempts = attempts
+        self._quarantine = attempts.quarantine
+        self._isolation = isolation
         self._gates = gates
         self._first_byte_seconds = first_byte_seconds
         self._conversations = Conversations()
         self._bases = bases
         self.rates = Rates()
-        # This process's requests on engines, by adapter (None: the base model).
-        self._in_progress: Counter[str | None] = Counter()
 
     def keeps_allowances(self, base: str) -> bool:
         """Return whether every engine of a base model limits requests by an allowance, so that a whole answer's hold
@@ -172,7 +171,8 @@ class Fleet:
                 in_flight.free()
                 gate.free(place)
 
-            yield Answering(engine, response, release, in_flight.end, partial(self._check_cut_off, engine, in_flight))
+            check_cut_off = partial(self._attempts.check_cut_off, engine, in_flight)
+            yield Answering(engine, response, release, in_flight.end, check_cut_off)
 
     async def _begin(self, call: Call, bill: Bill, place: Place, held: AsyncExitStack) -> Begun:
         """Try engines in turn until one begins to answer; `held` closes the response.
@@ -184,21 +184,65 @@ class Fleet:
         try:
             async with asyncio.timeout(self._first_byte_seconds if call.is_stream else None) as limit:
                 while True:
-                    engine = self._choose(call, tries)
-                    tries.engines.append(engine)
                     await self._check_again(call)
-                    if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
-                        await call.hold.cover_all()
-                    bill.sent(engine, call.prompt_tokens)
-                    place.count_service = partial(self._service.served, engine, call.tenant.id)
-                    begun = await self._try(engine, call, bill, tries, held, limit)
-                    if begun is not None:
-                        self._conversations.served(tries.prefix, engine)
-                        place.count_service(call.prompt_tokens * PROMPT_TOKEN)
-                        return begun
+                    async with AsyncExitStack() as attempt:
+                        begun = await self._next(call, bill, place, tries, attempt, limit)
+                        if begun is not None:
+                            held.push_async_exit(attempt.pop_all())
+                            return begun
         except TimeoutError:
             late = UpstreamFailed(f"No engine began to answer within {self._first_byte_seconds:g} s.")
             raise EngineRefused(late) from None
+
+    async def _next(
+        self, call: Call, bill: Bill, place: Place, tries: _Tries, held: AsyncExitStack, limit: asyncio.Timeout
+    ) -> Begun | None:
+        """Send the request to the next engine. Returns None if another try is needed. Raises EngineRefused."""
+        engine = await self._next_engine(call, tries, place, held)
+        if engine is None:
+            return None
+        tries.engines.append(engine)
+        if call.hold is not None and not (engine.keeps_allowances or call.is_stream):
+            await call.hold.cover_all()
+        bill.sent(engine, call.prompt_tokens)
+        place.count_service = partial(self._service.served, engine, call.tenant.id)
+        begun = await self._try(engine, call, bill, tries, held, limit)
+        if begun is not None:
+            if tries.is_alone:
+                held.push_async_callback(self._clear, call, begun[2])
+            self._conversations.served(tries.prefix, engine)
+            place.count_service(call.prompt_tokens * PROMPT_TOKEN)
+        return begun
+
+    async def _next_engine(self, call: Call, tries: _Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
+        """Return the next engine to try. A suspected request gets one without other tenants' requests.
+
+        It waits for that engine without a place in the queue, and tries each engine once more. Returns None if it is
+        suspected no longer. Raises EngineRefused.
+        """
+        is_suspected = partial(self._is_suspected, call)
+        if not await is_suspected():
+            return self._choose(call, tries)
+        if not tries.is_alone:
+            tries.is_alone = True
+            tries.engines.clear()
+        # Raises if no engine is available.
+        self._choose(call, tries)
+        self._gates.of(call.model.base).free(place)
+        usable = partial(self._is_usable, call, tries)
+        alone = self._isolation.engine(call.model.base, call.tenant.id, usable, is_suspected)
+        try:
+            return await held.enter_async_context(alone)
+        except NotAlone as error:
+            raise EngineRefused(error) from error
+
+    async def _is_suspected(self, call: Call) -> bool:
+        return await self._quarantine.is_suspected(call.tenant.id, call.model.suspects, call.named)
+
+    async def _clear(self, call: Call, in_flight: InFlight) -> None:
+        """Clear a request that ran alone of suspicion, if its engine has answered it to the end."""
+        if in_flight.has_ended:
+            await self._quarantine.clear(call.tenant.id, call.model.suspects, call.named)
 
     def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
@@ -213,7 +257,7 @@ class Fleet:
         )
         choice = None
         for usable in self._conditions(call, tries, fleet):
-            choice = choice or choose_in(fleet, request, self._in_progress[digest], usable)
+            choice = choice or choose_in(fleet, request, self._attempts.in_progress[digest], usable)
         if choice is None:
             raise tries.refusal or EngineRefused(self._absence(model, fleet, tries))
         # The homes of a popular adapter load it before requests go there.
@@ -224,22 +268,31 @@ class Fleet:
 
     def _conditions(self, call: Call, tries: _Tries, fleet: BaseEngines) -> Iterator[Usable]:
         """Generate the conditions for an engine to get the request, the preferred one first."""
+        usable = partial(self._is_usable, call, tries)
 
-        def usable(engine: EngineRecord) -> bool:
-            return (
-                engine not in tries.engines
-                and call.engine in (None, engine)
-                and engine.address.traits.name not in tries.unserving
-                and engine.breaker.allows(call.tenant.id)
-                and engine.takes(call.model)
-            )
+        def is_free(engine: EngineRecord) -> bool:
+            return self._isolation.allows(engine) and usable(engine)
 
         known = self._bases.get(call.model.base)
         present = None, None if known is None else known.digest
         if call.model.digest is None and present[1] is not None and not fleet.digests.isdisjoint(present):
             # Requests of the base model itself stay on its former weights only until an engine has the present ones.
-            yield lambda engine: engine.state.base_digest in present and usable(engine)
-        yield usable
+            yield lambda engine: engine.state.base_digest in present and is_free(engine)
+        yield is_free
+        if self._isolation.is_active:
+            # An engine is kept only while another one is available.
+            yield usable
+
+    @staticmethod
+    def _is_usable(call: Call, tries: _Tries, engine: EngineRecord) -> bool:
+        """Return whether the engine may get the request next."""
+        return (
+            engine not in tries.engines
+            and call.engine in (None, engine)
+            and engine.address.traits.name not in tries.unserving
+            and engine.breaker.allows(call.tenant.id)
+            and engine.takes(call.model)
+        )
 
     def _absence(self, model: "Model", fleet: BaseEngines, tries: _Tries) -> NoEngine:
         """Return the error of a request for the model that no engine can serve."""
@@ -272,7 +325,7 @@ class Fleet:
     ) -> Begun | None:
         """Send the request to the engine. Returns None if the next engine is to be tried. Raises EngineRefused."""
         try:
-            response, in_flight = await held.enter_async_context(self._attempt(engine, call, limit))
+            response, in_flight = await held.enter_async_context(self._attempts.open(engine, call, limit))
         except EngineGone as error:
             # The dead engine may have done work; its counts are requested when it is back.
             if not error.had_it:
@@ -282,7 +335,7 @@ class Fleet:
             self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
-            if tries.are_enough:
+            if tries.are_enough and (tries.is_alone or not await self._is_suspected(call)):
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
@@ -300,101 +353,9 @@ class Fleet:
             return engine, response, in_flight
         return None
 
-    @staticmethod
-    async def _until_abandoned(engine: EngineRecord, in_flight: InFlight, answer: Awaitable[T]) -> T:
-        """Await an answer's first byte. Raises EngineGone if the registry ends the wait for a silent engine."""
-        try:
-            async with asyncio.timeout(None) as wait:
-                engine.requests.unanswered.add(wait)
-                try:
-                    return await answer
-                finally:
-                    engine.requests.unanswered.discard(wait)
-        except TimeoutError as error:
-            if not wait.expired():
-                raise
-            raise EngineGone(had_it=in_flight.is_sent) from error
-
     async def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""
         try:
             await self.check(call.tenant.id, call.model, call.named)
         except Quarantined as error:
             raise EngineRefused(error) from error
-
-    @asynccontextmanager
-    async def _attempt(
-        self, engine: EngineRecord, call: Call, limit: asyncio.Timeout | None = None
-    ) -> AsyncIterator[tuple[Incoming, InFlight]]:
-        """Send the request to an engine, and record the outcome in its breakers and the quarantine."""
-        tenant_id, digest, breaker, started = call.tenant.id, call.model.digest, engine.breaker, time.monotonic()
-        attempt, record = breaker.sent(tenant_id), breaker.gave_up
-        self._in_progress[digest] += 1
-        try:
-            loads = digest is not None and not engine.holds(digest)
-            suspects = partial(self._quarantine.suspects, tenant_id, call.model.suspects, call.named)
-            with (
-                upstream(call, engine) as span,
-                engine.requests.count(digest, tenant_id, loads=loads, is_sent=False, suspects=suspects) as in_flight,
-                in_flight.ending_with(EngineGone, EngineRefused),
-            ):
-                in_flight.instance = engine.state.instance
-                sent = replace(call, trace=span.headers() or call.trace, on_sent=in_flight.sent)
-                async with AsyncExitStack() as held:
-                    opened = held.enter_async_context(self._client.open(engine, sent))
-                    response = await self._until_abandoned(engine, in_flight, opened)
-                    breaker.began(attempt)
-                    try:
-                        yield response, in_flight
-                    finally:
-                        # The client has already received the broken answer's error; here it only counts as a failure.
-                        ended = response.content.exception()
-                        if ended is not None and type(ended) is not ClientConnectionError:
-                            # Exactly that type means that the gateway closed it, for example for a revoked key.
-                            if isinstance(ended, TimeoutError):
-                                # The time for a read stops while the client holds the engine back.
-                                record = breaker.failed
-                            else:
-                                cut_off = False
-                                try:
-                                    cut_off = await self._check_cut_off(engine, in_flight)
-                                finally:
-                                    # A cancellation during the check must not hide a death.
-                                    if not cut_off:
-                                        record = breaker.failed
-                                        in_flight.end()
-                                        self._quarantine.died(engine, tenant_id, call.model.suspects, call.named)
-            if ended is None:
-                record = breaker.succeeded
-                if in_flight.is_counted:
-                    # Otherwise the client took longer to read than the engine took to answer.
-                    engine.observe_request(time.monotonic() - started)
-        except (asyncio.CancelledError, EngineGone) as error:
-            # A cancellation means that the client has left, or that the engine did not begin to answer in time.
-            if isinstance(error, EngineGone) or (limit is not None and limit.expired()):
-                record = breaker.failed
-            raise
-        except EngineRefused as refusal:
-            if refusal.broken or refusal.failed:
-                record = breaker.failed
-            elif refusal.status is not None and not refusal.unserved:
-                record = breaker.succeeded
-            raise
-        finally:
-            count_less(self._in_progress, digest)
-            record(attempt)
-
-    async def _check_cut_off(self, engine: EngineRecord, in_flight: InFlight) -> bool:
-        """Return whether a broken answer was cut off because its client read too slowly, so that no engine failed.
-
-        Engines and proxies limit the time of a write. The client must have held the engine back, and the engine must
-        report now that it is still the instance that had the request: otherwise a request that kills engines could hide
-        behind a slow client. The first call decides, for all callers.
-        """
-        if in_flight.cut_off is None:
-            if in_flight.is_counted or in_flight.instance is None:
-                in_flight.cut_off = asyncio.get_running_loop().create_future()
-                in_flight.cut_off.set_result(False)
-            else:
-                in_flight.cut_off = asyncio.create_task(self._registry.still_runs(engine, in_flight.instance))
-        return await asyncio.shield(in_flight.cut_off)

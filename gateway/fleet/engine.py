@@ -1,6 +1,7 @@
 """Record of an engine in a gateway process: address, kind, reported state, health and load."""
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -185,9 +186,9 @@ class EngineRecord:
     that it reports in its host memory, for operators only. foreign_load: number of other gateways' requests.
     last_foreign_load: the same when a DOWN engine was last up. slots: number of requests that it runs at once.
     load_seconds: time to load an adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a
-    request. state: its last report. mismatched: the instance that answered with another adapter than the request's.
-    drained: an operator's drain, independent of the engine's health. is_ending: whether its instance ends by intention.
-    base: id of its base model; None if the base model is not on record. on_end: called when its instance has died.
+    request. state: its last report, of `observed_at` (monotonic). mismatched: the instance that answered with another
+    adapter than the request's. drained: an operator's drain, whatever its health. is_ending: whether its instance ends
+    by intention. base: id of its base model; None if it is not on record. on_end: called when its instance has died.
     """
 
     address: Address
@@ -202,6 +203,7 @@ class EngineRecord:
     prefetched: Prefetched = field(default_factory=Prefetched)
     request_seconds: float = 1.0
     state: EngineState = field(default_factory=EngineState)
+    observed_at: float = 0.0
     mismatched: str | None = None
     breaker: Breakers = field(default_factory=Breakers)
     drained: Drained | None = None
@@ -332,7 +334,7 @@ class EngineRecord:
             return
         if state.instance != self.state.instance:
             self.note_end()
-        self.last_foreign_load = 0
+        self.last_foreign_load, self.observed_at = 0, time.monotonic()
         if state.readings is None or state.readings != self.state.readings:
             # A state that repeats the last one shows that the core's step has not ended.
             self.requests.survived()

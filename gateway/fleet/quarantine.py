@@ -3,31 +3,27 @@
 Any request that an engine has when it dies may be the cause. An engine counts as having a request that was left until
 it has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other tenant
 had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's into
-quarantine. Every gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the
-tenants with requests or hints there, also for a death that another process reports. It applies their reports as its
-own. Only an HMAC of a request is kept and shared.
+quarantine. A request that is suspected, because other tenants had some there too, runs alone (`isolation.py`). Every
+gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the tenants with requests
+or hints there, also for a death that another process reports. It applies their reports as its own. Only an HMAC of a
+request is kept and shared.
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import partial
 from itertools import islice
-from typing import Any
 
 import msgspec
 
 from gateway.errors import GatewayError
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names, named
+from gateway.fleet.request_names import RequestNames, computed
 from gateway.fleet.shared_deaths import Report, SharedDeaths, Suspect
 
 log = logging.getLogger(__name__)
@@ -36,18 +32,6 @@ log = logging.getLogger(__name__)
 DEATHS = {"request": 2, "adapter": 3}
 # Broken connections to an engine within this time (seconds) count as a single death.
 ONE_DEATH_SECONDS = 2.0
-# Fields that may differ between retries and do not change the computation.
-VOLATILE = (
-    "user",
-    "metadata",
-    "store",
-    "prompt_cache_key",
-    "safety_identifier",
-    "stream",
-    "stream_options",
-    "priority",
-    "ttft_target",
-)
 # Stands for the tenants of other gateways' requests, which are unknown while Redis is away.
 UNKNOWN_TENANTS = "?"
 MAX_SUSPECTS = 10_000
@@ -59,12 +43,6 @@ REPORT_SECONDS = 0.25
 # Age of a report up to which a process reports its own left requests for the same death. Later, the engine may run
 # again and have other requests.
 LATE_SECONDS = 5.0
-# Names are HMACs of whole bodies, which take 10 ms for 8 MiB. The event loop computes those of bodies of at most
-# INLINE_CHARS characters. Each value counts as VALUE_CHARS, whose hash takes about as long as a look at the value.
-INLINE_CHARS, VALUE_CHARS = 2**16, 64
-# Bodies that wait for the thread. Beyond them, the oldest of the tenant with the most gets no name.
-MAX_UNNAMED = 32
-_THREAD = ThreadPoolExecutor(1, thread_name_prefix="quarantine")
 
 
 class Quarantined(GatewayError):
@@ -80,44 +58,11 @@ class Quarantined(GatewayError):
 
 
 class Death(msgspec.Struct, eq=False):
-    """An engine's death, and the tenants whose requests it had, as far as they are reported."""
+    """An engine's death, the tenants whose requests it had, and its suspects, as far as they are reported."""
 
     at: float
     tenants: set[str]
-
-
-class Unnamed:
-    """Requests with large bodies that wait for their names, oldest first."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[Names, tuple[str, Callable[[], list[Suspect]]]] = {}
-        self._lock = threading.Lock()
-
-    def add(self, tenant_id: str, compute: Callable[[], list[Suspect]]) -> Names:
-        """Return the names that `compute` returns in the thread. They are cancelled if too many bodies wait."""
-        names: Names = Future()
-        with self._lock:
-            self._waiting[names] = tenant_id, compute
-            dropped = self._drop() if len(self._waiting) > MAX_UNNAMED else None
-        if dropped is not None:
-            dropped.cancel()
-        _THREAD.submit(self._compute_next)
-        return names
-
-    def _drop(self) -> Names:
-        [(most, _)] = Counter(tenant_id for tenant_id, _ in self._waiting.values()).most_common(1)
-        oldest = next(names for names, (tenant_id, _) in self._waiting.items() if tenant_id == most)
-        del self._waiting[oldest]
-        return oldest
-
-    def _compute_next(self) -> None:
-        with self._lock:
-            names = next(iter(self._waiting), None)
-            if names is None:
-                return
-            _, compute = self._waiting.pop(names)
-        if names.set_running_or_notify_cancel():
-            _compute(names, compute)
+    suspects: set[Suspect] = set()
 
 
 class Quarantine:
@@ -140,7 +85,7 @@ class Quarantine:
     ) -> None:
         self._left_on = report_left
         self._seconds = seconds
-        self._secret = hmac.digest(secret, b"loraplex quarantine", hashlib.sha256)
+        self._names = RequestNames(secret)
         self._shared = shared
         self._count = count
         self._clock = clock
@@ -149,7 +94,6 @@ class Quarantine:
         # Suspects with enough deaths; other tenants of these deaths may still be reported.
         self._candidates: set[Suspect] = set()
         self._announced: set[Suspect] = set()
-        self._unnamed = Unnamed()
         # Deaths that wait for names.
         self._late: set[asyncio.Task[None]] = set()
         self._unsent: dict[str, Report] = {}
@@ -161,11 +105,40 @@ class Quarantine:
         self._candidates = {key for key in self._candidates if self._deaths[key][-1].at + self._seconds > now}
         # A tenant's large bodies take time, and no other tenant's candidates concern them.
         if any(key.tenant_id == tenant_id for key in self._candidates):
-            compute = partial(self._name, tenant_id, digests, body)
-            is_quick = not _is_large(body)
-            names = compute() if is_quick else await asyncio.get_running_loop().run_in_executor(_THREAD, compute)
-            for key in names:
+            for key in await self._names.known(tenant_id, digests, body):
                 self._check(key, self._clock())
+
+    async def is_suspected(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> bool:
+        """Return whether engines died with a request that is not in quarantine, because other tenants had some there.
+
+        Deaths with a request or an adapter that is in quarantine count for no other tenant.
+        """
+        if not any(key.tenant_id == tenant_id for key in self._candidates):
+            return False
+        key, *_ = await self._names.known(tenant_id, digests, body)
+        recent = self._clock() - self._seconds
+        if key not in self._candidates or self._is_alone(key):
+            return False
+        return sum(each.at > recent and not self._has_cause(each) for each in self._deaths[key]) >= DEATHS[key.kind]
+
+    def _has_cause(self, death: Death) -> bool:
+        """Return whether a request or an adapter of the death is in quarantine."""
+        return any(key in self._candidates and self._is_alone(key) for key in death.suspects)
+
+    async def clear(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
+        """Forget the deaths of a request that has run alone to its end, in this process.
+
+        The last one stays: a request that kills engines only sometimes is suspected again at the next death.
+        """
+        key, *_ = await self._names.known(tenant_id, digests, body)
+        if key in self._deaths:
+            del self._deaths[key][:-1]
+        self._candidates.discard(key)
+
+    @property
+    def has_candidates(self) -> bool:
+        """Return whether any request or adapter is in quarantine or suspected."""
+        return bool(self._candidates)
 
     def check_adapter(self, tenant_id: str, name: str) -> None:
         """Raise Quarantined for an adapter in quarantine, by its name there."""
@@ -208,7 +181,7 @@ class Quarantine:
     def _note(self, engine_url: str, tenants: set[str], names: Sequence[Names], at: float) -> None:
         """Apply and report a death with the names that are computed; the others follow when they are."""
         late = [each for each in names if not each.done()]
-        found = dict.fromkeys(suspect for each in names if each not in late for suspect in _computed(each))
+        found = dict.fromkeys(suspect for each in names if each not in late for suspect in computed(each))
         report = Report(engine_url, [*tenants], [*found])
         death = self._apply(report, at)
         self._share(report)
@@ -220,7 +193,7 @@ class Quarantine:
     async def _note_late(self, engine_url: str, death: Death, names: Names) -> None:
         """Add names to a death that is noted already, when they are computed."""
         await asyncio.gather(asyncio.wrap_future(names), return_exceptions=True)
-        if suspects := _computed(names):
+        if suspects := computed(names):
             self._add(death, suspects)
             # Another process may count a late report as a death of its own, so it names all tenants.
             self._share(Report(engine_url, [*death.tenants], suspects))
@@ -318,6 +291,7 @@ class Quarantine:
     def _add(self, death: Death, suspects: Sequence[Suspect]) -> None:
         """Add suspects to a death."""
         recent = death.at - self._seconds
+        death.suspects.update(suspects)
         for key in suspects:
             deaths = [known for known in self._deaths.pop(key, []) if known.at > recent and known is not death]
             # The newest last, so that the oldest is forgotten first.
@@ -347,53 +321,4 @@ class Quarantine:
 
     def suspects(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> Names:
         """Return the suspects of a request, itself and its adapters. They are computed at once for a small body."""
-        compute = partial(self._name, tenant_id, digests, body)
-        if _is_large(body):
-            return self._unnamed.add(tenant_id, compute)
-        names: Names = Future()
-        _compute(names, compute)
-        return names
-
-    def _name(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> list[Suspect]:
-        if body.suspects is None:
-            lasting = {name: value for name, value in sorted(body.body.items()) if name not in VOLATILE}
-            message = msgspec.json.encode([tenant_id, digests, lasting])
-            found = Suspect("request", tenant_id, hmac.new(self._secret, message, hashlib.sha256).hexdigest())
-            body.suspects = [found, *(Suspect("adapter", tenant_id, digest) for digest in digests)]
-        return body.suspects
-
-
-def _compute(names: Names, compute: Callable[[], list[Suspect]]) -> None:
-    """Set names to the result of `compute`, or to its error."""
-    try:
-        names.set_result(compute())
-    except Exception as error:  # noqa: BLE001 - passed on to the reader, which loses this request only
-        names.set_exception(error)
-
-
-def _computed(names: Names) -> list[Suspect]:
-    """Return computed names; none if they could not be computed, or too many bodies waited."""
-    if names.cancelled():
-        return []
-    if error := names.exception():
-        # Its text may have a part of the body.
-        log.error("quarantine: a request on an engine that died has no name: %s", type(error).__name__)
-        return []
-    return names.result()
-
-
-def _is_large(body: NamedBody) -> bool:
-    """Return whether the names of a body are computed in the thread. At most INLINE_CHARS of it are read."""
-    size, values = 0, list[Any]([body.body] if body.suspects is None else ())
-    while values and size <= INLINE_CHARS:
-        value = values.pop()
-        if isinstance(value, str):
-            size += len(value)
-        elif isinstance(value, msgspec.Raw):
-            size += memoryview(value).nbytes
-        elif isinstance(value, dict | list):
-            size += VALUE_CHARS * len(value)
-            if size <= INLINE_CHARS:
-                values += value
-                values += value.values() if isinstance(value, dict) else ()
-    return size > INLINE_CHARS
+        return self._names.of(tenant_id, digests, body)

@@ -43,7 +43,9 @@ class Engines:
         registry = Registry(discover, cast(Any, check))
         await registry.poll()
         self.all = {each.url: each for each in registry.engines}
-        self.prober = AdapterProber(registry, cast(Any, {"loraplex": self}), self.quarantine)
+        self.kept: set[str] = set()
+        kinds = cast(Any, {"loraplex": self})
+        self.prober = AdapterProber(registry, kinds, self.quarantine, lambda each: each.url not in self.kept)
 
     async def probe(self, engine: EngineRecord, digest: str, tenant_id: str, on_sent: Any) -> Any:
         self.probed.append(engine.url)
@@ -125,6 +127,15 @@ async def test_a_request_that_begins_during_the_probe_may_be_the_cause(leaves: b
     with begun:
         assert await engines.attempt() is NotProbed
     assert len(engines.probed) == 3
+
+
+async def test_a_kept_engine_gets_no_probe(engines: Engines):
+    engines.kept.update(URLS)
+    assert await engines.attempt() is NotProbed
+    assert engines.probed == []
+    engines.kept.discard(URLS[1])
+    assert await engines.attempt() is NotProbed
+    assert engines.probed == [URLS[1]]
 
 
 async def test_a_quarantined_adapter_is_not_refused_for_good(engines: Engines):

@@ -10,9 +10,9 @@ from aiohttp import ClientSession, ServerDisconnectedError, web
 
 from engine.answering import report
 from gateway.fleet.addresses import parse_address
+from gateway.fleet.attempts import Attempts
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from gateway.fleet.call import Call
-from gateway.fleet.dispatch import Fleet
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.health_checks import HealthChecks
@@ -82,7 +82,7 @@ def record(url: str = "http://one:1") -> EngineRecord:
 
 
 class Broken:
-    """A fleet whose answers all break. found: the instances that checks find, in turn; then checks hang."""
+    """Attempts whose answers all break. found: the instances that checks find, in turn; then checks hang."""
 
     def __init__(self, *found: str) -> None:
         self.engine = record()
@@ -93,7 +93,7 @@ class Broken:
         fields: dict[str, Any] = {"path": "/", "body": {}, "named": NamedBody({}), "prompt_tokens": 1}
         self._call = Call(request_id="r", model=model, tenant=tenant, **fields)
         quarantine = SimpleNamespace(died=self._die, suspects=lambda *_: [])
-        self.fleet = Fleet(*cast(Any, (self, self, None, 1.0, quarantine, None, None, None)))
+        self.attempts = Attempts(*cast(Any, (self, self, quarantine)))
 
     def _die(self, _: EngineRecord, tenant_id: str, *__: object) -> None:
         self.died.append(tenant_id)
@@ -114,11 +114,11 @@ class Broken:
 
     async def attempt(self, *verdicts: bool, is_slow: bool = True) -> None:
         """Attempt a request that is asked for its verdict as often as `verdicts`, before it ends."""
-        async with self.fleet._attempt(self.engine, self._call) as (_, in_flight):
+        async with self.attempts.open(self.engine, self._call) as (_, in_flight):
             for expected in verdicts:
                 if is_slow:
                     in_flight.free()
-                assert await self.fleet._check_cut_off(self.engine, in_flight) is expected
+                assert await self.attempts.check_cut_off(self.engine, in_flight) is expected
             in_flight.free()
 
     @property

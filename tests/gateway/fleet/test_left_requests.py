@@ -16,7 +16,8 @@ from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import _THREAD, INLINE_CHARS, ONE_DEATH_SECONDS, VALUE_CHARS, Quarantine, Quarantined
+from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine, Quarantined
+from gateway.fleet.request_names import _THREAD, INLINE_CHARS, VALUE_CHARS, RequestNames
 from gateway.fleet.shared_deaths import Suspect
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
@@ -144,7 +145,7 @@ async def test_the_name_of_a_left_request_is_computed_beside_the_event_loop(
 ):
     """The event loop stood for the HMAC of a large body."""
     threads = note_threads(monkeypatch)
-    monkeypatch.setattr("gateway.fleet.quarantine.INLINE_CHARS", 0)
+    monkeypatch.setattr("gateway.fleet.request_names.INLINE_CHARS", 0)
     acme = await gateway.tenant("acme")
     asked = asyncio.create_task(acme.complete(max_tokens=8, x_engine={"delay": 60.0, "tokens": 8}))
 
@@ -162,13 +163,13 @@ async def test_the_name_of_a_left_request_is_computed_beside_the_event_loop(
 
 def note_threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     """Return the threads that compute names from now on."""
-    threads, compute = list[threading.Thread](), Quarantine._name
+    threads, compute = list[threading.Thread](), RequestNames._name
 
     def name(self: Quarantine, *request: Any) -> list[Suspect]:
         threads.append(threading.current_thread())
         return compute(self, *request)
 
-    monkeypatch.setattr(Quarantine, "_name", name)
+    monkeypatch.setattr(RequestNames, "_name", name)
     return threads
 
 
@@ -201,9 +202,9 @@ class Bodies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go, self.named = threading.Event(), list[str]()
-        self._compute = Quarantine._name
-        monkeypatch.setattr("gateway.fleet.quarantine.INLINE_CHARS", 1000)
-        monkeypatch.setattr(Quarantine, "_name", self._name)
+        self._compute = RequestNames._name
+        monkeypatch.setattr("gateway.fleet.request_names.INLINE_CHARS", 1000)
+        monkeypatch.setattr(RequestNames, "_name", self._name)
         self.quarantine = Quarantine(100.0, SECRET, clock=Clock())
 
     def _name(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> list[Suspect]:
@@ -213,7 +214,7 @@ class Bodies:
             self.named.append(prompt[0])
             if prompt.startswith("!"):
                 raise ValueError(prompt)
-        return self._compute(self.quarantine, tenant_id, digests, body)
+        return self._compute(self.quarantine._names, tenant_id, digests, body)
 
     def leave(self, record: EngineRecord, tenant: str, prompt: str) -> None:
         body = NamedBody({"prompt": prompt * 1001})
@@ -270,10 +271,10 @@ async def test_a_retry_waits_for_the_name_of_its_death(bodies: Bodies, monkeypat
 
 
 async def test_large_bodies_that_wait_for_names_are_bounded(bodies: Bodies, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.fleet.quarantine.MAX_UNNAMED", 4)
+    monkeypatch.setattr("gateway.fleet.request_names.MAX_UNNAMED", 4)
     record = engine()
     bodies.leave(record, "c", "0")
-    await until(lambda: asyncio.sleep(0, not bodies.quarantine._unnamed._waiting))
+    await until(lambda: asyncio.sleep(0, not bodies.quarantine._names._unnamed._waiting))
     for tenant, prompt in ("b1", "a2", "a3", "a4", "a5", "b6"):
         bodies.leave(record, tenant, prompt)
     assert record.requests.tenants == {"a", "b", "c"}, "a tenant counts also without a name"
@@ -289,7 +290,7 @@ async def test_no_name_is_computed_for_a_request_that_the_engine_survived(
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
     record = engine()
     bodies.leave(record, "c", "0")
-    await until(lambda: asyncio.sleep(0, not bodies.quarantine._unnamed._waiting))
+    await until(lambda: asyncio.sleep(0, not bodies.quarantine._names._unnamed._waiting))
     bodies.leave(record, "a", "1")
     if how == "survived":
         record.observe_state(EngineState(), 0)
@@ -305,7 +306,7 @@ async def test_no_body_is_hashed_for_other_tenants_quarantines(monkeypatch: pyte
     for _ in range(2):
         die(quarantine, clock, engine(a=1))
     assert is_quarantined(quarantine)
-    monkeypatch.setattr(Quarantine, "_name", lambda *_: pytest.fail("hashed"))
+    monkeypatch.setattr(RequestNames, "_name", lambda *_: pytest.fail("hashed"))
     await quarantine.check("b", (), NamedBody(BODY))
 
 

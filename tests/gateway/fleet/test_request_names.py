@@ -24,7 +24,7 @@ async def test_a_requests_names_are_computed_once(monkeypatch: pytest.MonkeyPatc
         hashed.append(message)
         return hmac.new(key, message, name)
 
-    monkeypatch.setattr("gateway.fleet.quarantine.hmac", SimpleNamespace(new=new))
+    monkeypatch.setattr("gateway.fleet.request_names.hmac", SimpleNamespace(new=new))
     for _ in range(2):
         with pytest.raises(Quarantined):
             await quarantine.check("a", ["d"], body)

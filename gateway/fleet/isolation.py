@@ -1,0 +1,124 @@
+"""Isolation: a request that may have killed engines runs on an engine without other tenants' requests.
+
+If several tenants had requests on the engines that died, the quarantine cannot tell which one is the cause. Each such
+request runs alone then: if the engine dies again, it was the cause, and no other tenant's request was lost. An engine
+is kept for it (`kept_engine.py`): other requests go to other engines while one is available, and those already there
+run to their ends. One request of a deployment runs alone at a time; tenants take turns.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+
+from gateway.errors import Unavailable
+from gateway.fleet.engine import EngineRecord
+from gateway.fleet.kept_engine import KeptEngine
+
+log = logging.getLogger(__name__)
+
+# Longest wait of a request for its turn and for an engine without other tenants' requests.
+WAIT_SECONDS = 60.0
+# Time for other tenants' requests on the kept engine to end. Then the turn is over.
+EMPTYING_SECONDS = 15.0
+# Time for the other processes to read that the engine is kept. Its later reports show all that they sent before.
+SHARING_SECONDS = 0.5
+PAUSE_SECONDS = 0.05
+
+Usable = Callable[[EngineRecord], bool]
+
+
+class NotAlone(Unavailable):
+    """No engine became free of other tenants' requests."""
+
+    status, code = 503, "request_suspected"
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Engines died while they worked on this request and on other tenants' requests. It is served on an engine "
+            f"without such requests only, and none was free within {WAIT_SECONDS:g} s; try again later.",
+            retry_after=math.ceil(EMPTYING_SECONDS),
+        )
+
+
+class Isolation:
+    """Turns of suspected requests. engines: returns the engines of a base model (its id)."""
+
+    def __init__(self, engines: Callable[[str], Sequence[EngineRecord]], kept: KeptEngine) -> None:
+        self._engines = engines
+        self._kept = kept
+        # Waiting requests by tenant; the tenant whose turn is next comes first.
+        self._waiting: dict[str, deque[object]] = {}
+
+    @property
+    def is_active(self) -> bool:
+        """Return whether an engine is kept."""
+        return self._kept.url is not None
+
+    def allows(self, engine: EngineRecord) -> bool:
+        """Return whether the engine is not kept for a suspected request."""
+        return engine.url != self._kept.url
+
+    @asynccontextmanager
+    async def engine(
+        self, base: str, tenant_id: str, usable: Usable, is_suspected: Callable[[], Awaitable[bool]]
+    ) -> AsyncIterator[EngineRecord | None]:
+        """Yield an engine without other tenants' requests, and keep it until the block ends.
+
+        base: id of the base model. usable: returns whether an engine may serve the request. Yields None once
+        `is_suspected` returns False. Raises NotAlone.
+        """
+        until = time.monotonic() + WAIT_SECONDS
+        with ExitStack() as waiting:
+            is_next = waiting.enter_context(self._place(tenant_id))
+            while await is_suspected():
+                if is_next() and not self.is_active:
+                    if (engine := self._choose(base, tenant_id, usable)) is not None:
+                        async with self._kept.keep(engine.url) as is_kept:
+                            if is_kept and await self._empties(engine, tenant_id, usable, until):
+                                log.warning("a request of tenant %s runs alone on engine %s", tenant_id, engine.url)
+                                waiting.close()
+                                yield engine
+                                return
+                    self._put_last(tenant_id)
+                if time.monotonic() > until:
+                    raise NotAlone
+                await asyncio.sleep(PAUSE_SECONDS)
+        yield None
+
+    def _choose(self, base: str, tenant_id: str, usable: Usable) -> EngineRecord | None:
+        """Return the engine on which the fewest requests must end first, None if none is usable."""
+        found = [each for each in self._engines(base) if each.available and usable(each)]
+        return min(found, key=lambda each: each.load - each.requests.by_tenant[tenant_id], default=None)
+
+    async def _empties(self, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> bool:
+        """Wait for the ends of other tenants' requests on the engine. Return whether they have ended in time.
+
+        until: end of the wait if it is before EMPTYING_SECONDS (monotonic).
+        """
+        since = time.monotonic()
+        until = min(until, since + EMPTYING_SECONDS)
+        while time.monotonic() < until and engine.available and usable(engine):
+            if engine.observed_at > since + SHARING_SECONDS and engine.serves_only(tenant_id):
+                return True
+            await asyncio.sleep(PAUSE_SECONDS)
+        return False
+
+    @contextmanager
+    def _place(self, tenant_id: str) -> Iterator[Callable[[], bool]]:
+        """Let a request wait. Yield a function that returns whether its turn is next."""
+        place = object()
+        self._waiting.setdefault(tenant_id, deque()).append(place)
+        try:
+            yield lambda: next(iter(self._waiting)) == tenant_id and self._waiting[tenant_id][0] is place
+        finally:
+            self._waiting[tenant_id].remove(place)
+            self._put_last(tenant_id)
+
+    def _put_last(self, tenant_id: str) -> None:
+        """Let other tenants' requests have the next turns."""
+        if places := self._waiting.pop(tenant_id):
+            self._waiting[tenant_id] = places
