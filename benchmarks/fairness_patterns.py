@@ -63,8 +63,10 @@ class Pattern:
         return runs * (self.seconds + self.drain)
 
 
-# Every scenario of two or more tenants. Left out: `azure-like-replay` (the requests of `azure-like` again),
-# `slora-power-law` (a single tenant) and `many-adapters` (measured by `benchmarks.residency`, which makes 64 adapters).
+# The scenarios of two or more tenants. Left out: `azure-like-replay` (the requests of `azure-like` again),
+# `slora-power-law` (a single tenant), `many-adapters` (measured by `benchmarks.residency`, which makes 64 adapters),
+# and, so that a round takes ten minutes, `vtc-poisson-on-off-overload` and `vtc-poisson-short-long-2`, which are second
+# forms of other patterns, and the 15 minutes of `vtc-dist-shift`.
 SHORT = [
     Pattern("weights", 11),
     Pattern("flood", 9),

@@ -116,6 +116,31 @@ class Ramp(_Arrival, frozen=True, tag="ramp"):
         return 2 * amount / (self.start_rate + root) if amount else 0.0
 
 
+Lasting = Even | Poisson | Gamma | OnOff | Ramp
+
+
+class Phase(Struct, frozen=True, forbid_unknown_fields=True):
+    """Part of `Phases`: arrivals of one process for `seconds`. The process starts with the phase."""
+
+    seconds: Seconds
+    arrival: Lasting
+
+
+class Phases(_Arrival, frozen=True, tag="phases"):
+    """Arrivals of one process after the other; none after the last phase (the VTC paper's distribution shift)."""
+
+    phases: Annotated[list[Phase], Meta(min_length=1, max_length=1000)]
+
+    def times(self, random: Random) -> Iterator[float]:
+        before = 0.0
+        for phase in self.phases:
+            for time in phase.arrival.times(random):
+                if time >= phase.seconds:
+                    break
+                yield before + time
+            before += phase.seconds
+
+
 class Trace(_Arrival, frozen=True, tag="trace"):
     """Arrivals, adapters and lengths from a CSV file (`loraplex.bench.trace`).
 
@@ -128,5 +153,4 @@ class Trace(_Arrival, frozen=True, tag="trace"):
     speed: Annotated[float, Meta(gt=0, le=1000)] = 1.0
 
 
-Open = Even | Poisson | Gamma | OnOff | Ramp
-Arrival = Closed | Open | Trace
+Arrival = Closed | Lasting | Phases | Trace

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import msgspec
 from msgspec import Meta, Struct
 
-from loraplex.bench.arrivals import Arrival, Ramp, Seconds, Trace
+from loraplex.bench.arrivals import Arrival, Phases, Ramp, Seconds, Trace
 from loraplex.bench.load import Api, Load, LoadError, Slo, Source, Target, Tenant
 from loraplex.bench.sampling import Even, Fixed, Length, LogNormal, Popularity, UniformLength
 from loraplex.bench.schema_text import describe
@@ -156,6 +156,17 @@ class Scenario:
                 self._fail(("tenants", number, "arrival"), str(error))
         return load
 
+    def load_without_server(self, models: Sequence[str], seed: int | None = None) -> Load:
+        """Return the load without asking a server for its models. models: those of tenants without `adapters`; without
+        any, their requests name no model. Raises ScenarioError.
+        """
+        access = {}
+        for number, tenant in enumerate(self.spec.tenants):
+            names = [*(self._expanded(number, tenant) or models or [""])]
+            in_trace = [row.adapter for row in self._rows.get(tenant.name, ()) if row.adapter]
+            access[tenant.name] = Access(None, [*names, *in_trace], names)
+        return self.load(access, seed)
+
     def _slo(self, tenant: TenantTable) -> Slo:
         own = tenant.slo or self.spec.slo
         return Slo(own.ttft, own.tpot, own.latency)
@@ -250,8 +261,7 @@ class Scenario:
             self._check_times(at, tenant)
             self._check_lengths(at, tenant)
             self._expanded(number, tenant)
-            if isinstance(tenant.arrival, Ramp) and not (tenant.arrival.start_rate or tenant.arrival.end_rate):
-                self._fail((*at, "arrival", "end_rate"), "expected start_rate or end_rate above 0")
+            self._check_ramps((*at, "arrival"), tenant.arrival)
             if isinstance(tenant.arrival, Trace):
                 self._rows[tenant.name] = self._read_rows(at, tenant, tenant.arrival)
         if spec.window is not None and spec.seconds is not None and spec.window > spec.seconds:
@@ -262,10 +272,17 @@ class Scenario:
         if spec.baseline and not seen - set(spec.baseline.without):
             self._fail(("baseline", "without"), "expected at least one tenant to remain")
 
+    def _check_ramps(self, at: Keys, arrival: Arrival) -> None:
+        if isinstance(arrival, Phases):
+            for number, phase in enumerate(arrival.phases):
+                self._check_ramps((*at, "phases", number, "arrival"), phase.arrival)
+        elif isinstance(arrival, Ramp) and not (arrival.start_rate or arrival.end_rate):
+            self._fail((*at, "end_rate"), "expected start_rate or end_rate above 0")
+
     def _check_times(self, at: Keys, tenant: TenantTable) -> None:
         seconds = self.spec.seconds
         has_end = (seconds, tenant.stop, tenant.requests) != (None, None, None)
-        if not has_end and not isinstance(tenant.arrival, Trace):
+        if not has_end and not isinstance(tenant.arrival, Phases | Trace):
             self._fail((*at, "arrival"), "never ends; give seconds (of all tenants), stop or requests")
         if seconds is not None and tenant.start >= seconds:
             self._fail((*at, "start"), f"expected less than the run's {seconds:g} seconds, got {tenant.start:g}")

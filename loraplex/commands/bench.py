@@ -1,6 +1,7 @@
 """The `loraplex bench` command: load on any OpenAI server, and the report of it."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,7 @@ SHORT_FORM = ("n", "concurrency", "rate", "zipf", "input_words", "output_tokens"
 @click.option("--html", type=FILE, help="Also write the report with plots as one HTML page.")
 @click.option("--compare", nargs=2, type=FILE, help="Compare two reports of --json instead of measuring.")
 @click.option("--trace-out", type=FILE, help="Write the planned requests of open loops to this CSV file.")
+@click.option("--plan-only", is_flag=True, help="Write a scenario's --trace-out and send nothing.")
 @click.pass_context
 def bench(context: click.Context, /, **flags: Any) -> None:
     """Measure any OpenAI-compatible server: throughput, latency, fairness between tenants."""
@@ -68,6 +70,9 @@ def bench(context: click.Context, /, **flags: Any) -> None:
             raise click.UsageError(f"{name}: there is no folder {path.parent}")
     with one_line(OSError):
         try:
+            if flags["plan_only"]:
+                _write_plan(context, flags)
+                return
             bench_run = _bench_run(context, flags)
             report = run_benchmark(bench_run)
         except ScenarioError as error:
@@ -95,7 +100,6 @@ def _bench_run(context: click.Context, flags: dict[str, Any]) -> "BenchRun":
     """Return the benchmark that the flags describe. Raises click.UsageError, ScenarioError."""
     from loraplex.bench.session import BenchRun, fixed, of_scenario
 
-    seed_is_given = context.get_parameter_source("seed") is not ParameterSource.DEFAULT
     token = _token(flags["internal_token_file"])
     common = {
         "repeat": flags["repeat"],
@@ -108,18 +112,42 @@ def _bench_run(context: click.Context, flags: dict[str, Any]) -> "BenchRun":
         workload = Workload(**take(Workload, flags))
         return BenchRun(url, fixed(workload.load(targets)), "command line", **common)
 
-    from loraplex.bench.scenario import Scenario
-
-    for name in SHORT_FORM:
-        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
-            flag = "--c" if name == "concurrency" else "--" + name.replace("_", "-")
-            raise click.UsageError(f"{flag} cannot be combined with --scenario: the file sets it")
-    scenario = Scenario(flags["scenario"])
+    scenario = _scenario(context, flags, SHORT_FORM)
     url, keys = _keys_of_scenario(scenario, flags)
-    make = of_scenario(scenario, keys, flags["seed"] if seed_is_given else None)
+    make = of_scenario(scenario, keys, _given_seed(context, flags))
     spec = scenario.spec
     without = spec.baseline.without if spec.baseline else ()
     return BenchRun(url, make, spec.name, spec.description, without, **common)
+
+
+def _write_plan(context: click.Context, flags: dict[str, Any]) -> None:
+    """Write the requests that a scenario plans, without a server. Raises click.UsageError, ScenarioError."""
+    from loraplex.bench.trace import write_trace
+
+    if flags["scenario"] is None or flags["trace_out"] is None:
+        raise click.UsageError("--plan-only needs --scenario and --trace-out")
+    scenario = _scenario(context, flags, [name for name in SHORT_FORM if name != "models"])
+    models = [model for model in (flags["models"] or "").split(",") if model]
+    rows = scenario.load_without_server(models, _given_seed(context, flags)).rows()
+    if not rows:
+        raise click.UsageError(f"--plan-only: {scenario.path} has closed loops only, whose requests have no times")
+    write_trace(flags["trace_out"], rows)
+
+
+def _scenario(context: click.Context, flags: dict[str, Any], unused: Sequence[str]) -> "Scenario":
+    """Return the scenario. Raises click.UsageError for a flag in `unused` that is given, ScenarioError."""
+    from loraplex.bench.scenario import Scenario
+
+    for name in unused:
+        if context.get_parameter_source(name) is not ParameterSource.DEFAULT:
+            flag = "--c" if name == "concurrency" else "--" + name.replace("_", "-")
+            raise click.UsageError(f"{flag} cannot be combined with --scenario: the file sets it")
+    return Scenario(flags["scenario"])
+
+
+def _given_seed(context: click.Context, flags: dict[str, Any]) -> int | None:
+    """Return --seed, None if it is not given."""
+    return flags["seed"] if context.get_parameter_source("seed") is not ParameterSource.DEFAULT else None
 
 
 def _token(file: Path | None) -> str | None:

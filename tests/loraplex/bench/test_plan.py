@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from loraplex.bench.arrivals import Closed, Even, Gamma, OnOff, Poisson, Ramp, Trace
+from loraplex.bench.arrivals import Closed, Even, Gamma, OnOff, Phase, Phases, Poisson, Ramp, Trace
 from loraplex.bench.load import Load, LoadError, Source, Target, Tenant
 from loraplex.bench.sampling import Even as EvenPopularity
 from loraplex.bench.sampling import Fixed, LogNormal, PowerLaw, UniformLength, Zipf
@@ -108,6 +108,15 @@ def test_a_ramp_changes_its_rate_linearly():
     # Arrivals of a rate that falls to 0 end with the integral's whole, 10.
     assert times(Ramp(2.0, 0.0, 10.0), 100)[-1] == pytest.approx(10.0)
     assert len(times(Ramp(2.0, 0.0, 10.0), 100)) == 11
+
+
+def test_phases_follow_each_other_and_then_end():
+    """A phase's process starts with the phase, and is cut at its end."""
+    arrival = Phases([Phase(3.0, OnOff(1.0, 2.0, 10.0)), Phase(2.0, Even(2.0)), Phase(5.0, Ramp(1.0, 0.0, 4.0))])
+    assert times(arrival, 100) == pytest.approx([0, 1, 3, 3.5, 4, 4.5, 5, 5 + 4 - math.sqrt(8), 9])
+    found = times(Phases([Phase(100.0, Poisson(50.0)), Phase(100.0, Poisson(10.0))]), 10_000)
+    counts = Counter(at // 100 for at in found)
+    assert (counts[0], counts[1]) == (pytest.approx(5000, rel=0.1), pytest.approx(1000, rel=0.2))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from random import Random
 
 import pytest
 from click.testing import CliRunner
@@ -9,6 +10,7 @@ from click.testing import CliRunner
 from loraplex.bench.arrivals import Poisson
 from loraplex.bench.scenario import Access, Scenario, ScenarioError
 from loraplex.bench.toml_lines import TomlLines
+from loraplex.bench.trace import read_trace
 from loraplex.cli import main
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,6 +51,11 @@ kind = "lognormal"
 median = 10
 sigma = 1
 """
+# The second phase is two lines below the first key.
+PHASES = """{{kind = "phases", phases = [
+    {{seconds = 1, arrival = {{kind = "even", rate = 1}}}},
+    {{seconds = 1, arrival = {{kind = "{}", {}}}}},
+]}}"""
 MODELS = ["a0", "a1", "a2", "a3"]
 ACCESS = {name: Access(f"key of {name}", ["base", *MODELS], MODELS) for name in ("quiet", "flood")}
 
@@ -92,6 +99,13 @@ def test_a_scenario_becomes_a_load(tmp_path):
         ("rate = 2", "rate = 0", 9, "tenants[0].arrival.rate: expected a number > 0.0: 0"),
         ("rate = 2", "rate = inf", 9, "tenants[0].arrival.rate: expected a number <= 10000.0: inf"),
         ("rate = 2", "rate = nan", 9, "tenants[0].arrival.rate: expected a number"),
+        ('{kind = "poisson", rate = 2}', '{kind = "phases", phases = []}', 9, "phases: expected a list of length >= 1"),
+        ('{kind = "poisson", rate = 2}', PHASES.format("ramp", "start_rate = 0, end_rate = 0, over = 1"), 11,
+         "tenants[0].arrival.phases[1].arrival.end_rate: expected start_rate or end_rate above 0"),
+        ('{kind = "poisson", rate = 2}', PHASES.format("even", "rat = 2"), 11,
+         "tenants[0].arrival.phases[1].arrival.rat: unknown key; known are kind, rate"),
+        ('{kind = "poisson", rate = 2}', PHASES.format("closed", "concurrency = 2"), 11,
+         "'closed' is not a known kind; expected one of even, poisson, gamma, onoff, ramp"),
         ("rate = 2", "rat = 2", 9, "tenants[0].arrival.rat: unknown key; known are kind, rate"),
         ("rate = 2", "rate = 2, cv = 3", 9, "tenants[0].arrival.cv: unknown key; known are kind, rate"),
         ('kind = "poisson", rate = 2', 'kind = "poison", rate = 2', 9, "is not a known kind; expected one of closed,"),
@@ -193,6 +207,45 @@ def test_a_trace_names_the_tenants_it_has(tmp_path):
     load = scenario.load({"acme": Access(None, ["a1", "a9"], [])})
     planned = [(p.at, p.target.model, p.input_tokens) for p in load.plan(load.sources[0])]
     assert planned == [(0, "a1", 4), (0, "a9", 1), (0.5, "a1", 4), (1, "a9", 4)]
+
+
+def test_phases_end_a_tenants_requests(tmp_path):
+    text = GOOD.replace("seconds = 10", "").replace('{kind = "poisson", rate = 2}', PHASES.format("even", "rate = 2"))
+    quiet, _ = read(tmp_path, text.replace("weight = 2", "stop = 1")).load(ACCESS).sources
+    assert list(quiet.arrival.times(Random(1))) == [0, 1, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("name", "models"), [("azure-like", ""), ("slora-power-law", ",".join(f"a{i}" for i in range(32)))]
+)
+def test_the_traces_among_the_examples_are_those_of_their_commands(name, models, tmp_path):
+    out = tmp_path / "plan.csv"
+    flags = ("--scenario", str(ROOT / f"examples/scenarios/{name}.toml"), "--plan-only", "--trace-out", str(out))
+    done = CliRunner().invoke(main, ("bench", *flags, *(("--models", models) if models else ())))
+    assert (done.exit_code, done.output) == (0, "")
+    made, kept = read_trace(out), read_trace(ROOT / f"examples/scenarios/{name}.csv")
+    assert [(row.tenant, row.adapter) for row in made] == [(row.tenant, row.adapter) for row in kept]
+    # Logarithms may differ in their last bit between machines.
+    for column in ("timestamp", "input", "output"):
+        assert [getattr(row, column) for row in made] == pytest.approx([getattr(row, column) for row in kept], abs=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "flags", "says"),
+    [
+        (GOOD, ("--plan-only",), "--plan-only needs --scenario and --trace-out"),
+        (GOOD, ("--plan-only", "--trace-out", "t.csv", "--zipf", "1"), "--zipf cannot be combined with --scenario"),
+        (GOOD.replace('{kind = "poisson", rate = 2}', '{kind = "closed", concurrency = 2}'),
+         ("--plan-only", "--trace-out", "t.csv"), "s.toml has closed loops only, whose requests have no times"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_cannot_be_written(text, flags, says, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "s.toml").write_text(text)
+    done = CliRunner().invoke(main, ("bench", "--scenario", "s.toml", *flags))
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert not (tmp_path / "t.csv").exists()
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
