@@ -2,10 +2,12 @@
 
 import json
 import re
+from urllib.parse import quote
 
 import pytest
 
 from testing.browser import Person, expect, person
+from testing.gateway.running import until
 from testing.stack import ROOT, Stack, http
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -81,7 +83,7 @@ async def test_an_operator_takes_a_tenant_from_its_start_to_its_suspension(stack
         key = await make_key(who, "first", "inference", "adapters", "usage", "keys")
         assert status_of(stack, key) == 200
 
-        await upload(stack, key)
+        await upload(who)
         await click(who, "Adapters", "nav")
         await page.wait_for_selector("#adapters tr:has-text('initech'):has-text('pirate')")
 
@@ -114,18 +116,15 @@ async def test_an_operator_takes_a_tenant_from_its_start_to_its_suspension(stack
         assert who.problems == []
 
 
-async def upload(stack: Stack, key: str) -> None:
-    """Upload the example adapter over the API."""
-    edge = "----edge"
-    parts = [_part(edge, 'name="name"', b"pirate")]
-    parts += [_part(edge, f'name="{each.name}"; filename="{each.name}"', each.read_bytes()) for each in FILES]
-    body = b"".join(parts) + f"--{edge}--\r\n".encode()
-    made = http("POST", f"{stack.demo['gateway']}/v1/adapters", key, body, f"multipart/form-data; boundary={edge}")
-    assert made.status == 201, made.body
-
-
-def _part(edge: str, about: str, content: bytes) -> bytes:
-    return f"--{edge}\r\nContent-Disposition: form-data; {about}\r\n\r\n".encode() + content + b"\r\n"
+async def upload(who: Person) -> None:
+    """Upload the example adapter by the form of the tenant's page."""
+    await who.open("/admin/tenants/initech")
+    await click(who, "Upload an adapter")
+    await who.page.fill("#f-name", "pirate")
+    await who.page.set_input_files("#f-files", list(FILES))
+    # The button is enabled once the script that sends the form has run.
+    await click(who, "Upload")
+    await who.page.wait_for_url("**/admin/tenants/initech/adapters/pirate?version=1&done=upload")
 
 
 def _json(**fields: str) -> bytes:
@@ -138,19 +137,43 @@ PRICES = "/admin/prices"
 READ = ("/admin/", "/admin/engines", "/admin/engines/residency", "/admin/engines/bases",
         "/admin/tenants", "/admin/tenants/acme", "/admin/tenants/acme?tab=limits",
         "/admin/tenants/acme?tab=keys", "/admin/tenants/acme?tab=audit",
-        "/admin/keys", "/admin/adapters", "/admin/plans", PRICES, "/admin/audit")  # fmt: skip
-OF_OPERATORS = re.compile(r"(New|Suspend|Resume|Edit|Delete|Drain|Rotate|Revoke|Upload|Create|Change all)\b")
+        "/admin/keys", "/admin/adapters", "/admin/plans", PRICES, "/admin/audit",
+        "/admin/fairness", "/admin/alerts", "/admin/alerts?tab=targets", "/admin/settings",
+        "/admin/settings?tab=sessions", "/admin/search?q=acme", "/admin/engines/one?url={engine}",
+        "/admin/tenants/acme/adapters/pirate", "/admin/requests/{request}")  # fmt: skip
+OF_OPERATORS = re.compile(
+    r"(New|End\s+the session|Suspend|Resume|Edit|Delete|Drain|Rotate|Revoke|Upload|Create|Change all)\b"
+)
 OF_BILLING = re.compile(r"(Budget$|Set\b|Save\b)")
+
+
+async def places(stack: Stack, admin_key: str) -> dict[str, str]:
+    """Return the values of the words in `READ`, after a request of acme is on record."""
+    gateway = stack.demo["gateway"]
+    [acme] = [each for each in stack.demo["tenants"] if each["name"] == "acme"]
+    asked = {"model": "pirate", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+    answer = http("POST", f"{gateway}/v1/chat/completions", acme["api_key"], json.dumps(asked).encode())
+    assert answer.status == 200, answer.body
+    request = answer.headers["x-request-id"]
+
+    async def is_recorded() -> bool:
+        return http("GET", f"{gateway}/admin/api/requests/{request}", admin_key).status == 200
+
+    await until(is_recorded)
+    [engine, *_] = http("GET", f"{gateway}/admin/api/engines", admin_key).json["data"]
+    return {"request": request, "engine": quote(engine["url"], safe="")}
 
 
 @pytest.mark.parametrize("role", ["viewer", "billing", "operator"])
 async def test_a_role_sees_no_buttons_of_a_greater_one(stack, browser, admin_key, role):
     made = http("POST", f"{stack.demo['gateway']}/admin/api/keys", admin_key, _json(label=role, role=role)).json
     operators, billing = set(), set()
+    known = await places(stack, admin_key)
     async with person(browser, stack.demo["gateway"]) as who:
         await who.log_in("/admin", made["key"])
         for path in READ:
-            await who.open(path)
+            answer = await who.page.goto(who.url + path.format(**known))
+            assert answer.status == 200, path
             texts = await who.page.locator("main :is(a, button, summary)").all_inner_texts()
             changes = {(path, text) for text in texts if OF_OPERATORS.match(text)}
             (billing if path == PRICES else operators).update(changes)
