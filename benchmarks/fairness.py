@@ -7,9 +7,9 @@
 Each pattern and each server begins with a new service, fair share and FCFS in turn, because the speed of a machine
 drifts (docs/lab-notes.md). vLLM starts once in a round. The load is that of `loraplex bench --scenario`, from
 `examples/scenarios/` in the forms of `fairness_patterns.py`, in their own length with --full. Loraplex runs as
-`loraplex up` (gateway, Valkey, SQLite, engine), vLLM without a gateway or LoRA and with as many seats. A round of all
-patterns takes about 10 minutes on two cores, without vLLM. Prints Markdown tables: median (least to greatest) over the
-rounds.
+`loraplex up` (gateway, Valkey, SQLite, engine), vLLM without a gateway or LoRA and with as many seats, and without the
+patterns whose tenants have adapters. A round of all patterns takes about 11 minutes on two cores, without vLLM. Prints
+Markdown tables: median (least to greatest) over the rounds.
 """
 
 import argparse
@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.against_vllm import serving, vllm
-from benchmarks.fairness_patterns import ALL, NAMES, Pattern, chosen, in_full, text_of
+from benchmarks.fairness_adapters import push_adapters
+from benchmarks.fairness_patterns import ALL, NAMES, Pattern, chosen, text_of
 from benchmarks.hostile.place import of_stack
 from benchmarks.plot import Bar, bar_chart
 from loraplex.bench.metrics import percentile
@@ -71,13 +72,15 @@ Results = dict[str, dict[str, list[list[Figure]]]]
 
 @contextlib.contextmanager
 def loraplex_server(scheduler: str, device: str, folder: Path, pattern: Pattern) -> Iterator[Server]:
-    """Start the whole service, with the pattern's tenants, their weights and no rate limits."""
+    """Start the whole service, with the pattern's tenants, their weights and adapters, and no rate limits."""
     model = str(ensure_demo_model(CACHE))
     stack = Stack(data_dir(folder), "--model", model, "--engine-args", f"--scheduler {scheduler} --device {device}")
     try:
         place = of_stack(stack.wait_ready())
         tenants = pattern.spec()["tenants"]
         keys = {t["name"]: place.tenant(t["name"], weight=t.get("weight", 1.0), **NO_LIMITS) for t in tenants}
+        if pattern.adapters:
+            push_adapters(place.url, keys, pattern.adapters)
         yield Server(place.url, place.base_model, keys)
     finally:
         stack.stop()
@@ -310,7 +313,7 @@ def main() -> int:
     binary = options.vllm / "bin" / "vllm" if options.vllm and options.vllm.is_dir() else options.vllm
     if binary and not binary.is_file():
         parser.error(f"--vllm: expected the vllm command or its virtual environment, got {options.vllm}")
-    patterns = [in_full(pattern) if options.full else pattern for pattern in chosen(options.patterns)]
+    patterns = [pattern.in_full() if options.full else pattern for pattern in chosen(options.patterns)]
     servers = [*options.schedulers, *([VLLM] if binary else [])]
     runs = options.repeat * len(servers)
     progress = Progress(
@@ -341,7 +344,7 @@ def run_round(
                 progress.record(pattern, scheduler, target, place / "reports")
     if binary:
         with vllm_server(binary) as target:
-            for pattern in patterns:
+            for pattern in [pattern for pattern in patterns if not pattern.adapters]:
                 with progress.tolerated(pattern, VLLM):
                     progress.record(pattern, VLLM, target, folder / VLLM)
 

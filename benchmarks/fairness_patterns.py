@@ -9,7 +9,7 @@ Independent of the server.
 import json
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from testing.stack import ROOT
@@ -26,7 +26,9 @@ class Pattern:
 
     seconds: length of the arrivals. drain: seconds until the requests in flight are cut. factor: of the compression.
     phase: seconds of an on or off phase, instead of the compressed ones. start: seconds until a tenant that starts
-    late, instead of the scenario's. has_baseline: False leaves out the run without the flooding tenants.
+    late, instead of the scenario's. has_baseline: False leaves out the run without the flooding tenants. adapters:
+    number of adapters of each tenant, for which its requests are, by zipf popularity (exponent 1); 0: the base model.
+    scenario: name of the scenario, if it is not the pattern's.
     """
 
     name: str
@@ -36,14 +38,18 @@ class Pattern:
     phase: float | None = None
     start: float | None = None
     has_baseline: bool = True
+    adapters: int = 0
+    scenario: str = ""
 
     def spec(self) -> dict[str, Any]:
         """Return the scenario's content in this form."""
-        spec = _read(self.name)
+        spec = self._content()
         spec |= {"seconds": self.seconds, "drain": self.drain}
         if not self.has_baseline:
             spec.pop("baseline", None)
         for tenant in spec["tenants"]:
+            if self.adapters:
+                tenant["popularity"] = {"kind": "zipf", "s": 1.0}
             _compress(tenant["arrival"], RATES, self.factor)
             _compress(tenant["arrival"], TIMES, 1 / self.factor)
             for length in (tenant["input"], tenant["output"]):
@@ -59,14 +65,26 @@ class Pattern:
     @property
     def longest(self) -> float:
         """Return the seconds that this form takes at most, without warm-up."""
-        runs = 2 if self.has_baseline and "baseline" in _read(self.name) else 1
+        runs = 2 if self.has_baseline and "baseline" in self._content() else 1
         return runs * (self.seconds + self.drain)
 
+    def _content(self) -> dict[str, Any]:
+        """Return the scenario's content in its own form."""
+        name = self.scenario or self.name
+        content: dict[str, Any] = tomllib.loads((SCENARIOS / f"{name}.toml").read_text())
+        return content
 
-# The scenarios of two or more tenants. Left out: `azure-like-replay` (the requests of `azure-like` again),
-# `slora-power-law` (a single tenant), `many-adapters` (measured by `benchmarks.residency`, which makes 64 adapters),
-# and, so that a round takes ten minutes, `vtc-poisson-on-off-overload` and `vtc-poisson-short-long-2`, which are second
-# forms of other patterns, and the 15 minutes of `vtc-dist-shift`.
+    def in_full(self) -> "Pattern":
+        """Return the pattern with the scenario's own length. Every request is awaited for up to a minute."""
+        seconds = self._content()["seconds"]
+        return Pattern(self.name, seconds, 60, adapters=self.adapters, scenario=self.scenario)
+
+
+# The scenarios of two or more tenants, and `weights` with adapters in place of the base model. Left out:
+# `azure-like-replay` (the requests of `azure-like` again), `slora-power-law` (a single tenant), `many-adapters`
+# (measured by `benchmarks.residency`, which makes 64 adapters), and, so that a round takes eleven minutes,
+# `vtc-poisson-on-off-overload` and `vtc-poisson-short-long-2`, which are second forms of other patterns, and the 15
+# minutes of `vtc-dist-shift`.
 SHORT = [
     Pattern("weights", 11),
     Pattern("flood", 9),
@@ -79,10 +97,16 @@ SHORT = [
     Pattern("vtc-on-off-overload", 12, factor=6, phase=4),
     Pattern("vtc-ramp", 12, factor=8, has_baseline=False),
     Pattern("azure-like", 9, factor=4),
+    Pattern("weights-of-adapters", 11, adapters=4, scenario="weights"),
 ]
 # Longer forms, used for patterns that are named on the command line: more requests of the tenants with few of them, and
 # time for the seats to fill on slow machines, where the prompts of a flood take 15 s.
-LONG = [Pattern("weights", 45, 0), Pattern("flood", 40, 5), Pattern("late-tenant", 40, 5)]
+LONG = [
+    Pattern("weights", 45, 0),
+    Pattern("flood", 40, 5),
+    Pattern("late-tenant", 40, 5),
+    Pattern("weights-of-adapters", 45, 0, adapters=4, scenario="weights"),
+]
 ALL = "all"
 NAMES = [pattern.name for pattern in SHORT]
 
@@ -95,18 +119,9 @@ def chosen(names: Sequence[str]) -> list[Pattern]:
     return [known[name] for name in names]
 
 
-def in_full(pattern: Pattern) -> Pattern:
-    """Return the pattern with the scenario's own length. Every request is awaited for up to a minute."""
-    return replace(Pattern(pattern.name, 0, 60), seconds=_read(pattern.name)["seconds"])
-
-
 def text_of(pattern: Pattern) -> str:
     """Return the pattern as a scenario file."""
     return "".join(f"{key} = {_toml(value)}\n" for key, value in pattern.spec().items())
-
-
-def _read(name: str) -> dict[str, Any]:
-    return tomllib.loads((SCENARIOS / f"{name}.toml").read_text())
 
 
 def _compress(table: dict[str, Any], keys: Sequence[str], factor: float) -> None:
