@@ -9,12 +9,14 @@ round, fair share and `--scheduler fcfs` run in turn. `--before`: a checkout of 
 requests in the same run. `--out FILE.json` also draws FILE.svg.
 
 zipf: 64 adapters of zipf popularity (exponent 1) of 8 tenants, 32 streams at once, with device memory for 64 adapters
-and for 8. A wait is the time to the first token. docs/design/step-loop.md bounds the time in which a tenant with
-waiting requests has nothing running, by a time for pages and a number of steps for the other tenants' prompts. Both are
-compared with the longest time during each wait in which the request's tenant got no token.
+and for 8. A wait is the time to the first token. `above bound` counts the requests that waited longer than their bound
+(docs/design/step-loop.md, `residency_bound.py`); `of bound`: wait divided by bound, its median and its greatest. OUT
+has both times of each request. `without token`: the longest time during a wait in which the request's tenant got no
+token; `above idle bound` counts those above the bound of a tenant with nothing running.
 
 cycle: a neighbour sends one request after the other to its only adapter; beside it another tenant has 16 streams of one
 token, with one adapter and with 1,000 in turn. The latter lasts until each of them was used, at most --most-seconds.
+`of alone`, `of one adapter`: the median time to the neighbour's first token, divided by that of the other phases.
 """
 
 import argparse
@@ -35,6 +37,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from adapters.tiers.reservations import CALM_WAIT_S, PAGE_WAIT_S
 from benchmarks.adapter_engine import (
     Adapters,
     EngineClient,
@@ -45,16 +48,16 @@ from benchmarks.adapter_engine import (
     running_engine,
 )
 from benchmarks.plot import Bar, bar_chart
+from benchmarks.residency_bound import COPY_S, LOAD_S, STEP_S, Machine, Wait, waits
+from engine.scheduling.request import QUANTUM
 from testing.stack import ROOT
 
-NUM_ADAPTERS, NUM_TENANTS, ON_DEVICE, AT_ONCE, PROMPT = 64, 8, 8, 32, 32
+NUM_ADAPTERS, NUM_TENANTS, ON_DEVICE, AT_ONCE, PROMPT, LONG_PROMPT = 64, 8, 8, 32, 32, 512
 # Short requests and many streams, so that the loads, and nothing else, limit the cycle.
 CYCLED, CYCLING_STREAMS, CYCLING_PROMPT = 1000, 16, 8
-# Times from adapters/tiers/reservations.py, and upper limits of a host load, a copy and a step on this machine.
-CALM_WAIT, PAGE_WAIT, LOAD, COPY, STEP = 10.0, 0.5, 0.1, 0.1, 0.3
-BOUND = CALM_WAIT + PAGE_WAIT + LOAD + COPY + 2 * STEP
-# The bound for prompts: `--preempt-after`, and (n - 1) (2p + 64) steps for n tenants of one weight.
-PREEMPT_AFTER, PROMPT_STEPS = 0.25, (NUM_TENANTS - 1) * (2 * PROMPT + 64)
+# The bound of a tenant with nothing running: for pages, and for the prompts and first tokens of other tenants.
+PAGES_IDLE = CALM_WAIT_S + PAGE_WAIT_S + LOAD_S + 2 * COPY_S + 2 * STEP_S
+PREEMPT_AFTER, PROMPT_STEPS = 0.25, (NUM_TENANTS - 1) * (PROMPT + 2 * QUANTUM + 2)
 
 Figures = dict[str, float]
 
@@ -79,12 +82,14 @@ def planned(digests: list[str], count: int) -> list[Planned]:
     return found
 
 
-async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Figures:
+async def run_zipf(url: str, warm: list[str], requests: list[Planned], room: int) -> tuple[Figures, list[Wait]]:
+    """room: number of adapters that the device holds."""
     async with make_session() as session:
         engine = EngineClient(session, url)
         await engine.ready()
         for digest in warm:
             await engine.stream("warm", digest, [1000, 1001], 1)
+        row = await row_seconds(engine, warm[0])
         before = (await engine.state())["adapter_loads"]
         left, streams = iter(requests), list[Stream]()
         all_sent: list[float] = []
@@ -100,32 +105,46 @@ async def run_zipf(url: str, warm: list[str], requests: list[Planned]) -> Figure
         full = min(all_sent) - start
         tokens = sum(time - start <= full for stream in streams for time in stream.token_times)
         loads = (await engine.state())["adapter_loads"] - before
-    return {"tokens/s": tokens / full, "loads": loads} | wait_figures(streams)
+    gaps = [b - a for s in streams for a, b in itertools.pairwise(s.token_times)]
+    found = waits(streams, Machine(statistics.mean(gaps), row, PROMPT, room))
+    step = statistics.median(gaps)
+    figures = {"tokens/s": tokens / full, "loads": loads} | wait_figures(found) | figures_without_token(streams, step)
+    return figures, found
 
 
-def wait_figures(streams: Sequence[Stream]) -> Figures:
-    """Return the waits, in seconds, and how many had longer times without a token of their tenant than the bounds.
+async def row_seconds(engine: EngineClient, digest: str) -> float:
+    """Return the seconds that a prompt token takes on an idle engine."""
+    chance = random.Random(9)
+    times = [(await engine.stream("warm", digest, random_prompt(chance, LONG_PROMPT), 1)).ttft for _ in range(4)]
+    return statistics.median(times[1:]) / LONG_PROMPT
 
-    The bound for prompts is in steps; a step takes the median time between two tokens of a stream.
+
+def wait_figures(found: Sequence[Wait]) -> Figures:
+    """Return the waits, in seconds, and their parts of their bounds."""
+    times, parts = [wait.ttft for wait in found], [wait.ttft / wait.bound for wait in found]
+    return {
+        "wait p50": percentile(times, 0.5),
+        "wait p99": percentile(times, 0.99),
+        "wait max": max(times),
+        "above bound": sum(part > 1 for part in parts),
+        "of bound p50": percentile(parts, 0.5),
+        "of bound max": max(parts),
+        "least bound": min(wait.bound for wait in found),
+    }
+
+
+def figures_without_token(streams: Sequence[Stream], step: float) -> Figures:
+    """Return the longest time during a wait without a token of the request's tenant, and the number of requests in
+    which it exceeded the bound of a tenant with nothing running. step: seconds of a step.
     """
     of_tenant: dict[str, list[float]] = {}
     for stream in streams:
         of_tenant.setdefault(stream.tenant, []).extend(stream.token_times)
     for times in of_tenant.values():
         times.sort()
-    step = statistics.median(b - a for s in streams for a, b in itertools.pairwise(s.token_times))
-    bound = BOUND + PREEMPT_AFTER + PROMPT_STEPS * step
+    bound = PAGES_IDLE + PREEMPT_AFTER + PROMPT_STEPS * step
     without = [longest_without(stream, of_tenant[stream.tenant]) for stream in streams]
-    waits = [stream.ttft for stream in streams]
-    return {
-        "wait p50": percentile(waits, 0.5),
-        "wait p99": percentile(waits, 0.99),
-        "wait max": max(waits),
-        "above pages": sum(time > BOUND for time in without),
-        "above bound": sum(time > bound for time in without),
-        "longest": max(without),
-        "bound": bound,
-    }
+    return {"without token": max(without), "above idle bound": sum(time > bound for time in without)}
 
 
 def longest_without(stream: Stream, tokens: list[float]) -> float:
@@ -170,17 +189,22 @@ async def run_cycle(url: str, mine: str, digests: list[str], seconds: float, mos
             loads = (await engine.state())["adapter_loads"] - before
             results[name] = {"p50": statistics.median(times), "p99": percentile(times, 0.99)}
             results[name] |= {"of alone": results[name]["p50"] / results["alone"]["p50"], "requests": len(times)}
+            if "beside one" in results:
+                results[name]["of one adapter"] = results[name]["p50"] / results["beside one"]["p50"]
             results[name] |= {"loads": loads, "adapters used": len(used), "seconds": loop.time() - start}
     return results
 
 
 @dataclass
 class Bench:
-    """Runs of all rounds. results: by case and engine, the figures of each round. out: rewritten after each run."""
+    """Runs of all rounds. results: by case and engine, the figures of each round. waits: by engine, those of zipf of
+    each round. options.out: rewritten after each run.
+    """
 
     options: argparse.Namespace
     adapters: Adapters
     results: dict[str, dict[str, list[Figures]]]
+    waits: dict[str, list[list[Wait]]]
 
     @property
     def engines(self) -> dict[str, tuple[Path, tuple[str, ...]]]:
@@ -193,20 +217,22 @@ class Bench:
         self.results.setdefault(case, {}).setdefault(engine, []).append(figures)
         print(f"{case}, {engine}: " + ", ".join(f"{name} {value:.3g}" for name, value in figures.items()), flush=True)
         if self.options.out:
-            write(self.options.out, self.results)
+            write(self.options.out, self.results, self.waits)
 
     def zipf(self) -> None:
         digests = self.adapters.make(NUM_ADAPTERS)
         requests = planned(digests, self.options.requests)
         for _ in range(self.options.repeat):
             with running_engine(self.adapters.root, *self._flags(NUM_ADAPTERS + 1)) as url:
-                resident = asyncio.run(run_zipf(url, digests, requests))
+                resident, found = asyncio.run(run_zipf(url, digests, requests, NUM_ADAPTERS + 1))
+            self.waits.setdefault("all resident", []).append(found)
             self.record("zipf", "all resident", resident)
             for name, (tree, flags) in self.engines.items():
                 with running_engine(self.adapters.root, *self._flags(ON_DEVICE), *flags, tree=tree) as url:
-                    found = asyncio.run(run_zipf(url, digests, requests))
-                ratio = found["tokens/s"] / resident["tokens/s"]
-                self.record("zipf", f"8 of 64, {name}", found | {"of all resident": ratio})
+                    figures, found = asyncio.run(run_zipf(url, digests, requests, ON_DEVICE))
+                self.waits.setdefault(f"8 of 64, {name}", []).append(found)
+                ratio = figures["tokens/s"] / resident["tokens/s"]
+                self.record("zipf", f"8 of 64, {name}", figures | {"of all resident": ratio})
 
     def cycle(self) -> None:
         digests, options = self.adapters.make(self.options.adapters + 1), self.options
@@ -240,12 +266,18 @@ def _cell(values: list[float]) -> str:
     return middle if len(values) == 1 else f"{middle} ({least} to {most})"
 
 
-def write(out: Path, results: dict[str, dict[str, list[Figures]]]) -> None:
-    """Write the figures of each round as JSON, and a plot beside them."""
+def write(out: Path, results: dict[str, dict[str, list[Figures]]], waits: dict[str, list[list[Wait]]]) -> None:
+    """Write the figures of each round as JSON, with each request's tenant, wait and bound, and a plot beside them."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     facts: dict[str, Any] = {"date": str(date.today()), "cores": os.cpu_count(), "machine": platform.machine()}
     facts |= {"commit": commit.stdout.strip(), "command": "python -m benchmarks.residency " + " ".join(sys.argv[1:])}
-    out.write_text(json.dumps(facts | {"results": results}, indent=1) + "\n")
+    each = {
+        engine: [[[wait.tenant, round(wait.ttft, 3), round(wait.bound, 1)] for wait in run] for run in runs]
+        for engine, runs in waits.items()
+    }
+    text = json.dumps(facts | {"results": results}, indent=1)
+    # A line for each engine's waits, not five for each wait.
+    out.write_text(text[:-2] + f',\n "waits": {json.dumps(each)}\n}}\n')
     panels = {
         f"{case} · {figure}": [Bar(name, [run[figure] for run in runs if figure in run]) for name, runs in of.items()]
         for case, of in results.items()
@@ -265,11 +297,13 @@ def main() -> None:
     parser.add_argument("--most-seconds", type=float, default=300.0, help="most seconds of cycle's last phase")
     parser.add_argument("--out", type=Path, help="write the figures as JSON, and a plot beside them")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        bench = Bench(options, Adapters(Path(folder)), {})
-        for case in options.only:
+    results: dict[str, dict[str, list[Figures]]] = {}
+    every_wait: dict[str, list[list[Wait]]] = {}
+    for case in options.only:
+        with tempfile.TemporaryDirectory() as folder:  # of its own, because both cases make the same adapters
+            bench = Bench(options, Adapters(Path(folder)), results, every_wait)
             bench.zipf() if case == "zipf" else bench.cycle()
-    for case, engines in bench.results.items():
+    for case, engines in results.items():
         print(f"\n{table(case, engines)}")
 
 
