@@ -11,7 +11,16 @@ from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.records.activity.tables import MODEL, activity_series
-from gateway.records.adapters.list_uses import last_use, most_used, recent_requests, unused, used_in, uses_of
+from gateway.records.adapters.list_uses import (
+    Use,
+    last_use,
+    most_used,
+    recent_requests,
+    unused,
+    used_in,
+    uses_of,
+    uses_of_series,
+)
 from gateway.records.adapters.rows import READY, State
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums
@@ -120,8 +129,8 @@ class AdapterList:
         self, which: ListFilter, *, sort: Sort = "name", descending: bool = False, page: int = 1, limit: int = 50
     ) -> AdapterPage:
         """Return a page, by number from 1."""
-        now = datetime.now(UTC)
-        if which.is_light and sort in LIGHT and await self._sums.complete():
+        now, is_complete = datetime.now(UTC), await self._sums.complete()
+        if which.is_light and sort in LIGHT and is_complete:
             return await self._light(which, sort, descending, (page - 1) * limit, limit)
         listed = _listed(now)
         query = select(listed).where(*_conditions(listed, which))
@@ -144,7 +153,7 @@ class AdapterList:
             rows = (await connection.execute(query)).all()
             is_all = page == 1 and len(rows) < limit
             total = len(rows) if is_all else (await connection.execute(counted)).scalar_one()
-            return AdapterPage(adapters=await _complete(connection, rows, now), total=total)
+            return AdapterPage(adapters=await _complete(connection, rows, now, is_complete), total=total)
 
     async def _light(self, which: ListFilter, sort: Sort, descending: bool, offset: int, limit: int) -> AdapterPage:
         """Return a page for a light filter and sort: versions are read only for the adapters on the page."""
@@ -184,7 +193,7 @@ class AdapterList:
             if offset and not numbered:
                 total = (await connection.execute(select(func.count()).select_from(found.subquery()))).scalar_one()
             ordered = [rows[each] for each in ids if each in rows]
-            return AdapterPage(adapters=await _complete(connection, ordered, now), total=total)
+            return AdapterPage(adapters=await _complete(connection, ordered, now, True), total=total)
 
     async def bases(self) -> Sequence[str]:
         """Return the digests of the base models that versions are bound to."""
@@ -294,23 +303,31 @@ def _found_by(text: str, tenant_id: str | None, now: datetime) -> ColumnElement[
     return or_(named, adapters.c.id.in_(select(listed.c.id).where(listed.c.digest.startswith(digest))))
 
 
-async def _complete(connection: AsyncConnection, rows: Sequence[Row[Any]], now: datetime) -> list[ListedAdapter]:
-    """Return the adapters of a page's rows with their use and the number of their versions."""
+async def _complete(
+    connection: AsyncConnection, rows: Sequence[Row[Any]], now: datetime, is_complete: bool
+) -> list[ListedAdapter]:
+    """Return the adapters of a page's rows with their use and the number of their versions.
+
+    is_complete: whether the sums for charts have all requests.
+    """
     if not rows:
         return []
     own = adapter_versions
     counted = select(own.c.adapter_id, func.count()).where(own.c.adapter_id.in_([row.id for row in rows]))
     numbers = {row[0]: row[1] for row in await connection.execute(counted.group_by(own.c.adapter_id))}
-    found = await connection.execute(select(uses_of(now, None, rows)))
-    uses = {(use.tenant_id, use.model): use for use in found}
-    return [_read(row, numbers.get(row.id, 0), uses.get((row.tenant_id, row.name))) for row in rows]
+    if is_complete:
+        uses = await uses_of_series(connection, now, rows)
+    else:
+        found = await connection.execute(select(uses_of(now, None, rows)))
+        uses = {(use.tenant_id, use.model): Use(use.requests, use.last_used) for use in found}
+    return [_read(row, numbers.get(row.id, 0), uses.get((row.tenant_id, row.name), Use())) for row in rows]
 
 
-def _read(row: Row[Any], versions: int, use: Row[Any] | None) -> ListedAdapter:
+def _read(row: Row[Any], versions: int, use: Use) -> ListedAdapter:
     return ListedAdapter(
         **{name: getattr(row, name) for name in OF_ROW},
         pinned=bool(row.pinned),
         versions=versions,
-        requests=0 if use is None else use.requests,
-        last_used=None if use is None else use.last_used,
+        requests=use.requests,
+        last_used=use.last_used,
     )
