@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,6 @@ import msgspec
 from gateway.errors import EngineDied, NoEngine, NoEngineOfBase, Overloaded, UpstreamFailed
 from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
-from gateway.fleet.base_engines import BaseEngines
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.candidates import Usable, choose_in
 from gateway.fleet.engine import EngineRecord
@@ -25,7 +24,7 @@ from gateway.fleet.prefetch import Prefetch
 from gateway.fleet.quarantine import Quarantined
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
-from gateway.fleet.routing import LONG_PROMPT, Conversations, Rates, RoutedRequest, prefix_key
+from gateway.fleet.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
 from gateway.records.bases.registry import Bases
 from wire.costs import PROMPT_TOKEN
 from wire.deadlines import deadline
@@ -33,7 +32,8 @@ from wire.deadlines import deadline
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
-# Deaths and failures of engines after which a request is sent to no further engine, except alone: it may be the cause.
+# Deaths and failures of engines after which a request is sent to no further engine, because it may be the cause. If
+# another tenant's request may be, it is tried once more, apart from that tenant.
 MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
@@ -84,7 +84,7 @@ class Answering(msgspec.Struct, frozen=True):
 class _Tries:
     """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
     engine's. unserving: the engine kinds that do not serve such requests. died: number of engines that died with the
-    request. failed: number of engines that failed it otherwise. is_alone: whether the request runs alone from now on.
+    request. failed: number of engines that failed it otherwise. is_apart: whether the request was suspected.
     """
 
     prefix: bytes
@@ -93,7 +93,7 @@ class _Tries:
     unserving: set[str] = field(default_factory=set)
     died: int = 0
     failed: int = 0
-    is_alone: bool = False
+    is_apart: bool = False
 
     @property
     def are_enough(self) -> bool:
@@ -208,46 +208,65 @@ class Fleet:
         place.count_service = partial(self._service.served, engine, call.tenant.id)
         begun = await self._try(engine, call, bill, tries, held, limit)
         if begun is not None:
-            if tries.is_alone:
+            if tries.is_apart:
                 held.push_async_callback(self._clear, call, begun[2])
             self._conversations.served(tries.prefix, engine)
             place.count_service(call.prompt_tokens * PROMPT_TOKEN)
         return begun
 
     async def _next_engine(self, call: Call, tries: _Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
-        """Return the next engine to try. A suspected request gets one without other tenants' requests.
+        """Return the next engine to try. A suspected request gets one without the tenants that it must be apart from.
 
-        It waits for that engine without a place in the queue, and tries each engine once more. Returns None if it is
-        suspected no longer. Raises EngineRefused.
+        Without such an engine, it waits for one that is kept for it, without a place in the queue. It tries each engine
+        once more. Returns None if it is suspected no longer. Raises EngineRefused.
         """
-        is_suspected = partial(self._is_suspected, call)
-        if not await is_suspected():
+        apart = await self._apart_from(call)
+        if not apart:
             return self._choose(call, tries)
-        if not tries.is_alone:
-            tries.is_alone = True
+        if not tries.is_apart:
+            tries.is_apart = True
             tries.engines.clear()
         # Raises if no engine is available.
         self._choose(call, tries)
+
+        def usable(engine: EngineRecord) -> bool:
+            return self._is_usable(call, tries, engine) and not self._quarantine.died_lately(engine)
+
+        def is_apart(engine: EngineRecord) -> bool:
+            has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(apart)
+            return has_none and self._isolation.allows(engine) and usable(engine)
+
+        if (choice := self._best(call, tries, [is_apart])) is not None:
+            return choice.engine
         self._gates.of(call.model.base).free(place)
-        usable = partial(self._is_usable, call, tries)
-        alone = self._isolation.engine(call.model.base, call.tenant.id, usable, is_suspected)
+        alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._apart_from(call))
         try:
             return await held.enter_async_context(alone)
         except NotAlone as error:
             raise EngineRefused(error) from error
 
-    async def _is_suspected(self, call: Call) -> bool:
-        return await self._quarantine.is_suspected(call.tenant.id, call.model.suspects, call.named)
+    async def _apart_from(self, call: Call) -> set[str]:
+        return await self._quarantine.apart_from(call.tenant.id, call.model.suspects, call.named)
 
     async def _clear(self, call: Call, in_flight: InFlight) -> None:
-        """Clear a request that ran alone of suspicion, if its engine has answered it to the end."""
+        """Clear a request that was suspected, if its engine has answered it to the end."""
         if in_flight.has_ended:
             await self._quarantine.clear(call.tenant.id, call.model.suspects, call.named)
 
     def _choose(self, call: Call, tries: _Tries) -> EngineRecord:
         """Return the next engine to try. Raises EngineRefused with the last engine's reason if none is left."""
-        model = call.model
-        fleet, digest = self._registry.of_base(model.base), model.digest
+        choice = self._best(call, tries, self._conditions(call, tries))
+        if choice is None:
+            raise tries.refusal or EngineRefused(self._absence(call.model, tries))
+        # The homes of a popular adapter load it before requests go there.
+        for home in choice.homes if call.engine is None else ():
+            if home is not choice.engine:
+                self.prefetch.hint(home, call.model.adapters, call.tenant.id)
+        return choice.engine
+
+    def _best(self, call: Call, tries: _Tries, conditions: Iterable[Usable]) -> Choice | None:
+        """Return the choice by the first condition that any engine meets."""
+        digest, fleet = call.model.digest, self._registry.of_base(call.model.base)
         request = RoutedRequest(
             digest,
             tries.prefix,
@@ -255,27 +274,20 @@ class Fleet:
             self.rates.of(digest),
             reuses_base=call.prompt_tokens >= LONG_PROMPT and digest in fleet.activated,
         )
-        choice = None
-        for usable in self._conditions(call, tries, fleet):
-            choice = choice or choose_in(fleet, request, self._attempts.in_progress[digest], usable)
-        if choice is None:
-            raise tries.refusal or EngineRefused(self._absence(model, fleet, tries))
-        # The homes of a popular adapter load it before requests go there.
-        for home in choice.homes if call.engine is None else ():
-            if home is not choice.engine:
-                self.prefetch.hint(home, model.adapters, call.tenant.id)
-        return choice.engine
+        in_progress = self._attempts.in_progress[digest]
+        found = (choose_in(fleet, request, in_progress, usable) for usable in conditions)
+        return next((choice for choice in found if choice is not None), None)
 
-    def _conditions(self, call: Call, tries: _Tries, fleet: BaseEngines) -> Iterator[Usable]:
+    def _conditions(self, call: Call, tries: _Tries) -> Iterator[Usable]:
         """Generate the conditions for an engine to get the request, the preferred one first."""
         usable = partial(self._is_usable, call, tries)
 
         def is_free(engine: EngineRecord) -> bool:
             return self._isolation.allows(engine) and usable(engine)
 
-        known = self._bases.get(call.model.base)
+        known, digests = self._bases.get(call.model.base), self._registry.of_base(call.model.base).digests
         present = None, None if known is None else known.digest
-        if call.model.digest is None and present[1] is not None and not fleet.digests.isdisjoint(present):
+        if call.model.digest is None and present[1] is not None and not digests.isdisjoint(present):
             # Requests of the base model itself stay on its former weights only until an engine has the present ones.
             yield lambda engine: engine.state.base_digest in present and is_free(engine)
         yield is_free
@@ -294,11 +306,11 @@ class Fleet:
             and engine.takes(call.model)
         )
 
-    def _absence(self, model: "Model", fleet: BaseEngines, tries: _Tries) -> NoEngine:
+    def _absence(self, model: "Model", tries: _Tries) -> NoEngine:
         """Return the error of a request for the model that no engine can serve."""
         if tries.died:
             return EngineDied()
-        available = [engine for engine in fleet.engines if engine.available]
+        available = self._registry.of_base(model.base).available
         if not available or any(engine.takes(model) for engine in available):
             return NoEngine()
         if not any(engine.serves(model.binding) for engine in available):
@@ -335,7 +347,7 @@ class Fleet:
             self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
-            if tries.are_enough and (tries.is_alone or not await self._is_suspected(call)):
+            if tries.are_enough and (tries.is_apart or not await self._apart_from(call)):
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.

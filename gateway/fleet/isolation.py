@@ -1,9 +1,10 @@
 """Isolation: a request that may have killed engines runs on an engine without other tenants' requests.
 
 If several tenants had requests on the engines that died, the quarantine cannot tell which one is the cause. Each such
-request runs alone then: if the engine dies again, it was the cause, and no other tenant's request was lost. An engine
-is kept for it (`kept_engine.py`): other requests go to other engines while one is available, and those already there
-run to their ends. One request of a deployment runs alone at a time; tenants take turns.
+request runs apart from the others: if the engine dies again, it was the cause, and no other tenant's request was lost.
+If no engine is free of the other tenants, one is kept for the request (`kept_engine.py`): other requests go to other
+engines while one is available, and those already there run to their ends. One engine of a deployment is kept at a time;
+tenants take turns.
 """
 
 import asyncio
@@ -64,12 +65,12 @@ class Isolation:
 
     @asynccontextmanager
     async def engine(
-        self, base: str, tenant_id: str, usable: Usable, is_suspected: Callable[[], Awaitable[bool]]
+        self, base: str, tenant_id: str, usable: Usable, is_suspected: Callable[[], Awaitable[object]]
     ) -> AsyncIterator[EngineRecord | None]:
         """Yield an engine without other tenants' requests, and keep it until the block ends.
 
-        base: id of the base model. usable: returns whether an engine may serve the request. Yields None once
-        `is_suspected` returns False. Raises NotAlone.
+        base: id of the base model. usable: returns whether an engine may serve the request. is_suspected: returns
+        anything true while the request must run alone; then None is yielded. Raises NotAlone.
         """
         until = time.monotonic() + WAIT_SECONDS
         with ExitStack() as waiting:

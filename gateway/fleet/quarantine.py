@@ -3,10 +3,10 @@
 Any request that an engine has when it dies may be the cause. An engine counts as having a request that was left until
 it has shown that it survived the request. So a request, or a tenant's adapter, is quarantined only if no other tenant
 had requests on the engine at each of the deaths. A tenant's requests can therefore never put another tenant's into
-quarantine. A request that is suspected, because other tenants had some there too, runs alone (`isolation.py`). Every
-gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the tenants with requests
-or hints there, also for a death that another process reports. It applies their reports as its own. Only an HMAC of a
-request is kept and shared.
+quarantine. If another tenant had some at each death, the request is suspected, and runs apart from that tenant's
+(`isolation.py`). Every gateway process reports its broken and left requests to the others (`shared_deaths.py`), and the
+tenants with requests or hints there, also for a death that another process reports. It applies their reports as its
+own. Only an HMAC of a request is kept and shared.
 """
 
 import asyncio
@@ -108,18 +108,24 @@ class Quarantine:
             for key in await self._names.known(tenant_id, digests, body):
                 self._check(key, self._clock())
 
-    async def is_suspected(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> bool:
-        """Return whether engines died with a request that is not in quarantine, because other tenants had some there.
+    async def apart_from(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> set[str]:
+        """Return the tenants beside whose requests this one must not run, because either may have killed engines.
 
-        Deaths with a request or an adapter that is in quarantine count for no other tenant.
+        They had requests at each of its deaths. Deaths with a request or an adapter in quarantine do not count.
         """
         if not any(key.tenant_id == tenant_id for key in self._candidates):
-            return False
+            return set()
         key, *_ = await self._names.known(tenant_id, digests, body)
-        recent = self._clock() - self._seconds
         if key not in self._candidates or self._is_alone(key):
-            return False
-        return sum(each.at > recent and not self._has_cause(each) for each in self._deaths[key]) >= DEATHS[key.kind]
+            return set()
+        recent = self._clock() - self._seconds
+        deaths = [each.tenants for each in self._deaths[key] if each.at > recent and not self._has_cause(each)]
+        return set.intersection(*deaths) - {tenant_id} if len(deaths) >= DEATHS[key.kind] else set()
+
+    def died_lately(self, engine: EngineRecord) -> bool:
+        """Return whether the engine died so recently that its next death would count as the same one."""
+        last = self._last.get(engine.url)
+        return last is not None and self._clock() - last.at < ONE_DEATH_SECONDS
 
     def _has_cause(self, death: Death) -> bool:
         """Return whether a request or an adapter of the death is in quarantine."""

@@ -19,24 +19,24 @@ from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine
 POISON = "what ends engines"
 
 
-async def is_suspected(quarantine: Quarantine, tenant: str = "a", **body: Any) -> bool:
-    return await quarantine.is_suspected(tenant, (), NamedBody(BODY | body))
+async def apart(quarantine: Quarantine, tenant: str = "a", **body: Any) -> set[str]:
+    return await quarantine.apart_from(tenant, (), NamedBody(BODY | body))
 
 
-async def test_a_request_is_suspected_until_it_ran_alone():
+async def test_a_request_runs_apart_from_the_tenants_of_its_deaths_until_it_has_run_so():
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
-    die(quarantine, clock, engine(a=1, b=1))
-    assert not await is_suspected(quarantine)
-    die(quarantine, clock, engine(a=1, b=1))
-    assert await is_suspected(quarantine)
-    assert not await is_suspected(quarantine, prompt="another")
-    assert not await is_suspected(quarantine, tenant="b")
+    die(quarantine, clock, engine(a=1, b=1, c=1))
+    assert await apart(quarantine) == set()
+    die(quarantine, clock, engine(a=1, b=1, d=1))
+    assert await apart(quarantine) == {"b"}
+    assert await apart(quarantine, prompt="another") == set()
+    assert await apart(quarantine, tenant="b") == set()
     await quarantine.clear("a", (), NamedBody(BODY))
-    assert not await is_suspected(quarantine)
+    assert await apart(quarantine) == set()
     die(quarantine, clock, engine(a=1, b=1))
-    assert await is_suspected(quarantine), "it kills engines only sometimes"
+    assert await apart(quarantine) == {"b"}, "it kills engines only sometimes"
     die(quarantine, clock, engine(a=1))
-    assert not await is_suspected(quarantine)
+    assert await apart(quarantine) == set()
     assert is_quarantined(quarantine)
 
 
@@ -47,14 +47,29 @@ async def test_a_death_by_a_request_in_quarantine_makes_no_other_suspected():
         record = engine(a=1, b=1)
         quarantine.died(record, "a", (), NamedBody(BODY))
         quarantine.died(record, "b", (), NamedBody(BODY))
-    assert await is_suspected(quarantine)
-    assert await is_suspected(quarantine, tenant="b")
+    assert (await apart(quarantine), await apart(quarantine, tenant="b")) == ({"b"}, {"a"})
     die(quarantine, clock, engine("http://two:1", a=1))
     assert is_quarantined(quarantine)
-    assert not await is_suspected(quarantine, tenant="b")
+    assert await apart(quarantine, tenant="b") == set()
     assert not is_quarantined(quarantine, tenant="b")
+
+
+async def test_deaths_that_are_forgotten_make_nothing_suspected():
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    for _ in range(2):
+        die(quarantine, clock, engine(a=1, b=1))
+    assert await apart(quarantine) == {"b"}
     clock.now += 101.0
-    assert not await is_suspected(quarantine, tenant="b")
+    assert await apart(quarantine) == set()
+
+
+def test_an_engine_that_died_lately_cannot_show_another_death():
+    quarantine, record = Quarantine(100.0, SECRET, clock=(clock := Clock())), engine(a=1)
+    assert not quarantine.died_lately(record)
+    die(quarantine, clock, record)
+    assert quarantine.died_lately(record)
+    clock.now += ONE_DEATH_SECONDS
+    assert not quarantine.died_lately(record)
 
 
 class Mortal(Upstream):
