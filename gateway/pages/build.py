@@ -65,7 +65,7 @@ def build_pages(
             *build_login(frame, resources, records),
             *build_overview(frame, strip, resources, records, billing, activity, serving.history),
             *build_fleet_pages(frame, resources, records, serving),
-            *build_tenant_pages(frame, records, billing.quota, activity, serving.fairness, settings.currency),
+            *build_tenant_pages(frame, records, billing.quota, activity, serving.fairness, settings),
             *build_money_pages(frame, resources, records),
             *build_request_pages(frame, resources, records),
             *build_adapter_pages(frame, resources, records, serving),

@@ -13,6 +13,7 @@ from gateway.pages.console.playground import ConsolePlayground
 from gateway.pages.console.requests import ConsoleRequests
 from gateway.pages.console.usage import ConsoleUsage
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.examples import KeyExamples
 from gateway.parts import Billing, Records
 from gateway.records.activity.activity import Activity
 from gateway.records.money.priced_names import AdapterPrices
@@ -29,13 +30,14 @@ def build_console(
     console = Console(frame, records, billing.quota, settings.currency, records.bases)
     prices = AdapterPrices(database, records.price_list)
     manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
+    examples = KeyExamples(records.catalog, records.bases, port=settings.port, admin_port=settings.admin_port)
     return [
         ConsoleHome(console, activity),
         ConsoleRequests(console, RequestLog(database)),
         ConsoleAdapters(console, prices),
         ConsolePlayground(console),
         ConsoleUsage(console, UsageRanking(database)),
-        ConsoleKeys(console, manager),
+        ConsoleKeys(console, manager, examples),
         ConsoleAudit(console),
         ConsoleHelp(console),
     ]

@@ -1,6 +1,5 @@
 """`/console/`: the tenant's spend, its limits now, today's requests, and how to call the service."""
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
@@ -11,7 +10,7 @@ from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.errors import Unavailable
 from gateway.pages.console.access import Console, ConsolePages, needs
-from gateway.pages.console.links import example_models, origin
+from gateway.pages.parts.examples import example_models, make_snippets, origin
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
 from gateway.quota.kinds import BY_LETTER
@@ -72,7 +71,7 @@ class ConsoleHome(ConsolePages):
             is_away=is_away,
             origin=origin(request),
             models=models,
-            snippets=snippets(origin(request), models[0] if models else self.console.base_model(principal)),
+            snippets=make_snippets(origin(request), models[0] if models else self.console.base_model(principal)),
             **context,
         )
 
@@ -117,27 +116,6 @@ class ConsoleHome(ConsolePages):
             since=yesterday, scope=scope, group_by="model", top=TOP_MODELS, has_times=False
         )
         return {"month": months[tenant.id], "today": _today(today), "charts": _charts(day)}
-
-
-def snippets(address: str, model: str) -> list[tuple[str, str]]:
-    """Return (title, text) of ready examples. They are plain texts, so that a template escapes them in attributes."""
-    body = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
-    quoted = body.replace("'", "'\\''")
-    shell = (
-        f'curl {address}/v1/chat/completions \\\n  -H "Authorization: Bearer $LORAPLEX_KEY" \\\n'
-        f"  -H 'Content-Type: application/json' \\\n  -d '{quoted}'"
-    )
-    python = f"""import os
-from openai import OpenAI
-
-client = OpenAI(base_url={json.dumps(f"{address}/v1")}, api_key=os.environ["LORAPLEX_KEY"])
-answer = client.chat.completions.create(
-    model={json.dumps(model)},
-    messages=[{{"role": "user", "content": "Hello"}}],
-    max_tokens=50,
-)
-print(answer.choices[0].message.content)"""
-    return [("Shell", shell), ("Python", python)]
 
 
 def _today(report: ActivityReport) -> Today:

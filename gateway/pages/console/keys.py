@@ -15,6 +15,7 @@ from gateway.api.requests.key_filter import read_key_filter
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.edits import again_if_changed
+from gateway.pages.parts.examples import KeyExamples
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
@@ -37,9 +38,10 @@ LIST_QUERY = ("state", "q", "sort", "page", "format", "done")
 class ConsoleKeys(ConsolePages):
     """Pages of the tenant's keys. Changes count against its limit of changes, which changes of adapters share."""
 
-    def __init__(self, console: Console, manager: KeyManager) -> None:
+    def __init__(self, console: Console, manager: KeyManager, examples: KeyExamples) -> None:
         super().__init__(console)
         self._manager = manager
+        self._examples = examples
 
     @needs("keys")
     async def list(self, request: web.Request) -> web.StreamResponse:
@@ -71,7 +73,7 @@ class ConsoleKeys(ConsolePages):
                 key, clear = await self._manager.create(
                     principal.tenant, given, caller.actor, principal, key_id=new_key_id(request)
                 )
-                return self._shown(request, key, clear)
+                return await self._shown(request, key, clear)
         chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
         scopes = [(scope, scope in chosen) for scope in sorted(principal.scopes)]
         return key_form(self.console.frame, request, errors, title="New key", cancel=LIST, scopes=scopes)
@@ -101,7 +103,7 @@ class ConsoleKeys(ConsolePages):
                 new, clear = await self._manager.rotate(
                     key.id, seconds, caller.actor, principal, new_id=new_key_id(request)
                 )
-                return self._shown(request, new, clear)
+                return await self._shown(request, new, clear)
         return rotate_form(self.console.frame, request, key, errors)
 
     @needs("keys")
@@ -125,5 +127,8 @@ class ConsoleKeys(ConsolePages):
             raise unknown_key(key_id)
         return key
 
-    def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
-        return self.console.frame.secret(request, "key_made.html", title="New key", key=key, clear=clear, back=LIST)
+    async def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
+        context = await self._examples.context(request, key, clear)
+        return self.console.frame.secret(
+            request, "key_made.html", title="New key", key=key, clear=clear, back=LIST, **context
+        )

@@ -1,11 +1,7 @@
-"""URLs of the console's pages, for links from a record, and the address under which the visitor reaches the API."""
-
-from collections.abc import Iterable
+"""URLs of the console's pages, for links from a record."""
 
 from aiohttp import web
 
-from gateway.access.auth import TenantPrincipal
-from gateway.access.caller import CALLER
 from gateway.access.scopes import PRINCIPAL
 from gateway.pages.parts.links import Links
 
@@ -36,15 +32,3 @@ class ConsoleLinks(Links):
 
     def refusals(self, **query: str | int | None) -> str:
         return self._query(REQUESTS, {"status": "not_admitted"})
-
-
-def origin(request: web.Request) -> str:
-    """Return the scheme and host under which the visitor's browser reaches this gateway."""
-    caller = CALLER.get()
-    scheme = "https" if caller is not None and caller.is_https else "http"
-    return f"{scheme}://{request.host}"
-
-
-def example_models(names: Iterable[str], principal: TenantPrincipal, base_names: Iterable[str]) -> list[str]:
-    """Return the models for examples that the key may use: adapters first, then base models."""
-    return [name for name in (*names, *base_names) if principal.may_use(name)]

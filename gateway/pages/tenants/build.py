@@ -5,6 +5,7 @@ from typing import Any
 from gateway.api.key_manager import KeyManager
 from gateway.fleet.fairness import Fairness
 from gateway.pages.frame.frame import Frame
+from gateway.pages.parts.examples import KeyExamples
 from gateway.pages.tenants.forms import TenantForms
 from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.keys import KeyPages
@@ -13,17 +14,20 @@ from gateway.pages.tenants.tenants import TenantPages
 from gateway.parts import Records
 from gateway.quota.quota import Quota
 from gateway.records.activity.activity import Activity
+from gateway.settings import Settings
 
 
 def build_tenant_pages(
-    frame: Frame, records: Records, quota: Quota, activity: Activity, fairness: Fairness, currency: str
+    frame: Frame, records: Records, quota: Quota, activity: Activity, fairness: Fairness, settings: Settings
 ) -> list[Any]:
-    """Return the objects of these pages. currency: of budgets."""
+    """Return the objects of these pages."""
+    currency = settings.currency
     glance = Glance(fairness, activity, records.request_log, records.adapter_list, currency)
     manager = KeyManager(auth=records.auth, keys=records.keys, catalog=records.catalog)
+    examples = KeyExamples(records.catalog, records.bases, port=settings.port, admin_port=settings.admin_port)
     return [
         TenantPages(frame, records),
         TenantForms(frame, records, currency),
         TenantPage(frame, records, quota, currency, glance),
-        KeyPages(frame, records, manager),
+        KeyPages(frame, records, manager, examples),
     ]

@@ -15,6 +15,7 @@ from gateway.api.requests.key_filter import read_key_filter
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import form_errors, is_confirmed
 from gateway.pages.parts.edits import again_if_changed
+from gateway.pages.parts.examples import KeyExamples
 from gateway.pages.parts.key_forms import (
     DONE,
     edit_key,
@@ -39,10 +40,11 @@ LIST_QUERY = ("tenant", "state", "q", "sort", "page", "format", "done")
 class KeyPages:
     """Pages of keys."""
 
-    def __init__(self, frame: Frame, records: Records, manager: KeyManager) -> None:
+    def __init__(self, frame: Frame, records: Records, manager: KeyManager, examples: KeyExamples) -> None:
         self._frame = frame
         self._records = records
         self._manager = manager
+        self._examples = examples
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         which = read_key_filter(request)
@@ -63,7 +65,7 @@ class KeyPages:
                 key, clear = await self._manager.create(
                     tenant, read_new_key(form), request[ACTOR], key_id=new_key_id(request)
                 )
-                return self._shown(request, key, clear)
+                return await self._shown(request, key, clear)
         chosen = form.getall("scopes", []) if form is not None else DEFAULT_SCOPES
         return key_form(
             self._frame,
@@ -94,7 +96,7 @@ class KeyPages:
                 fields |= {"expires_at": read_expiry(form.get("expires", ""))}
                 given = read_fields(fields, NewAdminKey)
                 key, clear = await self._manager.create_admin(given, request[ACTOR], key_id=new_key_id(request))
-                return self._shown(request, key, clear)
+                return await self._shown(request, key, clear)
         roles = [(role, role) for role in ADMIN_ROLES]
         return key_form(self._frame, request, errors, title="New admin key", cancel=LIST, roles=roles)
 
@@ -107,7 +109,7 @@ class KeyPages:
                 new, clear = await self._manager.rotate(
                     key.id, read_grace(form), request[ACTOR], new_id=new_key_id(request)
                 )
-                return self._shown(request, new, clear)
+                return await self._shown(request, new, clear)
         return rotate_form(self._frame, request, key, errors)
 
     async def revoke(self, request: web.Request) -> web.StreamResponse:
@@ -127,6 +129,7 @@ class KeyPages:
             raise unknown_key(key_id)
         return key
 
-    def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
+    async def _shown(self, request: web.Request, key: ApiKey, clear: str) -> web.Response:
         back = f"/admin/tenants/{quote(key.tenant.name)}?tab=keys" if key.tenant else LIST
-        return self._frame.secret(request, "key_made.html", title="New key", key=key, clear=clear, back=back)
+        context = await self._examples.context(request, key, clear)
+        return self._frame.secret(request, "key_made.html", title="New key", key=key, clear=clear, back=back, **context)

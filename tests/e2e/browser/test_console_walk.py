@@ -103,7 +103,7 @@ async def manage_a_key(who: Person, gateway: Gateway) -> None:
     await click(who, "Create")
     secrets = []
     for change in ("made", "rotated"):
-        secrets.append(await who.page.locator(".copyable code").inner_text())
+        secrets.append(await who.page.locator(".narrow .copyable code").inner_text())
         await click(who, "Done")
         await who.page.wait_for_selector("tr:has-text('robot')")
         await who.page.wait_for_load_state()

@@ -40,7 +40,7 @@ async def confirm(who: Person, name: str) -> None:
 
 async def shown_secret(who: Person) -> str:
     """Return the secret of a new key, which no page shows again."""
-    secret = await who.page.locator(".copyable code").inner_text()
+    secret = await who.page.locator(".narrow .copyable code").inner_text()
     assert SECRET.fullmatch(secret)
     await click(who, "Done")
     await who.page.wait_for_selector("#keys")
