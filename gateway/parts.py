@@ -236,7 +236,7 @@ def build_serving(resources: Resources, bases: Bases, changes: Changes) -> Servi
     registry.on_end = quarantine.ended
     client = EngineClient(kinds)
     engine_service = EngineService(lambda: registry.up, client.send_service)
-    kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.has_candidates)
+    kept_engine = KeptEngine(redis, settings.database_url, lambda: quarantine.remembers_deaths)
     isolation = Isolation(lambda base: registry.of_base(base).engines, kept_engine)
     attempts, prefetch = Attempts(registry, client, quarantine), Prefetch(client.send_hint)
     fleet = Fleet(registry, attempts, gate, timeout, isolation, engine_service, prefetch, bases)

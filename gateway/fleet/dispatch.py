@@ -21,7 +21,7 @@ from gateway.fleet.gates import Gates
 from gateway.fleet.isolation import Isolation, NotAlone
 from gateway.fleet.own_requests import InFlight, NamedBody
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import Quarantined
+from gateway.fleet.quarantine import Quarantined, Suspicion
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
@@ -84,7 +84,7 @@ class Answering(msgspec.Struct, frozen=True):
 class _Tries:
     """Attempts to serve one request. prefix: key of its conversation. engines: those tried, in order. refusal: the last
     engine's. unserving: the engine kinds that do not serve such requests. died: number of engines that died with the
-    request. failed: number of engines that failed it otherwise. is_apart: whether the request was suspected.
+    request. failed: number of engines that failed it otherwise. was_suspected: whether any try found it suspected.
     """
 
     prefix: bytes
@@ -93,7 +93,7 @@ class _Tries:
     unserving: set[str] = field(default_factory=set)
     died: int = 0
     failed: int = 0
-    is_apart: bool = False
+    was_suspected: bool = False
 
     @property
     def are_enough(self) -> bool:
@@ -208,45 +208,46 @@ class Fleet:
         place.count_service = partial(self._service.served, engine, call.tenant.id)
         begun = await self._try(engine, call, bill, tries, held, limit)
         if begun is not None:
-            if tries.is_apart:
+            if tries.was_suspected:
                 held.push_async_callback(self._clear, call, begun[2])
             self._conversations.served(tries.prefix, engine)
             place.count_service(call.prompt_tokens * PROMPT_TOKEN)
         return begun
 
     async def _next_engine(self, call: Call, tries: _Tries, place: Place, held: AsyncExitStack) -> EngineRecord | None:
-        """Return the next engine to try. A suspected request gets one without the tenants that it must be apart from.
+        """Return the next engine to try. A suspected request may try each engine a second time.
 
-        Without such an engine, it waits for one that is kept for it, without a place in the queue. It tries each engine
-        once more. Returns None if it is suspected no longer. Raises EngineRefused.
+        At first, it gets an engine without the tenants of its deaths. If there is none, or an engine died with it and
+        such tenants once more, it leaves the queue and waits for an engine that is kept for it. Returns None if it is
+        no longer suspected. Raises EngineRefused.
         """
-        apart = await self._apart_from(call)
-        if not apart:
+        suspicion = await self._suspicion(call)
+        if suspicion is None:
             return self._choose(call, tries)
-        if not tries.is_apart:
-            tries.is_apart = True
+        if not tries.was_suspected:
+            tries.was_suspected = True
             tries.engines.clear()
-        # Raises if no engine is available.
-        self._choose(call, tries)
+        if self._best(call, tries, self._conditions(call, tries)) is None:
+            raise tries.refusal or EngineRefused(self._absence(call.model, tries))
 
         def usable(engine: EngineRecord) -> bool:
             return self._is_usable(call, tries, engine) and not self._quarantine.died_lately(engine)
 
-        def is_apart(engine: EngineRecord) -> bool:
-            has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(apart)
+        def is_without_them(engine: EngineRecord) -> bool:
+            has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(suspicion.others)
             return has_none and self._isolation.allows(engine) and usable(engine)
 
-        if (choice := self._best(call, tries, [is_apart])) is not None:
+        if suspicion.deaths <= MAX_FAILURES and (choice := self._best(call, tries, [is_without_them])) is not None:
             return choice.engine
         self._gates.of(call.model.base).free(place)
-        alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._apart_from(call))
+        alone = self._isolation.engine(call.model.base, call.tenant.id, usable, lambda: self._suspicion(call))
         try:
             return await held.enter_async_context(alone)
         except NotAlone as error:
             raise EngineRefused(error) from error
 
-    async def _apart_from(self, call: Call) -> set[str]:
-        return await self._quarantine.apart_from(call.tenant.id, call.model.suspects, call.named)
+    async def _suspicion(self, call: Call) -> Suspicion | None:
+        return await self._quarantine.suspicion(call.tenant.id, call.model.suspects, call.named)
 
     async def _clear(self, call: Call, in_flight: InFlight) -> None:
         """Clear a request that was suspected, if its engine has answered it to the end."""
@@ -347,7 +348,7 @@ class Fleet:
             self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
-            if tries.are_enough and (tries.is_apart or not await self._apart_from(call)):
+            if tries.are_enough and (tries.was_suspected or await self._suspicion(call) is None):
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.

@@ -182,11 +182,11 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True):
 class EngineRecord:
     """An engine as this gateway process sees it.
 
-    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those
-    that it reports in its host memory, for operators only. foreign_load: number of other gateways' requests.
-    last_foreign_load: the same when a DOWN engine was last up. slots: number of requests that it runs at once.
-    load_seconds: time to load an adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a
-    request. state: its last report, of `observed_at` (monotonic). mismatched: the instance that answered with another
+    requests: this process's requests there. resident: digests (no prefix) of the adapters that it holds. host: those in
+    its host memory, for operators only. foreign_load: number of other gateways' requests. last_foreign_load: the same
+    when a DOWN engine was last up. slots: number of requests that it runs at once. load_seconds: time to load an
+    adapter. prefetched: adapters in its host memory by hints. request_seconds: time of a request. state: its last
+    report. observed_at: time of its last new report (monotonic). mismatched: the instance that answered with another
     adapter than the request's. drained: an operator's drain, whatever its health. is_ending: whether its instance ends
     by intention. base: id of its base model; None if it is not on record. on_end: called when its instance has died.
     """
@@ -334,9 +334,10 @@ class EngineRecord:
             return
         if state.instance != self.state.instance:
             self.note_end()
-        self.last_foreign_load, self.observed_at = 0, time.monotonic()
+        self.last_foreign_load = 0
         if state.readings is None or state.readings != self.state.readings:
             # A state that repeats the last one shows that the core's step has not ended.
+            self.observed_at = time.monotonic()
             self.requests.survived()
         if state.adapters_host is not None:
             self.host = frozenset(bare_digest(digest) for digest in state.adapters_host)
@@ -352,8 +353,7 @@ class EngineRecord:
     def mark_down(self, reason: str, health: Health = Health.DOWN) -> None:
         """Stop sending requests to the engine. health: DOWN, SILENT or DRAINING."""
         self._change(health, reason)
-        self.last_foreign_load = self.foreign_load or self.last_foreign_load
-        self.foreign_load = 0
+        self.last_foreign_load, self.foreign_load = self.foreign_load or self.last_foreign_load, 0
 
     def mark_misconfigured(self, reason: str) -> None:
         """Stop sending requests to the engine until the operator has corrected the reason."""
@@ -395,6 +395,6 @@ class EngineRecord:
             self.is_ending = True
         if health is Health.UP:
             self.is_ending = False
-        if health is not Health.UP:
+        else:
             self.resident = self.host = frozenset()
             self.prefetched = Prefetched()

@@ -1,10 +1,9 @@
-"""Isolation: a request that may have killed engines runs on an engine without other tenants' requests.
+"""Isolation: a request that may have killed engines runs on an engine that is kept for it.
 
-If several tenants had requests on the engines that died, the quarantine cannot tell which one is the cause. Each such
-request runs apart from the others: if the engine dies again, it was the cause, and no other tenant's request was lost.
-If no engine is free of the other tenants, one is kept for the request (`kept_engine.py`): other requests go to other
-engines while one is available, and those already there run to their ends. One engine of a deployment is kept at a time;
-tenants take turns.
+If several tenants had requests on the engines that died, the quarantine cannot tell which one is the cause. On an
+engine without other tenants' requests, a further death shows the cause, and takes no other tenant's request along.
+Other requests go to other engines while one can serve them, and those already there run to their ends. One engine of a
+deployment is kept at a time (`kept_engine.py`); tenants take turns.
 """
 
 import asyncio
@@ -28,6 +27,8 @@ EMPTYING_SECONDS = 15.0
 # Time for the other processes to read that the engine is kept. Its later reports show all that they sent before.
 SHARING_SECONDS = 0.5
 PAUSE_SECONDS = 0.05
+# Requests of a tenant that may wait in a process.
+MAX_WAITING = 16
 
 Usable = Callable[[EngineRecord], bool]
 
@@ -39,8 +40,8 @@ class NotAlone(Unavailable):
 
     def __init__(self) -> None:
         super().__init__(
-            "Engines died while they worked on this request and on other tenants' requests. It is served on an engine "
-            f"without such requests only, and none was free within {WAIT_SECONDS:g} s; try again later.",
+            "Engines died while they worked on this request and on other tenants' requests. It is served only on an "
+            "engine without other tenants' requests, and none became free in time; try again later.",
             retry_after=math.ceil(EMPTYING_SECONDS),
         )
 
@@ -53,6 +54,8 @@ class Isolation:
         self._kept = kept
         # Waiting requests by tenant; the tenant whose turn is next comes first.
         self._waiting: dict[str, deque[object]] = {}
+        # Start of this process's next turn at the earliest, so that other processes get one.
+        self._next_at = 0.0
 
     @property
     def is_active(self) -> bool:
@@ -70,25 +73,37 @@ class Isolation:
         """Yield an engine without other tenants' requests, and keep it until the block ends.
 
         base: id of the base model. usable: returns whether an engine may serve the request. is_suspected: returns
-        anything true while the request must run alone; then None is yielded. Raises NotAlone.
+        anything true while the request must wait; None is yielded as soon as it does not. Raises NotAlone.
         """
         until = time.monotonic() + WAIT_SECONDS
         with ExitStack() as waiting:
             is_next = waiting.enter_context(self._place(tenant_id))
             while await is_suspected():
-                if is_next() and not self.is_active:
+                if is_next() and not self.is_active and time.monotonic() >= self._next_at:
                     if (engine := self._choose(base, tenant_id, usable)) is not None:
-                        async with self._kept.keep(engine.url) as is_kept:
-                            if is_kept and await self._empties(engine, tenant_id, usable, until):
-                                log.warning("a request of tenant %s runs alone on engine %s", tenant_id, engine.url)
+                        async with self._turn(engine, tenant_id, usable, until) as is_free:
+                            if is_free:
                                 waiting.close()
                                 yield engine
                                 return
+                    self._waiting[tenant_id].rotate(-1)
                     self._put_last(tenant_id)
                 if time.monotonic() > until:
                     raise NotAlone
                 await asyncio.sleep(PAUSE_SECONDS)
         yield None
+
+    @asynccontextmanager
+    async def _turn(self, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> AsyncIterator[bool]:
+        """Keep an engine until the block ends. Yield whether it has become free of other tenants' requests."""
+        try:
+            async with self._kept.keep(engine.url) as is_kept:
+                is_free = is_kept and await self._empties(engine, tenant_id, usable, until)
+                if is_free:
+                    log.warning("a request of tenant %s runs alone on engine %s", tenant_id, engine.url)
+                yield is_free
+        finally:
+            self._next_at = time.monotonic() + SHARING_SECONDS
 
     def _choose(self, base: str, tenant_id: str, usable: Usable) -> EngineRecord | None:
         """Return the engine on which the fewest requests must end first, None if none is usable."""
@@ -102,7 +117,7 @@ class Isolation:
         """
         since = time.monotonic()
         until = min(until, since + EMPTYING_SECONDS)
-        while time.monotonic() < until and engine.available and usable(engine):
+        while time.monotonic() < until and not self.allows(engine) and engine.available and usable(engine):
             if engine.observed_at > since + SHARING_SECONDS and engine.serves_only(tenant_id):
                 return True
             await asyncio.sleep(PAUSE_SECONDS)
@@ -110,7 +125,9 @@ class Isolation:
 
     @contextmanager
     def _place(self, tenant_id: str) -> Iterator[Callable[[], bool]]:
-        """Let a request wait. Yield a function that returns whether its turn is next."""
+        """Let a request wait. Yield a function that returns whether its turn is next. Raises NotAlone."""
+        if len(self._waiting.get(tenant_id, ())) >= MAX_WAITING:
+            raise NotAlone
         place = object()
         self._waiting.setdefault(tenant_id, deque()).append(place)
         try:

@@ -1,13 +1,15 @@
 """The engine that is kept for a suspected request: a key in Redis, so that all gateway processes keep the same one.
 
-The process with the request sets the key and renews it. The others read it several times a second while any request is
-suspected; they know that from the shared reports of deaths.
+The process with the request sets the key and renews it. The others read it several times a second while a death of an
+engine is remembered; all processes share the reports of deaths.
 """
 
 import asyncio
 import hashlib
 import logging
+import math
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,14 +19,16 @@ from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)
 
+# Stands for an answer that Redis did not give.
+FAILED = object()
 CALL_SECONDS = 1.0
 READ_SECONDS = 0.2
-# The engine is kept this long after the last renewal, so that a process that dies keeps it no longer.
+# Lifetime of the lease after its last renewal: if the process dies, the engine serves all again.
 LEASE_SECONDS = 5.0
 RENEW_SECONDS = 1.0
 # Longest time for which the engine is kept. Then it serves all requests again.
 TURN_SECONDS = 120.0
-# KEYS: the key. ARGV: its value, the milliseconds to keep it for; 0: delete it.
+# KEYS: the key. ARGV: the value that it must have; its new lifetime in milliseconds, or 0 to delete it.
 CHANGE = """
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then
     return 0
@@ -45,6 +49,7 @@ class KeptEngine:
 
     def __init__(self, redis: Any, deployment: str, is_needed: Callable[[], bool]) -> None:
         self.url: str | None = None
+        self._known_at = -math.inf
         self._redis = redis
         self._change = redis.register_script(CHANGE)
         self._key = f"loraplex:kept:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}"
@@ -58,45 +63,54 @@ class KeptEngine:
         Without Redis no engine is kept.
         """
         value = f"{os.urandom(8).hex()} {url}"
-        taken = self._redis.set(self._key, value, nx=True, px=int(1000 * LEASE_SECONDS))
-        if not await self._answer(taken):
+        taking = self._redis.set(self._key, value, nx=True, px=int(1000 * LEASE_SECONDS))
+        if await self._answer(taking) in (None, FAILED):
             yield False
             return
-        self.url = url
-        renewing = asyncio.create_task(self._renew(value))
+        self._note(url)
+        renewing = asyncio.create_task(self._renew(url, value))
         try:
             yield True
         finally:
             renewing.cancel()
-            self.url = None
-            await self._answer(self._change(keys=[self._key], args=[value, 0]))
+            await self._give_back(url, value)
 
-    async def _renew(self, value: str) -> None:
+    async def _renew(self, url: str, value: str) -> None:
         for _ in range(int(TURN_SECONDS / RENEW_SECONDS)):
             await asyncio.sleep(RENEW_SECONDS)
             await self._answer(self._change(keys=[self._key], args=[value, int(1000 * LEASE_SECONDS)]))
-        self.url = None
+        await self._give_back(url, value)
+
+    async def _give_back(self, url: str, value: str) -> None:
+        if self.url == url:
+            self.url = None
         await self._answer(self._change(keys=[self._key], args=[value, 0]))
 
     async def watch(self) -> None:
         """Read which engine is kept, until cancelled. Run it as a task."""
         while True:
             await asyncio.sleep(READ_SECONDS)
-            if self._is_needed():
+            if self.url is not None or self._is_needed():
                 await self.read()
 
     async def read(self) -> None:
-        """Read which engine is kept."""
+        """Read which engine is kept. Without an answer, the last known one counts for LEASE_SECONDS."""
         value = await self._answer(self._redis.get(self._key))
-        self.url = value.decode().partition(" ")[2] if value else None
+        if value is not FAILED:
+            self._note(value.decode().partition(" ")[2] if value else None)
+        elif time.monotonic() > self._known_at + LEASE_SECONDS:
+            self.url = None
+
+    def _note(self, url: str | None) -> None:
+        self.url, self._known_at = url, time.monotonic()
 
     async def _answer(self, call: Awaitable[Any]) -> Any:
-        """Return the answer of Redis, None if there is none in time."""
+        """Return the answer of Redis, FAILED if there is none in time."""
         try:
             async with asyncio.timeout(CALL_SECONDS):
                 result = await call
         except REDIS_ERRORS as error:
             self._outage.failed(type(error).__name__, "suspected requests wait")
-            return None
+            return FAILED
         self._outage.over()
         return result

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import islice
+from typing import NamedTuple
 
 import msgspec
 
@@ -65,6 +66,13 @@ class Death(msgspec.Struct, eq=False):
     suspects: set[Suspect] = set()
 
 
+class Suspicion(NamedTuple):
+    """Suspicion against a request. others: the tenants with requests at each of its deaths. deaths: their number."""
+
+    others: set[str]
+    deaths: int
+
+
 class Quarantine:
     """Deaths of engines, and the requests and adapters in quarantine.
 
@@ -108,19 +116,22 @@ class Quarantine:
             for key in await self._names.known(tenant_id, digests, body):
                 self._check(key, self._clock())
 
-    async def apart_from(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> set[str]:
-        """Return the tenants beside whose requests this one must not run, because either may have killed engines.
+    async def suspicion(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> Suspicion | None:
+        """Return the suspicion against a request, None without one.
 
-        They had requests at each of its deaths. Deaths with a request or an adapter in quarantine do not count.
+        Deaths with a request or an adapter in quarantine do not count.
         """
         if not any(key.tenant_id == tenant_id for key in self._candidates):
-            return set()
+            return None
         key, *_ = await self._names.known(tenant_id, digests, body)
         if key not in self._candidates or self._is_alone(key):
-            return set()
+            return None
         recent = self._clock() - self._seconds
         deaths = [each.tenants for each in self._deaths[key] if each.at > recent and not self._has_cause(each)]
-        return set.intersection(*deaths) - {tenant_id} if len(deaths) >= DEATHS[key.kind] else set()
+        if len(deaths) < DEATHS[key.kind]:
+            return None
+        others = set.intersection(*deaths) - {tenant_id}
+        return Suspicion(others, len(deaths)) if others else None
 
     def died_lately(self, engine: EngineRecord) -> bool:
         """Return whether the engine died so recently that its next death would count as the same one."""
@@ -132,7 +143,7 @@ class Quarantine:
         return any(key in self._candidates and self._is_alone(key) for key in death.suspects)
 
     async def clear(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
-        """Forget the deaths of a request that has run alone to its end, in this process.
+        """Forget the deaths of a request that was suspected and has run to its end, in this process.
 
         The last one stays: a request that kills engines only sometimes is suspected again at the next death.
         """
@@ -142,9 +153,10 @@ class Quarantine:
         self._candidates.discard(key)
 
     @property
-    def has_candidates(self) -> bool:
-        """Return whether any request or adapter is in quarantine or suspected."""
-        return bool(self._candidates)
+    def remembers_deaths(self) -> bool:
+        """Return whether an engine's death is remembered, so that a request may be suspected, perhaps elsewhere."""
+        recent = self._clock() - self._seconds
+        return any(death.at > recent for death in self._last.values())
 
     def check_adapter(self, tenant_id: str, name: str) -> None:
         """Raise Quarantined for an adapter in quarantine, by its name there."""

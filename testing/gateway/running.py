@@ -242,6 +242,15 @@ async def until(condition: Callable[[], Awaitable[Any]], seconds: float = 30.0) 
         await asyncio.sleep(0.02)
 
 
+def becomes(condition: Callable[[], bool]) -> Awaitable[None]:
+    """Wait for a condition as `until`."""
+
+    async def is_true() -> bool:
+        return condition()
+
+    return until(is_true)
+
+
 async def change_database(folder: Path, statement: str, *values: Any) -> None:
     """Change the SQLite database of a gateway that runs in this process.
 

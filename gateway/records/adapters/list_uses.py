@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
-from sqlalchemy import ColumnElement, FromClause, Subquery, and_, case, func, literal, select, union_all
+from sqlalchemy import ColumnElement, FromClause, Subquery, and_, case, func, literal, select, tuple_, union_all
 from sqlalchemy.engine import Row
 from sqlalchemy.ext.asyncio import AsyncConnection
 
@@ -121,13 +121,12 @@ async def uses_of_series(
 ) -> dict[tuple[str, str], Use]:
     """Return the uses of these adapters by tenant and name, from the sums for charts.
 
-    Each adapter costs two or three reads of an index. A single query of the sums for reports may read those of all
-    tenants, as PostgreSQL may plan it.
+    Each adapter costs two or three reads of an index. PostgreSQL may plan a single query of the sums for reports so
+    that it reads those of all tenants.
     """
     series = activity_series.c
     found = select(series.tenant_id, series.name, recent_requests(now), last_use(now)).where(series.kind == MODEL)
-    found = found.where(series.tenant_id.in_(sorted({row.tenant_id for row in rows})))
-    found = found.where(series.name.in_(sorted({row.name for row in rows})))
+    found = found.where(tuple_(series.tenant_id, series.name).in_([(row.tenant_id, row.name) for row in rows]))
     return {
         (tenant_id, name): Use(int(requests or 0), None if last is None else datetime.fromtimestamp(last, UTC))
         for tenant_id, name, requests, last in await connection.execute(found)
@@ -139,7 +138,7 @@ def uses_of(
 ) -> Subquery:
     """Return the requests within RECENT and the last use within KNOWN, by tenant and model.
 
-    tenant_id, rows: only of this tenant, and only of these names. only_recent: leave out uses before RECENT.
+    tenant_id: only of this tenant. rows: only of these adapters. only_recent: leave out uses before RECENT.
     """
     parts = []
     for table, at, since in (

@@ -18,12 +18,10 @@ from gateway.fleet.isolation import Isolation, NotAlone
 from gateway.fleet.kept_engine import KeptEngine
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
-from testing.gateway.running import until
-
-BASE = "base"
+from testing.gateway.running import becomes, until
 
 
-async def yes() -> bool:
+async def always_suspected() -> bool:
     return True
 
 
@@ -57,12 +55,12 @@ class Turns:
         tenant: str,
         over: asyncio.Event,
         usable: Callable[[EngineRecord], bool] = lambda _: True,
-        is_suspected: Callable[[], Awaitable[bool]] = yes,
+        is_suspected: Callable[[], Awaitable[bool]] = always_suspected,
     ) -> "asyncio.Task[EngineRecord | None]":
         """Begin a request that runs alone until an event."""
 
         async def run() -> EngineRecord | None:
-            async with self.isolation.engine(BASE, tenant, usable, is_suspected) as found:
+            async with self.isolation.engine("base", tenant, usable, is_suspected) as found:
                 if found is not None:
                     assert found.serves_only(tenant)
                     with found.requests.count(None, tenant) as request:
@@ -80,14 +78,7 @@ class Turns:
         return len(self.isolation._waiting.get(tenant, ()))
 
 
-def becomes(condition: Callable[[], bool]) -> Awaitable[None]:
-    async def is_true() -> bool:
-        return condition()
-
-    return until(is_true)
-
-
-def end() -> asyncio.Event:
+def already_over() -> asyncio.Event:
     over = asyncio.Event()
     over.set()
     return over
@@ -117,7 +108,7 @@ async def test_an_older_report_does_not_show_that_an_engine_is_free(any_redis: A
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
     fleet[0].observed_at = 0.0
-    running = turns.begin("a", end())
+    running = turns.begin("a", already_over())
     await becomes(lambda: turns.isolation.is_active)
     await asyncio.sleep(2 * isolation.SHARING_SECONDS)
     assert turns.entered == []
@@ -125,6 +116,10 @@ async def test_an_older_report_does_not_show_that_an_engine_is_free(any_redis: A
     assert fleet[0].foreign_load == 1
     await asyncio.sleep(3 * isolation.PAUSE_SECONDS)
     assert turns.entered == []
+    fleet[0].observe_state(EngineState(readings=7), 0)
+    read_at = fleet[0].observed_at
+    fleet[0].observe_state(EngineState(readings=7), 0)
+    assert fleet[0].observed_at == read_at, "this report repeats the one before"
     fleet[0].observe_state(EngineState(), 0)
     assert await running is fleet[0]
 
@@ -152,21 +147,57 @@ async def test_an_engine_that_does_not_become_free_is_left_to_the_next_tenant(
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
     with busy(fleet[0], "b"):
-        waits = turns.begin("a", end())
+        waits = turns.begin("a", already_over())
         await becomes(lambda: not turns.isolation.allows(fleet[0]))
         # The engine has only b's requests.
-        assert await turns.begin("b", end()) is fleet[0]
+        assert await turns.begin("b", already_over()) is fleet[0]
         assert not waits.done()
     assert await waits is fleet[0]
     assert turns.entered == ["b", "a"]
 
 
+async def test_requests_of_a_tenant_beyond_a_number_are_refused(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(isolation, "MAX_WAITING", 2)
+    fleet = engines("http://one:1")
+    turns = Turns(any_redis, fleet)
+    fleet[0].foreign_load = 1
+    waiting = [turns.begin("a", already_over()) for _ in range(2)]
+    await becomes(lambda: turns.waiting("a") == 2)
+    with pytest.raises(NotAlone):
+        await turns.begin("a", already_over())
+    fleet[0].foreign_load = 0
+    assert await turns.begin("b", already_over()) is fleet[0]
+    await asyncio.gather(*waiting)
+
+
+async def test_the_last_known_engine_stays_kept_without_an_answer_of_redis(
+    any_redis: Any, monkeypatch: pytest.MonkeyPatch
+):
+    deployment = uuid.uuid4().hex
+    first, second = (KeptEngine(any_redis, deployment, lambda: False) for _ in range(2))
+    async with first.keep("http://one:1"):
+        await second.read()
+        assert second.url == "http://one:1"
+        with monkeypatch.context() as broken:
+            broken.setattr(kept_engine, "CALL_SECONDS", 0.0)
+            await second.read()
+            assert second.url == "http://one:1"
+            broken.setattr(kept_engine, "LEASE_SECONDS", 0.0)
+            await second.read()
+            assert second.url is None
+        await second.read()
+        assert second.url == "http://one:1"
+    # It reads until it knows that none is kept, although no death is remembered.
+    async with in_background(second.watch()):
+        await becomes(lambda: second.url is None)
+
+
 async def test_a_request_without_a_usable_engine_lets_others_go_first(any_redis: Any):
     fleet = engines("http://one:1")
     turns, can = Turns(any_redis, fleet), list[bool]()
-    waits = turns.begin("a", end(), usable=lambda _: bool(can))
+    waits = turns.begin("a", already_over(), usable=lambda _: bool(can))
     await becomes(lambda: turns.waiting("a") == 1)
-    assert await turns.begin("b", end()) is fleet[0]
+    assert await turns.begin("b", already_over()) is fleet[0]
     can.append(True)
     assert await waits is fleet[0]
 
@@ -176,7 +207,7 @@ async def test_a_request_that_gets_no_engine_of_its_own_is_refused(any_redis: An
     fleet = engines("http://one:1")
     turns = Turns(any_redis, fleet)
     fleet[0].foreign_load = 1
-    with pytest.raises(NotAlone, match="served on an engine without such requests only") as refused:
+    with pytest.raises(NotAlone, match="served only on an engine without other tenants' requests") as refused:
         await turns.begin("a", asyncio.Event())
     assert int(refused.value.headers["Retry-After"]) >= 1
     assert not turns.isolation.is_active
@@ -191,7 +222,7 @@ async def test_a_request_that_is_suspected_no_longer_waits_no_longer(any_redis: 
         return bool(suspected)
 
     fleet[0].mark_down("it died")
-    waits = turns.begin("a", end(), is_suspected=is_suspected)
+    waits = turns.begin("a", already_over(), is_suspected=is_suspected)
     await becomes(lambda: turns.waiting("a") == 1)
     suspected.clear()
     assert await waits is None
@@ -209,25 +240,29 @@ async def test_a_cancelled_wait_keeps_no_engine(any_redis: Any):
             await waits
     assert not turns.isolation.is_active
     assert turns.isolation._waiting == {}
-    assert await turns.begin("a", end()) is fleet[0]
+    assert await turns.begin("a", already_over()) is fleet[0]
 
 
 async def test_a_long_turn_ends_for_the_others(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
     """Otherwise a request that never ends would keep an engine for itself."""
     monkeypatch.setattr(kept_engine, "TURN_SECONDS", 0.4)
     monkeypatch.setattr(kept_engine, "RENEW_SECONDS", 0.1)
+    monkeypatch.setattr(isolation, "SHARING_SECONDS", 0.0)
     fleet = engines("http://one:1", "http://two:1")
     turns, over = Turns(any_redis, fleet), asyncio.Event()
     fleet[1].foreign_load = 1
-    with busy(fleet[0], "b"):
-        running = turns.begin("a", over)
-        await becomes(lambda: turns.isolation.is_active)
+    running = turns.begin("a", over)
     await until(partial(turns.have_entered, 1))
     await becomes(lambda: turns.isolation.allows(fleet[0]))
     fleet[1].foreign_load = 0
-    assert await turns.begin("b", end()) is fleet[1]
+    other_over = asyncio.Event()
+    other = turns.begin("b", other_over)
+    await until(partial(turns.have_entered, 2))
     over.set()
     await running
+    assert not turns.isolation.allows(fleet[1]), "another turn goes on"
+    other_over.set()
+    await other
 
 
 async def test_a_turn_is_renewed(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
@@ -248,7 +283,7 @@ async def test_an_engine_that_dies_during_the_wait_is_replaced(any_redis: Any):
     turns = Turns(any_redis, fleet)
     fleet[1].foreign_load = 2
     with busy(fleet[0], "b"):
-        running = turns.begin("a", end())
+        running = turns.begin("a", already_over())
         await becomes(lambda: not turns.isolation.allows(fleet[0]))
         fleet[0].mark_down("it died")
         fleet[1].foreign_load = 0
@@ -280,5 +315,5 @@ async def test_no_request_runs_alone_without_redis(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(isolation, "WAIT_SECONDS", 0.2)
     redis = connect("redis://127.0.0.1:1/0", 0.2)
     with pytest.raises(NotAlone):
-        await Turns(redis, engines("http://one:1")).begin("a", end())
+        await Turns(redis, engines("http://one:1")).begin("a", already_over())
     await redis.aclose()
