@@ -128,6 +128,11 @@ def _check_trace_url(url: str) -> None:
         raise ValueError
 
 
+def _check_name(name: str) -> None:
+    if not name.isprintable() or name != name.strip():
+        raise ValueError
+
+
 def _check_smtp_url(url: str) -> None:
     parts = urlsplit(url)
     if parts.scheme not in ("smtp", "smtps") or not parts.hostname or parts.path.strip("/") or parts.query:
@@ -184,6 +189,10 @@ Issuer = Annotated[str, _expects("a provider's URL that starts with https://", _
 OidcRoles = Annotated[tuple[str, ...], _expects("roles of groups", _check_oidc_roles)]
 Port = Annotated[int, _expects("a port between 0 and 65535", ge=0, le=65535)]
 AdminPort = Annotated[int, _expects("a port between 1 and 65535", ge=1, le=65535)]
+Environment = Annotated[
+    str,
+    _expects("a name of at most 32 printable characters, such as production", _check_name, min_length=1, max_length=32),
+]
 Currency = Annotated[str, _expects("a code of three capital letters, such as EUR", pattern="^[A-Z]{3}$")]
 Number = Annotated[int, _expects("a whole number above 0", gt=0)]
 Tokens = Annotated[int, _expects("a number of tokens above 0", gt=0)]

@@ -58,6 +58,8 @@ class Settings:
     max_model_len: types.Tokens | None = None
     # Tokens that a chat request without `max_tokens` reserves and may generate, if the context has room for them.
     default_max_tokens: types.Tokens = 512
+    # Name that the dashboard shows on every page, such as production or staging; None: no name.
+    environment: types.Environment | None = None
     # Currency of prices, budgets and costs, an ISO 4217 code.
     currency: types.Currency = "USD"
     max_body_bytes: types.Bytes = 8 * 2**20

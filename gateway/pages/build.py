@@ -48,7 +48,7 @@ def build_pages(
     settings = resources.settings
     assets = Assets()
     strip = Strip(lambda: health.states, serving.registry, serving.gate)
-    frame = Frame(strip, assets, lambda request: request.get(VISITOR), settings.currency)
+    frame = Frame(strip, assets, lambda request: request.get(VISITOR), settings.currency, settings.environment)
 
     async def still_valid(request: web.Request) -> bool:
         return await records.sessions.find(request.cookies.get(COOKIE, ""), is_read=True, is_use=False) is not None

@@ -123,7 +123,7 @@ def _compile(templates: jinja2.Environment) -> None:
 class Frame:
     """Renderer of the pages. visitor_of: returns the request's visitor, None on pages without a session.
 
-    currency: the deployment's unit of money.
+    currency: the deployment's unit of money. environment_name: the deployment's name for operators; None: no name.
     """
 
     def __init__(
@@ -132,10 +132,12 @@ class Frame:
         assets: Assets,
         visitor_of: Callable[[web.Request], Viewer | None],
         currency: str,
+        environment_name: str | None = None,
     ) -> None:
         self._strip = strip
         self._visitor_of = visitor_of
         self.currency = currency
+        self._environment_name = environment_name
         self._environment = environment(assets.url, currency)
 
     def compile(self) -> None:
@@ -187,6 +189,7 @@ class Frame:
             "is_tenants": is_tenants,
             "root": CONSOLE_PATH if is_tenants else ADMIN_PATH,
             "nav_groups": groups_for(role, visitor.scopes, request) if visitor is not None else [],
+            "environment": self._environment_name if visitor is not None and not is_tenants else None,
             "status": self._strip.read(),
             "theme": _theme(request),
             "here": request.path_qs,

@@ -1,5 +1,8 @@
 """Pages at work in a real browser: an edit, a drain, the live strip, the table of engines, colours."""
 
+import re
+from itertools import pairwise
+
 import pytest
 
 from testing.browser import expect, faults, person
@@ -111,3 +114,21 @@ async def test_groups_of_fields_look_alike_in_every_form(gateway, browser):
         for path in ("/admin/tenants/acme/keys/new", "/admin/engines/bases/new", "/admin/alerts/-/new"):
             await operator.open(path)
             assert set(await operator.page.evaluate(frames)) == {"0px"}, path
+
+
+async def test_the_longest_environment_leaves_room_for_the_strip(serve, browser):
+    name = "production-of-the-region-europe-"
+    async with serve(environment=name) as gateway:
+        for width in (390, 1280):
+            async with person(browser, gateway.url, width=width) as operator:
+                await operator.log_in("/admin", ADMIN_KEY)
+                await operator.open("/admin/engines")
+                page = operator.page
+                await expect(page).to_have_title(re.compile(name))
+                await expect(page.locator("header .environment")).to_contain_text(name)
+                assert not await faults(operator)
+                assert await page.evaluate("document.documentElement.scrollWidth") <= width
+                boxes = [await page.locator(each).bounding_box() for each in (".environment", "#strip summary", ".who")]
+                for left, right in pairwise(box for box in boxes if box is not None):
+                    assert left["x"] + left["width"] <= right["x"], (width, boxes)
+                assert (boxes[-1]["x"] + boxes[-1]["width"] <= width, len(boxes)) == (True, 3)

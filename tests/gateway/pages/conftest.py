@@ -22,14 +22,14 @@ SINCE = datetime(2026, 11, 1, 4, 53, 47, tzinfo=UTC)
 class World:
     """Parts and engines of a gateway, without a gateway. visitor: of the next requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: str | None = None) -> None:
         self.states = {name: State("ok", SINCE) for name in ("database", "redis", "quota", "engines", "ledger")}
         self.engines: list[EngineRecord] = []
         self.gate = SimpleNamespace(waiting=0, longest_wait=0.0)
         self.visitor: Any = self.person("operator")
         self.assets = Assets()
         self.strip = Strip(lambda: self.states, self, self.gate)
-        self.frame = Frame(self.strip, self.assets, lambda _: self.visitor, "EUR")
+        self.frame = Frame(self.strip, self.assets, lambda _: self.visitor, "EUR", environment)
 
     def person(self, role: str, label: str = "Ada") -> SimpleNamespace:
         expires_at = datetime.now(UTC) + timedelta(hours=1)
@@ -52,8 +52,9 @@ class World:
 
 
 @pytest.fixture
-def world() -> World:
-    return World()
+def world(request: pytest.FixtureRequest) -> World:
+    """Return a world; a test can name its environment by an indirect parameter."""
+    return World(getattr(request, "param", None))
 
 
 class Site:

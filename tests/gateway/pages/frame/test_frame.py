@@ -6,6 +6,8 @@ import re
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
 from gateway.api.health import State
 from gateway.api.requests.fields import REVERSING
 from gateway.fleet.health import Health
@@ -54,6 +56,21 @@ async def test_hostile_names_are_inert(reader, site):
     assert "alert(1)</script>" not in text
     assert as_attribute({"name": HOSTILE}).count("<") == 0
     assert '"' not in as_attribute({"name": HOSTILE})
+
+
+@pytest.mark.parametrize("world", ["<b>staging", None], indirect=True)
+async def test_operators_see_the_environment_on_every_page(reader, site, request):
+    is_named = request.node.callspec.params["world"] is not None
+    _, text = await reader.get("/admin/")
+    title = "Test · &lt;b&gt;staging · Loraplex" if is_named else "Test · Loraplex"
+    assert f"<title>{title}</title>" in text
+    header = text[text.index("<header") : text.index("</header>")]
+    assert ('<span class="sr">Environment: </span>&lt;b&gt;staging</span>' in header) is is_named
+    assert ("Environment" in header, "<b>staging" in text) == (is_named, False)
+    for visitor in (site.world.person("tenant_member"), None):
+        site.world.visitor = visitor
+        _, text = await reader.get("/console/")
+        assert "staging" not in text
 
 
 async def test_characters_that_reverse_text_are_shown_as_escapes(reader, site):
