@@ -1,5 +1,6 @@
 """Navigation of the pages: the entries of each role, in the order in which they are shown."""
 
+import re
 from typing import NamedTuple
 
 from aiohttp import web
@@ -10,6 +11,8 @@ TENANT_ADMIN, TENANT_MEMBER = "tenant_admin", "tenant_member"
 ROLE_TITLES = {TENANT_ADMIN: "tenant admin", TENANT_MEMBER: "tenant member"}
 ALL_ADMINS = frozenset({OPERATOR, BILLING, VIEWER})
 TENANTS = frozenset({TENANT_ADMIN, TENANT_MEMBER})
+# Pages of a tenant's adapters and keys belong to the lists of all adapters and keys, as their breadcrumbs say.
+LISTED = re.compile(r"^(?:/admin/tenants/[^/]+|(/console))/(adapter|key)(?:s|-upload)(?=/|$)")
 
 
 class Entry(NamedTuple):
@@ -59,11 +62,12 @@ def groups_for(role: str, scopes: frozenset[str], request: web.Request) -> list[
     scopes: of a tenant's session.
     """
     served = {resource.canonical for resource in request.app.router.resources()}
+    path = LISTED.sub(lambda found: f"{found[1] or '/admin'}/{found[2]}s", request.path)
     groups: dict[str, list[tuple[Entry, bool]]] = {}
     for entry in ENTRIES:
         is_allowed = role in entry.roles and (not entry.scope or entry.scope in scopes)
         if is_allowed and entry.path in served:
-            groups.setdefault(entry.group, []).append((entry, _is_here(entry, request.path)))
+            groups.setdefault(entry.group, []).append((entry, _is_here(entry, path)))
     return list(groups.items())
 
 

@@ -85,7 +85,8 @@
     const options = {
       width: plot.clientWidth || 300,
       height: 210,
-      padding: [8, 6, 0, 0],
+      // Half of a label of the time axis: the last one may be centred on the right edge.
+      padding: [8, span < 900 ? 30 : 20, 0, 0],
       legend: { show: false },
       cursor: { y: false, points: { show: !isArea, size: 6 }, drag: { x: true, y: false, setScale: false } },
       scales: {

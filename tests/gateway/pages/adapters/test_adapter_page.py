@@ -188,6 +188,24 @@ async def test_readers_see_the_page_and_change_nothing(gateway: Gateway):
             assert (await reader.get(path)).status == 403
 
 
+async def test_the_navigation_marks_what_the_breadcrumb_of_a_page_says(gateway: Gateway):
+    acme = await gateway.tenant("acme")
+    assert (await push(acme, "pirate", files(1))).status == 201
+    below = {
+        HOME: "Adapters",
+        f"{HOME}/alias": "Adapters",
+        "/admin/tenants/acme/adapter-upload": "Adapters",
+        "/admin/tenants/acme/keys/new": "Keys",
+        "/admin/tenants/acme": "Tenants",
+        "/admin/tenants/acme/edit": "Tenants",
+    }
+    async with gateway.browser() as browser:
+        for path, title in below.items():
+            text = (await browser.get(path)).body.decode()
+            assert re.findall(r'aria-current="page">(?:(?!</a>).)*<span>([^<]+)</span></a>', text) == [title], path
+            assert re.search(rf'class="crumbs"><a href="[^"]+">{title}</a>', text), path
+
+
 async def test_a_tenants_readers_of_the_page_take_turns(gateway: Gateway, monkeypatch: pytest.MonkeyPatch):
     """Each read scans many rows over a connection of the database, which has few."""
     running, most, go_on = Counter[str](), Counter[str](), asyncio.Event()

@@ -1,0 +1,94 @@
+"""Layout in a real browser: heights of rows, filters in one line, and labels of charts within their canvas."""
+
+import json
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from testing.browser import person
+from testing.gateway.running import ADMIN_KEY, change_database, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# Eight rows of this height fit the table's frame in a window of 900 px. Names of 64 characters need a line more.
+MAX_ROW_PX, MAX_LONG_ROW_PX = 84, 100
+HEIGHTS = "[...document.querySelectorAll('#events tbody tr')].map(each => each.getBoundingClientRect().height)"
+# Bottoms of the filter's fields and of its button, which are alike in one line.
+BOTTOMS = """[...document.querySelectorAll('[data-filters] > .field, [data-filters] > .button')]
+    .map(each => Math.round(each.getBoundingClientRect().bottom))"""
+# Notes the ends of every text that is drawn on a canvas.
+NOTE_TEXTS = """
+window.drawnTexts = [];
+const fillText = CanvasRenderingContext2D.prototype.fillText;
+CanvasRenderingContext2D.prototype.fillText = function (text, x, y, ...more) {
+    const half = this.measureText(text).width / 2;
+    window.drawnTexts.push({text, right: x + (this.textAlign === "center" ? half : 0), room: this.canvas.width});
+    return fillText.call(this, text, x, y, ...more);
+};
+"""
+DRAW = """async chart => {
+    const figure = document.querySelector("[data-chart]");
+    delete figure.dataset.live;
+    figure.dataset.chart = chart;
+    window.drawnTexts = [];
+    document.dispatchEvent(new CustomEvent("loraplex:chart", {detail: figure}));
+    // uPlot draws in a microtask.
+    await new Promise(done => setTimeout(done));
+    return window.drawnTexts;
+}"""
+
+
+async def test_events_fill_a_narrow_window_with_low_rows(gateway, browser, tmp_path):
+    for name in ("pager", "billing", "on-call"):
+        url = {"url": f"https://hooks.example.com/{name}"}
+        assert (await gateway.admin.call("PUT", f"/admin/api/webhooks/{name}", json=url)).status == 201
+    tenants = ["acme", "globex", "a-tenant-with-the-longest-name-that-is-allowed-and-more-than-that"[:64]]
+    for name in tenants:
+        await gateway.tenant(name)
+        assert (await gateway.admin.call("PATCH", f"/admin/api/tenants/{name}", json={"suspended": True})).status == 200
+
+    async def is_recorded() -> bool:
+        return len((await gateway.admin.get("/admin/api/events")).json["data"]) >= len(tenants)
+
+    await until(is_recorded)
+    data = {"period": "month", "budget": 150_000_000, "spent": 123_456_789, "threshold": 0.8, "since": "2026-11-01"}
+    await change_database(
+        tmp_path, "UPDATE events SET type = 'budget.threshold', data = ? WHERE tenant IS NOT NULL", json.dumps(data)
+    )
+
+    async with person(browser, gateway.url, width=390) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open("/admin/alerts")
+        heights = await operator.page.evaluate(HEIGHTS)
+        assert len(heights) >= len(tenants)
+        assert sorted(heights)[-2] <= MAX_ROW_PX
+        assert max(heights) <= MAX_LONG_ROW_PX
+        assert not operator.problems
+
+
+async def test_six_filters_and_their_button_share_a_line_at_1280_px(gateway, browser):
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        for path in ("/admin/tenants", "/admin/audit", "/admin/adapters", "/admin/audit?action=key"):
+            await operator.open(path)
+            bottoms = await operator.page.evaluate(BOTTOMS)
+            assert (len(bottoms), len(set(bottoms))) == (7, 1), path
+
+
+async def test_the_last_label_of_a_charts_time_axis_is_not_cut_off(gateway, upstream, browser):
+    async with person(browser, gateway.url) as operator:
+        await operator.page.add_init_script(NOTE_TEXTS)
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.open(f"/admin/engines/one?url={upstream.url}")
+        midnight = datetime(2026, 11, 29, tzinfo=UTC)
+        for step, last in (
+            (timedelta(hours=1), "00:00"),
+            (timedelta(seconds=10), "00:04:00"),
+            (timedelta(days=1), "12-23"),
+        ):
+            times = [(midnight + i * step).timestamp() for i in range(25)]
+            chart = {"times": times, "unit": "", "stacked": False, "series": [{"name": "a", "values": [1] * 25}]}
+            texts = await operator.page.evaluate(DRAW, json.dumps(chart))
+            assert last in {each["text"] for each in texts}
+            assert [each for each in texts if each["right"] > each["room"]] == []
+        assert not operator.problems
