@@ -7,10 +7,11 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
-from sqlalchemy import func, select
+from sqlalchemy import Select, exists, func, select
+from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.billing.journal import SUFFIX, journal_folder
 from gateway.errors import GatewayError
@@ -18,7 +19,7 @@ from gateway.process.disks import room
 from gateway.records.database import Database, Migration, migrations
 from gateway.records.events.events import KEPT
 from gateway.records.sums import int_sum
-from gateway.records.tables import adapter_versions
+from gateway.records.tables import adapter_versions, removed_versions
 from gateway.settings import Settings
 
 T = TypeVar("T")
@@ -46,8 +47,17 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     num_bytes: int
 
 
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """Contents of removed versions that no version on record has and that no collection has removed yet. Contents of
+    deleted tenants and of uploads that broke off are not among them: only a walk of the store finds those.
+    """
+
+    contents: int
+    num_bytes: int
+
+
 class Condition(msgspec.Struct, frozen=True, kw_only=True):
-    """Condition of the gateway process that answers. stored, revision: None while the database is away.
+    """Condition of the gateway process that answers. stored, removed, revision: None while the database is away.
 
     journal_bytes: bytes of the journals of all processes on this host that use this database. disks: free and all bytes
     by folder. retention: seconds for which records are kept, by their kind; None: for ever.
@@ -62,6 +72,7 @@ class Condition(msgspec.Struct, frozen=True, kw_only=True):
     database: Dependency
     redis: Dependency
     stored: Stored | None
+    removed: Removed | None
     journal_bytes: int
     journal_limit: int
     disks: dict[str, tuple[int, int]]
@@ -76,18 +87,20 @@ class Conditions:
         self._database = database
         self._ping_redis = ping_redis
         self._started_at = datetime.now(UTC)
-        self._stored: tuple[float, Stored] | None = None
+        self._stored = Kept(database, _read_stored)
+        self._removed = Kept(database, _read_removed)
 
     async def read(self) -> Condition:
         """Return the condition. It waits at most PROBE_SECONDS for each part."""
         settings = self._settings
         database, redis = await asyncio.gather(_latency(self._database.ping), _latency(self._ping_redis))
-        revision = stored = num_bytes = None
+        revision = stored = removed = num_bytes = None
         if database is not None:
             revision = await _result_or_none(self._database.revision())
-            stored, num_bytes = (
-                await _result_or_none(self._read_stored()),
-                await _result_or_none(self._database.num_bytes()),
+            stored, removed, num_bytes = await asyncio.gather(
+                _result_or_none(self._stored.get()),
+                _result_or_none(self._removed.get()),
+                _result_or_none(self._database.num_bytes()),
             )
         known = await asyncio.to_thread(migrations)
         folder = journal_folder(settings.journal_dir.expanduser(), settings.database_url)
@@ -101,29 +114,55 @@ class Conditions:
             database=Dependency(kind=self._database.dialect, latency=database, num_bytes=num_bytes),
             redis=Dependency(kind="redis", latency=redis),
             stored=stored,
+            removed=removed,
             journal_bytes=await asyncio.to_thread(_journal_bytes, folder),
             journal_limit=settings.journal_bytes,
             disks=await asyncio.to_thread(_disks, settings.disk_folders),
             retention=_retention(settings),
         )
 
-    async def _read_stored(self) -> Stored:
+
+class Kept(Generic[T]):
+    """Sums of the database, read at most every STORE_SECONDS."""
+
+    def __init__(self, database: Database, read: Callable[[AsyncConnection], Awaitable[T]]) -> None:
+        self._database = database
+        self._read = read
+        self._last: tuple[float, T] | None = None
+
+    async def get(self) -> T:
         now = time.monotonic()
-        if self._stored is not None and now - self._stored[0] < STORE_SECONDS:
-            return self._stored[1]
-        contents = (
-            select(adapter_versions.c.digest, func.max(adapter_versions.c.num_bytes).label("num_bytes"))
-            .where(adapter_versions.c.digest != "")
-            .group_by(adapter_versions.c.digest)
-            .subquery()
-        )
-        async with self._database.read() as connection:
-            versions = (await connection.execute(select(func.count()).select_from(adapter_versions))).scalar_one()
-            sums = select(func.count(), int_sum(contents.c.num_bytes)).select_from(contents)
-            number, num_bytes = (await connection.execute(sums)).one()
-        stored = Stored(versions=versions, contents=number, num_bytes=num_bytes)
-        self._stored = now, stored
-        return stored
+        if self._last is None or now - self._last[0] >= STORE_SECONDS:
+            async with self._database.read() as connection:
+                self._last = now, await self._read(connection)
+        return self._last[1]
+
+
+async def _read_stored(connection: AsyncConnection) -> Stored:
+    table = adapter_versions
+    versions = (await connection.execute(select(func.count()).select_from(table))).scalar_one()
+    contents = select(table.c.digest, func.max(table.c.num_bytes).label("num_bytes")).where(table.c.digest != "")
+    number, num_bytes = await _sums(connection, contents.group_by(table.c.digest))
+    return Stored(versions=versions, contents=number, num_bytes=num_bytes)
+
+
+async def _read_removed(connection: AsyncConnection) -> Removed:
+    table = removed_versions
+    on_record = exists().where(adapter_versions.c.digest == table.c.digest)
+    contents = select(table.c.digest, func.max(table.c.num_bytes).label("num_bytes"))
+    # A collection sets the bytes to 0.
+    contents = contents.where(table.c.num_bytes > 0, ~on_record).group_by(table.c.digest)
+    number, num_bytes = await _sums(connection, contents)
+    return Removed(contents=number, num_bytes=num_bytes)
+
+
+async def _sums(connection: AsyncConnection, contents: Select[tuple[str, int]]) -> tuple[int, int]:
+    """Return the number and the bytes of the contents."""
+    rows = contents.subquery()
+    number, num_bytes = (
+        await connection.execute(select(func.count(), int_sum(rows.c.num_bytes)).select_from(rows))
+    ).one()
+    return number, num_bytes
 
 
 def _retention(settings: Settings) -> dict[str, float | None]:

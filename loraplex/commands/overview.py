@@ -131,6 +131,9 @@ def _condition(found: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if stored is not None:
         lines.append(("adapters", f"{stored['versions']} versions, {stored['num_bytes']} bytes"))
+    # A gateway of the previous release does not report them.
+    if (removed := found.get("removed")) is not None:
+        lines.append(("removed adapters", f"{removed['contents']} contents, {removed['num_bytes']} bytes to collect"))
     lines += [
         (f"disk {name}", f"{disk['free']} of {disk['bytes']} bytes free") for name, disk in found["disks"].items()
     ]

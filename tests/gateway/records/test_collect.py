@@ -12,6 +12,7 @@ import pytest
 
 from adapters.open_store import open_store
 from adapters.spool import PREFIX
+from gateway.api import condition
 from gateway.errors import Unavailable
 from gateway.records import housekeeping
 from gateway.records.adapters.catalog import Catalog
@@ -61,6 +62,34 @@ async def test_only_what_no_name_refers_to_for_an_hour_is_removed(gateway: Gatew
     assert (await gateway.admin.post(f"{COLLECT}?dry_run=true")).status == 200
     audit = (await gateway.admin.get("/admin/api/audit?action=adapter.collect")).json["data"]
     assert [(entry["actor"], entry["target"]) for entry in audit] == [("bootstrap", "store")] * 2
+
+
+async def test_operators_see_what_waits_for_a_collection(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Content that another tenant's version has is not among it, nor is content that a collection has removed."""
+    monkeypatch.setattr(condition, "STORE_SECONDS", 0.0)
+
+    async def removed() -> tuple[int, int, str]:
+        found = (await gateway.admin.get("/admin/api/settings")).json["removed"]
+        async with gateway.browser() as browser:
+            page = (await browser.get("/admin/settings?tab=state")).body.decode()
+        return found["contents"], found["num_bytes"], page.split("<dt>Removed adapters</dt><dd>")[1].split(",")[0]
+
+    acme, globex = await gateway.tenant("acme"), await gateway.tenant("globex")
+    for i in range(3):
+        assert (await push(acme, f"a{i}", files(i))).status == 201
+    sizes = {each["name"]: each["size_bytes"] for each in (await acme.get("/v1/adapters")).json["data"]}
+    assert (await push(globex, "same", files(1))).status == 201
+    assert await removed() == (0, 0, "0 contents")
+    for name in ("a0", "a1"):
+        assert (await acme.call("DELETE", f"/v1/adapters/{name}")).status == 200
+    assert await removed() == (1, sizes["a0"], "1 contents")
+    assert (await globex.call("DELETE", "/v1/adapters/same")).status == 200
+    assert await removed() == (2, sizes["a0"] + sizes["a1"], "2 contents")
+    await make_old(tmp_path)
+    assert (await gateway.admin.post(COLLECT)).json["removed"] == 2
+    assert await removed() == (0, 0, "0 contents")
 
 
 @pytest.mark.parametrize("fails", [False, True])
