@@ -47,13 +47,17 @@
     return values.flatMap((_, i) => (!gap(i) && gap(i - 1) && gap(i + 1) ? [i] : []));
   }
 
+  function describe(figure, chart) {
+    // A single step has no curve: the legend shows its values.
+    legend(figure, chart, chart.times.length === 1 ? 0 : null);
+    numbers(figure, chart);
+  }
+
   function draw(figure) {
     const chart = JSON.parse(figure.dataset.chart), plot = figure.querySelector(".plot");
     drawn.get(figure)?.destroy();
     drawn.delete(figure);
-    // A single step has no curve: the legend shows its values.
-    legend(figure, chart, chart.times.length === 1 ? 0 : null);
-    numbers(figure, chart);
+    describe(figure, chart);
     if (!window.uPlot) return;
     plot.replaceChildren();
     const known = chart.series.some((one) => one.values.some((value) => value !== null));
@@ -169,7 +173,10 @@
   }
 
   /* Also again with the page's own font, if the browser still loads it: a canvas keeps the font that it was drawn with. */
+  let hasBegun = false;
   function begin() {
+    if (hasBegun) return;
+    hasBegun = true;
     drawAll();
     const font = `11.5px ${style("--font")}`;
     if (drawn.size && !document.fonts.check(font)) document.fonts.load(font).then(drawAll, () => {});
@@ -177,7 +184,13 @@
 
   let waiting = 0;
   addEventListener("resize", () => { clearTimeout(waiting); waiting = setTimeout(drawAll, 120); });
-  document.addEventListener("DOMContentLoaded", begin);
+  document.addEventListener("DOMContentLoaded", () => {
+    // The first paint has the legends, whose heights move the rest of the page, and does not wait for the curves.
+    for (const figure of document.querySelectorAll("[data-chart]")) describe(figure, JSON.parse(figure.dataset.chart));
+    requestAnimationFrame(() => requestAnimationFrame(begin));
+    // A page in another tab has no frames.
+    setTimeout(begin, 1000);
+  });
   document.addEventListener("loraplex:theme", drawAll);
   document.addEventListener("loraplex:charts", drawAll);
   document.addEventListener("loraplex:chart", (event) => draw(event.detail));

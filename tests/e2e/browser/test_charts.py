@@ -11,6 +11,16 @@ from testing.gateway.running import ADMIN_KEY, until
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 STOP = "document.querySelectorAll('[data-live]').forEach(each => delete each.dataset.live)"
+# Lets no frame come, as in a page of another tab, and no live update, which draws a chart too.
+HOLD_FRAMES = """
+window.heldFrames = [];
+window.requestAnimationFrame = act => window.heldFrames.push(act);
+window.fetch = () => new Promise(() => {});
+"""
+RUN_FRAME = "window.heldFrames.splice(0).forEach(act => act(performance.now()))"
+HOLD_TIMERS = (
+    "const start = setTimeout; window.setTimeout = (act, ms, ...all) => ms >= 500 ? 0 : start(act, ms, ...all);"
+)
 DRAWN = "document.querySelector('#step-times canvas').toDataURL()"
 
 
@@ -78,3 +88,27 @@ async def test_a_chart_is_drawn_again_with_a_font_that_comes_late(gateway, upstr
         before = await page.evaluate(DRAWN)
         may_load.set()
         await drawn_again(page, before)
+
+
+async def test_the_first_frame_has_the_legends_and_does_not_wait_for_the_curves(gateway, upstream, browser):
+    await report_steps(gateway, upstream)
+    async with person(browser, gateway.url) as operator:
+        page, canvas = operator.page, operator.page.locator("#step-times canvas")
+        await operator.log_in("/admin", ADMIN_KEY)
+        await page.add_init_script(HOLD_FRAMES + HOLD_TIMERS)
+        await operator.open(f"/admin/engines/one?url={upstream.url}")
+        assert await page.inner_text("#step-times .legend")
+        assert await canvas.count() == 0
+        await page.evaluate(RUN_FRAME)
+        assert await canvas.count() == 0
+        await page.evaluate(RUN_FRAME)
+        await expect(canvas).to_have_count(1)
+
+
+async def test_charts_of_a_page_in_another_tab_are_drawn_without_frames(gateway, upstream, browser):
+    await report_steps(gateway, upstream)
+    async with person(browser, gateway.url) as operator:
+        await operator.log_in("/admin", ADMIN_KEY)
+        await operator.page.add_init_script(HOLD_FRAMES)
+        await operator.open(f"/admin/engines/one?url={upstream.url}")
+        await expect(operator.page.locator("#step-times canvas")).to_have_count(1)
