@@ -12,7 +12,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 
 from gateway.errors import Unavailable
 from gateway.fleet.engine import EngineRecord
@@ -26,6 +26,8 @@ WAIT_SECONDS = 60.0
 EMPTYING_SECONDS = 15.0
 # Time for the other processes to read that the engine is kept. Its later reports show all that they sent before.
 SHARING_SECONDS = 0.5
+# Longest time for which an engine is kept after its request's client has left.
+LEFT_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
 # Requests of a tenant that may wait in a process.
 MAX_WAITING = 16
@@ -56,6 +58,8 @@ class Isolation:
         self._waiting: dict[str, deque[object]] = {}
         # Start of this process's next turn at the earliest, so that other processes get one.
         self._next_at = 0.0
+        # Turns whose clients have left.
+        self._ending: set[asyncio.Task[None]] = set()
 
     @property
     def is_active(self) -> bool:
@@ -95,15 +99,23 @@ class Isolation:
 
     @asynccontextmanager
     async def _turn(self, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> AsyncIterator[bool]:
-        """Keep an engine until the block ends. Yield whether it has become free of other tenants' requests."""
-        try:
-            async with self._kept.keep(engine.url) as is_kept:
-                is_free = is_kept and await self._empties(engine, tenant_id, usable, until)
-                if is_free:
-                    log.warning("a request of tenant %s runs alone on engine %s", tenant_id, engine.url)
+        """Keep an engine until the block ends. Yield whether it has become free of other tenants' requests.
+
+        If the client leaves, the engine is kept until it has shown that it survived the request, or LEFT_SECONDS.
+        """
+        async with AsyncExitStack() as turn:
+            is_kept = await turn.enter_async_context(self._kept.keep(engine.url))
+            is_free = is_kept and await self._empties(engine, tenant_id, usable, until)
+            if is_free:
+                log.warning("a request of tenant %s runs alone on engine %s", tenant_id, engine.url)
+            try:
                 yield is_free
-        finally:
-            self._next_at = time.monotonic() + SHARING_SECONDS
+            finally:
+                self._next_at = time.monotonic() + SHARING_SECONDS
+                if is_free and engine.requests.has_left(tenant_id):
+                    ending = asyncio.create_task(_end_later(turn.pop_all(), engine, tenant_id))
+                    self._ending.add(ending)
+                    ending.add_done_callback(self._ending.discard)
 
     def _choose(self, base: str, tenant_id: str, usable: Usable) -> EngineRecord | None:
         """Return the engine on which the fewest requests must end first, None if none is usable."""
@@ -140,3 +152,13 @@ class Isolation:
         """Let other tenants' requests have the next turns."""
         if places := self._waiting.pop(tenant_id):
             self._waiting[tenant_id] = places
+
+
+async def _end_later(turn: AsyncExitStack, engine: EngineRecord, tenant_id: str) -> None:
+    """End a turn once the engine has survived the tenant's left requests, or after LEFT_SECONDS."""
+    until = time.monotonic() + LEFT_SECONDS
+    async with turn:
+        while time.monotonic() < until:
+            if not engine.requests.has_left(tenant_id):
+                return
+            await asyncio.sleep(PAUSE_SECONDS)

@@ -81,6 +81,10 @@ class OwnRequests:
         """Return the tenants with requests or hints of which one may be the cause if the engine dies now."""
         return self.by_tenant.keys() | self.hinted.keys() | self._left.keys()
 
+    def has_left(self, tenant_id: str) -> bool:
+        """Return whether the engine may still work on a request or a hint that the tenant left."""
+        return tenant_id in self._left
+
     def report_left(self) -> tuple[set[str], list[Names]]:
         """Return `tenants`, and the names of the requests that were left since the last report.
 

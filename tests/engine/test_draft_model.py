@@ -106,7 +106,8 @@ def test_every_sampling_feature_answers_as_without(
     check()
     drafted, accepted = counts(drafting)
     assert drafted
-    assert (accepted > 0) == (draft == "base") or accepted < drafted / 4
+    # The number of drafts depends on the steps' times, so their shares say nothing here. Both ways are to be taken.
+    assert accepted if draft == "base" else accepted < drafted
     draft_model(drafting)._drop_ended()
     cache = draft_model(drafting).cache
     assert cache.num_free == cache.num_blocks

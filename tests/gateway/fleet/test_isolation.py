@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gateway.fleet import isolation, kept_engine
+from gateway.fleet import isolation, kept_engine, own_requests
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
@@ -241,6 +241,35 @@ async def test_a_cancelled_wait_keeps_no_engine(any_redis: Any):
     assert not turns.isolation.is_active
     assert turns.isolation._waiting == {}
     assert await turns.begin("a", already_over()) is fleet[0]
+
+
+async def test_an_engine_stays_kept_while_it_may_work_on_a_request_whose_client_left(
+    any_redis: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Otherwise others' requests would be there when the left one kills it, and nothing would be learned."""
+    fleet = engines("http://one:1", "http://two:1")
+    turns = Turns(any_redis, fleet)
+    fleet[1].foreign_load = 1
+
+    async def leave() -> None:
+        asked = turns.begin("a", asyncio.Event())
+        entered = len(turns.entered)
+        await until(partial(turns.have_entered, entered + 1))
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        await asyncio.sleep(3 * isolation.PAUSE_SECONDS)
+        assert not turns.isolation.allows(fleet[0])
+
+    await leave()
+    # The engine's next report, long enough after that, shows that it survived the request.
+    monkeypatch.setattr(own_requests, "LEFT_SECONDS", 0.0)
+    fleet[0].requests.survived()
+    await becomes(lambda: turns.isolation.allows(fleet[0]))
+    monkeypatch.setattr(isolation, "LEFT_SECONDS", 0.5)
+    await leave()
+    await becomes(lambda: turns.isolation.allows(fleet[0]))
+    assert fleet[0].requests.has_left("a")
 
 
 async def test_a_long_turn_ends_for_the_others(any_redis: Any, monkeypatch: pytest.MonkeyPatch):
