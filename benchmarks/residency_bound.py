@@ -53,7 +53,7 @@ def bound(request: Stream, streams: Sequence[Stream], machine: Machine) -> float
     first = request.token_times[0]
     beside = [s for s in streams if s.sent < first and s.end > request.sent]
     own = [s for s in beside if s.tenant == request.tenant]
-    # Those that wait for their first token before the request has its own.
+    # The tenant's requests without a first token when this one was sent, and those of them that went before it.
     waiting = [s for s in own if s.token_times[0] > request.sent]
     ahead = [s for s in waiting if s.sent <= request.sent or s.token_times[0] <= first]
     running = {s.digest for s in own if s.token_times[0] < first} - {request.digest}

@@ -32,8 +32,8 @@ from wire.deadlines import deadline
 if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
-# Deaths and failures of engines after which a request is sent to no further engine, because it may be the cause. If
-# another tenant's request may be, it is tried once more, apart from that tenant.
+# After this many deaths and failures of engines, a request gets no further engine, because it may be the cause. If
+# another tenant's request may be the cause, the request gets one more engine, apart from that tenant.
 MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
@@ -293,7 +293,7 @@ class Fleet:
             yield lambda engine: engine.state.base_digest in present and is_free(engine)
         yield is_free
         if self._isolation.is_active:
-            # An engine is kept only while another one is available.
+            # The kept engine serves a request that no other one can serve.
             yield usable
 
     @staticmethod

@@ -50,7 +50,7 @@ class TomlLines:
     """A parsed TOML document and the lines of its keys and list elements. Raises TomlError."""
 
     def __init__(self, text: str) -> None:
-        # Replaced as `tomllib` does it.
+        # `tomllib` replaces these line ends too.
         text = text.replace("\r\n", "\n")
         self.value = _parsed(text)
         self._lines: dict[Path, int] = {}

@@ -50,7 +50,7 @@ class KeyExamples:
         return {"base_url": f"{address}/v1", "snippets": snippets}
 
     def address(self, request: web.Request) -> str:
-        """Return the origin for tenants, whom an operator's own port is not for."""
+        """Return the origin that tenants use. The port that only operators may use is replaced by the common one."""
         address, own = origin(request), f":{self._admin_port}"
         if is_admin_port(request, self._admin_port) and address.endswith(own):
             return f"{address.removesuffix(own)}:{self._port}"

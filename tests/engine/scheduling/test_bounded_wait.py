@@ -11,7 +11,7 @@ from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.policies.fcfs import FirstCome
 from engine.scheduling.request import Request
-from tests.engine.scheduling.world import PREEMPT_AFTER_S, Asked, Wait, World, run, with_one_weight_each
+from tests.engine.scheduling.world import PREEMPT_AFTER_S, Asked, Wait, World, requests_of, run, with_one_weight_each
 
 # Steps in which the test of the bound lets requests arrive, and steps after that in which waits may begin.
 ARRIVALS, WATCHED = 60, 500
@@ -147,18 +147,6 @@ def test_tokens_computed_again_after_preemptions_are_free_and_none_is_lost() -> 
     assert world.num_again > 300
 
 
-waiting_requests = st.builds(
-    Asked,
-    at=st.integers(0, ARRIVALS),
-    tenant_id=st.sampled_from("abcd"),
-    weight=st.sampled_from([1.0, 2.0, 4.0]),
-    prompt=st.one_of(st.integers(1, 60), st.integers(1, 300)),
-    outputs=st.one_of(st.integers(1, 20), st.integers(500, 4000)),
-    adapter=st.sampled_from([None, None, "x", "y", "z"]),
-    leaves=st.one_of(st.none(), st.none(), st.integers(0, 50)),
-)
-
-
 def late_waits(world: World, asked: list[Asked]) -> list[Wait]:
     """Run until every wait that begins in the first 560 steps is decided. Return the waits beyond their bounds.
 
@@ -176,7 +164,7 @@ def late_waits(world: World, asked: list[Asked]) -> list[Wait]:
 @pytest.mark.usefixtures("takes_a_core")
 @settings(max_examples=20, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(
-    st.lists(waiting_requests, min_size=8, max_size=24, unique=True),
+    st.lists(requests_of("abcd", ARRIVALS), min_size=8, max_size=24, unique=True),
     st.integers(1, 4),
     st.sampled_from([40, 60, 200, 2000]),
     st.sampled_from([0.0, 256.0]),

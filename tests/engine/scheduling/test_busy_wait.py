@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.scheduling.pacing import Pacer
 from engine.scheduling.policies.fair_share import FairShare
 from engine.scheduling.request import QUANTUM, Request, Status
-from tests.engine.scheduling.world import PREEMPT_AFTER_S, STEP_S, Asked, World, run, with_one_weight_each
+from tests.engine.scheduling.world import PREEMPT_AFTER_S, STEP_S, Asked, World, requests_of, run, with_one_weight_each
 
 ARRIVALS, WATCHED = 40, 300
 
@@ -145,23 +145,13 @@ own_requests = st.builds(
     adapter=st.sampled_from([None, None, "x", "y", "z"]),
     leaves=st.one_of(st.none(), st.none(), st.integers(0, 20)),
 )
-other_requests = st.builds(
-    Asked,
-    at=st.integers(0, ARRIVALS),
-    tenant_id=st.sampled_from("bcd"),
-    weight=st.sampled_from([1.0, 2.0, 4.0]),
-    prompt=st.one_of(st.integers(1, 60), st.integers(1, 300)),
-    outputs=st.one_of(st.integers(1, 20), st.integers(500, 4000)),
-    adapter=st.sampled_from([None, None, "x", "y", "z"]),
-    leaves=st.one_of(st.none(), st.none(), st.integers(0, 50)),
-)
 
 
 @pytest.mark.usefixtures("takes_a_core")
 @settings(max_examples=8, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 @given(
     st.lists(own_requests, min_size=3, max_size=8, unique=True),
-    st.lists(other_requests, min_size=4, max_size=12, unique=True),
+    st.lists(requests_of("bcd", ARRIVALS), min_size=4, max_size=12, unique=True),
     st.integers(1, 4),
     st.sampled_from([40, 60, 2000]),
     st.sampled_from([0.0, 256.0]),

@@ -4,6 +4,8 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 
+from hypothesis import strategies as st
+
 from adapters.tiers.device_pool import Residency
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.pacing import Pacer
@@ -80,6 +82,20 @@ class Asked:
     outputs: int
     adapter: str | None = None
     leaves: int | None = None
+
+
+def requests_of(tenants: str, last: int) -> st.SearchStrategy[Asked]:
+    """Return requests, short and long, that come up to step `last`. tenants: their tenants, a letter each."""
+    return st.builds(
+        Asked,
+        at=st.integers(0, last),
+        tenant_id=st.sampled_from(tenants),
+        weight=st.sampled_from([1.0, 2.0, 4.0]),
+        prompt=st.one_of(st.integers(1, 60), st.integers(1, 300)),
+        outputs=st.one_of(st.integers(1, 20), st.integers(500, 4000)),
+        adapter=st.sampled_from([None, None, "x", "y", "z"]),
+        leaves=st.one_of(st.none(), st.none(), st.integers(0, 50)),
+    )
 
 
 @dataclass
