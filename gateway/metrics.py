@@ -118,7 +118,7 @@ class Metrics:
         )
         self._quarantined = self._counter(
             "loraplex_gateway_quarantined",
-            "Requests and adapters put into quarantine because engines died with them.",
+            "Requests, adapters and tenants put into quarantine because engines died with them.",
             "kind",
         )
 
@@ -292,7 +292,7 @@ class Metrics:
         self._golden.labels(tenant, "different").inc(num_different)
 
     def quarantined(self, kind: str) -> None:
-        """Count a quarantine. kind: "request" or "adapter"."""
+        """Count a quarantine. kind: "request", "adapter" or "tenant"."""
         self._quarantined.labels(kind).inc()
 
     def slow_reader_cut(self) -> None:

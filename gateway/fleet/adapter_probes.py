@@ -13,12 +13,13 @@ from functools import partial
 import msgspec
 from aiohttp import ClientConnectorError, ClientError, ClientOSError, ClientPayloadError, ServerDisconnectedError
 
+from gateway.fleet.deaths import Death
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.health import network_reason
 from gateway.fleet.kinds.kind import read_detail
 from gateway.fleet.kinds.table import Kinds
 from gateway.fleet.own_requests import named
-from gateway.fleet.quarantine import Death, Quarantine, Quarantined
+from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import RoutedRequest, choose
 from gateway.fleet.shared_deaths import Suspect

@@ -15,13 +15,14 @@ from gateway.fleet.answers import Incoming
 from gateway.fleet.attempts import Attempts
 from gateway.fleet.call import Call, EngineGone, EngineRefused, EngineWithdrew
 from gateway.fleet.candidates import Usable, choose_in
+from gateway.fleet.deaths import Suspicion
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.engine_service import EngineService
 from gateway.fleet.gates import Gates
 from gateway.fleet.isolation import Isolation, NotAlone
 from gateway.fleet.own_requests import InFlight, NamedBody
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import Quarantined, Suspicion
+from gateway.fleet.quarantine import Quarantined
 from gateway.fleet.queue import Place
 from gateway.fleet.registry import Registry
 from gateway.fleet.routing import LONG_PROMPT, Choice, Conversations, Rates, RoutedRequest, prefix_key
@@ -235,7 +236,8 @@ class Fleet:
 
         def is_without_them(engine: EngineRecord) -> bool:
             has_none = not engine.foreign_load and engine.requests.tenants.isdisjoint(suspicion.others)
-            return has_none and self._isolation.allows(engine) and usable(engine)
+            is_spare = self._isolation.allows(engine) and not self._isolation.is_last(call.model.base, engine)
+            return has_none and is_spare and usable(engine)
 
         if suspicion.deaths <= MAX_FAILURES and (choice := self._best(call, tries, [is_without_them])) is not None:
             return choice.engine

@@ -41,6 +41,11 @@ class Condition:
     since: float = field(default_factory=time.monotonic)
     misses: int = 0
 
+    @property
+    def may_come_back(self) -> bool:
+        """Return whether the engine is down or silent, so that it may serve requests again without an operator."""
+        return self.health in (Health.DOWN, Health.SILENT)
+
     def change(self, health: Health, reason: str) -> bool:
         """Set the health and its reason. Return whether either changed."""
         changed = (health, reason) != (self.health, self.reason)

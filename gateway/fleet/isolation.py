@@ -70,6 +70,11 @@ class Isolation:
         """Return whether the engine is not kept for a suspected request."""
         return engine.url != self._kept.url
 
+    def is_last(self, base: str, engine: EngineRecord) -> bool:
+        """Return whether other requests would have no engine if this one died now, though another may come back."""
+        others = [each for each in self._engines(base) if each is not engine and each.drained is None]
+        return any(each.condition.may_come_back for each in others) and not any(each.available for each in others)
+
     @asynccontextmanager
     async def engine(
         self, base: str, tenant_id: str, usable: Usable, is_suspected: Callable[[], Awaitable[object]]
@@ -119,7 +124,9 @@ class Isolation:
 
     def _choose(self, base: str, tenant_id: str, usable: Usable) -> EngineRecord | None:
         """Return the engine on which the fewest requests must end first, None if none is usable."""
-        found = [each for each in self._engines(base) if each.available and usable(each)]
+        found = [
+            each for each in self._engines(base) if each.available and usable(each) and not self.is_last(base, each)
+        ]
         return min(found, key=lambda each: each.load - each.requests.by_tenant[tenant_id], default=None)
 
     async def _empties(self, engine: EngineRecord, tenant_id: str, usable: Usable, until: float) -> bool:

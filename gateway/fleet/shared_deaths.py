@@ -1,6 +1,7 @@
 """Reports of engines that died with requests, shared by all gateway processes of a deployment: a stream in Redis.
 
-A report names engines, tenants by id, and suspects by HMAC or digest; never a prompt.
+A report names engines, tenants by id, and suspects by HMAC or digest; never a prompt. A sorted set has the processes,
+so that each knows which ones have not yet reported their tenants.
 """
 
 import asyncio
@@ -25,18 +26,35 @@ WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
-# KEYS: the stream. ARGV: seconds to keep it, its longest length, the reporting process, the report.
-ADD = """
-redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[2], '*', ARGV[3], ARGV[4])
-return redis.call('EXPIRE', KEYS[1], ARGV[1])
-"""
-# KEYS: the stream. ARGV: the id of the last entry that is known, the most entries to return. Returns the server's
-# clock in milliseconds, which is the clock of the ids, and the entries after that id.
-READ = """
+# A process that made no call for this time has ended. One that stands still may still have requests on engines.
+ALIVE_SECONDS = 60
+# KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
+# which is the clock of the stream's ids.
+_ALIVE = """
 local time = redis.call('TIME')
-local found = redis.call('XREAD', 'COUNT', ARGV[2], 'STREAMS', KEYS[1], ARGV[1])
-return {tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000), found and found[1][2] or {}}
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+redis.call('ZADD', KEYS[2], now, ARGV[1])
+redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now - 1000 * ARGV[2])
+redis.call('EXPIRE', KEYS[2], ARGV[2])
 """
+# Further ARGV: seconds to keep the stream, its longest length, the report. Returns the processes.
+ADD = (
+    _ALIVE
+    + """
+redis.call('XADD', KEYS[1], 'MAXLEN', ARGV[4], '*', ARGV[1], ARGV[5])
+redis.call('EXPIRE', KEYS[1], ARGV[3])
+return redis.call('ZRANGE', KEYS[2], 0, -1)
+"""
+)
+# Further ARGV: the id of the last entry that is known, the most entries to return. Returns the processes, `now`, and
+# the entries after that id.
+READ = (
+    _ALIVE
+    + """
+local found = redis.call('XREAD', 'COUNT', ARGV[4], 'STREAMS', KEYS[1], ARGV[3])
+return {redis.call('ZRANGE', KEYS[2], 0, -1), now, found and found[1][2] or {}}
+"""
+)
 
 
 class Suspect(NamedTuple):
@@ -48,21 +66,34 @@ class Suspect(NamedTuple):
 
 
 class Report(msgspec.Struct):
-    """An engine's death as a process saw it: the tenants of its requests there, and the requests that broke."""
+    """An engine's death as a process saw it: the tenants of its requests there, and the requests that broke.
+
+    instance: the engine's, None if unknown. processes: those that were alive. age: seconds since the death.
+    """
 
     engine: str
     tenants: list[str]
     suspects: list[Suspect]
+    instance: str | None = None
+    processes: list[str] = []
+    age: float = 0.0
 
 
 class SharedDeaths:
-    """Stream of reports. deployment: a value that only this deployment's processes share, such as the database URL."""
+    """Stream of reports. deployment: a value that only this deployment's processes share, such as the database URL.
+
+    process: this process's name. processes: the names of all that were alive at the last call.
+    """
 
     def __init__(self, redis: Any, deployment: str) -> None:
         self._redis = redis
         self._add, self._read = redis.register_script(ADD), redis.register_script(READ)
-        self._key = f"loraplex:deaths:{hashlib.sha256(deployment.encode()).hexdigest()[:16]}"
-        self._process = os.urandom(8).hex()
+        deployment = hashlib.sha256(deployment.encode()).hexdigest()[:16]
+        self._key = f"loraplex:deaths:{deployment}"
+        # In a cluster, both keys are in one slot.
+        self._alive = f"{{{self._key}}}:processes"
+        self.process = os.urandom(8).hex()
+        self.processes = {self.process}
         self._last = b"0"
         self._outage = Outage(log, "sharing the deaths of engines")
         self._reading = asyncio.Lock()
@@ -73,21 +104,28 @@ class SharedDeaths:
 
         While Redis is away the report is not shared, and only this process applies it.
         """
-        arguments = [int(seconds) + 1, MAX_REPORTS, self._process, msgspec.json.encode(report)]
-        await self._call(self._add, arguments)
+        found = await self._call(self._add, [int(seconds) + 1, MAX_REPORTS, msgspec.json.encode(report)])
+        if found is not None:
+            self.processes = {each.decode() for each in found}
 
-    async def read(self) -> list[tuple[Report, float]]:
-        """Return the new reports of other processes, and the age of each in seconds."""
+    async def read(self) -> list[tuple[str, Report, float]]:
+        """Return the new reports of other processes: the process, its report, and the report's age in seconds."""
         async with self._reading:
-            now, entries = await self._call(self._read, [self._last, PAGE]) or (0, [])
+            found, now, entries = await self._call(self._read, [self._last, PAGE]) or (None, 0, [])
             if entries:
                 self._last = entries[-1][0]
+        if found is not None:
+            self.processes = {each.decode() for each in found}
         return [
-            (report, max(0.0, now - int(entry_id.split(b"-")[0])) / 1000)
+            (process.decode(), report, max(0.0, now - int(entry_id.split(b"-")[0])) / 1000)
             # A later release may add fields to an entry.
             for entry_id, (process, encoded, *_) in entries
-            if process != self._process.encode() and (report := _decode(encoded)) is not None
+            if process != self.process.encode() and (report := _decode(encoded)) is not None
         ]
+
+    async def leave(self) -> None:
+        """Note that this process has ended, so that no death waits for its report."""
+        await self._answer(self._redis.zrem(self._alive, self.process), CALL_SECONDS)
 
     async def wait(self) -> bool:
         """Wait for a report that is not read yet, for at most WAIT_SECONDS. Return whether there is one.
@@ -104,7 +142,8 @@ class SharedDeaths:
             return True
 
     async def _call(self, script: Any, arguments: list[Any]) -> Any:
-        return await self._answer(script(keys=[self._key], args=arguments), CALL_SECONDS)
+        keys, caller = [self._key, self._alive], [self.process, ALIVE_SECONDS]
+        return await self._answer(script(keys=keys, args=caller + arguments), CALL_SECONDS)
 
     async def _answer(self, call: Awaitable[Any], seconds: float) -> Any:
         """Return the answer of Redis, None if there is none within `seconds`."""

@@ -9,9 +9,10 @@ from aiohttp import ClientOSError, ServerDisconnectedError
 
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.addresses import parse_address
+from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.own_requests import NamedBody
-from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
+from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.registry import Registry
 from gateway.fleet.shared_deaths import Suspect
 from gateway.records.bases.base import Binding, suspect_name

@@ -5,6 +5,7 @@ import math
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 
 from gateway.fleet import isolation, kept_engine, own_requests
 from gateway.fleet.addresses import parse_address
-from gateway.fleet.engine import EngineRecord, EngineState
+from gateway.fleet.engine import Drained, EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.isolation import Isolation, NotAlone
 from gateway.fleet.kept_engine import KeptEngine
@@ -101,6 +102,24 @@ async def test_an_engine_is_kept_until_others_requests_and_then_the_suspected_on
     assert turns.isolation.allows(fleet[1])
     assert not turns.isolation.is_active
     assert turns.isolation._waiting == {}
+
+
+async def test_the_last_engine_is_not_kept_while_another_may_come_back(any_redis: Any):
+    """The request may kill it, and other requests would have none."""
+    fleet = engines("http://one:1", "http://two:1")
+    turns = Turns(any_redis, fleet)
+    fleet[0].condition.change(Health.DOWN, "")
+    running = turns.begin("a", already_over())
+    await asyncio.sleep(3 * isolation.PAUSE_SECONDS)
+    assert not turns.isolation.is_active
+    assert turns.isolation.is_last("base", fleet[1])
+    fleet[0].condition.change(Health.UP, "")
+    assert await running in fleet
+    fleet[0].condition.change(Health.MISCONFIGURED, "only an operator ends that")
+    assert not turns.isolation.is_last("base", fleet[1])
+    fleet[0].condition.change(Health.DOWN, "")
+    fleet[0].drained = Drained(by="ops", at=datetime.now(UTC))
+    assert not turns.isolation.is_last("base", fleet[1])
 
 
 async def test_an_older_report_does_not_show_that_an_engine_is_free(any_redis: Any):

@@ -12,11 +12,12 @@ import pytest
 from aiohttp import ClientRequest, ServerDisconnectedError, TCPConnector
 
 from gateway.fleet import own_requests
+from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.own_requests import NamedBody
 from gateway.fleet.prefetch import Prefetch
-from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine, Quarantined
+from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.request_names import _THREAD, INLINE_CHARS, VALUE_CHARS, RequestNames
 from gateway.fleet.shared_deaths import Suspect
 from testing.gateway.running import Gateway, running, settings, until
@@ -79,7 +80,7 @@ async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
     # Broken connections of one death would count as two then, but no connection breaks here.
-    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.fleet.deaths.ONE_DEATH_SECONDS", 0.0)
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
     body = {"prompt": "what ends engines", "max_tokens": 8, "x_engine": {"delay": 60.0, "tokens": 8}}
@@ -99,7 +100,7 @@ async def test_a_client_that_leaves_before_the_engine_dies_cannot_repeat_that(
 async def test_a_client_that_leaves_while_the_gateway_connects_is_not_blamed(
     gateway: Gateway, upstream: Upstream, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", 0.0)
+    monkeypatch.setattr("gateway.fleet.deaths.ONE_DEATH_SECONDS", 0.0)
     monkeypatch.setattr(own_requests, "LEFT_SECONDS", 60.0)
     acme = await gateway.tenant("acme")
 
@@ -242,11 +243,11 @@ async def test_a_death_does_not_wait_for_the_names_of_large_bodies(bodies: Bodie
         bodies.leave(record, "a", prompt)
     bodies.quarantine.ended(record)
     record.requests.forget_left()
-    [death] = bodies.quarantine._last.values()
+    [death] = bodies.quarantine._deaths.recent()
     assert death.tenants == {"a", "b", "c"}
-    assert [suspect.tenant_id for suspect in bodies.quarantine._deaths] == ["b"]
+    assert [suspect.tenant_id for suspect in bodies.quarantine._deaths._of] == ["b"]
     await bodies.settle()
-    assert [(suspect.tenant_id, deaths) for suspect, deaths in bodies.quarantine._deaths.items()] == [
+    assert [(suspect.tenant_id, deaths) for suspect, deaths in bodies.quarantine._deaths._of.items()] == [
         ("b", [death]),
         ("a", [death]),
         ("a", [death]),
@@ -332,10 +333,10 @@ def test_a_tenants_left_request_counts_at_each_death_until_the_instance_has_ende
     quarantine, record = Quarantine(100.0, SECRET, clock=(clock := Clock())), engine()
     leave(quarantine, record, "b")
     die(quarantine, clock, record)
-    assert quarantine._last[record.url].tenants == {"a", "b"}
+    assert quarantine._deaths.recent()[-1].tenants == {"a", "b"}
     restart(quarantine, record, clock)
-    assert quarantine._last[record.url].tenants == {"b"}
-    assert [len(deaths) for deaths in quarantine._deaths.values()] == [1, 1], "its request counts at one death"
+    assert quarantine._deaths.recent()[-1].tenants == {"b"}
+    assert [len(deaths) for deaths in quarantine._deaths._of.values()] == [1, 1], "its request counts at one death"
 
 
 async def test_a_hint_may_be_the_cause_while_the_engine_loads_its_adapter():
@@ -366,7 +367,7 @@ async def test_a_hint_that_breaks_may_be_the_cause_of_the_death(error: type[Exce
         prefetch.hint(record, ["d"], "b")
         await until(lambda: asyncio.sleep(0, not prefetch._tasks))
         die(quarantine, clock, record)
-        assert [death.tenants for death in quarantine._last.values()][-1] == {"a", "b"}
+        assert [death.tenants for death in quarantine._deaths.recent()][-1] == {"a", "b"}
         record.observe_state(EngineState(instance="next"), 0)
         assert record.requests.tenants == {"a"}
     assert not is_quarantined(quarantine)

@@ -15,10 +15,11 @@ from gateway.fleet import own_requests
 from gateway.fleet.addresses import parse_address
 from gateway.fleet.breaker import FAILURES_UNTIL_OPEN
 from gateway.fleet.call import EngineGone, EngineRefused
+from gateway.fleet.deaths import LIMITS, ONE_DEATH_SECONDS
 from gateway.fleet.engine import Address, EngineRecord, EngineState
 from gateway.fleet.health import Health
 from gateway.fleet.own_requests import NamedBody
-from gateway.fleet.quarantine import DEATHS, ONE_DEATH_SECONDS, Quarantine, Quarantined
+from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
@@ -235,19 +236,19 @@ async def test_left_requests_count_if_the_dead_engine_disappears(health: Health,
 
 
 def test_a_tenants_suspects_make_no_room_for_its_own_at_others_expense(clock: Clock, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("gateway.fleet.quarantine.MAX_SUSPECTS", 100)
+    monkeypatch.setattr("gateway.fleet.deaths.MAX_SUSPECTS", 100)
     quarantine, record = Quarantine(100.0, SECRET, clock=clock), engine(a=1)
     die(quarantine, clock, record)
     for number in range(150):
         quarantine.died(engine("http://two:1", b=1), "b", (), NamedBody(BODY | {"prompt": f"{number}"}))
     die(quarantine, clock, record)
     assert is_quarantined(quarantine)
-    assert len(quarantine._deaths) == 100
+    assert len(quarantine._deaths._of) == 100
 
 
 def test_an_adapter_is_quarantined_for_its_tenant(clock: Clock):
     quarantine = Quarantine(100.0, SECRET, clock=clock)
-    for number in range(DEATHS["adapter"]):
+    for number in range(LIMITS["adapter"]):
         assert not is_quarantined(quarantine, digests=["d"], prompt="never seen")
         clock.now += ONE_DEATH_SECONDS
         quarantine.died(engine(a=1), "a", ["d", f"{number}"], NamedBody(BODY | {"prompt": f"{number}"}))

