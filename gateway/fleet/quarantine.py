@@ -36,17 +36,24 @@ REPORT_SECONDS = 0.5
 
 
 class Quarantined(GatewayError):
-    """Engines died repeatedly with this request or this adapter, or with several requests of this tenant."""
+    """Engines died repeatedly with this request or this adapter."""
 
     status, kind, code = 422, "invalid_request_error", "request_quarantined"
 
     def __init__(self, what: str, seconds: float) -> None:
-        refused = "several of your requests; all are" if what == TENANT else f"this {what}; it is"
         super().__init__(
-            f"Engines died while they worked on {refused} refused for {math.ceil(seconds)} s.",
-            code="tenant_quarantined" if what == TENANT else None,
+            f"Engines died while they worked on {what} refused for {math.ceil(seconds)} s.",
             headers={"Retry-After": str(math.ceil(seconds))},
         )
+
+
+class TenantQuarantined(Quarantined):
+    """Engines died repeatedly with several of this tenant's requests."""
+
+    code = "tenant_quarantined"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("several of your requests; all are", seconds)
 
 
 class Quarantine:
@@ -124,7 +131,11 @@ class Quarantine:
         if deaths := self._deaths.causes_of(key):
             seconds = deaths[-1].at + self._deaths.seconds - self._clock()
             if seconds > 0:
-                raise Quarantined(key.kind, seconds)
+                raise (
+                    TenantQuarantined(seconds)
+                    if key.kind == TENANT
+                    else Quarantined(f"this {key.kind}; it is", seconds)
+                )
 
     def died(self, engine: EngineRecord, tenant_id: str, digests: Sequence[str], body: NamedBody) -> None:
         """Note that an engine died with this request, and report it to the other processes in the background.

@@ -327,9 +327,9 @@ async def test_a_turn_is_renewed(any_redis: Any, monkeypatch: pytest.MonkeyPatch
 
 
 async def test_an_engine_that_dies_during_the_wait_is_replaced(any_redis: Any):
-    fleet = engines("http://one:1", "http://two:1")
+    fleet = engines("http://one:1", "http://two:1", "http://three:1")
     turns = Turns(any_redis, fleet)
-    fleet[1].foreign_load = 2
+    fleet[1].foreign_load, fleet[2].foreign_load = 2, 9
     with busy(fleet[0], "b"):
         running = turns.begin("a", already_over())
         await becomes(lambda: not turns.isolation.allows(fleet[0]))
