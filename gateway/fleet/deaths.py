@@ -162,6 +162,11 @@ class Deaths:
         """Return a tenant's requests and adapters in quarantine."""
         return [key for key in self._candidates if key.tenant_id == tenant_id and self._is_alone(key)]
 
+    def is_innocent(self, key: Suspect) -> bool:
+        """Return whether each death of a suspect has another tenant's request or adapter in quarantine."""
+        deaths = self.of(key)
+        return bool(deaths) and all(self._is_by_another(death, key.tenant_id) for death in deaths)
+
     def _is_by_another(self, death: Death, tenant_id: str) -> bool:
         return any(key.tenant_id != tenant_id and self.causes_of(key) for key in death.suspects)
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from gateway.records.adapters.catalog import Model
 
 # After this many deaths and failures of engines, a request gets no further engine, because it may be the cause. If
-# another tenant's request may be the cause, the request gets one more engine, apart from that tenant.
+# another tenant's request may be the cause, the request gets one more engine, apart from that tenant; if it was the
+# cause, every engine that is left.
 MAX_FAILURES = 2
 ENGINES_DIED = (
     "The engines died while they worked on this request. You are not billed for it, but the tokens computed for it "
@@ -350,7 +351,7 @@ class Fleet:
             self._quarantine.died(engine, call.tenant.id, call.model.suspects, call.named)
             await self._quarantine.reported()
             tries.died += 1
-            if tries.are_enough and (tries.was_suspected or await self._suspicion(call) is None):
+            if tries.are_enough and not await self._may_go_on(call, tries):
                 raise EngineRefused(UpstreamFailed(ENGINES_DIED)) from error
         except EngineWithdrew:
             # The engine counts as absent. Its message, such as "shutting down", is not for the client.
@@ -367,6 +368,12 @@ class Fleet:
         else:
             return engine, response, in_flight
         return None
+
+    async def _may_go_on(self, call: Call, tries: _Tries) -> bool:
+        """Return whether another tenant's request may be, or was, the cause of the deaths."""
+        if await self._suspicion(call) is not None:
+            return not tries.was_suspected
+        return await self._quarantine.is_innocent(call.tenant.id, call.model.suspects, call.named)
 
     async def _check_again(self, call: Call) -> None:
         """Raise EngineRefused for a request that was quarantined after it was admitted."""

@@ -105,6 +105,11 @@ class Quarantine:
         key, *_ = await self._names.known(tenant_id, digests, body)
         return self._deaths.suspicion(key)
 
+    async def is_innocent(self, tenant_id: str, digests: Sequence[str], body: NamedBody) -> bool:
+        """Return whether other tenants' requests or adapters in quarantine were the cause of a request's deaths."""
+        key, *_ = await self._names.known(tenant_id, digests, body)
+        return self._deaths.is_innocent(key)
+
     def died_lately(self, engine: EngineRecord) -> bool:
         """Return whether the engine died so recently that its next death would count as the same one."""
         return any(death.engine == engine.url for death in self._deaths.recent(ONE_DEATH_SECONDS))

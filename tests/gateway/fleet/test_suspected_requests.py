@@ -53,9 +53,13 @@ async def test_a_death_by_a_request_in_quarantine_makes_no_other_suspected():
         quarantine.died(record, "a", (), NamedBody(BODY))
         quarantine.died(record, "b", (), NamedBody(BODY))
     assert (await apart(quarantine), await apart(quarantine, tenant="b")) == ({"b"}, {"a"})
+    assert not await quarantine.is_innocent("b", (), NamedBody(BODY))
     die(quarantine, clock, engine("http://two:1", a=1))
     assert is_quarantined(quarantine)
     assert await apart(quarantine, tenant="b") == set()
+    assert await quarantine.is_innocent("b", (), NamedBody(BODY))
+    assert not await quarantine.is_innocent("a", (), NamedBody(BODY))
+    assert not await quarantine.is_innocent("c", (), NamedBody(BODY))
     assert not is_quarantined(quarantine, tenant="b")
 
 
