@@ -43,7 +43,7 @@ class Target:
 
     control: the URL at which engine doubles report their observations. max_upload_seconds: time limit of a refusal.
     mutations: uploads that `mutated-uploads` sends in a round. gives_way: whether the attacker's process gives way to
-    all others.
+    all others. core: the core for the attackers alone; None if they use all.
     """
 
     url: str
@@ -55,6 +55,7 @@ class Target:
     control: str = ""
     mutations: int = 200
     gives_way: bool = True
+    core: int | None = None
 
 
 @dataclass(frozen=True)
@@ -320,6 +321,8 @@ def main() -> None:
     target = Target(**json.loads(sys.stdin.readline()))
     if target.gives_way:
         give_way()
+    if target.core is not None:
+        os.sched_setaffinity(0, {target.core})
     prepare = ATTACKS[name].prepare
     if prepare is not None:
         prepare()

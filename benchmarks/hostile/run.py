@@ -139,17 +139,26 @@ async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
         await process.wait()
 
 
-async def run_attack(
-    attack: Attack, place: Place, seconds: float, pairs: int, limits: Limits, mutations: int = 200
-) -> Result:
-    """Attack `pairs` times for `seconds` each, every time right before a quiet round, of the same length if latencies
-    are judged.
+@dataclass(frozen=True)
+class Rounds:
+    """Rounds of an attack. pairs: their number, each with a quiet round. mutations: uploads that `mutated-uploads` sends
+    in a round. core: the core for the attackers alone; None if they use all.
+    """
+
+    seconds: float
+    pairs: int
+    mutations: int = 200
+    core: int | None = None
+
+
+async def run_attack(attack: Attack, place: Place, rounds: Rounds, limits: Limits) -> Result:
+    """Attack in rounds, each right before a quiet one, of the same length if latencies are judged.
 
     In the quiet round a process of the attacker's priority takes as much CPU time as the attacker took, at the same
     moments of the round. A real attacker has its own machine; here its client takes CPU time from the service, often in
     bursts, which is no effect of its requests.
     """
-    number, seconds, started = next(NUMBERS), max(seconds, attack.least_seconds), time.monotonic()
+    number, seconds, started = next(NUMBERS), max(rounds.seconds, attack.least_seconds), time.monotonic()
     neighbour_key = place.tenant(f"neighbour-{number}", **NEIGHBOUR_LIMITS)
     watch = Watch(place)
     async with contextlib.AsyncExitStack() as exits:
@@ -160,9 +169,10 @@ async def run_attack(
             target = Target(
                 *(place.url, key, neighbour_key, place.base_model, limits.refusal),
                 control=place.control,
-                mutations=mutations,
+                mutations=rounds.mutations,
                 # A busy machine must leave the attacker some time; only judged latencies need it at low priority.
                 gives_way=limits.latency is not None,
+                core=rounds.core,
             )
             return await exits.enter_async_context(child(of, target))
 
@@ -177,7 +187,7 @@ async def run_attack(
         calm_rounds: list[Measurements] = []
         measured, seen, attacked = Measurements(), Seen(), Round()
         quiet_seen, quiet, left = Seen(), Round(), []
-        for _ in range(pairs):
+        for _ in range(rounds.pairs):
             remains = await watch.settled()
             after, one, outcome = await measure(neighbour, watch, hostile, Order(seconds))
             measured.add(after)
