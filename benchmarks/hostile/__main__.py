@@ -118,9 +118,8 @@ def _answers(place: Place) -> bool:
 async def measured(attack: Attack, site: Site, flags: argparse.Namespace, limits: Limits) -> Result:
     """Run an attack. One that cannot be measured is missed, and the others follow."""
     try:
-        return await run_attack(
-            attack, site.ready(), flags.seconds, flags.pairs, limits, flags.mutations, flags.attacker_core
-        )
+        rounds = Rounds(flags.seconds, flags.pairs, flags.mutations, flags.attacker_core)
+        return await run_attack(attack, site.ready(), rounds, limits)
     except Exception as error:  # noqa: BLE001 - a part that the attack broke may raise anything
         traceback.print_exc()
         words = " ".join(str(error).split())[-200:]  # the reason is at the end of a stack's output
@@ -161,9 +160,7 @@ def main() -> int:
     parser.add_argument("--postgres", action="store_true", help="PostgreSQL instead of SQLite")
     parser.add_argument("--device", default="auto", help="the engine's device, such as simulated:8,0.02")
     parser.add_argument("--engine-core", action="store_true", help="the engine has one core, and all else the others")
-    parser.add_argument(
-        "--attacker-core", action="store_true", help="the attackers have one core, and all else the others"
-    )
+    parser.add_argument("--attacker-core", action="store_true", help="the attackers have one core, all else the others")
     parser.add_argument("--json", type=Path, help="write the results there, after each attack")
     flags = parser.parse_args()
     flags.engine_core = leave_core("--engine-core") if flags.engine_core else None

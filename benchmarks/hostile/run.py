@@ -141,8 +141,8 @@ async def child(attack: Attack, target: Target) -> AsyncIterator[Child]:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of an attack. pairs: their number, each with a quiet round. mutations: uploads that `mutated-uploads` sends
-    in a round. core: the core for the attackers alone; None if they use all.
+    """Rounds of an attack. pairs: their number, each with a quiet round. mutations: uploads in a round of
+    `mutated-uploads`. core: the core for the attackers alone; None if they use all.
     """
 
     seconds: float

@@ -40,7 +40,7 @@ async def attacked(name: str, place: Place, statuses: set[str]) -> set[str]:
     deadline = time.monotonic() + REPEATS_SECONDS
     while not statuses <= seen:
         assert time.monotonic() < deadline, f"{name}: expected the statuses {statuses}, saw {seen}"
-        result = await run_attack(ATTACKS[name], place, SECONDS, 1, LIMITS)
+        result = await run_attack(ATTACKS[name], place, Rounds(SECONDS, 1), LIMITS)
         assert not result.missed, result
         assert result.samples
         [written] = json.loads(as_json([result]))
