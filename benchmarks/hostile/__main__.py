@@ -44,7 +44,7 @@ from benchmarks.hostile.attack import Attack
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import STACKS, Place, before_doubles, up
 from benchmarks.hostile.report import CONTROLS, Report, show
-from benchmarks.hostile.run import Limits, Result, run_attack
+from benchmarks.hostile.run import Limits, Result, Rounds, run_attack
 from testing.stack import http
 
 # Number of attacks between two runs of the control `nothing`.

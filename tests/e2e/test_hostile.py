@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.hostile.catalogue import ATTACKS, SHOWN
 from benchmarks.hostile.place import Place, before_doubles, of_stack
-from benchmarks.hostile.run import Limits, as_json, run_attack
+from benchmarks.hostile.run import Limits, Rounds, as_json, run_attack
 from testing.stack import Stack
 
 SECONDS = 2.0
