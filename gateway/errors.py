@@ -296,7 +296,7 @@ class Unavailable(GatewayError):
 
 class EngineShareUsed(Unavailable):
     """The tenant has used up its own share of the engine: its places, or its CPU time for new structured output forms.
-    For forms, `param` names the form's field.
+    `param` names the field of a form.
     """
 
     status, kind, code = 429, "concurrency", "engine_share_used"
@@ -356,7 +356,9 @@ class EngineDied(NoEngine):
 
 
 def error_body(message: str, kind: str, param: str | None, code: str | None) -> bytes:
-    """Return OpenAI's error object as JSON. As the message may quote a client, cut it and escape lone surrogates."""
+    """Return OpenAI's error object as JSON. The message may quote a client, so it is cut and its lone surrogates are
+    escaped.
+    """
     message, param = _fit(message, MAX_MESSAGE_CHARS), None if param is None else _fit(param, MAX_PARAM_CHARS)
     return msgspec.json.encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 

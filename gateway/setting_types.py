@@ -254,7 +254,7 @@ def _kind(hint: Any) -> Any:
 
 
 def expectation(hint: Any) -> Meta:
-    """Return the metadata of a field. For a field without metadata, make it from the field's choices or type."""
+    """Return the metadata of a field. If it has none, make it from the field's choices or type."""
     if get_origin(hint) in (UnionType, Union):
         return expectation(get_args(hint)[0])
     if get_origin(hint) is Annotated:

@@ -67,7 +67,7 @@ class ThresholdCrossing(NamedTuple):
 
 
 class _Look(NamedTuple):
-    """A look at budgets. mark: of `Changes`, before the look. at: time (monotonic) of the last look at all tenants."""
+    """A look at budgets. mark: `Changes.mark` before the look. at: time (monotonic) of the last look at all tenants."""
 
     day: str
     mark: int

@@ -1,7 +1,7 @@
 """Detection of events: thresholds of budgets, expiring keys, engines, bursts of wrong keys.
 
-One gateway process at a time checks the state that all processes share. Each process records by itself the events that
-only it can see. The column `once` of the table makes each event one row in any case.
+A single gateway process at a time checks the state that all processes share. Each process records by itself the events
+that only it can see. The column `once` of the table makes each event one row in any case.
 """
 
 import asyncio

@@ -149,7 +149,7 @@ def _shown_model(model: str) -> str | None:
 
 
 async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
-    """Set x-request-id on every response, streams and errors too. For `app.on_response_prepare`."""
+    """Set x-request-id on every response, streams and errors too. Register it in `app.on_response_prepare`."""
     response.headers["x-request-id"] = request[REQUEST_ID]
 
 

@@ -51,8 +51,8 @@ class Live(Struct, frozen=True, kw_only=True):
 
 
 class Readiness(Struct, frozen=True, kw_only=True):
-    """State of the gateway. parts: "ok", "ok: ..." or the fault. since: of faulty parts. engine_problems: of engines
-    without requests.
+    """State of the gateway. parts: "ok", "ok: ..." or the fault. since: begin of each fault, by part. engine_problems:
+    problems of engines without requests.
     """
 
     status: Literal["ready", "degraded", "not ready"]

@@ -70,7 +70,7 @@ class KeyInfo(Struct, frozen=True, kw_only=True):
 
 
 class OwnKey:
-    """Route for the key of the request. currency: of budgets."""
+    """Route for the key of the request. currency: the budgets' currency."""
 
     def __init__(self, *, quota: Quota, currency: str) -> None:
         self._quota = quota

@@ -30,8 +30,8 @@ class Route:
     pages of the console. beyond: words about changes that need another role, for the error. is_open: whether it needs
     no secret at all.
     query: the allowed query parameters; None to skip the check. request, response: structs of the bodies; `Upload` for
-    a form; several for an answer that is one of them. statuses: of successful answers. files: media types of the files
-    that the answer may be instead. streams: whether it accepts "stream": true.
+    a form; several for an answer that is one of them. statuses: the HTTP statuses of successful answers. files: media
+    types of the files that the answer may be instead. streams: whether it accepts "stream": true.
     """
 
     method: str

@@ -129,8 +129,8 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     asked_prompt: the prompt's tokens as admitted. received: the counts of the answer as far as it was received, with
     the whole prompt once it was sent to an engine, and with the estimate of `estimates.py` if there is one. final: the
     count of the engine that was asked afterwards, None if none was asked or it has no count of the request; if no
-    engine served the request, the count of an engine that died with it. Of two counts in the table the first known one
-    applies.
+    engine served the request, the count of an engine that died with it. If the table has two counts, the first known
+    one applies.
 
     | ending     | when                                               | request | token rates     | usage row | money  |
     |------------|----------------------------------------------------|---------|-----------------|-----------|--------|
@@ -152,8 +152,9 @@ def charge(ending: Ending, asked_prompt: int, received: Used, final: Used | None
     before an answer and another engine serves it, only the other engine's count applies. If none serves it (REFUSED,
     OVERLOADED, UNABLE, UNSERVED) and the dead engine has counts of it, request and rates count as for BROKEN. So each
     request that an engine has recorded has a usage row, possibly without tokens. A REFUSED request costs the token
-    rates at least its prompt. For NOT_BEGUN the last engine is asked first. A request whose adapter's files no engine
-    can read is OVERLOADED. Requests that the gateway itself refuses are refused before admission and cost nothing.
+    rates at least its prompt. The last engine is first asked for its count of a NOT_BEGUN request. A request whose
+    adapter's files no engine can read is OVERLOADED. Requests that the gateway itself refuses are refused before
+    admission and cost nothing.
     """
     was_lost = ending in UNANSWERED and final is not None
     if ending is Ending.FINISHED or ending in CUT:
@@ -205,7 +206,7 @@ def weights_of(request: SamplingRequest) -> Weights:
 def check_answer_size(request: SamplingRequest, prompt: int, completion: int, limit: int) -> None:
     """Raise BadRequest for a request whose answer could exceed `limit` bytes; the error names the field.
 
-    For a stream only the prompt's part counts, because it is a single event. prompt: tokens of all prompts. completion:
+    Only the prompt's part of a stream counts, because it is a single event. prompt: tokens of all prompts. completion:
     the maximum tokens of all choices.
     """
     n, of_prompt, of_completion = request.n or 1, request.num_prompt_logprobs, request.num_logprobs

@@ -7,7 +7,7 @@ REGISTER_SECONDS of a registration, so a lease or an event that the sweep did no
 and an entry that was registered again is not removed. The keys are on different shards of a cluster; no step needs two
 of them at once.
 
-Every function raises what its client raises; the callers set the deadlines.
+Every function raises RedisError and OSError; the callers set the deadlines.
 """
 
 import time

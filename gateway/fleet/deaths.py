@@ -1,7 +1,7 @@
 """Deaths of engines that had requests, and what they show: which suspect is the cause, and which may be.
 
-A suspect is a cause only if no other tenant had requests on the engine at each of its deaths. Until each process has
-reported its tenants, unknown ones may have had some.
+A suspect is a cause only if no other tenant had requests on the engine at each of its deaths. Unreported tenants count
+as present until every process has reported.
 """
 
 import math

@@ -106,7 +106,8 @@ class _Tries:
 class Fleet:
     """Dispatcher to all engines.
 
-    first_byte_seconds: time limit for the first byte, over all engines that are tried. isolation: of the same registry.
+    first_byte_seconds: time limit for the first byte, over all engines that are tried. isolation: the isolation of the
+    same registry.
     """
 
     def __init__(

@@ -391,7 +391,7 @@ class EngineRecord:
                 level = LEVELS.get(health, logging.WARNING)
                 log.log(level, "engine %s is %s: %s", self.url, health, reason)
         if health in (Health.DRAINING, Health.ASLEEP):
-            # Its end is intended, so it is no death. Until then its left requests may be the cause of broken ones.
+            # Its end is intended, so it is no death. Its left requests may be the cause of broken ones until then.
             self.is_ending = True
         if health is Health.UP:
             self.is_ending = False

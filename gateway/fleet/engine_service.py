@@ -1,8 +1,9 @@
 """Service of this process's requests by engine, reported to the other engines.
 
 An engine counts only the service that it gives. With the service at the other engines added, its scheduler orders
-tenants by their service in the whole fleet, so that a tenant that is spread over all engines has one share. One gateway
-process measures the service of a request, and every process reports to every engine, so the sum needs no shared store.
+tenants by their service in the whole fleet, so that a tenant that is spread over all engines has one share. A single
+gateway process measures the service of a request, and every process reports to every engine, so the sum needs no shared
+store.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 If several tenants had requests on the engines that died, the quarantine cannot tell which one is the cause. On an
 engine without other tenants' requests, a further death shows the cause, and takes no other tenant's request along.
-Other requests go to other engines while one can serve them, and those already there run to their ends. One engine of a
-deployment is kept at a time (`kept_engine.py`); tenants take turns.
+Other requests go to other engines while one can serve them, and those already there run to their ends. A single engine
+of a deployment is kept at a time (`kept_engine.py`); tenants take turns.
 """
 
 import asyncio

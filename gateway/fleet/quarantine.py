@@ -254,7 +254,7 @@ class Quarantine:
     def _answer(self, death: Death) -> None:
         """Report this process's requests on an engine for another's report, even if there are none.
 
-        One of them may be the cause. A death that has their tenants already was reported with them.
+        A request among them may be the cause. A death that has their tenants already was reported with them.
         """
         tenants, names = self._left_on(death.engine)
         if names or not tenants <= death.reported or self._process not in death.answered:

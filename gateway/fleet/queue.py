@@ -2,8 +2,8 @@
 
 Lower priority numbers go first, with ageing (`waiting.py`). Among equals, the tenant with the least service per weight
 goes first (`service_counters.py`), so engines that do not distinguish tenants are shared fairly too. Within a tenant,
-the request with the earliest deadline goes first (`wire/deadlines.py`). When the queue is full, the request that would
-be served last is refused, whether new or waiting.
+the request with the earliest deadline goes first (`wire/deadlines.py`). A full queue refuses the request that would be
+served last, whether new or waiting.
 
 A tenant below its share of the places does not wait: it is admitted beyond the engines' capacity, and until the excess
 is gone, free places go only to tenants below their share. Otherwise a tenant that arrives behind another's long answers

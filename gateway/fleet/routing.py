@@ -8,8 +8,8 @@ longer than that; then another engine loads a copy.
 In a fleet beyond `EXACT` engines, `candidates.py` compares some of them; `choose` here is its slow twin.
 
 The first engines in the order are the adapter's homes, one for each HOME_BATCHES batches of its requests. A further
-home loads a copy before the others have a queue, because many requests share the cost of its load. When there are fewer
-requests, the first engine in the order gets all of them again, and the unused copies are evicted.
+home loads a copy before the others have a queue, because many requests share the cost of its load. The first engine in
+the order gets all of them again when there are fewer requests, and the unused copies are evicted.
 `benchmarks/routing.py` compares this with other methods.
 """
 
@@ -69,7 +69,7 @@ class RoutedRequest(NamedTuple):
 
 
 class Homes(NamedTuple):
-    """Homes of an adapter. engines: those among the compared engines, in its order. number: of all of them."""
+    """Homes of an adapter. engines: those among the compared engines, in its order. number: the number of all homes."""
 
     engines: Sequence[EngineRecord] = ()
     number: int = 0

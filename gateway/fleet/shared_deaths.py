@@ -26,7 +26,7 @@ WAIT_SECONDS = 1.0
 # Most reports that the stream keeps, and most that one call reads.
 MAX_REPORTS = 1000
 PAGE = 100
-# A process that made no call for this time has ended. One that stands still may still have requests on engines.
+# A process that made no call for this time has ended. A suspended process may still have requests on engines.
 ALIVE_SECONDS = 60
 # KEYS: the stream, the processes. ARGV: the calling process, ALIVE_SECONDS. `now`: the server's clock in milliseconds,
 # which is the clock of the stream's ids.

@@ -154,8 +154,8 @@ class _Line(Generic[W]):
 class _Rank(Generic[W]):
     """Waiting lines of one priority, sorted by `key`.
 
-    number: of its waiting requests. since: begin of its wait without an admission, while requests wait. waited: seconds
-    of such a wait that ended without an admission.
+    number: number of its waiting requests. since: begin of its wait without an admission, while requests wait. waited:
+    seconds of such a wait that ended without an admission.
     """
 
     def __init__(self, priority: int) -> None:

@@ -17,7 +17,7 @@ Report = Callable[[str, int, int], None]
 
 
 class Disks:
-    """Watch of folders by name. For a folder that does not exist yet, its nearest existing parent counts."""
+    """Watch of folders by name. The nearest existing parent counts for a folder that does not exist yet."""
 
     def __init__(self, folders: Mapping[str, Path], report: Report, seconds: float = LOOK_SECONDS) -> None:
         self._folders = folders

@@ -4,8 +4,8 @@ An event loop reads up to 256 KiB at once, and aiohttp pauses a connection only 
 Without a bound, each connection with an unread body held the whole content of its socket's buffer: 64 MiB for 500
 connections.
 
-The end of a connection cancels its request, which takes 0.3 ms. When 500 clients leave at once, the event loop learns
-of all ends in one turn, so each turn passes on a few of them.
+The end of a connection cancels its request, which takes 0.3 ms. The event loop learns of the ends of 500 clients in one
+turn if they leave at once, so each turn passes on a few of them.
 """
 
 import asyncio

@@ -28,7 +28,8 @@ REMOVER = "loraplex:quota:remover"
 EVERY_SECONDS = 30.0
 # Age of a key's end: longer than any gateway trusts a cached key, and than a minute's rate takes to be paid off.
 ENDED_SECONDS = 120
-# Number of fields from which a tenant's state is read in each removal. Of the other tenants, IN_TURN are read in each.
+# Number of fields from which a tenant's state is read in each removal. Each removal also reads IN_TURN of the other
+# tenants.
 MANY_FIELDS = 1000
 IN_TURN = 100
 # Fields of one reply, approximately, and the pause after it.

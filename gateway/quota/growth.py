@@ -1,7 +1,7 @@
 """Holds that grow with an answer: it starts with the expected completion and requests growth before it runs out.
 
 An answer is ended when its limits have no more room. Our engines get the hold as an allowance and generate no token
-beyond it. Of other engines' streams, no token beyond it is delivered.
+beyond it. Other engines may generate more tokens, but those are not delivered.
 """
 
 import asyncio

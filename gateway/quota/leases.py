@@ -84,7 +84,8 @@ class Leases:
                 log.debug("redis is unreachable; the leases of running requests are not extended")
 
     async def extend_all(self) -> None:
-        """Extend the leases of all tenants, TENANTS_AT_ONCE in a round trip. One tenant's error does not affect others.
+        """Extend the leases of all tenants, TENANTS_AT_ONCE in a round trip. An error of one tenant does not affect
+        others.
 
         Raises Unavailable.
         """

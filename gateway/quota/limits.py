@@ -44,7 +44,7 @@ NO_LIMITS = Limits()
 def limits_of(principal: TenantPrincipal, model: Model | str) -> tuple[Limit, ...]:
     """Return the limits that apply to a request.
 
-    model: a plain name has the limits of this name only. For an adapter the limits of each of `Model.names` apply, so
+    model: a plain name has the limits of this name only. The limits of each of `Model.names` apply to an adapter, so
     that the same content under another name counts against the same limits; if none of them has limits, those of "*"
     apply. A mixture has the limits of all its parts.
     """

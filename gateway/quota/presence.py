@@ -25,11 +25,11 @@ class Presence:
         self.count = 1
 
     async def register(self) -> None:
-        """Register this gateway as alive and update the count. Raises what the Redis client raises."""
+        """Register this gateway as alive and update the count. Raises RedisError, OSError."""
         self.count = max(1, await self._update(1))
 
     async def unregister(self) -> None:
-        """Remove this gateway. Raises what the Redis client raises."""
+        """Remove this gateway. Raises RedisError, OSError."""
         await self._update(0)
 
     async def _update(self, here: int) -> Any:

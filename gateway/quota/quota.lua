@@ -289,7 +289,7 @@ local function spent_on(kind, state, day, more)
   return packed_days(last, days, state)
 end
 
--- Return the state of a recalled limit of which nothing is used. `since`: of its recall.
+-- Return the state of a recalled limit of which nothing is used. `since`: the time of its recall.
 local function unused(kind, since)
   local state = struct.pack('ddddd', BUDGET[kind] and period(kind)[1] or now, 0, since, 0, 0)
   return state .. string.rep(struct.pack('d', 0), ROLLING[kind] or 0)
@@ -995,7 +995,7 @@ local function grow(id, used, wanted)
   for i = 1, #record.limits, 2 do
     local field, kind = record.limits[i], kind_of(record.limits[i])
     if more > 0 and TOKEN_RATE[kind] and is_the_ledgers(record, kind, read(field)) then
-      -- The ledger counts the usage when the request has ended. Until then the used tokens stay held.
+      -- The ledger counts the usage when the request has ended. The used tokens stay held until then.
       wanted, more = wanted + more, 0
     end
   end

@@ -91,7 +91,7 @@ class Recall:
     async def _dropped(self, tenant_id: str, call: Sequence[Any]) -> list[Any]:
         """Repeat a call until the script has dropped another server's states of the tenant. Return its reply.
 
-        One request of this process at a time repeats its call. Raises Unavailable.
+        A single request of this process at a time repeats its call. Raises Unavailable.
         """
         lock = self._drops.setdefault(tenant_id, asyncio.Lock())
         try:

@@ -13,8 +13,8 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     """Amounts that are reserved for a request in its limits.
 
-    tokens: the prompt and the maximum completion of all choices. max_tokens: of a single choice; fewer than requested
-    if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
+    tokens: the prompt and the maximum completion of all choices. max_tokens: maximum tokens of a single choice; fewer
+    than requested if the tenant's answers are shortened. cost: the highest possible, in micro-units. headers: OpenAI's
     `x-ratelimit-*`, and `x-loraplex-max-tokens` if shortened. admitted_at: by Redis' clock, which defines the periods
     of limits; the ledger's row must have it (`created_at`). currency: currency of the cost, for people. hold: set if
     only a part is reserved in the token rates at first.

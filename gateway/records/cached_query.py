@@ -25,7 +25,7 @@ class CachedQuery(Generic[T]):
     async def get(self) -> T:
         """Return the answer. It is at most as old as the last reading of changes, and RELOAD_SECONDS in any case.
 
-        Raises what the query raises.
+        Raises the query's errors.
         """
         mark, now = self._changes.mark, time.monotonic()
         answer, known_mark, read_at = self._known or (None, -1, -math.inf)

@@ -309,8 +309,8 @@ def _make_sqlite(path: Path) -> None:
 
 
 def _prepare_postgresql(connection: Any, _record: object) -> None:
-    # PostgreSQL's JIT compiles statements that it expects to be slow. For the sums with their 65 columns, compilation
-    # takes longer than execution. A statement sets it, because PgBouncer refuses it as a connection parameter.
+    # PostgreSQL's JIT compiles statements that it expects to be slow. Compilation of the sums with their 65 columns
+    # takes longer than their execution. A statement sets it, because PgBouncer refuses it as a connection parameter.
     connection.run_async(lambda driver: driver.execute("SET jit = off"))
 
 

@@ -3,8 +3,8 @@
 1. A CHECK constraint says that all ids precede those of the next month. Random ids fit it, and so do ids with a time,
    which a plain table gets after a restore or a failover: from a journal, or from a gateway that knows the partitions.
 2. The constraint is validated: one read of the table, beside readers and writers.
-3. One short transaction renames the table, makes the partitioned one in its place and attaches the former as the first
-   partition; because of the constraint, PostgreSQL reads no row for that.
+3. A single short transaction renames the table, makes the partitioned one in its place and attaches the former as the
+   first partition; because of the constraint, PostgreSQL reads no row for that.
 
 Each step is a transaction, so a kill leaves a table that works, and waits for locks at most LOCK_MS at a time.
 """

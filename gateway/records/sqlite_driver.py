@@ -17,7 +17,7 @@ FIRST_ROWS = 500
 
 
 def connect_sqlite(database: str, *, pragmas: Sequence[str] = (), **options: Any) -> "SqliteConnection":
-    """Return a connection that is not open yet. options: of `sqlite3.connect`."""
+    """Return a connection that is not open yet. options: the keyword arguments of `sqlite3.connect`."""
 
     def connect() -> sqlite3.Connection:
         opened = sqlite3.connect(database, factory=_RollingBack, **options)

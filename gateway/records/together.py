@@ -21,7 +21,7 @@ async def together(*reads: Awaitable[Read]) -> Sequence[Read]: ...
 async def together(*reads: Awaitable[Any]) -> Sequence[Any]:
     """Run the reads at the same time and return their results. If one fails, cancel the others and raise its error.
 
-    When the call ends, no read runs or holds a connection.
+    No read runs or holds a connection after the end of the call.
     """
     tasks = [asyncio.ensure_future(read) for read in reads]
     try:

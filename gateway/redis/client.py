@@ -43,12 +43,12 @@ PROBE_SECONDS = 0.2
 def connect(url: str, timeout: float) -> Client:
     """Return a client that connects on first use. timeout: the deadline that each caller sets for its own calls.
 
-    `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster. For `redis+sentinel` see
-    `sentinel.py`. Raises ValueError for a URL that cannot be parsed.
+    `redis+cluster://host:port` (and `rediss+cluster`) names any node of a cluster. `sentinel.py` describes
+    `redis+sentinel`. Raises ValueError for a URL that cannot be parsed.
     """
     # redis-py's own time limits mistake a stall of the event loop for a server that does not answer, so they are set so
     # long that they only end calls without a waiting caller. socket_timeout is off: with it the client writes within
-    # asyncio.wait_for, which on Python 3.11 may lose a cancellation, so that the task does not end. One immediate retry
+    # asyncio.wait_for, which on Python 3.11 may lose a cancellation, so that the task does not end. An immediate retry
     # covers a pooled connection that a restarted server has closed; every call of the script may safely be sent twice.
     retry = Retry(NoBackoff(), 1, supported_errors=(RedisConnectionError,))
     scheme, _, rest = url.partition("://")

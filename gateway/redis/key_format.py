@@ -1,7 +1,7 @@
 """Version of the layout of keys in Redis, by which gateways of two releases know whether they can share them.
 
-A key whose content changes gets a new name, `loraplex:<version>:...`, and FORMAT becomes that version. For one release
-gateways write both layouts and leave OLDEST. The release after it raises OLDEST and drops the former layout. Keys of
+A key whose content changes gets a new name, `loraplex:<version>:...`, and FORMAT becomes that version. Gateways of one
+release write both layouts and leave OLDEST. The release after it raises OLDEST and drops the former layout. Keys of
 version 1 have no number in their names.
 """
 
@@ -22,7 +22,7 @@ return redis.call('HMGET', KEYS[1], 'newest', 'oldest')
 async def find_problem(redis: Any) -> str | None:
     """Store this program's layout unless a newer one is stored; return why the keys cannot be shared, None if they can.
 
-    Raises what the Redis client raises.
+    Raises RedisError, OSError.
     """
     newest, oldest = map(int, await redis.execute_command("EVAL", SCRIPT, 1, KEY, FORMAT, OLDEST))
     if oldest <= FORMAT:

@@ -126,9 +126,9 @@ class AdapterIntake:
         """Add the version that `receive` writes into a workplace, and return 201 or 202.
 
         receive: writes the archive or the files, and returns the names. The checks of different callers' owners take
-        turns. upload_id: of the upload in parts that is completed; else the adapter's name, base model and digest
-        identify the request for its Idempotency-Key. added: called at the end, even if the client has left. Raises
-        TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served, Unavailable,
+        turns. upload_id: the id of the upload in parts that is completed; else the adapter's name, base model and
+        digest identify the request for its Idempotency-Key. added: called at the end, even if the client has left.
+        Raises TooSlow, Forbidden for a limit, AdapterError for an adapter that cannot be served, Unavailable,
         TooManyRefusedUploads before anything is received.
         """
         self._checker.check_refused(caller.owner)

@@ -41,8 +41,8 @@ class _ShownProbe(Struct, frozen=True, kw_only=True):
 class RecordedProbe(_ShownProbe, frozen=True, kw_only=True):
     """The newest probe of a version. base: digest of the engine's weights; bound_to: that of the version's.
 
-    largest_difference: of one of the next token's logits from the base model's. divergence: of the next token's
-    distribution from the base model's, in nats. Both are null if a score is not finite.
+    largest_difference: the largest difference of a logit of the next token from the base model's. divergence: the
+    divergence of the next token's distribution from the base model's, in nats. Both are null if a score is not finite.
     """
 
     probed_at: datetime

@@ -35,7 +35,7 @@ class ShownUse(Struct, frozen=True, kw_only=True):
 
 
 class AdapterUseAnswer(Struct, frozen=True, kw_only=True):
-    """Use of an adapter in the last 24 h, the most requests first, and its changes. currency: of the costs.
+    """Use of an adapter in the last 24 h, the most requests first, and its changes. currency: the costs' currency.
 
     is_partial: whether users and versions leave out older requests, because there are too many.
     """
@@ -60,7 +60,7 @@ class Prefetched(Struct, frozen=True, kw_only=True):
 
 
 class AdapterUseRoutes:
-    """Routes of use. currency: of the costs. reads: turns of the queries, which the adapter's page takes too."""
+    """Routes of use. currency: the costs' currency. reads: turns of the queries, which the adapter's page takes too."""
 
     def __init__(
         self,

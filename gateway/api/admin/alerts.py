@@ -22,8 +22,8 @@ class ShownWebhook(Struct, frozen=True, kw_only=True):
     """A target of events.
 
     url: without its path. tenant: name of the tenant whose events it receives; null for those of all. types: null for
-    all. failures: since the last delivery. error: of the last attempt; null if it was delivered. secret: in the answer
-    that adds the webhook.
+    all. failures: failed attempts since the last delivery. error: the last attempt's error; null if it was delivered.
+    secret: only in the answer that adds the webhook.
     """
 
     object: Literal["webhook"] = "webhook"

@@ -82,8 +82,8 @@ class BoundVersion(Struct, frozen=True, kw_only=True):
 
 
 class ShownBase(Struct, frozen=True, kw_only=True):
-    """A base model. digest: of its weights; null: engines are identified by the base's name. is_former: whether these
-    weights were replaced. tokenizer: its folder on the gateways' machines.
+    """A base model. digest: the digest of its weights; null: engines are identified by the base's name. is_former:
+    whether these weights were replaced. tokenizer: its folder on the gateways' machines.
     """
 
     object: Literal["base"] = "base"

@@ -19,14 +19,18 @@ ShownPreemptions: Any = row_struct("ShownPreemptions", PreemptionRow)
 
 
 class JainIndex(Struct, frozen=True, kw_only=True):
-    """Jain's index of the tenants that wait: 1 is fair. now: of the last minute; hour: the mean of the last hour."""
+    """Jain's index of the tenants that wait: 1 is fair. now: the index of the last minute; hour: the mean of the last
+    hour.
+    """
 
     now: float | None
     hour: float | None
 
 
 class QueueWaits(Struct, frozen=True, kw_only=True):
-    """Waits in the queue of this process in seconds. p50, p95: of the requests admitted in the last hour."""
+    """Waits in the queue of this process in seconds. p50, p95: percentiles of the waits of requests admitted in the
+    last hour.
+    """
 
     waiting: int
     oldest: float

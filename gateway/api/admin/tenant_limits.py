@@ -27,7 +27,7 @@ class TenantLimitsLeft(Struct, frozen=True, kw_only=True):
 
 
 class TenantLimits:
-    """Route for the limits of a tenant. currency: of budgets."""
+    """Route for the limits of a tenant. currency: the budgets' currency."""
 
     def __init__(self, *, tenants: Tenants, quota: Quota, currency: str) -> None:
         self._tenants = tenants

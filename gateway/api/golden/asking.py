@@ -32,7 +32,7 @@ from wire.deadlines import MAX_PRIORITY
 from wire.headers import RECEIPT_HEADER
 from wire.model_names import version_name
 
-# Priority of free requests among the tenant's own requests. As a tenant's it is LAST_TENANT.
+# Priority of free requests among the tenant's own requests. Their priority among tenants is LAST_TENANT.
 LAST_OWN = MAX_PRIORITY
 MAX_ANSWER_BYTES = 2**18
 

@@ -73,8 +73,8 @@ ShownDifference: Any = defstruct(
 
 
 class ShownCheck(Struct, frozen=True, kw_only=True):
-    """A check under an engine's software. agreement: share of the prompts whose answer is the golden one. url: of the
-    engine, for an operator.
+    """A check under an engine's software. agreement: share of the prompts whose answer is the golden one. url: the
+    engine's URL, for an operator.
     """
 
     engine: ShownSoftware

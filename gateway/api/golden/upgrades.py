@@ -1,9 +1,9 @@
 """Background checks of golden answers, after an engine's release or base model has changed.
 
-One gateway at a time searches for a version without a check and asks its prompts, one after another, while no request
-waits for the engine's base model and the engine uses less than half of its places. Then all gateways rest for three
-times as long, so checks use at most a quarter of one place of one engine. The version's tenant rests longer, so tenants
-with slow checks do not delay the others' checks.
+A single gateway at a time searches for a version without a check and asks its prompts, one after another, while no
+request waits for the engine's base model and the engine uses less than half of its places. Then all gateways rest for
+three times as long, so checks use at most a quarter of one place of one engine. The version's tenant rests longer, so
+tenants with slow checks do not delay the others' checks.
 """
 
 import asyncio

@@ -227,8 +227,8 @@ class Completions:
     async def _grow(self, account: Account, answering: Answering) -> bool:
         """Return whether the stream goes on: its token rates have room for the tokens that the engine has sent.
 
-        Without room, a tenant whose answers are shortened gets its stream and account closed. For other tenants this
-        raises RateLimited.
+        Without room, the stream and the account of a tenant whose answers are shortened are closed. Raises RateLimited
+        for other tenants.
         """
         assert account.hold is not None
         try:

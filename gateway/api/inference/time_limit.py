@@ -41,7 +41,7 @@ async def while_allowed(
 
 @dataclass(frozen=True, slots=True)
 class TimeLimit:
-    """Limit of inference requests. seconds: from a request's arrival."""
+    """Limit of inference requests. seconds: the limit, counted from a request's arrival."""
 
     auth: Authenticator
     seconds: float

@@ -74,7 +74,7 @@ class ActivityAnswer(Struct, frozen=True, kw_only=True):
 
 
 class ActivityRoutes:
-    """Route of the activity of a period, for charts. currency: of the costs."""
+    """Route of the activity of a period, for charts. currency: the costs' currency."""
 
     def __init__(self, *, activity: Activity, currency: str) -> None:
         self._activity = activity

@@ -33,7 +33,7 @@ OwnRequestStory: Any = priced_struct(
 
 
 class RequestPage(msgspec.Struct, frozen=True, kw_only=True):
-    """Page of requests. currency: of the costs. next: `after` of the next page; null on the last one."""
+    """Page of requests. currency: the costs' currency. next: `after` of the next page; null on the last one."""
 
     object: Literal["list"] = "list"
     currency: str
@@ -51,7 +51,7 @@ class OwnRequestPage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestLogRoutes:
-    """Routes of the request log, for operators and for a tenant's own requests. currency: of the costs."""
+    """Routes of the request log, for operators and for a tenant's own requests. currency: the costs' currency."""
 
     def __init__(self, *, log: RequestLog, currency: str) -> None:
         self._log = log

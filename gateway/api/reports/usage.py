@@ -29,7 +29,7 @@ UsageTotal: Any = defstruct(
 
 
 class UsageAnswer(Struct, frozen=True, kw_only=True):
-    """Page of a report. currency: of the costs. next: `after` of the next page; null on the last one."""
+    """Page of a report. currency: the costs' currency. next: `after` of the next page; null on the last one."""
 
     object: Literal["usage"] = "usage"
     currency: str

@@ -107,7 +107,7 @@ _ONLY_BY = {"version": ("version",), "key_id": ("key",), "key": ("key",), "model
 class UsageExport:
     """Routes `/admin/api/usage/export` (sums) and `/admin/api/usage/rows`; the page of usage has the former's file too.
 
-    currency: of the costs.
+    currency: the costs' currency.
     """
 
     def __init__(self, report: UsageReport, currency: str) -> None:
@@ -159,7 +159,9 @@ def fields_of(group_by: Sequence[str]) -> list[Field]:
 async def send_rows(
     request: web.Request, name: str, fields: Sequence[Field], parts: Parts, currency: str
 ) -> web.StreamResponse:
-    """Stream rows as a file, whose name ends with one of FORMATS. Raises what `parts` raises before its first part."""
+    """Stream rows as a file, whose name ends with one of FORMATS. Raises an error that `parts` raises before its first
+    part.
+    """
     form = name.rpartition(".")[2]
     # The first part is read before the answer begins, so that an error still sets the HTTP status.
     first: list[dict[str, Any]] = await anext(parts, [])

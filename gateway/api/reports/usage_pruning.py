@@ -38,7 +38,7 @@ class Pruned(Struct, frozen=True, kw_only=True):
 
 
 class UsagePruning:
-    """Route of the removal. currency: of the costs."""
+    """Route of the removal. currency: the costs' currency."""
 
     def __init__(self, *, retention: Retention, rebuild: ActivityRebuild, audit: Audit, currency: str) -> None:
         self._retention = retention

@@ -31,7 +31,7 @@ SMALL_AT_ONCE = 256
 OPERATOR = ""
 # Memory of decoded JSON, measured on 64-bit CPython: for each value in a list, and for each list or object.
 VALUE_BYTES, CONTAINER_BYTES = 40, 300
-# Threads that parse, tokenize and decompress. One tenant's work leaves one of them free for other tenants.
+# Threads that parse, tokenize and decompress. A single tenant's work leaves one of them free for other tenants.
 NUM_THREADS = 2
 # CPU time that a tenant's refused requests may have used recently, and its half-life, in seconds: an attacker gets 14 %
 # of a core. Admitted requests are not counted, because the quota limits their rate.
@@ -211,8 +211,8 @@ class BodyMemory:
     def share(self, owner: str) -> Iterator[BodyShare]:
         """Hold a request's share for the block. Raises TooMuchRefused.
 
-        A block that raises before `admitted` counts as a refused request, unless it raises Unavailable. One that finds
-        no engine counts as `unserved`.
+        A block that raises before `admitted` counts as a refused request, unless it raises Unavailable. A block that
+        finds no engine counts as `unserved`.
         """
         self.refused_work.check(owner)
         share = BodyShare(self, owner)

@@ -143,7 +143,7 @@ class PromptReader:
     ) -> InferenceRequest:
         """Return a parsed body with its token counts, which are checked against the base model's context.
 
-        count: from `counter`.
+        count: the function that `counter` returned.
         """
         work = partial(self._measure, request, raw, base.context_length, count)
         return share.run_here(work) if is_quick(raw) else await share.run(work)

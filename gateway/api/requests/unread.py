@@ -34,7 +34,7 @@ class UnreadBodies:
     async def close(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Close the connection of a request that is answered before its whole body was received.
 
-        For `app.on_response_prepare`. Further bytes are dropped unparsed while the client reads the answer.
+        Register it in `app.on_response_prepare`. Further bytes are dropped unparsed while the client reads the answer.
         """
         if request.content.is_eof():
             return

@@ -63,13 +63,17 @@ class ForeignKind(EngineKind):
         return response
 
     async def prepare_adapter(self, engine: EngineRecord, digest: str, call: Call) -> None:
-        """Prepare the server for a request's adapter. Raises what `send` raises."""
+        """Prepare the server for a request's adapter. Raises the protocol's BadRequest for an activated LoRA,
+        UpstreamFailed, ClientError, OSError, TimeoutError.
+        """
         await self.adapters.ensure(engine, digest, call.on_sent, call.tenant.id)
 
     async def deliver(
         self, engine: EngineRecord, call: Call, body: dict[str, Any], headers: dict[str, str]
     ) -> ClientResponse:
-        """Send the server's body, and return its answer, unread. Raises what `send` raises."""
+        """Send the server's body, and return its answer, unread. Raises UpstreamFailed, ClientError, OSError,
+        TimeoutError.
+        """
         return await self.post(engine, call, body, headers)
 
 

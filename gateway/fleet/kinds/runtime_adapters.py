@@ -200,7 +200,9 @@ class Load:
         self._is_sent = False
 
     async def wait(self, on_sent: Callable[[], None]) -> None:
-        """Wait until the adapter is loaded. Raises what the load raises."""
+        """Wait until the adapter is loaded. Raises the protocol's BadRequest, UpstreamFailed, ClientError, OSError,
+        TimeoutError.
+        """
         assert self.task is not None
         if self._is_sent:
             on_sent()

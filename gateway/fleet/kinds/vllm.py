@@ -102,7 +102,7 @@ class Vllm(ForeignKind):
         return reported_state(state)
 
     async def read_server(self, engine: EngineRecord, url: str | None = None) -> "Server":
-        """Return the state of one server. Raises what `read_state` raises."""
+        """Return the state of one server. Raises Misconfigured, ClientError, OSError, TimeoutError."""
         accepts_all = engine.address.any_version
         version = None if accepts_all else check_version(await self.get(engine, "/version", url))
         metrics = await self.get(engine, "/metrics", url)

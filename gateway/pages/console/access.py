@@ -26,7 +26,7 @@ Needed = Literal["inference", "adapters", "usage", "keys", "any"]
 
 @dataclass(frozen=True, slots=True)
 class Console:
-    """Objects that all pages of the console share. currency: of costs and budgets. bases: the base models."""
+    """Objects that all pages of the console share. currency: that of costs and budgets. bases: the base models."""
 
     frame: Frame
     records: Records

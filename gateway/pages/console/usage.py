@@ -62,7 +62,7 @@ GROUP_COLUMNS = {
 
 
 class ConsoleUsage(ConsolePages):
-    """Page of usage and cost. Of end users, whose number has no bound, it reads those that it shows."""
+    """Page of usage and cost. It reads only the end users that it shows, because their number has no bound."""
 
     def __init__(self, console: Console, ranking: UsageRanking) -> None:
         super().__init__(console)

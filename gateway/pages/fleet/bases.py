@@ -207,7 +207,7 @@ class BasePages:
         status: int = 400,
         shown: str = "",
     ) -> web.Response:
-        """Return the form. status: of an answer with errors. shown: the hidden field of an edit."""
+        """Return the form. status: the HTTP status of an answer with errors. shown: the hidden field of an edit."""
         return self._frame.render(
             request,
             "base_form.html",

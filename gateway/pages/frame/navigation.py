@@ -59,7 +59,7 @@ ENTRIES = (
 def groups_for(role: str, scopes: frozenset[str], request: web.Request) -> list[tuple[str, list[tuple[Entry, bool]]]]:
     """Return (group, [(entry, whether it is the present page)]) of the role's entries that this gateway serves.
 
-    scopes: of a tenant's session.
+    scopes: the scopes of a tenant's session.
     """
     served = {resource.canonical for resource in request.app.router.resources()}
     path = LISTED.sub(lambda found: f"{found[1] or '/admin'}/{found[2]}s", request.path)

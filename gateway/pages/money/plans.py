@@ -50,7 +50,7 @@ PricedFields = tuple[str, list[tuple[str, str, str]]]
 
 
 class PlanPages:
-    """Pages of plans. currency: of budgets and prices."""
+    """Pages of plans. currency: the currency of budgets and prices."""
 
     def __init__(self, frame: Frame, records: Records, currency: str) -> None:
         self._frame = frame

@@ -71,7 +71,7 @@ _Choice = TypeVar("_Choice", bound=str)
 
 
 class UsagePages:
-    """Page of usage, and its export. currency: of costs."""
+    """Page of usage, and its export. currency: the costs' currency."""
 
     def __init__(self, frame: Frame, ranking: UsageRanking, export: UsageExport, currency: str) -> None:
         self._frame = frame

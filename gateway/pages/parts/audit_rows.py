@@ -113,7 +113,7 @@ async def audit_csv(
 ) -> web.StreamResponse:
     """Stream the entries as CSV, MAX_CSV at most.
 
-    read: returns entries, for `limit` and `after` as `Audit.list`. Raises what it raises before the answer begins.
+    read: returns entries, for `limit` and `after` as `Audit.list`. Raises an error that its first call raises.
     """
     first = await read(limit=CSV_AT_ONCE)
     parts = csv_parts([column.key for column in columns], _csv_pages(read, first, columns))

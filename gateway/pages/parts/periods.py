@@ -54,7 +54,7 @@ class PagePeriod(NamedTuple):
 
     @property
     def before_until(self) -> datetime:
-        """Return the end of the period before. For the present month it is cut so that both are equally long."""
+        """Return the end of the period before. It is cut for the present month, so that both are equally long."""
         return min(self.since, self.before + (self.until - self.since)) if self.name == MONTH else self.since
 
     @property

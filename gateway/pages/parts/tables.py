@@ -41,9 +41,9 @@ class Table:
     """Rows of one page of a table, as `templates/parts/table.html` shows them.
 
     sort: the column's key. total: number of all rows; None if unknown. has_more: whether rows follow although
-    their number is unknown. page: from 1. next_link, previous_link: URLs for
-    tables whose pages are found by a cursor; previous_title: the text of the link back. formats: of exports beside CSV.
-    is_second: whether it is below another table. It then has one page only, and its own parameters (`order`, `part`).
+    their number is unknown. page: number of the page, from 1. next_link, previous_link: URLs for tables whose pages are
+    found by a cursor; previous_title: the text of the link back. formats: the formats of exports beside CSV. is_second:
+    whether it is below another table. It then has one page only, and its own parameters (`order`, `part`).
     """
 
     name: str
@@ -129,7 +129,7 @@ async def read_page(table: Table, read: ReadRows) -> Table:
 
 
 async def send_csv(request: web.Request, name: str, columns: Sequence[Column], read: ReadRows) -> web.StreamResponse:
-    """Stream all rows as a CSV file, MAX_CSV at most. Raises what `read` raises before the answer begins."""
+    """Stream all rows as a CSV file, MAX_CSV at most. Raises an error of the first `read`."""
     first, _ = await read(limit=CSV_AT_ONCE, offset=0)
     parts = csv_parts([column.key for column in columns], _csv_pages(first, columns, read))
     return await send_file(request, f"{name}.csv", "text/csv", parts)

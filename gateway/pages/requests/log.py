@@ -58,7 +58,7 @@ AROUND = timedelta(minutes=1)
 class RequestPages:
     """Pages of the request log. The console's pages (console/requests.py) replace the hooks.
 
-    currency: of costs. trace_url: template of a trace's URL, None for no links to traces.
+    currency: the costs' currency. trace_url: template of a trace's URL, None for no links to traces.
     """
 
     columns: Sequence[Column] = COLUMNS

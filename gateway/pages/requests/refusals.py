@@ -45,7 +45,7 @@ RESERVED_COLUMNS = (
 
 
 class RefusalPages:
-    """Page of refusals. currency: of budgets."""
+    """Page of refusals. currency: the budgets' currency."""
 
     def __init__(self, frame: Frame, report: RefusalReport, currency: str) -> None:
         self._frame = frame

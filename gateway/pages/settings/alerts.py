@@ -90,7 +90,7 @@ THRESHOLD_COLUMNS = (
 
 
 class AlertPages:
-    """Pages of alerts. currency: of budgets."""
+    """Pages of alerts. currency: the budgets' currency."""
 
     def __init__(
         self,

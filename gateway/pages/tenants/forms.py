@@ -29,7 +29,7 @@ LABELS = {"plan": "Plan", "tags": "Tags"} | {name: name.replace("_", " ").capita
 
 
 class TenantForms:
-    """Pages of the tenants' forms. currency: of budgets."""
+    """Pages of the tenants' forms. currency: the budgets' currency."""
 
     def __init__(self, frame: Frame, records: Records, currency: str) -> None:
         self._frame = frame
@@ -125,7 +125,7 @@ class TenantForms:
         names: Sequence[str],
         status: int = 400,
     ) -> web.StreamResponse:
-        """Return the form with values by field. status: of an answer with errors."""
+        """Return the form with values by field. status: the HTTP status of an answer with errors."""
         plans = await self._records.plans.terms()
         of_plan = plans.get((tenant.plan if tenant else None) or "", NO_TERMS)
         groups = term_groups(NO_TERMS, resolve(of_plan, NO_TERMS), values, self._currency)

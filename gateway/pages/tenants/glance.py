@@ -23,7 +23,7 @@ ROWS = 5
 
 @dataclass(frozen=True, slots=True)
 class Glance:
-    """Reader of the tab. currency: of costs."""
+    """Reader of the tab. currency: the costs' currency."""
 
     fairness: Fairness
     activity: Activity

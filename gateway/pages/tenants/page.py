@@ -57,7 +57,7 @@ LIMIT_CSV_COLUMNS = (
 
 
 class TenantPage:
-    """Page of one tenant. currency: of its budgets."""
+    """Page of one tenant. currency: the currency of its budgets."""
 
     def __init__(self, frame: Frame, records: Records, quota: Quota, currency: str, glance: Glance) -> None:
         self._frame = frame

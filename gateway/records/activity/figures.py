@@ -93,8 +93,8 @@ class ActivityReport(msgspec.Struct, frozen=True, kw_only=True):
     """Activity of `[since, until)`, which is rounded to whole minutes, or hours where minutes are not kept.
 
     step: seconds between `starts`. total, before: the sums of all groups in this period and in the one before it, which
-    begins at `before_since`. curve, times: of all groups. groups: the first in the order, by their sums; others: the
-    curve of all the rest, None if there is none. num_groups: number of all groups; None if not all
+    begins at `before_since`. curve, times: activity and times of all groups. groups: the first in the order, by their
+    sums; others: the curve of all the rest, None if there is none. num_groups: number of all groups; None if not all
     were looked at. active_tenants: tenants with requests.
     """
 

@@ -15,7 +15,7 @@ SUMMED = (
     *("prompt_tokens", "cached_tokens", "completion_tokens", "cost"),
     *("queue_ms", "ttft_ms", "latency_ms"),
 )
-# Upper bounds of both histograms' buckets, in ms. One more bucket holds the values above the last bound.
+# Upper bounds of both histograms' buckets, in ms. A further bucket holds the values above the last bound.
 BOUNDS = (
     *(5, 10, 20, 35, 50, 75, 100, 150, 200, 300, 500, 750),
     *(1000, 1500, 2000, 3000, 5000, 7500, 10_000, 15_000, 30_000, 60_000, 120_000, 300_000),

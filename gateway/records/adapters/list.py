@@ -55,8 +55,8 @@ OF_ROW = (
 class ListFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of adapters; None: any.
 
-    tenant: its name. search: part of the adapter's or the tenant's name, or the beginning of a digest. state: of
-    `latest` or of the newest version. base: digest of the base model, without prefix. idle_days: days for which the
+    tenant: its name. search: part of the adapter's or the tenant's name, or the beginning of a digest. state: the state
+    of `latest` or of the newest version. base: digest of the base model, without prefix. idle_days: days for which the
     adapter has existed without a request; the UTC day in which they begin has none either. names: only these adapters.
     """
 

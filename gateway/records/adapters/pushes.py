@@ -40,8 +40,8 @@ async def admit(
 ) -> tuple[Row[Any] | None, dict[int, Version], Version | None]:
     """Check that a version may be added, and lock until the transaction ends everything that this depends on.
 
-    Returns the name's row, None for a new name; its versions; and `latest` if the push repeats it. Raises what
-    `Versions` raises.
+    Returns the name's row, None for a new name; its versions; and `latest` if the push repeats it. Raises
+    RecordNotFound, BadRequest, AdapterLimitExceeded.
     """
     own = await lock_name(connection, tenant.id, name)
     present = await versions_of(connection, tenant.id, name)

@@ -112,7 +112,7 @@ async def removed_since(connection: AsyncConnection, digests: Sequence[str], mom
 async def settle_removed(database: Database, before: datetime) -> None:
     """Stop counting the bytes of versions removed before the moment. Call it after a collection.
 
-    Of these versions, the oldest beyond each tenant's REMEMBERED are deleted.
+    Deletes those that are not among the REMEMBERED last removed versions of their tenant.
     """
     table, old = removed_versions, removed_versions.c.removed_at <= before
     async with database.write() as connection:

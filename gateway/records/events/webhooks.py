@@ -34,8 +34,8 @@ class Webhook(msgspec.Struct, frozen=True, kw_only=True):
     """A target of events.
 
     url: https://, http:// to an allowed host, or mailto:. tenant: name of the tenant whose events it receives;
-    None for operators' webhooks, which receive all. types: None for all. failures: since the last delivery. error: of
-    the last attempt, None if it was delivered.
+    None for operators' webhooks, which receive all. types: None for all. failures: failed attempts since the last
+    delivery. error: the last attempt's error, None if it was delivered.
     """
 
     name: str

@@ -58,7 +58,7 @@ class UsageRanking:
         offset: int = 0,
         limit: int = 50,
     ) -> Ranking:
-        """Return a page of groups. order: of SUMMED, "tokens" or "name"."""
+        """Return a page of groups. order: a column of SUMMED, "tokens" or "name"."""
         part = await self._with_tenant(part)
         window = _Window(group_by, order, descending, offset, limit)
         is_long = part.which.is_of_all and descending and order != "name" and offset + limit < MAX_GROUPS
@@ -299,7 +299,7 @@ class UsageRanking:
 
 
 class _Window(NamedTuple):
-    """Part of a ranking. order: of SUMMED, "tokens" or "name". measures: the columns of sums that are read."""
+    """Part of a ranking. order: a column of SUMMED, "tokens" or "name". measures: the columns of sums that are read."""
 
     group_by: GroupBy
     order: str

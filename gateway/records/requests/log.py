@@ -40,8 +40,8 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
     """Filter of requests; None: any.
 
     tenant: the name, also of a deleted tenant. models: only these. statuses: names in STATUSES. code: the error's code.
-    limit_name: name of the limit that refused the request. end_user: the body's `user`. since, until: of the admission
-    or the refusal, `until` exclusive.
+    limit_name: name of the limit that refused the request. end_user: the body's `user`. since, until: bounds of the
+    time of admission or refusal, `until` exclusive.
     """
 
     tenant: str | None = None
@@ -63,9 +63,9 @@ class LogFilter(msgspec.Struct, frozen=True, kw_only=True):
 class LogEntry(msgspec.Struct, frozen=True, kw_only=True):
     """A request. Times are in ms from its arrival, except `queue_ms`, the wait for an engine after the admission.
 
-    at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: of
-    STATUSES. http_status, param, limit, address: set for a refused request only. code: the error's code. base: None for
-    a refused request. The other fields are those of UsageRow.
+    at: the admission, or the refusal's arrival. key: the label of the key `key_id`, None if it is gone. status: a name
+    in STATUSES. http_status, param, limit, address: set for a refused request only. code: the error's code. base: None
+    for a refused request. The other fields are those of UsageRow.
     """
 
     request_id: str
@@ -270,7 +270,7 @@ def _behind(columns: Columns, at: str, start: Position | None) -> list[ColumnEle
 
 
 def _conditions(columns: Columns, which: LogFilter) -> list[ColumnElement[bool]]:
-    """Return the conditions without an index. columns: of rows of either table."""
+    """Return the conditions without an index. columns: the columns of either table."""
     of_usage = "error_code" in columns
     values = {"key_id": which.key_id, "model": which.model, "end_user": which.end_user}
     values["error_code" if of_usage else "code"] = which.code

@@ -19,7 +19,7 @@ def owned(
 ) -> list[ColumnElement[bool]]:
     """Return the conditions for an owner's rows from `since` to `until`, both inclusive; None: no bound.
 
-    For a large tenant PostgreSQL would read the rows of all tenants in the period, by the index of the time alone: it
+    PostgreSQL would read the rows of all tenants in the period for a large tenant, by the index of the time alone: it
     expects the rows of one tenant to be far apart on the disk. A comparison of pairs allows only the index of both.
     Order by the owner, then by the time.
     """
