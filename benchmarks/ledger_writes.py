@@ -19,9 +19,9 @@ from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.records.database import Database, upgrade
+from gateway.usage_row import UsageRow
 
 BATCH = 100
 

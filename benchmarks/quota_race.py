@@ -27,13 +27,13 @@ from typing import Any
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.billing import sweeps
 from gateway.errors import RateLimited
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import Reservation
 from gateway.records.money.prices import Price
 from gateway.records.tenants.tenants import Limits, Tenant
+from gateway.redis import sweeps
 from gateway.redis.client import KEYS, connect
 
 PRICE = Price(input=3_000_000, cached=1_000_000, output=7_000_000)

@@ -32,8 +32,8 @@ from benchmarks.engine_steps import steps
 from benchmarks.usage_month.fill import fill
 from benchmarks.usage_month.fillers import OnSqlite
 from benchmarks.usage_month.rows import NOW, Maker, make_rows
-from gateway.billing.usage_row import UsageRow
 from gateway.process.background import running as beside
+from gateway.usage_row import UsageRow
 from testing.browser import VIEWS, chromium, faults, person
 from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, save_model, settings
 from testing.gateway.upstream import Upstream

@@ -33,7 +33,6 @@ from benchmarks.usage_month.fillers import OnPostgresql
 from benchmarks.usage_month.records import fill_owners
 from benchmarks.usage_month.rows import ADAPTERS, ENGINES, NOW, TENANTS, make_rows
 from gateway.billing import activity_rebuild
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.records.database import Database, upgrade
 from gateway.records.partitioning import partition
@@ -41,6 +40,7 @@ from gateway.records.partitions import first_id, next_month
 from gateway.records.request_ids import RequestIds
 from gateway.records.requests.log import RequestLog
 from gateway.records.retention import Retention
+from gateway.usage_row import UsageRow
 from testing.gateway.partitions import end_first
 
 # Bytes of disk for a row, its indexes and the sums of a month in twelve; and for the server's log and sorting. With

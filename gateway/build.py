@@ -64,7 +64,6 @@ from gateway.process.connections import ConnectionLimiter
 from gateway.process.disks import Disks
 from gateway.process.drain import Drain
 from gateway.process.store_probe import StoreProbe
-from gateway.process.workers import is_first_worker
 from gateway.records.adapters.probes import Probes
 from gateway.records.adapters.uploads import Uploads
 from gateway.records.cached_query import CachedQuery
@@ -74,6 +73,7 @@ from gateway.records.partitions import Partitions
 from gateway.records.retention import Retention
 from gateway.resources import Resources, open_resources
 from gateway.settings import Settings
+from gateway.workers import is_first_worker
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from aiohttp import web
 from sqlalchemy.exc import IntegrityError
 
 from adapters.manifest import AdapterError
-from gateway.records.sql_states import is_race
+from gateway.sql_states import is_race
 from wire.errors import BadRequest as ProtocolError
 from wire.http_requests import BadHead
 from wire.text.tokenizer import ChatTemplateError

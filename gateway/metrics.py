@@ -8,12 +8,12 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from gateway.billing.ledger import Ledger
-from gateway.billing.usage_row import UsageRow
 from gateway.fleet.gates import Gates
 from gateway.fleet.health import Health
 from gateway.fleet.registry import Registry
 from gateway.metric_labels import TenantLabels, method_label
 from gateway.process.loop_lag import LoopLag
+from gateway.usage_row import UsageRow
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)

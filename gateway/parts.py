@@ -13,7 +13,6 @@ from gateway.billing.account import Accounting
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.journal import Journal, journal_folder, report_others
 from gateway.billing.ledger import Ledger
-from gateway.billing.past import UsagePast
 from gateway.billing.stream import UsageStream
 from gateway.billing.writer import UsageWriter
 from gateway.fleet.adapter_probes import AdapterProber
@@ -60,6 +59,7 @@ from gateway.records.keys.list import KeyLists
 from gateway.records.keys.sessions import SessionRecords
 from gateway.records.money.prices import PriceList, Prices
 from gateway.records.money.usage_report import UsageReport
+from gateway.records.money.usage_sums import UsagePast
 from gateway.records.request_ids import RequestIds
 from gateway.records.requests.log import RequestLog
 from gateway.records.requests.refused import RefusalLog

@@ -22,8 +22,8 @@ from gateway.process.connections import allow_descriptors
 from gateway.process.garbage import collect_when_calm, reduce_pauses
 from gateway.process.listening import FairSite
 from gateway.process.reads import bound_reads
-from gateway.process.workers import Supervisor
 from gateway.settings import NotUsableNow, Settings
+from gateway.workers import Supervisor
 from wire.event_loop import loop_factory, shorten_lock_waits
 from wire.http_requests import guard_requests
 from wire.telemetry.http_log import http_logger

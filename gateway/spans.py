@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from gateway.access.caller import Caller
+from gateway.caller import Caller
 from wire.digests import digest_name
 from wire.telemetry.spans import OPERATIONS, Span, Value
 

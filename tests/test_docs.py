@@ -19,7 +19,7 @@ from engine.gpus import GPUS
 from engine.model.families import FAMILIES
 from engine.model.gguf.model import ARCHITECTURES
 from gateway.api.routes import ROUTES
-from gateway.quota.kinds import KINDS
+from gateway.limits.kinds import KINDS
 from gateway.settings import Settings, env_name
 from loraplex.bench.workload import Workload
 from loraplex.cli import main

@@ -12,10 +12,10 @@ from multiprocessing.connection import Connection
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import failures_of
 from gateway.records.requests.refusal_tables import refusal_counts
 from gateway.records.tables import usage
+from gateway.usage_row import UsageRow
 
 TENANTS, ADAPTERS, ENGINES, DAYS = 1000, 20, 8, 30
 NOW = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta(minutes=31)

@@ -23,11 +23,11 @@ from typing import Any
 
 import msgspec
 
-from gateway.access.caller import note_key
 from gateway.access.peppers import CHECK_HEX, Peppers
 from gateway.access.roles import AdminRole, admin_role
 from gateway.access.running import RunningRequests
 from gateway.access.validity import problem_of
+from gateway.caller import note_key
 from gateway.errors import Forbidden, GatewayError, InvalidKey, Unavailable, WrongKey
 from gateway.records.changes import ASK_SECONDS, IDLE_SECONDS, Changes
 from gateway.records.keys.keys import ApiKey, Keys

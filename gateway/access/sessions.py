@@ -17,8 +17,8 @@ import msgspec
 from aiohttp import web
 
 from gateway.access.auth import BOOTSTRAP_KEY_ID, Authenticator, TenantPrincipal, principal_of
-from gateway.access.caller import CALLER, note_key
 from gateway.access.roles import AdminRole, Role, TenantRole, admin_role, home_of, tenant_role, tenant_scopes
+from gateway.caller import CALLER, note_key
 from gateway.errors import Unavailable
 from gateway.records.changes import Changes
 from gateway.records.keys.keys import ApiKey

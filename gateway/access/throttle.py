@@ -23,7 +23,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.access.caller import CALLER, parse_address
+from gateway.caller import CALLER, parse_address
 from gateway.errors import Handler, TooManyFailures, WrongKey
 from gateway.metrics import Metrics
 from gateway.process.admin_port import is_admin_port

@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Collection, Sequence
 from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
+from gateway.limits.kinds import BUDGET, PERIOD_BY_LETTER, ROLLING_BUDGET
+from gateway.limits.periods import period_start
 from gateway.metrics import MAX_BUDGETS
-from gateway.quota.kinds import BUDGET, PERIOD_BY_LETTER, ROLLING_BUDGET
-from gateway.quota.periods import period_start
 from gateway.records.changes import Changes
 from gateway.records.events.types import EventType
 from gateway.records.money.spending import Spending, Spent

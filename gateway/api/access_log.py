@@ -11,10 +11,9 @@ from aiohttp import web
 from aiohttp.hdrs import METH_ALL as METHODS
 from aiohttp.typedefs import Middleware
 
-from gateway.access.caller import CALLER, OPERATOR_KEY, Caller, find_address, is_https
 from gateway.api.inference.admission import REQUESTED_MODEL
 from gateway.api.inference.log_fields import LOG_FIELDS
-from gateway.billing.usage_row import printable, shown_user
+from gateway.caller import CALLER, OPERATOR_KEY, Caller, find_address, is_https
 from gateway.error_codes import code_of, known_code
 from gateway.errors import (
     ENDING,
@@ -31,6 +30,7 @@ from gateway.metrics import Metrics
 from gateway.records.requests.refused import RefusalLog, RefusedRequest
 from gateway.settings import Network
 from gateway.spans import describe_caller
+from gateway.usage_row import printable, shown_user
 from wire.telemetry.spans import NO_SPAN, SPAN
 
 log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.api.requests.fields import json_response
 from gateway.errors import Unavailable
-from gateway.quota.kinds import BUDGET, BY_LETTER, GAUGE
+from gateway.limits.kinds import BUDGET, BY_LETTER, GAUGE
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.quota.quota import Quota

@@ -16,7 +16,6 @@ from gateway.billing.charges import CUT, Charge, Ending, Used, charge
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.estimates import Speeds, is_clients_cause
 from gateway.billing.ledger import Ledger
-from gateway.billing.usage_row import UsageRow, encode, shown_user
 from gateway.error_codes import code_of, known_code
 from gateway.errors import EngineMismatch, Forbidden, InvalidKey, RateLimited, Unavailable
 from gateway.fleet.answers import Choice, Fields, decode_choices, decode_field
@@ -28,6 +27,7 @@ from gateway.quota.quota import Quota
 from gateway.quota.reservation import LeaseEnd, Reservation
 from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import Price
+from gateway.usage_row import UsageRow, encode, shown_user
 from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)

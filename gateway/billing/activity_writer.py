@@ -10,7 +10,6 @@ from sqlalchemy import Table, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.billing.usage_row import UsageRow
 from gateway.records.activity.tables import (
     ACTIVITY,
     BASE,
@@ -25,6 +24,7 @@ from gateway.records.activity.tables import (
     TTFT,
     activity_series,
 )
+from gateway.usage_row import UsageRow
 
 # Common name of a tenant's mixtures, because a tenant can make any number of them. No adapter can have this name.
 MIXTURES = "(mixtures)"

@@ -9,8 +9,8 @@ from sqlalchemy import Executable, Row, case, text
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.billing.usage_row import UsageRow
 from gateway.records.money.end_user_tables import SUMMED, usage_end_user_days, usage_end_users
+from gateway.usage_row import UsageRow
 
 Key = tuple[datetime, str, str]
 """Day, tenant's id and end user."""

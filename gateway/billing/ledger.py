@@ -16,10 +16,10 @@ import msgspec
 
 from gateway.billing.journal import Journal
 from gateway.billing.stream import UsageStream
-from gateway.billing.usage_row import UsageRow, encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
+from gateway.usage_row import UsageRow, encode
 
 log = logging.getLogger(__name__)
 

@@ -12,12 +12,12 @@ from gateway.billing.lease_note import noted_weights
 from gateway.billing.ledger import Ledger
 from gateway.billing.own_engines import OwnEngines
 from gateway.billing.stream import UsageStream
-from gateway.billing.usage_row import UsageRow, encode
 from gateway.errors import Unavailable
 from gateway.metrics import Metrics
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease
 from gateway.records.money.prices import Price
+from gateway.usage_row import UsageRow, encode
 from wire.responses import FinishedRequest
 
 log = logging.getLogger(__name__)

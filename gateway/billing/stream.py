@@ -12,9 +12,9 @@ import msgspec
 from redis.asyncio import Redis
 from redis.asyncio.cluster import RedisCluster
 
-from gateway.billing import sweeps
 from gateway.errors import Unavailable
 from gateway.process.loop_lag import deadline
+from gateway.redis import sweeps
 from gateway.redis.errors import REDIS_ERRORS
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Middleware
 
-from gateway.access.caller import CALLER, Caller
+from gateway.caller import CALLER, Caller
 from gateway.errors import Handler
 from gateway.metrics import Metrics
 from gateway.process.listening import MAX_WAITING

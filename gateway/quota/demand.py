@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from gateway.quota.kinds import TOKEN_RATE
+from gateway.limits.kinds import TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.records.money.prices import FREE, Price
 from wire.responses import ASK_TOKENS

@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, Protocol
 
-from gateway.billing import sweeps
 from gateway.errors import Unavailable
+from gateway.redis import sweeps
 from gateway.redis.client import Client, QuotaStore
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ MAX_FAMILIES = 500
 
 
 class KeyRecords(Protocol):
-    """Keys on record, implemented by `gateway.billing.past.UsagePast`. Raises Unavailable."""
+    """Keys on record, implemented by `gateway.records.money.usage_sums.UsagePast`. Raises Unavailable."""
 
     async def valid_families(self, tenant_id: str, families: Collection[str], since: datetime) -> set[str]: ...
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Literal, cast, get_args
 
-from gateway.quota.kinds import KINDS
+from gateway.limits.kinds import KINDS
 
 Mode = Literal["closed", "open", "local"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 
 from gateway.errors import RateLimited
+from gateway.limits.kinds import TOKEN_RATE
 from gateway.quota.demand import Demand
 from gateway.quota.growth import Expectations, Hold, Pace
-from gateway.quota.kinds import TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.quota.local import GAUGE_WAIT_MS, Grown
 from gateway.quota.refusals import cut_off

@@ -8,7 +8,7 @@ from datetime import timedelta
 import msgspec
 
 from gateway.errors import Unavailable
-from gateway.quota.kinds import TAKES_ONE, WINDOW_BY_LETTER
+from gateway.limits.kinds import TAKES_ONE, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.reservation import EPOCH, LeaseProgress, Reservation
 from gateway.redis.client import QuotaStore

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.billing.past import ALL, UsagePart
-from gateway.quota.kinds import BUDGET, BY_LETTER, KINDS, REQUEST_KINDS, TAKES_ONE
+from gateway.limits.kinds import BUDGET, BY_LETTER, KINDS, REQUEST_KINDS, TAKES_ONE
 from gateway.records.adapters.catalog import Model
+from gateway.records.money.usage_sums import ALL, UsagePart
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.tenants import ANY_ADAPTER
 

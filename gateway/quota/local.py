@@ -11,10 +11,10 @@ from datetime import UTC, datetime
 
 import msgspec
 
+from gateway.limits.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
+from gateway.limits.periods import period_end, period_start
 from gateway.quota.demand import HEADROOM, Demand
-from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
-from gateway.quota.periods import period_end, period_start
 from gateway.quota.rolling import MAX_STEP, DailySpend, day_of
 
 # Wait for a limit on running requests, whose end is unknown: a retry is reasonable after a second.

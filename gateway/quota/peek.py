@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from gateway.quota.kinds import BUDGET, WINDOW_BY_LETTER
+from gateway.limits.kinds import BUDGET, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.recall import Recall
 from gateway.quota.rolling import DailySpend, day_of

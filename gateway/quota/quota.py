@@ -15,7 +15,6 @@ from typing import Any
 import msgspec
 
 from gateway.access.auth import TenantPrincipal
-from gateway.billing import sweeps
 from gateway.errors import Unavailable
 from gateway.quota.demand import Demand, Need
 from gateway.quota.ended_keys import EndedKeys
@@ -32,6 +31,7 @@ from gateway.quota.running import read_notes
 from gateway.quota.uploading import NO_BYTES, ReceivedBytes, UploadSize
 from gateway.quota.without_redis import WithoutRedis, reservation
 from gateway.records.adapters.catalog import Model
+from gateway.redis import sweeps
 from gateway.redis.client import Client, QuotaStore
 from gateway.redis.settings_check import SettingsCheck
 

@@ -11,12 +11,12 @@ from datetime import datetime, timedelta
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-from gateway.billing.past import ALL, UsagePart
 from gateway.errors import Unavailable
-from gateway.quota.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
+from gateway.limits.kinds import BUDGET, ROLLING_BUDGET, TAKES_ONE
+from gateway.limits.periods import period_start
 from gateway.quota.limits import Limit
-from gateway.quota.periods import period_start
 from gateway.quota.reservation import EPOCH
+from gateway.records.money.usage_sums import ALL, UsagePart
 from gateway.redis.client import unavailable
 
 log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ Script = Callable[..., Awaitable[Any]]
 
 
 class Past(Protocol):
-    """Usage sums from the ledger, implemented by `gateway.billing.past.UsagePast`. Raises Unavailable."""
+    """Usage sums from the ledger, implemented by `gateway.records.money.usage_sums.UsagePast`. Raises Unavailable."""
 
     async def cost(self, tenant_id: str, since: datetime, until: datetime, part: UsagePart = ALL) -> int: ...
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 
 from gateway.errors import BadRequest, Exceeded, RateLimited
+from gateway.limits.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
+from gateway.limits.periods import period_words
 from gateway.quota.demand import Demand
-from gateway.quota.kinds import BUDGET, BY_LETTER, REQUEST_KINDS, TAKES_ONE, TOKEN_RATE, WINDOW_BY_LETTER
 from gateway.quota.limits import CLASSES, Limit
-from gateway.quota.periods import period_words
 from wire.headers import BUDGET_HEADER
 from wire.money import exact_money, format_money
 

@@ -3,8 +3,7 @@
 from collections.abc import Iterable
 from importlib import resources
 
-from gateway.quota.demand import HEADROOM
-from gateway.quota.kinds import (
+from gateway.limits.kinds import (
     BUDGET,
     GAUGE,
     PERIOD_BY_LETTER,
@@ -14,6 +13,7 @@ from gateway.quota.kinds import (
     TOKEN_RATE,
     WINDOW_BY_LETTER,
 )
+from gateway.quota.demand import HEADROOM
 from gateway.quota.local import GAUGE_WAIT_MS
 from gateway.quota.rolling import MAX_STEP
 

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 
+from gateway.limits.kinds import BUDGET
 from gateway.quota.demand import Demand
 from gateway.quota.fallback import Mode
-from gateway.quota.kinds import BUDGET
 from gateway.quota.limits import CLASSES, Limit
 from gateway.quota.local import Grown, LocalLimits
 from gateway.quota.refusals import States, rate_headers, refusal

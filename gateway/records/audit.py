@@ -9,7 +9,7 @@ import msgspec
 from sqlalchemy import ColumnElement, Row, delete, func, insert, literal, not_, or_, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
-from gateway.access.caller import CALLER
+from gateway.caller import CALLER
 from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.tables import api_keys, audit

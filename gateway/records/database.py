@@ -24,10 +24,10 @@ import migrations as versions
 from gateway.errors import Unavailable
 from gateway.process.outage import Outage
 from gateway.records.schema_support import find_problem
-from gateway.records.sql_states import LOCK_NOT_AVAILABLE, READ_ONLY, is_datas_fault, sql_state
 from gateway.records.sqlite_driver import connect_sqlite
 from gateway.records.urls import ParsedUrl, parse_url
 from gateway.setting_errors import NotUsableNow, SettingsError
+from gateway.sql_states import LOCK_NOT_AVAILABLE, READ_ONLY, is_datas_fault, sql_state
 
 log = logging.getLogger(__name__)
 # Alembic logs its context at every look at a schema's version. Changes are logged below.

@@ -11,10 +11,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.billing.sweeps import Client, is_first
 from gateway.errors import Unavailable
 from gateway.process.background import running
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.sweeps import Client, is_first
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import Unavailable
 from gateway.records.database import Database
-from gateway.records.sql_states import LOCK_NOT_AVAILABLE, sql_state
+from gateway.sql_states import LOCK_NOT_AVAILABLE, sql_state
 
 
 @asynccontextmanager

@@ -29,9 +29,9 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 from gateway.errors import Unavailable
 from gateway.records.database import MIGRATION_LOCK, Database
 from gateway.records.lock_waits import waiting_at_most
-from gateway.records.sql_states import UNDEFINED_TABLE, sql_state
 from gateway.records.sums import int_sum
 from gateway.records.tables import usage
+from gateway.sql_states import UNDEFINED_TABLE, sql_state
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -12,7 +12,7 @@ from loraplex.commands.values import limit_names
 from wire.csv_cells import csv_lines
 from wire.money import exact_money
 
-# Names of the terms in money, as in gateway/quota/kinds.py, which the command line does not load at its start.
+# Names of the terms in money, as in gateway/limits/kinds.py, which the command line does not load at its start.
 BUDGETS = tuple(
     f"{soft}budget_per_{period}" for soft in ("", "soft_") for period in ("day", "week", "month", "30_days")
 )

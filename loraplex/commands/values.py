@@ -183,7 +183,7 @@ class Moment(click.ParamType):
 
 def limit_names() -> list[str]:
     """Return the names of the limits of tenants, keys and models."""
-    from gateway.quota.kinds import REQUEST_KINDS
+    from gateway.limits.kinds import REQUEST_KINDS
 
     return [kind.name for kind in REQUEST_KINDS]
 
@@ -199,7 +199,7 @@ class LimitCommand(click.Command):
 
     @cached_property
     def limit_options(self) -> list[click.Option]:
-        from gateway.quota.kinds import REQUEST_KINDS
+        from gateway.limits.kinds import REQUEST_KINDS
 
         return [_option(kind.name, kind.help, is_money=kind.takes == "cost") for kind in REQUEST_KINDS]
 
@@ -209,7 +209,7 @@ class TenantCommand(LimitCommand):
 
     @cached_property
     def limit_options(self) -> list[click.Option]:
-        from gateway.quota.kinds import KINDS
+        from gateway.limits.kinds import KINDS
 
         return [_option(kind.name, kind.help, is_money=kind.takes == "cost") for kind in KINDS]
 

@@ -3,7 +3,7 @@
 from datetime import UTC, datetime
 from typing import Any
 
-from gateway.billing.usage_row import UsageRow
+from gateway.usage_row import UsageRow
 
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 

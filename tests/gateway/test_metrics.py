@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from gateway.billing.usage_row import UsageRow
 from gateway.metric_labels import MAX_MODELS, MAX_TENANTS, OTHER
 from gateway.metrics import Metrics
+from gateway.usage_row import UsageRow
 from testing.gateway.running import running, settings, until
 
 

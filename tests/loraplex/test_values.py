@@ -4,7 +4,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from gateway.quota.kinds import BUDGET_NAMES
+from gateway.limits.kinds import BUDGET_NAMES
 from loraplex.commands.output import BUDGETS
 from loraplex.commands.values import Duration, Limit, Moment, Money, given
 from tests.loraplex.test_cli import refused, run

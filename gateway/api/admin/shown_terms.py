@@ -4,7 +4,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, Struct, defstruct
 
-from gateway.quota.kinds import KINDS, Kind
+from gateway.limits.kinds import KINDS, Kind
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.terms import FIELDS, OnTokenLimit
 

@@ -10,10 +10,10 @@ from aiohttp import web
 from msgspec import UNSET, Struct, UnsetType
 
 from gateway.access.auth import BOOTSTRAP_KEY_ID, TenantPrincipal
-from gateway.access.caller import OPERATOR_KEY, note_key
 from gateway.access.scopes import ACTOR, PRINCIPAL, watched_by
 from gateway.api.inference.completions import Completions
 from gateway.api.requests.fields import json_response
+from gateway.caller import OPERATOR_KEY, note_key
 from gateway.errors import Forbidden
 from gateway.records.adapters.list import AdapterList
 from gateway.records.audit import Audit

@@ -16,7 +16,7 @@ from gateway.api.admin.shown_terms import with_terms
 from gateway.api.requests.fields import encoded, json_response, parse_text, read_body, read_limit, read_raw
 from gateway.api.requests.named_models import check_models
 from gateway.errors import BadRequest
-from gateway.quota.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
+from gateway.limits.kinds import ADAPTER_KINDS, ALERT_KINDS, BUDGET_NAMES, REQUEST_KINDS, Kind
 from gateway.records.adapters.catalog import Catalog
 from gateway.records.pieces import in_pieces
 from gateway.records.tenants.limits import Limits

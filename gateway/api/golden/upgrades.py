@@ -12,7 +12,6 @@ import time
 from collections.abc import AsyncIterator, Iterable
 
 from gateway.api.golden.checking import GoldenChecks
-from gateway.billing.sweeps import Client, is_first
 from gateway.errors import GatewayError, Unavailable
 from gateway.fleet.engine import EngineRecord, EngineSoftware
 from gateway.fleet.gates import Gates
@@ -21,6 +20,7 @@ from gateway.process.background import running
 from gateway.records.adapters.golden import Golden, Unchecked
 from gateway.records.tenants.tenants import Tenants
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.sweeps import Client, is_first
 
 log = logging.getLogger(__name__)
 

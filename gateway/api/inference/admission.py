@@ -16,7 +16,6 @@ from gateway.api.requests.prompts import Endpoint, InferenceRequest, PromptReade
 from gateway.api.requests.sizes import MAX_USER_CHARS, AnyRequest
 from gateway.billing.account import Account, Accounting
 from gateway.billing.lease_note import lease_note
-from gateway.billing.usage_row import shown_user
 from gateway.errors import REQUEST_ID, RateLimited
 from gateway.fleet.dispatch import Fleet
 from gateway.metrics import Metrics
@@ -27,6 +26,7 @@ from gateway.records.adapters.mixtures import names_in, resolve_model
 from gateway.records.money.prices import PriceList
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.turns import Turns
+from gateway.usage_row import shown_user
 from wire.headers import SESSION_HEADER
 
 # Maximum number of a tenant's requests that are checked or reserved at the same time. The rest of a burst waits, so

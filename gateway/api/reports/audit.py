@@ -10,7 +10,7 @@ from gateway.access.scopes import PRINCIPAL
 from gateway.api.admin.audit import DEFAULT_ENTRIES, MAX_ENTRIES, read_audit
 from gateway.api.requests.fields import json_response, read_limit
 from gateway.errors import BadRequest
-from gateway.quota.kinds import KINDS
+from gateway.limits.kinds import KINDS
 from gateway.records.audit import Audit, AuditEntry
 from gateway.records.tenants.tenants import Tenant
 from gateway.sharing.turns import turns_of_reports

@@ -16,8 +16,8 @@ from aiohttp import web
 from gateway.api.requests.memory import BODY_MEMORY, FREE_BYTES, OPERATOR, BodyShare
 from gateway.api.requests.pieces import COST, Pieces
 from gateway.errors import BadRequest, TooSlow
+from gateway.limits.kinds import BUDGET_NAMES
 from gateway.process.reads import large_reads
-from gateway.quota.kinds import BUDGET_NAMES
 from wire import http_body
 from wire.decoding import BOUND_WORDS, TYPE_WORDS, UNITS, choices
 

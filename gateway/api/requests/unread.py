@@ -11,8 +11,8 @@ from functools import partial
 
 from aiohttp import hdrs, web
 
-from gateway.access.caller import CALLER
 from gateway.access.throttle import client_network
+from gateway.caller import CALLER
 from gateway.process.reads import EndQueue, Forwarding
 from gateway.sharing.byte_rate import ByteRate
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 import msgspec
 
-from gateway.billing.sweeps import Client, is_first
 from gateway.errors import BadRequest, RecordNotFound, Unavailable
 from gateway.fleet.adapter_probes import AdapterProber, AdapterRefused, NotProbed
 from gateway.fleet.quarantine import Quarantined
@@ -20,6 +19,7 @@ from gateway.records.bases.base import Binding
 from gateway.records.cached_query import CachedQuery
 from gateway.records.tenants.tenants import Tenant, Tenants
 from gateway.redis.errors import REDIS_ERRORS
+from gateway.redis.sweeps import Client, is_first
 from gateway.sharing.turns import Turns
 from wire.probes import AdapterProbe
 

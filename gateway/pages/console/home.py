@@ -9,11 +9,11 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.access.scopes import PRINCIPAL
 from gateway.errors import Unavailable
+from gateway.limits.kinds import BY_LETTER
 from gateway.pages.console.access import Console, ConsolePages, needs
 from gateway.pages.parts.examples import example_models, make_snippets, origin
 from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.limit_rows import SOFT_KINDS, LimitRow, soft_row, used_row
-from gateway.quota.kinds import BY_LETTER
 from gateway.quota.limits import Limit, limits_of
 from gateway.quota.peek import Left
 from gateway.records.activity.activity import Activity, Scope

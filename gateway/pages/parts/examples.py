@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from aiohttp import web
 
-from gateway.access.caller import CALLER
+from gateway.caller import CALLER
 from gateway.errors import GatewayError
 from gateway.process.admin_port import is_admin_port
 from gateway.records.adapters.catalog import Catalog

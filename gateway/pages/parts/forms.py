@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from gateway.quota.kinds import ADAPTER_KINDS, BUDGET_NAMES, KINDS, REQUEST_KINDS
+from gateway.limits.kinds import ADAPTER_KINDS, BUDGET_NAMES, KINDS, REQUEST_KINDS
 from gateway.records.tenants.limits import Limits
 from gateway.records.tenants.terms import Terms, given_terms
 from wire.money import MICRO_UNITS, exact_money, format_money

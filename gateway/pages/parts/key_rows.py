@@ -3,9 +3,9 @@
 from datetime import UTC, datetime
 from typing import Any
 
+from gateway.limits.kinds import REQUEST_KINDS
 from gateway.pages.parts.forms import terms_text
 from gateway.pages.parts.tables import Column, Table
-from gateway.quota.kinds import REQUEST_KINDS
 from gateway.records.keys.keys import ApiKey
 from gateway.records.keys.list import key_state
 

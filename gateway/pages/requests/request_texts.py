@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
+from gateway.limits.kinds import KINDS
 from gateway.pages.parts.limit_titles import limit_title
-from gateway.quota.kinds import KINDS
 from gateway.records.requests.log import LogEntry
 from wire.money import format_money
 

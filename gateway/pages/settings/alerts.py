@@ -13,6 +13,7 @@ from gateway.alerts.addresses import shown_url
 from gateway.api.requests.fields import parse_text, read_fields
 from gateway.api.webhook_manager import NewWebhook, WebhookManager, read_event_filter
 from gateway.errors import BadRequest, GatewayError
+from gateway.limits.kinds import BY_LETTER, PERIOD_BY_LETTER
 from gateway.pages.frame.frame import Frame, link
 from gateway.pages.parts.answers import form_errors, is_confirmed, typing_error
 from gateway.pages.parts.edits import SHOWN, again_if_changed, merge, shown_values
@@ -20,7 +21,6 @@ from gateway.pages.parts.forms import term_text
 from gateway.pages.parts.tables import ROWS, Column, Table, read_page, read_table, send_csv
 from gateway.pages.parts.tabs import show_tab
 from gateway.pages.settings.event_rows import EVENT_COLUMNS, EVENT_TITLES, TONES, event_row, export_events
-from gateway.quota.kinds import BY_LETTER, PERIOD_BY_LETTER
 from gateway.records.events.events import EVENT_TYPES, Event, Events
 from gateway.records.events.webhook_list import STATES, ListedWebhook, Sort, TargetFilter, TargetLists
 from gateway.records.events.webhooks import Webhook

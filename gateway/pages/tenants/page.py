@@ -9,6 +9,8 @@ from aiohttp import web
 from gateway.access.auth import TenantPrincipal
 from gateway.api.requests.fields import parse_text
 from gateway.errors import Unavailable
+from gateway.limits.kinds import REQUEST_KINDS
+from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.audit_rows import CSV_COLUMNS as AUDIT_CSV_COLUMNS
 from gateway.pages.parts.audit_rows import audit_csv, audit_row, audit_table
@@ -23,9 +25,7 @@ from gateway.pages.tenants.forms import LIST
 from gateway.pages.tenants.glance import Glance
 from gateway.pages.tenants.tenants import DONE, USE_HINT
 from gateway.parts import Records
-from gateway.quota.kinds import REQUEST_KINDS
 from gateway.quota.peek import Left
-from gateway.quota.periods import PERIOD_WORDS
 from gateway.quota.quota import Quota
 from gateway.records.tenants.list import tightest_budget
 from gateway.records.tenants.tenants import Tenant

@@ -11,13 +11,13 @@ from gateway.access.scopes import ACTOR
 from gateway.api.admin.tenants import TenantChanges, read_filter
 from gateway.api.requests.fields import read_fields
 from gateway.errors import BadRequest, Conflict
+from gateway.limits.periods import PERIOD_WORDS
 from gateway.pages.frame.frame import Frame
 from gateway.pages.parts.answers import is_confirmed, typing_error
 from gateway.pages.parts.forms import terms_text
 from gateway.pages.parts.tables import ROWS, Column, read_page, read_table, send_csv
 from gateway.pages.tenants.forms import LIST
 from gateway.parts import Records
-from gateway.quota.periods import PERIOD_WORDS
 from gateway.records.tenants.bulk import BulkChange
 from gateway.records.tenants.list import Sort, TenantFilter, tightest_budget
 from gateway.records.tenants.tenants import Tenant

@@ -7,7 +7,7 @@ from sqlalchemy import func, select
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from gateway.errors import AdapterLimitExceeded, RecordNotFound
-from gateway.quota.kinds import ADAPTER_KINDS
+from gateway.limits.kinds import ADAPTER_KINDS
 from gateway.records.adapters.removed_versions import uncollected
 from gateway.records.adapters.rows import lock_tenant
 from gateway.records.sums import int_sum

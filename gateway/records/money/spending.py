@@ -6,8 +6,8 @@ from datetime import datetime, timedelta
 
 from sqlalchemy import select
 
-from gateway.quota.kinds import BUDGET
-from gateway.quota.periods import period_start
+from gateway.limits.kinds import BUDGET
+from gateway.limits.periods import period_start
 from gateway.records.database import Database
 from gateway.records.sums import int_sum
 from gateway.records.tables import usage_daily

@@ -16,7 +16,6 @@ from sqlalchemy import (
     tuple_,
 )
 
-from gateway.billing.usage_row import UsageRow
 from gateway.errors import BadRequest
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
 from gateway.records.database import Database
@@ -25,6 +24,7 @@ from gateway.records.money.tenant_sums import PERIODS, SUMMED
 from gateway.records.money.usage_rows import BY_ROWS, Moment, UsageFilter, rows_of
 from gateway.records.sums import int_sum
 from gateway.records.tables import api_keys, tenants, usage, usage_daily
+from gateway.usage_row import UsageRow
 from wire.model_names import MAX_VERSION
 
 # Fields by which a report can group. Each report also groups by tenant.

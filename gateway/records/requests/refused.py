@@ -20,7 +20,7 @@ from gateway.errors import Exceeded, Unavailable
 from gateway.process.outage import Outage
 from gateway.records.database import Database
 from gateway.records.requests.refusal_tables import refusal_counts, refused_requests
-from gateway.records.sql_states import is_datas_fault
+from gateway.sql_states import is_datas_fault
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import ColumnElement, Row, func, or_, select
 
-from gateway.quota.kinds import BUDGET, BUDGET_NAMES, BY_LETTER, PERIOD_BY_LETTER, SOFT_BUDGET
+from gateway.limits.kinds import BUDGET, BUDGET_NAMES, BY_LETTER, PERIOD_BY_LETTER, SOFT_BUDGET
 from gateway.records.database import Database
 from gateway.records.tables import tenants
 from gateway.records.tenants.limits import LIMIT_COLUMNS, read_limits, read_soft_budgets

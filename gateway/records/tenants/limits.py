@@ -14,7 +14,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 
-from gateway.quota.kinds import ALERT_KINDS, REQUEST_KINDS, Kind
+from gateway.limits.kinds import ALERT_KINDS, REQUEST_KINDS, Kind
 from gateway.records.tables import FORMER_COLUMNS, tenants
 
 

@@ -22,7 +22,7 @@ from sqlalchemy import (
 )
 
 from gateway.errors import BadRequest
-from gateway.quota.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
+from gateway.limits.kinds import BUDGET, BY_LETTER, PERIOD_BY_LETTER
 from gateway.records.cursors import check_moment, decode_cursor, encode_cursor
 from gateway.records.database import Database
 from gateway.records.money.tenant_sums import TenantSums

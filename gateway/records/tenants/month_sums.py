@@ -6,8 +6,8 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, FromClause, Subquery, and_, case, func, select
 
-from gateway.quota.kinds import BUDGET
-from gateway.quota.periods import period_start
+from gateway.limits.kinds import BUDGET
+from gateway.limits.periods import period_start
 from gateway.records.activity.tables import ACTIVITY, TENANT, activity_series
 from gateway.records.money.tenant_sums import series_of
 from gateway.records.money.usage_rows import UsageFilter, rows_of

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from gateway.quota.kinds import KINDS
+from gateway.limits.kinds import KINDS
 from gateway.records.tenants.limits import Limits
 
 OnTokenLimit = Literal["refuse", "shorten"]

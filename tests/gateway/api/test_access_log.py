@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from gateway.access.caller import find_address
+from gateway.caller import find_address
 from gateway.log_format import JsonFormatter
 from testing.gateway.running import ADMIN_KEY, Gateway, settings, until
 from testing.gateway.upstream import CACHED_TOKENS, PROMPT_TOKENS

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from gateway.api.reports import usage_export
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.records.database import Database
+from gateway.usage_row import UsageRow
 from testing.gateway.commands import Run, runner
 from testing.gateway.rows import row
 from testing.gateway.running import Gateway, until

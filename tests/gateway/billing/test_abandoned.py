@@ -17,7 +17,6 @@ from gateway.billing.charges import Weights
 from gateway.billing.engine_counts import FinishedClient
 from gateway.billing.lease_note import lease_note, noted_versions
 from gateway.billing.recovery import abandoned_row, find_outcome
-from gateway.billing.sweeps import register
 from gateway.quota.demand import Need
 from gateway.quota.quota import Quota
 from gateway.quota.reservation import ExpiredLease, LeaseProgress, Reservation
@@ -25,6 +24,7 @@ from gateway.records.adapters.catalog import Model
 from gateway.records.money.prices import FREE
 from gateway.records.tenants.tenants import Limits, Tenant
 from gateway.redis.client import connect
+from gateway.redis.sweeps import register
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON
 from testing.gateway.running import Gateway, running, settings, until

@@ -16,11 +16,11 @@ from gateway.billing import ledger as ledger_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream, stream_key
-from gateway.billing.sweeps import register
-from gateway.billing.usage_row import UsageRow, encode
 from gateway.billing.writer import UsageWriter
 from gateway.records.database import Database
 from gateway.records.tables import usage, usage_rejected
+from gateway.redis.sweeps import register
+from gateway.usage_row import UsageRow, encode
 from testing.gateway.rows import row
 from testing.gateway.running import until
 

@@ -14,10 +14,10 @@ from gateway.billing import stream as stream_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import BACKLOG_OF_TENANTS, UsageStream, stream_key
-from gateway.billing.sweeps import register
-from gateway.billing.usage_row import encode
 from gateway.errors import Unavailable
 from gateway.records.database import Database
+from gateway.redis.sweeps import register
+from gateway.usage_row import encode
 from testing.gateway.rows import row
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream

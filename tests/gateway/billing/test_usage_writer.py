@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from sqlalchemy import func, select
 
-from gateway.billing.usage_row import decode, encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
 from gateway.records.database import Database
@@ -17,6 +16,7 @@ from gateway.records.money import end_user_sums
 from gateway.records.money.usage_report import SUMMED, UsageReport, UsageSums
 from gateway.records.tables import usage, usage_daily, usage_hourly, usage_rejected
 from gateway.records.tenants.tenants import Tenants
+from gateway.usage_row import decode, encode
 from testing.gateway.rows import NOON, row
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import redis
 
+from gateway.limits.kinds import WINDOW_BY_LETTER
 from gateway.quota import script
 from gateway.quota.demand import Demand
-from gateway.quota.kinds import WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.recall import UNKNOWN

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from gateway.billing import sweeps
-from gateway.billing.past import UsagePast
 from gateway.quota import ended_keys
 from gateway.quota.ended_keys import EndedKeys
 from gateway.quota.limits import Limit
 from gateway.quota.quota import Quota
 from gateway.records.database import Database
 from gateway.records.money.prices import FREE
+from gateway.records.money.usage_sums import UsagePast
 from gateway.records.tables import api_keys, tenants
+from gateway.redis import sweeps
 from gateway.redis.client import Client, QuotaStore
 from testing.gateway.bases import only
 from testing.gateway.principals import principal

@@ -9,7 +9,7 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import WINDOW_BY_LETTER
+from gateway.limits.kinds import WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.records.money.prices import FREE
 from tests.gateway.quota.scripted import DAY, SECOND, START, Bucket, Script, Twin

@@ -10,13 +10,13 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.billing.past import ALL, UsagePart
 from gateway.errors import Unavailable
-from gateway.quota.kinds import RECALLED, TOKEN_RATE
+from gateway.limits.kinds import RECALLED, TOKEN_RATE
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.quota import Quota
 from gateway.records.money.prices import Price
+from gateway.records.money.usage_sums import ALL, UsagePart
 from gateway.redis.client import Client
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take

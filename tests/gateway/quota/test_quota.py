@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.billing.sweeps import TENANTS
 from gateway.errors import BadRequest, RateLimited, Unavailable
 from gateway.quota.demand import Demand, Need
 from gateway.quota.limits import Limit
@@ -20,6 +19,7 @@ from gateway.quota.refusals import check_possible, describe_wait, format_duratio
 from gateway.quota.reservation import Reservation
 from gateway.records.money.prices import Price
 from gateway.redis.client import Client, QuotaStore, connect
+from gateway.redis.sweeps import TENANTS
 from testing.gateway.principals import principal
 from testing.gateway.quotas import dump, settle, take
 from testing.gateway.running import until

@@ -10,7 +10,7 @@ import redis
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import BY_LETTER, WINDOW_BY_LETTER
+from gateway.limits.kinds import BY_LETTER, WINDOW_BY_LETTER
 from gateway.quota.limits import Limit
 from gateway.quota.local import LocalLimits
 from gateway.quota.recall import UNKNOWN

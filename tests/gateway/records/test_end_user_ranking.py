@@ -12,7 +12,6 @@ import msgspec
 import pytest
 from sqlalchemy import delete, update
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
 from gateway.records.database import Database
@@ -24,6 +23,7 @@ from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.retention import Retention
 from gateway.records.tables import usage
+from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)

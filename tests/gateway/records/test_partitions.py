@@ -9,7 +9,6 @@ import asyncpg
 import pytest
 from sqlalchemy import func, select, text
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.records import partitioning, partitions
 from gateway.records.database import Database
@@ -17,6 +16,7 @@ from gateway.records.partitioning import PartitionError, partition
 from gateway.records.partitions import Partitions, next_month
 from gateway.records.request_ids import RequestIds
 from gateway.records.tables import usage, usage_daily
+from gateway.usage_row import UsageRow
 from testing.gateway.rows import NOON, row
 from testing.gateway.running import until
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.errors import BadRequest
 from gateway.records.database import Database
 from gateway.records.money.usage_report import UsageReport, UsageSums
 from gateway.records.money.usage_rows import UsageFilter
+from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 
 START = datetime(2026, 1, 30, 22, 40, tzinfo=UTC)

@@ -9,7 +9,6 @@ import msgspec
 import pytest
 from sqlalchemy import delete
 
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.records.activity.tables import ACTIVITY
 from gateway.records.database import Database
@@ -18,6 +17,7 @@ from gateway.records.money.ranked_groups import CURVES, GroupBy, Measure, Part, 
 from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_rows import UsageFilter
 from gateway.records.money.usage_steps import by_day, total_of
+from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 
 NOW = datetime.now(UTC)

@@ -14,7 +14,6 @@ from sqlalchemy import event, select, update
 from sqlalchemy.engine import Engine
 
 import migrations
-from gateway.billing.past import UsagePart, UsagePast
 from gateway.billing.writer import UsageWriter
 from gateway.errors import (
     AdapterInUse,
@@ -34,6 +33,7 @@ from gateway.records.adapters.rows import Reason
 from gateway.records.adapters.versions import KEPT_REFUSED
 from gateway.records.changes import Changes
 from gateway.records.database import Database
+from gateway.records.money.usage_sums import UsagePart, UsagePast
 from gateway.records.tables import adapter_versions, audit
 from gateway.records.tenants.tenants import Tenant, Tenants
 from testing.gateway.bases import only

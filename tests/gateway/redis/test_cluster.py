@@ -13,8 +13,6 @@ from gateway.billing import ledger as ledger_module
 from gateway.billing.journal import Journal
 from gateway.billing.ledger import Ledger
 from gateway.billing.stream import UsageStream, stream_key
-from gateway.billing.sweeps import register
-from gateway.billing.usage_row import encode
 from gateway.billing.writer import UsageWriter
 from gateway.errors import Unavailable
 from gateway.quota.demand import Need
@@ -22,6 +20,8 @@ from gateway.quota.quota import Quota
 from gateway.records.database import Database
 from gateway.records.tables import usage
 from gateway.redis.client import Client, connect
+from gateway.redis.sweeps import register
+from gateway.usage_row import encode
 from testing.gateway.cluster import Cluster, valkey_cluster
 from testing.gateway.principals import principal
 from testing.gateway.rows import row

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
-from gateway.access.caller import CALLER, Caller
+from gateway.caller import CALLER, Caller
 from gateway.metrics import Metrics
 from gateway.records.adapters.uploads import Uploads
 from gateway.sharing import rounds, unserved

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 from gateway.api.golden import upgrades
 from gateway.api.golden.checking import DIED, NOT_ASKED, num_equal
-from gateway.billing.sweeps import is_first
 from gateway.fleet.engine import Address, Condition, EngineRecord, Health
 from gateway.records.adapters import golden
 from gateway.redis.client import connect
+from gateway.redis.sweeps import is_first
 from loraplex.cli import main
 from testing.adapter_files import upload_form
 from testing.gateway.running import ADMIN_KEY, Client, Gateway, running, settings, until

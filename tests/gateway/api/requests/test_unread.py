@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from gateway.access.caller import CALLER, Caller
 from gateway.api.requests.unread import UnreadBodies, _owner
+from gateway.caller import CALLER, Caller
 from testing.gateway.running import Client, Gateway
 from tests.gateway.api.requests.test_bodies import answered, connected, head
 

@@ -14,7 +14,6 @@ import pytest
 from sqlalchemy import func, select
 
 from gateway.api.reports.usage_export import UsageExport
-from gateway.billing.usage_row import UsageRow
 from gateway.billing.writer import UsageWriter
 from gateway.pages.money.usage import UsagePages
 from gateway.records.database import Database
@@ -23,6 +22,7 @@ from gateway.records.money.usage_ranking import UsageRanking
 from gateway.records.money.usage_report import UsageReport
 from gateway.records.retention import Retention
 from gateway.records.tables import usage
+from gateway.usage_row import UsageRow
 from testing.gateway.rows import row
 from tests.gateway.pages.conftest import Reader, World
 from tests.gateway.pages.records import HOSTILE, fill, serving, unsafe

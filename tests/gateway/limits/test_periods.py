@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.quota.kinds import PERIOD_BY_LETTER, ROLLING_BUDGET
-from gateway.quota.periods import period_end, period_start, period_words
+from gateway.limits.kinds import PERIOD_BY_LETTER, ROLLING_BUDGET
+from gateway.limits.periods import period_end, period_start, period_words
 
 
 @pytest.mark.parametrize(

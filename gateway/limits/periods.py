@@ -2,7 +2,7 @@
 
 from datetime import UTC, datetime, timedelta
 
-from gateway.quota.kinds import DAY, MONTH, PERIOD_BY_LETTER, ROLLING, ROLLING_DAYS, WEEK
+from gateway.limits.kinds import DAY, MONTH, PERIOD_BY_LETTER, ROLLING, ROLLING_DAYS, WEEK
 
 # Days of the periods that have a fixed length.
 LENGTHS = {DAY: 1, WEEK: 7, ROLLING: ROLLING_DAYS}

@@ -11,8 +11,8 @@ import aiohttp
 import psutil
 import pytest
 
-from gateway.process.workers import NAME, is_first_worker, reserve_port
 from gateway.settings import SettingsError
+from gateway.workers import NAME, is_first_worker, reserve_port
 from testing.gateway.program import START_SECONDS, program
 from testing.gateway.running import Gateway, settings, until
 from testing.gateway.upstream import Upstream
