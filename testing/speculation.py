@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import strategies as st
 
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.proposer import PromptLookups, Proposal
 from engine.scheduling.request import Grammar, NewRequest, Request, RequestOutput, SamplingParams
 from engine.scheduling.step_times import StepTimes
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from testing.engine import outputs_until_idle, whole_prompt_logprobs
 
 if TYPE_CHECKING:

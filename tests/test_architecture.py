@@ -16,6 +16,16 @@ FLOORS = ("loraplex", "migrations", "gateway", "engine", "adapters", "kernels", 
 ALLOWED_UP = {("gateway", "migrations")}
 # The gateway runs without torch: beside its own floor it imports `wire` and the torch-free part of `adapters`.
 NOT_THE_GATEWAYS = ("engine", "kernels", "adapters.tiers")
+# Rooms of a package, folders and single modules, from the top floor down; a room may import those after it.
+ROOMS = {
+    "engine": (
+        *("program", "http", "probing", "answering", "metrics", "core", "sizing", "engine", "build", "draft"),
+        *("sizing_speed", "sizing_steps", "execution", "memory", "step_log", "model", "state", "scheduling"),
+        *("structured", "sampling_defaults", "gpus", "config", "speculative_config", "progress", "errors"),
+    ),
+}
+# Imports (module, imported module) that go up between rooms, each with its reason.
+UP_BETWEEN_ROOMS: dict[tuple[str, str], str] = {}
 MAX_LINES = 400
 # Words with which no docstring or comment may open.
 RIDDLES = {"What", "Who", "Whose", "Of", "As", "One", "Until", "For", "Whoever", "Whatever", "Nobody", "Somebody"}
@@ -72,6 +82,28 @@ def test_imports_go_down_only(path):
     reached = {module.split(".")[0] for module in imports(path) if is_ours(module)}
     up = {f for f in reached if FLOORS.index(f) < FLOORS.index(floor) and (floor, f) not in ALLOWED_UP}
     assert not up, f"{floor} is below {', '.join(sorted(up))}"
+
+
+def room_of(path: Path) -> str:
+    return Path(path.relative_to(ROOT).parts[1]).stem
+
+
+@pytest.mark.parametrize("package", ROOMS)
+def test_imports_between_rooms_go_down_only(package):
+    """Imports for type checking count too."""
+    rooms = ROOMS[package]
+    sources = [
+        path for path in SOURCES if path.is_relative_to(ROOT / package) and path != ROOT / package / "__init__.py"
+    ]
+    assert {room_of(path) for path in sources} == set(rooms)
+    up = set()
+    for path in sources:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        below = set(rooms[rooms.index(room_of(path)) :])
+        reached = {other for other in imports(path) if other.startswith(f"{package}.") and is_ours(other)}
+        up |= {(module, other) for other in reached if other.split(".")[1] not in below}
+    named = {pair for pair in UP_BETWEEN_ROOMS if pair[0].startswith(f"{package}.")}
+    assert up == named, "arrows up without a name, or names without an arrow"
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "gateway").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT)))

@@ -11,7 +11,7 @@ import click
 import pytest
 from prometheus_client import CollectorRegistry
 
-import engine.http.metrics
+import engine.metrics.metrics
 import gateway.metrics
 from benchmarks.hostile.catalogue import ATTACKS
 from engine.config import EngineConfig, ServerConfig
@@ -197,7 +197,7 @@ def metric_names(registry: CollectorRegistry) -> set[str]:
     return {name for name in names if not name.startswith("process_")}
 
 
-METRICS = metric_names(gateway.metrics.Metrics().registry) | metric_names(engine.http.metrics.Metrics()._registry)
+METRICS = metric_names(gateway.metrics.Metrics().registry) | metric_names(engine.metrics.metrics.Metrics()._registry)
 
 
 def test_every_metric_and_no_other():

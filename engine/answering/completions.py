@@ -12,6 +12,7 @@ from aiohttp import web
 
 from engine.answering.activation import adapter_start
 from engine.answering.answers import ChatAnswer, CompletionAnswer
+from engine.answering.caller import Caller
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.report import Report
@@ -21,8 +22,7 @@ from engine.answering.ticket import Ticket
 from engine.answering.token_rules import token_rules
 from engine.answering.tool_calls import ToolCallParser, ToolFormat
 from engine.answering.usage_log import UsageLog
-from engine.http.metrics import Metrics
-from engine.http.trusted_headers import Caller
+from engine.metrics.metrics import Metrics
 from engine.sampling_defaults import SamplingDefaults
 from engine.scheduling.request import NewRequest
 from engine.state import EngineFacts

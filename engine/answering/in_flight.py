@@ -12,8 +12,8 @@ from contextlib import contextmanager, suppress
 
 from engine.answering.ticket import Ticket
 from engine.core.client import Core
-from engine.core.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import NO_RULES, TokenRules
+from engine.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.outputs import next_output, without_arrays
 from engine.scheduling.request import NewRequest, RequestOutput
 

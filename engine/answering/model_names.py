@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from adapters.manifest import AdapterError, AdapterNotFound
+from engine.answering.errors import ApiError, ModelNotFound
 from engine.answering.in_flight import InFlight
 from engine.answering.pauses import Pauses
 from engine.core.client import Core
-from engine.core.errors import EngineUnavailable, QueueFull
 from engine.core.messages import AdapterFacts, Inspection
-from engine.http.errors import ApiError, ModelNotFound
+from engine.errors import EngineUnavailable, QueueFull
 from wire.bounded_dict import BoundedDict
 from wire.digests import digest_name, named_digest
 from wire.errors import BadRequest

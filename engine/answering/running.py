@@ -12,16 +12,16 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.answers import Answer
+from engine.answering.errors import ApiError, as_api_error, error_body
 from engine.answering.fields import encode_fields
 from engine.answering.model_names import load_error
 from engine.answering.report import PIECE_BYTES, Report, write
+from engine.answering.request_span import Phases, describe_generation
 from engine.answering.sequence import Delta, Sequence, SharedPrompt
 from engine.answering.text import OutputText
 from engine.answering.ticket import Ticket
 from engine.answering.usage_log import Tally
-from engine.http.errors import ApiError, as_api_error, error_body
-from engine.http.metrics import Metrics
-from engine.http.request_span import Phases, describe_generation
+from engine.metrics.metrics import Metrics
 from engine.scheduling.request import MIXED_SERVED, RequestOutput
 from wire.errors import BadRequest
 from wire.headers import RECEIPT_HEADER

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import msgspec
 
 from engine.answering.text import OutputText
-from engine.core.errors import Fault
+from engine.errors import Fault
 from engine.scheduling.request import RequestOutput, TokenLogprobs
 
 

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 
 from engine.core.client import Core
-from engine.core.errors import EngineUnavailable
+from engine.errors import EngineUnavailable
 from engine.scheduling.drafter import Outcome
 from engine.state import EngineState
 

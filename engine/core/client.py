@@ -14,8 +14,8 @@ import msgspec
 
 from adapters.tiers.tier_state import LoadResult
 from engine.core import messages
-from engine.core.errors import FAILED, EngineFailed, EngineUnavailable
 from engine.core.messages import AdapterFacts, Inspection, Question, StateReading, TokenRules
+from engine.errors import FAILED, EngineFailed, EngineUnavailable
 from engine.progress import Progress
 from engine.scheduling.request import NewRequest, RequestOutput
 from engine.state import EngineFacts

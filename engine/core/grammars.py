@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from adapters.fair_threads import FairThreads, TooManyPending, Yielding
-from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
+from engine.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler
 from wire.errors import BadRequest
 from wire.structured import GrammarSpec

@@ -12,7 +12,7 @@ import msgspec
 
 from adapters.tiers.tier_state import LoadResult
 from engine.config import EngineConfig
-from engine.core.errors import Fault
+from engine.errors import Fault
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest, RequestOutput
 from engine.state import EngineState

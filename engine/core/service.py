@@ -25,18 +25,18 @@ from adapters.tiers.host_cache import HostCache
 from adapters.tiers.tier_state import LoadResult
 from engine.build import resolve_dtype
 from engine.core import messages
-from engine.core.errors import Fault, QueueFull, TenantQueueFull
 from engine.core.grammars import Grammars
 from engine.core.inspecting import has_effect, trained_tokens
 from engine.core.messages import AdapterFacts, Inspection, Question, StateReading, TokenRules
 from engine.core.prefetching import PinnedAdapters, Prefetching
 from engine.core.step_thread import StepThread
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.errors import Fault, QueueFull, TenantQueueFull
 from engine.model.config import read_config
 from engine.model.families import parse_model_config
 from engine.model.weights import base_tensor
 from engine.scheduling.request import NewRequest
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.state import EngineFacts
 from engine.structured.compiler import GrammarCompiler
 from wire.errors import ConfigError

@@ -14,8 +14,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from engine.core.errors import CLOSED, FAILED, EngineUnavailable, Fault
 from engine.core.messages import Event, Failed, Refused, Released, Stepped
+from engine.errors import CLOSED, FAILED, EngineUnavailable, Fault
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest
 from engine.state import EngineFacts, EngineState

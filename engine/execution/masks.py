@@ -13,7 +13,7 @@ from kernels.platform import platform_of
 
 
 class Mask(Protocol):
-    """Source of a mask: `engine.structured.compiler.Matcher` or `engine.execution.token_rules.AllowedTokens`."""
+    """Source of a mask: `engine.structured.compiler.Matcher` or `engine.scheduling.token_rules.AllowedTokens`."""
 
     def fill(self, bits: np.ndarray) -> None:
         """Set the bits of the tokens that may come next: bit i of uint32 `[ceil(vocab / 32)]`, all zero before, is

@@ -12,9 +12,9 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from engine.execution.runner import RunnerLimits, StepRunner
-from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.plan import Plan
 from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens
 from kernels.platform import Platform
 
 # Captures after which the memory of the others is known: the first has the shared pool.

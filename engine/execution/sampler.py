@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.logit_edits import BAN, Edits, KeptEdits, LogitEdits
+from engine.execution.edit_uploads import BAN, Edits, KeptEdits
 from engine.execution.masks import constrain
 from engine.execution.seats import AllowedTable, DrawTable, KindTable, Row, TokenTable
-from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
+from engine.scheduling.logit_edits import LogitEdits
 from engine.scheduling.request import NOT_FINITE, Request, TokenLogprobs
+from engine.scheduling.token_rules import AllowedTokens
 from kernels.ops import Ops
 from kernels.platform import platform_of
 

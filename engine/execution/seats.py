@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.execution.token_rules import AllowedTokens
 from engine.execution.transfer import upload
 from engine.scheduling.request import Request
+from engine.scheduling.token_rules import AllowedTokens
 from kernels.ops import Ops
 from kernels.reference import IN_PROMPT
 

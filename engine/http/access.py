@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from engine.answering.errors import IS_INTERNAL, ApiError
 from engine.answering.usage_log import MAX_ID_BYTES
-from engine.http.errors import IS_INTERNAL, ApiError
 from wire.headers import INTERNAL_TOKEN_HEADER
 
 logger = logging.getLogger(__name__)

@@ -16,7 +16,9 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from adapters.open_store import open_store
+from engine.answering.caller import Caller
 from engine.answering.completions import GenerationRoutes
+from engine.answering.errors import IS_INTERNAL, ApiError
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry
 from engine.answering.throughput_log import log_throughput
@@ -24,16 +26,16 @@ from engine.answering.tool_calls import FORMATS, format_of
 from engine.answering.usage_log import UsageLog
 from engine.config import EngineConfig, ServerConfig
 from engine.core.client import Core
-from engine.core.errors import EngineUnavailable
 from engine.core.messages import LoadModel
 from engine.core.process import open_link
+from engine.errors import EngineUnavailable
 from engine.http.access import Access, request_lines, say_request_id
 from engine.http.description import engine_description
-from engine.http.errors import IS_INTERNAL, ApiError, error_boundary
-from engine.http.metrics import Metrics
+from engine.http.error_boundary import error_boundary
 from engine.http.routes import EngineRoutes, json_response
 from engine.http.state_feed import StateFeed
-from engine.http.trusted_headers import Caller, read_caller
+from engine.http.trusted_headers import read_caller
+from engine.metrics.metrics import Metrics
 from engine.probing.base_digest import base_digest
 from engine.probing.prober import Prober
 from engine.progress import Progress, describe

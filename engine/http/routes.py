@@ -11,14 +11,14 @@ from aiohttp import web
 from msgspec import UNSET
 
 from engine.answering.completions import offload
+from engine.answering.errors import IS_INTERNAL
 from engine.answering.model_names import ModelRegistry
 from engine.answering.usage_log import UsageLog
 from engine.core.client import Core
-from engine.core.errors import EngineUnavailable
-from engine.http.errors import IS_INTERNAL
-from engine.http.metrics import Metrics
+from engine.errors import EngineUnavailable
 from engine.http.state_feed import StateFeed
 from engine.http.trusted_headers import read_caller
+from engine.metrics.metrics import Metrics
 from engine.probing.prober import Prober
 from wire.decoding import decode
 from wire.digests import bare_digest, digest_name

@@ -17,7 +17,7 @@ import msgspec
 from engine.answering.model_names import ModelRegistry
 from engine.answering.usage_log import UsageLog
 from engine.core.client import Core
-from engine.core.errors import EngineUnavailable
+from engine.errors import EngineUnavailable
 from engine.state import EngineState
 from wire.responses import EngineStateResponse, Preempted, StepSecond, TenantShare
 

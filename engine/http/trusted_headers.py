@@ -1,36 +1,15 @@
-"""The caller of a request, from the gateway's headers. They are trusted only with the internal token."""
+"""Reader of a request's caller from the gateway's headers. They are trusted only with the internal token."""
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
+from engine.answering.caller import Caller
+from engine.answering.errors import ApiError
 from engine.answering.usage_log import MAX_ID_BYTES
-from engine.http.errors import ApiError
 from wire.headers import ALLOWANCE_HEADER, BASE_HEADER, PRIORITY_HEADER, TENANT_HEADER, TTFT_HEADER, WEIGHT_HEADER
 
 # Maximum length of a number in a header; a longer integer could overflow a float.
 MAX_NUMBER_LENGTH = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Caller:
-    """The caller of a request.
-
-    internal: the request has the internal token; without it the other fields are defaults.
-    ttft_target: time to first token that the tenant wants, in seconds; None: no target.
-    request_id: key of its token counts, None if they are not kept.
-    allowance: completion tokens granted until the gateway raises them; None: no limit.
-    base_digest: digest of the base model that must serve the request; None: any.
-    """
-
-    internal: bool = False
-    tenant_id: str = ""
-    weight: float = 1.0
-    priority: int = 0
-    ttft_target: float | None = None
-    request_id: str | None = None
-    allowance: int | None = None
-    base_digest: str | None = None
 
 
 def read_caller(headers: Mapping[str, str], *, internal: bool) -> Caller:

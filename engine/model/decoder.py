@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypedDict
 
 from torch import Tensor
 
-from engine.execution import outside_lora
+from engine.model import outside_lora
 from engine.model.config import ModelConfig
 from engine.model.weights import Checkpoint
 from kernels.batch import Batch

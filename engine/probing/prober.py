@@ -20,8 +20,8 @@ from engine.answering.activation import adapter_start
 from engine.answering.in_flight import InFlight
 from engine.answering.model_names import ModelRegistry, Served
 from engine.answering.pauses import Pauses
-from engine.core.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.core.messages import Inspection
+from engine.errors import EngineUnavailable, QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
 from engine.state import EngineFacts
 from wire.deadlines import MAX_PRIORITY

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol
 
-from engine.core.errors import Fault
-from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.errors import Fault
+from engine.scheduling.logit_edits import LogitEdits
 from engine.scheduling.prompt_lookup import PromptLookup
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from wire.deadlines import deadline
 from wire.errors import BadRequest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engine.execution.logit_edits import LogitEdits
     from engine.structured.compiler import Matcher
 
 FinishReason = Literal["stop", "length", "abort", "error"]

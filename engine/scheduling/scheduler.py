@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 from adapters.tiers.device_pool import AdapterPool, Residency
-from engine.core.errors import Fault
+from engine.errors import Fault
 from engine.scheduling.cost import load_cost, step_cost
 from engine.scheduling.drafter import Drafter, is_doubtful
 from engine.scheduling.growth import Growth

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, RequestOutput, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.structured.compiler import GrammarCompiler
 from testing.engine import outputs_until_idle, whole_prompt_logprobs
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters

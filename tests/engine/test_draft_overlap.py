@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, Request, SamplingParams
 from engine.scheduling.scheduler import Scheduler
 from engine.scheduling.step_times import StepTimes
+from engine.scheduling.token_rules import AllowedTokens
 from engine.speculative_config import SpeculativeConfig
 from testing.engine import outputs_until_idle
 from testing.speculation import always_drafting, run

@@ -12,8 +12,8 @@ from adapters.manifest import BaseShape
 from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.speculative_config import SpeculativeConfig
 from kernels import reference
 from kernels.cpu.plain import TorchOps

@@ -17,8 +17,8 @@ from engine.execution import runner as runner_module
 from engine.execution.graphs import StepGraphs
 from engine.execution.layout import Layout
 from engine.execution.seats import TokenTable
-from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens
 from engine.speculative_config import SpeculativeConfig
 from kernels.cpu.plain import TorchOps
 from kernels.gpu.ops import TritonOps

@@ -8,8 +8,8 @@ import pytest
 
 from adapters import fair_threads
 from adapters.tiers.host_cache import HostCache
-from engine.core.errors import QueueFull
 from engine.core.grammars import Grammars
+from engine.errors import QueueFull
 from engine.structured.compiler import Grammar
 from wire.structured import GrammarSpec
 

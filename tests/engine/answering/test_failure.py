@@ -14,11 +14,11 @@ import aiohttp
 import pytest
 
 from engine.answering.usage_log import UsageLog
-from engine.core.errors import FAILED as FAILED_TEXT
-from engine.core.errors import EngineUnavailable
-from engine.execution.token_rules import BannedWords
+from engine.errors import FAILED as FAILED_TEXT
+from engine.errors import EngineUnavailable
 from engine.program import FAILED
 from engine.scheduling.request import NewRequest
+from engine.scheduling.token_rules import BannedWords
 from engine.structured.compiler import Matcher
 from testing.engine import Client, RunningServer
 

@@ -14,10 +14,10 @@ from aiohttp.test_utils import make_mocked_request
 
 from adapters import recent_use
 from benchmarks.hostile.engine_work import dear_schema
+from engine.answering.errors import as_api_error
 from engine.core import grammars
-from engine.core.errors import QueueFull, TenantQueueFull
 from engine.core.grammars import Grammars
-from engine.http.errors import as_api_error
+from engine.errors import QueueFull, TenantQueueFull
 from engine.structured.compiler import Grammar, GrammarCompiler, Matcher
 from testing.tiny import save_byte_level_tokenizer
 from wire.errors import BadRequest

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 
 from adapters.manifest import AdapterError, AdapterNotFound
-from engine.core.errors import EngineUnavailable, Fault, QueueFull, TenantQueueFull
 from engine.core.frames import Frames, head
 from engine.core.messages import Abort, Add, TokenRules, decode_commands, encode
+from engine.errors import EngineUnavailable, Fault, QueueFull, TenantQueueFull
 from engine.scheduling.request import NewRequest, SamplingParams
 from wire.errors import BadRequest, ConfigError
 from wire.structured import GrammarSpec

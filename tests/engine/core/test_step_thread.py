@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from engine.core.errors import EngineUnavailable
 from engine.core.messages import Event, Failed
 from engine.core.step_thread import COMMANDS_S, StepThread
+from engine.errors import EngineUnavailable
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.request import NewRequest, SamplingParams
 from testing.engine import SLOW, Client, RunningServer

@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.execution import masks
-from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import NewRequest, Request, SamplingParams, Status
+from engine.scheduling.token_rules import AllowedTokens
 from engine.structured.compiler import LIMITS, GrammarCompiler
 from kernels import reference
 from kernels.cpu.plain import TorchOps

@@ -18,9 +18,9 @@ from adapters.tiers.host_cache import HostCache
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.execution.rehearsal import MEASURED_CAPTURES, Measured, Rehearsal
-from engine.execution.token_rules import AllowedTokens
 from engine.progress import CAPTURING, WARMING
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens
 from kernels.gpu.ops import TritonOps
 from testing.card import Card
 from testing.tiny import save_adapter, save_model

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.execution.logit_edits import TokenCounts
 from engine.execution.sampler import Seats, token_logprobs
 from engine.execution.sampler import sample as sample_on_device
 from engine.execution.seats import AllowedTable, DrawTable, TokenTable
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.execution.transfer import upload
+from engine.scheduling.logit_edits import TokenCounts
 from engine.scheduling.request import NewRequest, Request, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from kernels import reference
 from kernels.cpu import sampling as cpu_sampling
 from kernels.cpu.plain import TorchOps
@@ -263,7 +263,7 @@ def test_a_step_of_the_same_requests_uploads_no_edit_again(
         uploaded.append(sum(array.nbytes for array in arrays))
         return upload(device, arrays)
 
-    for name in ("sampler", "seats", "masks", "logit_edits"):
+    for name in ("sampler", "seats", "masks", "edit_uploads"):
         monkeypatch.setattr(f"engine.execution.{name}.upload", counted)
     device = torch.device("cpu")
     seats = Seats(DrawTable(2), TokenTable(2, 32768, device), AllowedTable(2, 32768, device))

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.request import NewRequest, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.structured.compiler import GrammarCompiler
 from testing.engine import Client, RunningServer, outputs_until_idle
 from testing.tiny_engines import Make, engine_maker, save_base_and_adapters

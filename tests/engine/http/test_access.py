@@ -9,8 +9,8 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
 
+from engine.answering.errors import ApiError
 from engine.http.access import Access, is_loopback
-from engine.http.errors import ApiError
 from testing.engine import Client, RunningServer
 
 TOKEN, KEYS = "of-the-gateways", ("first-key", "second-key")

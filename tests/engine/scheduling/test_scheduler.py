@@ -12,7 +12,7 @@ import torch
 from adapters.manifest import LM_HEAD, OUTSIDE, AdapterError
 from adapters.tiers.adapter_reader import HostAdapter, LoraModule
 from adapters.tiers.device_pool import Residency
-from engine.core.errors import Fault
+from engine.errors import Fault
 from engine.scheduling.cost import SCORED
 from engine.scheduling.growth import Growth
 from engine.scheduling.kv_cache import KVCache

@@ -12,7 +12,6 @@ import pytest
 from engine.answering.in_flight import InFlight
 from engine.core.messages import Stepped, decode_event, encode
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens, BannedWords
 from engine.scheduling.kv_cache import KVCache
 from engine.scheduling.outputs import StepOutputs
 from engine.scheduling.plan import Plan
@@ -27,6 +26,7 @@ from engine.scheduling.request import (
     Status,
 )
 from engine.scheduling.streams import StreamRows, Streams
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 from engine.speculative_config import SpeculativeConfig
 from testing.tiny_engines import Make, regex_grammar
 from testing.virtual_engine import HOST_S, VirtualClock

@@ -35,8 +35,8 @@ from adapters.tiers.host_cache import HostCache
 from engine.build import DTYPES
 from engine.config import EngineConfig
 from engine.engine import Engine
-from engine.execution.token_rules import AllowedTokens
 from engine.scheduling.request import Grammar, NewRequest, SamplingParams
+from engine.scheduling.token_rules import AllowedTokens
 from engine.speculative_config import SpeculativeConfig
 from kernels.gpu import attention_work, paged_attention, segmented_lora
 from kernels.gpu.ops import TritonOps

@@ -2,7 +2,7 @@
 
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from engine.http.quick_histogram import QuickHistogram
+from engine.metrics.quick_histogram import QuickHistogram
 
 BOUNDS = (0.005, 0.5, 1, 60)
 

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 
 import msgspec
 from aiohttp import web
-from aiohttp.typedefs import Handler
 
-from engine.core.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
+from engine.errors import EngineFailed, EngineUnavailable, QueueFull, TenantQueueFull
 from wire.errors import BadRequest
-from wire.http_requests import BadHead, check_head
+from wire.http_requests import BadHead
 from wire.responses import ErrorDetail, ErrorResponse
 from wire.text.tokenizer import ChatTemplateError
 
@@ -102,18 +101,3 @@ def _request_id(request: web.Request) -> str | None:
 
 def error_body(error: ApiError) -> bytes:
     return msgspec.json.encode(ErrorResponse(error.detail))
-
-
-@web.middleware
-async def error_boundary(request: web.Request, handler: Handler) -> web.StreamResponse:
-    try:
-        check_head(request)
-        return await handler(request)
-    except ConnectionError:
-        # The client left, so no answer can be sent.
-        raise
-    except Exception as exc:  # noqa: BLE001 - translated here, once
-        error = as_api_error(exc, request)
-        return web.Response(
-            status=error.status, body=error_body(error), content_type="application/json", headers=error.headers
-        )

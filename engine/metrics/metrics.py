@@ -6,9 +6,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 
 from adapters.tiers.tier_state import EVICTION_REASONS, LoadResult, TierState
 from engine.config import MetricsNames
-from engine.http.quick_histogram import QuickHistogram
-from engine.http.tier_metrics import TierMetrics
-from engine.http.vllm_metrics import VllmMetrics
+from engine.metrics.quick_histogram import QuickHistogram
+from engine.metrics.tier_metrics import TierMetrics
+from engine.metrics.vllm_metrics import VllmMetrics
 from engine.scheduling.drafter import OTHERS, DraftCount, Outcome
 from engine.scheduling.policies.tenants import TenantState
 from engine.scheduling.request import BASE_SERVED, RequestOutput

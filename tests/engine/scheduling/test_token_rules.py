@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 
-from engine.execution.token_rules import AllowedTokens, BannedWords
+from engine.scheduling.token_rules import AllowedTokens, BannedWords
 
 
 def test_allowed_tokens_are_the_bits_that_are_set() -> None:

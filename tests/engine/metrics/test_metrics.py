@@ -9,7 +9,7 @@ import aiohttp
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.http.metrics import Metrics
+from engine.metrics.metrics import Metrics
 from engine.scheduling.policies.tenants import TenantState
 from engine.speculative_config import SpeculativeConfig
 from testing.engine import SLOW, Client, RunningServer
