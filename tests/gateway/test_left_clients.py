@@ -20,7 +20,7 @@ from gateway.records.bases.records import BaseRecords
 from gateway.records.tenants import bulk
 from testing.gateway.running import MODEL_CONFIG, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.records.test_collect import COLLECT, make_old, stored
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from testing.browser import Person, expect, faults, person
 from testing.gateway.running import ADMIN_KEY, Client, Gateway
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

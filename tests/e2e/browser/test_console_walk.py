@@ -8,7 +8,7 @@ import pytest
 from testing.browser import Person, expect, person
 from testing.gateway.running import Gateway
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import CONFIG, files, push
+from tests.gateway.api.adapters.test_adapters import CONFIG, files, push
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -14,7 +14,7 @@ from testing.browser import Person, person
 from testing.gateway.running import ADMIN_KEY, Gateway, until
 from testing.gateway.upstream import Upstream
 from tests.e2e.browser.pages import pages_below, path_of
-from tests.gateway.api.test_adapters import CONFIG, files, push
+from tests.gateway.api.adapters.test_adapters import CONFIG, files, push
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -6,7 +6,7 @@ import pytest
 
 from testing.browser import expect, person
 from testing.gateway.running import ADMIN_KEY, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

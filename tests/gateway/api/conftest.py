@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from testing.gateway.running import BASE_MODEL, Client, Gateway
-from tests.gateway.api.test_time_limits import connect, head
+from tests.gateway.api.inference.test_time_limits import connect, head
 
 
 class Reader:

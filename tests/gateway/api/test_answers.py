@@ -18,7 +18,7 @@ from gateway.api.routes import API as TABLE
 from gateway.api.routes import ROUTES
 from testing.gateway.running import ADMIN_KEY, HI, MODEL_CONFIG, Answer, Client, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push, tarred
+from tests.gateway.api.adapters.test_adapters import files, push, tarred
 from tests.gateway.api.test_description import str_of
 
 API = "/admin/api"

@@ -4,7 +4,7 @@ from typing import Any
 
 from testing.gateway.running import ADMIN_KEY, CONTEXT, Browser
 from testing.ports import free_port
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 async def test_the_root_names_the_services_addresses(serve: Any):

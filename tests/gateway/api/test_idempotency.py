@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from testing.gateway.running import Answer, Client, Gateway
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 @pytest.fixture

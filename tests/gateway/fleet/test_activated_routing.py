@@ -4,7 +4,7 @@ from pathlib import Path
 
 from testing.gateway.running import BASE_MODEL, Gateway, running, save_model, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 CONTEXT = 1024
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 PROBE = "/v1/adapters/{}/versions/1/probe"
 

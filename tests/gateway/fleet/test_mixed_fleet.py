@@ -5,7 +5,7 @@ from pathlib import Path
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 from testing.gateway.vllm_double import VllmDouble
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.fleet.kinds.test_fleet_vllm import key_file
 
 

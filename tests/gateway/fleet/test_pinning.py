@@ -7,7 +7,7 @@ import pytest
 
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 async def test_a_pinned_version_is_kept_by_one_engine_and_the_next_when_that_leaves(

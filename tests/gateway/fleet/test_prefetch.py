@@ -14,7 +14,7 @@ from gateway.fleet.prefetch import MAX_OF_TENANT, Prefetch
 from gateway.fleet.routing import RoutedRequest, choose
 from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 def up(url: str) -> EngineRecord:

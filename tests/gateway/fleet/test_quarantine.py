@@ -23,7 +23,7 @@ from gateway.fleet.quarantine import Quarantine, Quarantined
 from gateway.fleet.registry import Registry
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 SECRET = b"of the tests"
 BODY: dict[str, Any] = {"prompt": "what ends engines", "max_tokens": 5}

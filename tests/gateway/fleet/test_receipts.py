@@ -9,7 +9,7 @@ from gateway.records.database import Database
 from gateway.records.money.usage_report import UsageReport
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 HEADER = "x-loraplex-adapter-digest"
 OTHER = "sha256:" + "0" * 64

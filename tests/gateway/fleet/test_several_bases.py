@@ -20,7 +20,7 @@ from testing.gateway.running import Answer, Client, Gateway, running, settings, 
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_adapter, save_byte_fallback_tokenizer, save_model
-from tests.gateway.api.test_adapters import push
+from tests.gateway.api.adapters.test_adapters import push
 
 pytestmark = pytest.mark.usefixtures("takes_a_core", "starts_servers")
 

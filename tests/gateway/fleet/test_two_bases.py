@@ -14,7 +14,7 @@ from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.ports import free_port
 from testing.tiny import save_adapter, save_model
-from tests.gateway.api.test_adapters import push
+from tests.gateway.api.adapters.test_adapters import push
 
 NAMES = [f"bound-{seed}" for seed in range(4)]
 

@@ -12,7 +12,7 @@ from adapters.store import DirectoryStore
 from gateway.process import store_probe
 from gateway.process.store_probe import SLOW, StoreProbe
 from testing.gateway.running import Gateway, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 MISSING = {"status": 404, "code": "model_not_found"}
 

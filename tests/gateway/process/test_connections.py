@@ -11,8 +11,8 @@ from gateway.sharing import unserved
 from testing.gateway.clocks import SleepClock
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
+from tests.gateway.api.inference.test_time_limits import connect
 from tests.gateway.api.requests.test_bodies import answered
-from tests.gateway.api.test_time_limits import connect
 from tests.gateway.sharing.test_unserved import BURST, DELAYED, RATE, flood, metric
 
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]

@@ -19,7 +19,7 @@ from gateway.records.adapters.catalog import Catalog
 from gateway.records.housekeeping import TURN, Housekeeping
 from gateway.redis.client import connect
 from testing.gateway.running import Gateway, change_database, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 COLLECT = "/admin/api/adapters/collect"
 

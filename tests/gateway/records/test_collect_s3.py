@@ -8,7 +8,7 @@ import pytest
 import gateway.api.adapters.adapters
 from gateway.api.adapters.adapters import UNUSED_SECONDS
 from testing.s3_server import BUCKET, S3Server
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.records.test_collect import COLLECT
 
 

@@ -19,7 +19,7 @@ from gateway.sharing import rounds, unserved
 from testing.gateway.clocks import SleepClock
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, tarred
+from tests.gateway.api.adapters.test_adapters import files, tarred
 from tests.gateway.api.uploads.test_resumable import PATH, begin, put
 
 # Requests a second, and the burst of five seconds.

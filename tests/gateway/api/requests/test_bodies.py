@@ -21,7 +21,7 @@ from testing.gateway.bases import measured, one_base, with_tokenizer
 from testing.gateway.running import BASE_MODEL, Client, Gateway, until
 from testing.gateway.upstream import Upstream
 from testing.tiny import save_byte_level_tokenizer
-from tests.gateway.api.test_time_limits import connect
+from tests.gateway.api.inference.test_time_limits import connect
 from wire.text.tokenizer import Tokenizer
 
 CRUMB = b"1;a=b\r\n \r\n"

@@ -15,7 +15,7 @@ from testing.gateway.running import Answer, Client
 from testing.ports import free_port
 from testing.s3_server import BUCKET, S3Server
 from testing.serving import serving
-from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files
+from tests.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, files
 from tests.gateway.api.uploads.conftest import Start
 
 PATH = "/v1/adapter-imports"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from testing.gateway.mutated_uploads import mutated
 from testing.gateway.running import Answer, Client, Gateway
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 COUNT = int(os.environ.get("LORAPLEX_TEST_MUTATED_UPLOADS", "60"))
 # The benchmark's limit is 5 s on a quiet machine; here other tests use the cores as well.

@@ -8,7 +8,7 @@ import pytest
 from gateway.api.uploads import receiving
 from gateway.api.uploads.checking import TENANTS_CHECKS, CheckServer
 from testing.gateway.running import Gateway, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.api.uploads.test_resumable import ARCHIVE, begin, put
 
 OF_ACME = "/admin/api/tenants/acme"

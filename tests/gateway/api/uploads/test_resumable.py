@@ -20,7 +20,7 @@ from gateway.sharing.byte_rate import ByteRate
 from loraplex import resumable_push
 from loraplex.client import GatewayClient
 from testing.gateway.running import Answer, Client, until
-from tests.gateway.api.test_adapters import files, push, tarred
+from tests.gateway.api.adapters.test_adapters import files, push, tarred
 from tests.gateway.api.uploads.conftest import Start
 from tests.gateway.test_left_clients import hold
 

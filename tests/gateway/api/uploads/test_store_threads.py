@@ -13,7 +13,7 @@ from adapters.store import DirectoryStore
 from gateway.api.requests.memory import OPERATOR
 from gateway.api.uploads.store_threads import THREADS, StoreThreads
 from testing.gateway.running import Client, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.api.uploads.conftest import Start
 from tests.gateway.api.uploads.test_resumable import ARCHIVE, PATH, begin, put
 

@@ -7,14 +7,14 @@ import signal
 from pathlib import Path
 
 import psutil
-from tests.gateway.process.test_workers import children, program
 
 from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import settings, until
 from testing.gateway.upstream import Upstream
 from testing.ports import free_ports
-from tests.gateway.api.test_adapters import files, push
-from tests.gateway.api.uploads.test_uploads import leftovers, trickle
+from tests.gateway.api.adapters.test_adapters import files, push
+from tests.gateway.api.uploads.test_hostile_uploads import leftovers, trickle
+from tests.gateway.test_workers import children, program
 
 PATIENCE_SECONDS = 120.0
 

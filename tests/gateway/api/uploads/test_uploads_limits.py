@@ -14,9 +14,9 @@ from adapters.check import ARCHIVE
 from gateway.api.uploads.checking import CheckServer
 from testing.gateway.mutated_archives import tar_header
 from testing.gateway.running import Gateway
-from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push, tarred
+from tests.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, files, push, tarred
 from tests.gateway.api.uploads.conftest import Start
-from tests.gateway.api.uploads.test_uploads import children
+from tests.gateway.api.uploads.test_hostile_uploads import children
 
 DEAR = {"rank_pattern": {rf"(?=(\w|\d)*x{number})(.*.*.*)z": 4 for number in range(3000)}}
 

@@ -23,7 +23,7 @@ from testing.gateway.running import BASE_MODEL, Client, Gateway, running, settin
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY
 from testing.tiny import save_adapter, save_model
-from tests.gateway.api.test_adapters import push
+from tests.gateway.api.adapters.test_adapters import push
 from tests.gateway.fleet.kinds.test_vllm_real import START_SECONDS, VLLM, RealServer, vllm
 
 pytestmark = [

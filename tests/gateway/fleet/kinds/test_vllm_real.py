@@ -22,7 +22,7 @@ from testing.gateway.running import BASE_MODEL, Answer, Client, running, setting
 from testing.gateway.vllm_double import API_KEY
 from testing.ports import free_port
 from testing.stack import CACHE
-from tests.gateway.api.test_adapters import push
+from tests.gateway.api.adapters.test_adapters import push
 
 START_SECONDS = 400.0
 VLLM = os.environ.get("LORAPLEX_VLLM")

@@ -14,7 +14,7 @@ from gateway.records.tenants.tenants import Tenant
 from testing.adapter_files import CONFIG as PEFT_CONFIG
 from testing.gateway.running import Browser, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, push
+from tests.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, files, push
 
 HOME = "/admin/tenants/acme/adapters/pirate"
 ALIASES = "/v1/adapters/pirate/aliases"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from testing.gateway.running import Gateway, change_database, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 LIST = "/admin/adapters"
 HOSTILE = "<img src=x onerror=alert(1)>\"'"

@@ -12,7 +12,7 @@ import pytest
 
 from testing.gateway.running import HI, Browser, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 PAGE, CHAT = "/admin/playground", "/admin/playground/acme/chat"
 HOSTILE = "</textarea><img src=x onerror=alert(1)>\"'"

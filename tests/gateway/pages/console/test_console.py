@@ -17,7 +17,7 @@ from gateway.records.database import Database
 from gateway.records.retention import Retention
 from testing.gateway.rows import row
 from testing.gateway.running import Answer, Client, Gateway, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 ROOT = Path(__file__).resolve().parents[4]
 HOSTILE = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>"

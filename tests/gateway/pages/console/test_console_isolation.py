@@ -8,7 +8,7 @@ import pytest
 from gateway.api.route import Route
 from gateway.api.routes import ROUTES
 from testing.gateway.running import HI, Answer, Browser, Gateway, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 CONSOLE = [route for route in ROUTES if route.scope == "page" and route.path.startswith("/console")]
 OPERATORS = [route for route in ROUTES if route.scope == "page" and route.path.startswith("/admin")]

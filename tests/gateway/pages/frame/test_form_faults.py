@@ -8,7 +8,7 @@ import pytest
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.running import Answer, Browser, Gateway, change_database, running, settings
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 ADAPTER, TARGET = "/admin/tenants/acme/adapters/pirate", "/admin/alerts/pager"
 

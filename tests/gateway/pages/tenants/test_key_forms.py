@@ -13,7 +13,7 @@ from gateway.errors import Unavailable
 from gateway.pages.parts.examples import KeyExamples
 from gateway.records.adapters.catalog import Catalog
 from testing.gateway.running import Answer, Gateway, change_database
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from tests.gateway.pages.records import fields, send
 
 SECRET = re.compile(r"lpx_[0-9a-f]{16}_[0-9a-f]{48}")

@@ -17,7 +17,7 @@ from gateway.records.tenants.list import Sort, TenantFilter, TenantLists
 from gateway.records.tenants.tenants import Tenants
 from testing.gateway.rows import row
 from testing.gateway.running import Answer, until
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 def text(answer: Answer) -> str:

@@ -2,7 +2,7 @@
 
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 from wire.mixtures import Mixture, parse_terms
 
 

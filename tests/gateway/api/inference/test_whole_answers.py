@@ -21,7 +21,7 @@ from gateway.fleet.answers import read_answer
 from gateway.fleet.large_objects import PIECE_BYTES
 from testing.gateway.running import until
 from tests.gateway.api.conftest import Ask
-from tests.gateway.api.test_delivery import MANY, UNREAD, metric
+from tests.gateway.api.inference.test_delivery import MANY, UNREAD, metric
 
 # Larger than the kernel's buffers of a connection.
 LARGE = 7 * 2**20

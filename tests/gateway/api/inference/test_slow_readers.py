@@ -15,8 +15,8 @@ from gateway.api.inference.delivery import Deliveries, Delivery
 from testing.gateway.running import BASE_MODEL, until
 from testing.gateway.upstream import Upstream
 from tests.gateway.api.conftest import Ask
-from tests.gateway.api.test_delivery import LONG, MANY, UNREAD, check_billed, metric
-from tests.gateway.api.test_time_limits import head
+from tests.gateway.api.inference.test_delivery import LONG, MANY, UNREAD, check_billed, metric
+from tests.gateway.api.inference.test_time_limits import head
 
 # A fifth of the least rate.
 PIECE_BYTES, PAUSE_SECONDS, LEAST_RATE = 1024, 0.1, 50_000.0

@@ -15,8 +15,8 @@ from gateway.records.database import Database
 from testing.gateway.rows import row
 from testing.gateway.running import ADMIN_KEY, Gateway, until
 from tests.gateway.api.conftest import Ask, Reader
-from tests.gateway.api.test_delivery import metric
-from tests.gateway.api.test_time_limits import connect
+from tests.gateway.api.inference.test_delivery import metric
+from tests.gateway.api.inference.test_time_limits import connect
 
 # The whole files have more than 5 MB, and the system's buffers of a connection up to 4 MB.
 ROWS = 9000

@@ -21,7 +21,7 @@ from testing.gateway.mutated_archives import extended, many_entries, tar_header
 from testing.gateway.mutated_uploads import BOUNDARY, form
 from testing.gateway.running import Answer, Client, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import CONFIG, WEIGHTS, files, nested, push, tarred, zipped
+from tests.gateway.api.adapters.test_adapters import CONFIG, WEIGHTS, files, nested, push, tarred, zipped
 from tests.gateway.api.uploads.conftest import Start
 
 MULTIPART = {"Content-Type": f"multipart/form-data; boundary={BOUNDARY}"}

@@ -20,7 +20,7 @@ from gateway.api.routes import ROUTES
 from testing.gateway.isolation import CASES, OWN, Attempt, Target, attempts, conditional, describe, fingerprint
 from testing.gateway.running import Client, Gateway, running, settings
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push, tarred
+from tests.gateway.api.adapters.test_adapters import files, push, tarred
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ARCHIVE = tarred(files(1) | {"rest": bytes(1 << 20)})

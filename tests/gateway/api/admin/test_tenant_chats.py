@@ -11,7 +11,7 @@ import pytest
 
 from testing.gateway.running import HI, Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 CHAT = "/admin/api/tenants/acme/chat/completions"
 SECRET = "a prompt that nobody else reads"

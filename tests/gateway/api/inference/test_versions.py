@@ -7,7 +7,7 @@ from pathlib import Path
 
 from testing.gateway.running import Gateway, until
 from testing.gateway.upstream import Upstream
-from tests.gateway.api.test_adapters import files, push
+from tests.gateway.api.adapters.test_adapters import files, push
 
 
 async def test_references_from_the_request_to_the_ledger(gateway: Gateway, upstream: Upstream, tmp_path: Path):
