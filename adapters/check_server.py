@@ -3,9 +3,9 @@
 Imports would take nine tenths of an ordinary check's CPU time (0.09 s of 0.1 s), so one process imports once and forks.
 
 Standard input is a Unix socket. Each byte received on it carries the descriptor of one check's socket, from which the
-server reads the job (JSON) and to which the forked check writes its result. When the check has ended, the server
-appends a line with its exit status, negative for a signal, and closes the socket. When the client shuts down its side
-of the socket, the server kills the check.
+server reads the job (JSON) and to which the forked check writes its result. The server appends a line with the exit
+status of a check that has ended, negative for a signal, and closes the socket. It kills the check if the client shuts
+down its side of the socket.
 """
 
 import os

@@ -69,7 +69,7 @@ _PLAIN_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 # A refusal quotes uploaded names and values, so its field and message are cut to these lengths.
 MAX_FIELD_CHARS = 160
 MAX_MESSAGE_CHARS = 400
-# A module's full name as in the canonical patterns. As a regular expression it matches only itself.
+# A module's full name as in the canonical patterns. It matches only itself as a regular expression.
 _FULL_NAME = re.compile(r"model\.layers\.\d+\.(?:self_attn|mlp)\.\w+_proj|model\.embed_tokens|lm_head", re.ASCII)
 
 

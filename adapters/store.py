@@ -84,7 +84,7 @@ def prepare(source: Path, target: Path) -> Checkpoint:
 
 
 def put(store: AdapterStore, folder: str | Path, base: BaseShape) -> Checkpoint:
-    """Store an adapter folder in its canonical form. Raises what `prepare` and `publish` raise."""
+    """Store an adapter folder in its canonical form. Raises AdapterError, OSError."""
     with store.spool() as spool:
         target = spool.folder / "adapter"
         checkpoint = prepare(Path(folder), target)
@@ -114,7 +114,7 @@ class DirectoryStore:
         self.parts: Parts = DirectoryParts(self.root)
 
     def put(self, folder: str | Path, base: BaseShape) -> Checkpoint:
-        """Store an adapter folder and return it as stored. Raises what `put` raises."""
+        """Store an adapter folder and return it as stored. Raises AdapterError, OSError."""
         checkpoint = put(self, folder, base)
         return replace(checkpoint, folder=self.folder(checkpoint.digest))
 

@@ -24,11 +24,11 @@ LENGTHS = ("tokens", "min", "max", "median")
 class Pattern:
     """A short form of a scenario.
 
-    seconds: length of the arrivals. drain: seconds until the requests in flight are cut. factor: of the compression.
-    phase: seconds of an on or off phase, instead of the compressed ones. start: seconds until a tenant that starts
-    late, instead of the scenario's. has_baseline: False leaves out the run without the flooding tenants. adapters:
-    number of adapters of each tenant, for which its requests are, by zipf popularity (exponent 1); 0: the base model.
-    scenario: name of the scenario, if it is not the pattern's.
+    seconds: length of the arrivals. drain: seconds until the requests in flight are cut. factor: the factor of the
+    compression. phase: seconds of an on or off phase, instead of the compressed ones. start: seconds until a tenant
+    that starts late, instead of the scenario's. has_baseline: False leaves out the run without the flooding tenants.
+    adapters: number of adapters of each tenant, for which its requests are, by zipf popularity (exponent 1); 0: the
+    base model. scenario: name of the scenario, if it is not the pattern's.
     """
 
     name: str

@@ -1,7 +1,7 @@
 """Load generator for gateway measurements: many connections, each with one small request after the other.
 
-Prints one JSON line, in milliseconds. For whole answers: the latency, and its part beyond the engine's own time. For
-streams: the transit time of each event, and how much longer the gap before it was at the reader than at the engine. The
+Prints one JSON line, in milliseconds: for whole answers the latency, and its part beyond the engine's own time; for
+streams the transit time of each event, and how much longer the gap before it was at the reader than at the engine. The
 connections begin one after the other within START_SECONDS; if all began at once, their first requests would measure
 each other.
 """

@@ -9,8 +9,8 @@ device's rate that 64 streams reach, and the time to the first token of a long p
 itself, the rate of 1 and 16 streams. Figures are CPU times where possible. Run nothing else on the machine at the same
 time.
 
-One measure is for a core that has a CPU of its own: its process is pinned to CPU 0, the front and the client to CPU 1,
-and beside them `--fronts` processes that do a front's work without a pause (JSON, SSE events, UTF-8).
+A further measure is for a core that has a CPU of its own: its process is pinned to CPU 0, the front and the client to
+CPU 1, and beside them `--fronts` processes that do a front's work without a pause (JSON, SSE events, UTF-8).
 """
 
 import argparse

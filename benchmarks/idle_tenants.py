@@ -4,9 +4,9 @@
     python -m benchmarks.idle_tenants --tenants 100000 --postgres
     python -m benchmarks.idle_tenants --tenants 100 --seconds 10 --settle 5    # small
 
-One tenant sends requests through a real gateway. Its rows and its keys in Valkey are copied for each other tenant, four
-weeks older. A new gateway process then runs without any request. Printed for each number of tenants: the CPU time of
-the gateway and of the servers, commands of Redis a second (those inside scripts included), SQL statements a second.
+A single tenant sends requests through a real gateway. Its rows and its keys in Valkey are copied for each other tenant,
+four weeks older. A new gateway process then runs without any request. Printed for each number of tenants: the CPU time
+of the gateway and of the servers, commands of Redis a second (those inside scripts included), SQL statements a second.
 """
 
 import argparse

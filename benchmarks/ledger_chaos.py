@@ -7,7 +7,7 @@ budgets with the ledger.
     python -m benchmarks.ledger_chaos --requests 5000
 
 The gateways, Valkey (append-only file) and PostgreSQL are real. The engine is a double with the real engine's books,
-which are in a file and survive it. One client in ten leaves in mid-stream. Exit code 1 if a check fails.
+which are in a file and survive it. A tenth of the clients leave in mid-stream. Exit code 1 if a check fails.
 """
 
 import argparse

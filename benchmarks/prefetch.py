@@ -3,7 +3,7 @@
     python -m benchmarks.prefetch [--rounds 20]
 
 A real engine of 4 places on the demo model, adapters of rank 16 on all projections, and a whole gateway in this
-process. One tenant keeps twelve requests to the base model running or waiting, so that the gateway's queue is never
+process. A first tenant keeps twelve requests to the base model running or waiting, so that the gateway's queue is never
 empty. Another tenant sends one request at a time, each for an adapter that no engine holds: with hints and without, in
 turn. Then the same with an idle engine, where there is nothing to wait for.
 """

@@ -2,7 +2,7 @@
 
     python -m benchmarks.residency_updates [--rounds 40] [--workers 4]
 
-One real engine of two random layers and one registry per worker, each with its own connections, like the gateway's
+A real engine of two random layers and one registry per worker, each with its own connections, like the gateway's
 workers. Each round requests an adapter that the engine does not hold. Times are in ms, from this request to the last
 registry's update, so they include the load and the first token.
 """

@@ -42,7 +42,7 @@ BINDING = Binding()
 
 
 class Cost(NamedTuple):
-    """Mean CPU seconds of a call. part: of the gateway. size: number of objects, in words."""
+    """Mean CPU seconds of a call. part: the part of the gateway. size: number of objects, in words."""
 
     part: str
     size: str

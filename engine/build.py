@@ -53,8 +53,8 @@ DTYPES_OF_8_BITS = {"fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8}
 @dataclass(frozen=True, slots=True)
 class Parts:
     """Parts of an engine. The adapters' pages, the KV caches and the decoder's weights are on the same device.
-    step_bytes: of the weights that every step reads; 0 on a simulated device. proposer: the draft model, if there is
-    one.
+    step_bytes: bytes of the weights that every step reads; 0 on a simulated device. proposer: the draft model, if there
+    is one.
     """
 
     model: ModelConfig

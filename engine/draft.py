@@ -80,7 +80,7 @@ def _read_vocabulary(path: Path) -> dict[int, str]:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A loaded draft model. kv_bytes: of a token's keys and values. context: maximum tokens of a sequence."""
+    """A loaded draft model. kv_bytes: bytes of a token's keys and values. context: maximum tokens of a sequence."""
 
     decoder: Decoder
     limits: RunnerLimits

@@ -47,8 +47,8 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Bytes beside the KV cache. adapters: limit of the pages, and of LoRA on embed_tokens and lm_head. seats: of the
-    tables by seat: token counts for penalties, and allowed tokens.
+    """Bytes beside the KV cache. adapters: limit of the pages, and of LoRA on embed_tokens and lm_head. seats: bytes of
+    the tables by seat, which hold token counts for penalties, and allowed tokens.
     """
 
     weights: int
@@ -87,7 +87,7 @@ def open_share(config: EngineConfig, platform: Platform) -> Share | None:
     utilization = device_default(config, "gpu_memory_utilization", is_gpu=not platform.is_host)
     if utilization is None or not platform.has_ops:
         return None
-    # The host's figure is this process alone, which counts as part of the engine.
+    # On the host, only this process is measured, and its memory is part of the engine's share.
     before = 0 if platform.is_host else platform.used_memory()
     share = Share(platform.name, platform.total_memory(), before, utilization)
     if share.num_bytes > share.total - before:

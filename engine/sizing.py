@@ -215,7 +215,7 @@ def _target(config: EngineConfig, model: ModelConfig, gpu: str | None) -> Estima
 
 
 class DraftNeeds(NamedTuple):
-    """Bytes of a draft model. kv_bytes: of a token's keys and values."""
+    """Bytes of a draft model. kv_bytes: bytes of a token's keys and values."""
 
     weights: int = 0
     activations: int = 0

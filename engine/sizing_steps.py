@@ -46,8 +46,8 @@ class MeasuredSteps:
     """Steps of a model that is loaded without memory."""
 
     def __init__(self, decoder: Decoder, block_size: int, most_tokens: int, kv_dtype: torch.dtype) -> None:
-        """decoder: on torch's `meta` device, with the ops of this CPU. most_tokens: of a step; longer prompts are
-        computed in several steps.
+        """decoder: on torch's `meta` device, with the ops of this CPU. most_tokens: maximum tokens of a step; longer
+        prompts are computed in several steps.
         """
         layers = decoder.weights.layers
         each = sum(matrix.num_bytes for matrix in _matrices(layers[0]))

@@ -22,9 +22,9 @@ FIELDS = {
 class SpeculativeConfig:
     """Drafts of a step: `method` proposes at most `num_speculative_tokens` tokens after a request's newest one.
 
-    prompt_lookup_min, prompt_lookup_max: of `ngram`: number of last tokens that must occur before in prompt or answer,
-    and that are compared. If only one is given, the other has the same value. model: of `draft_model`: a model folder
-    or a .gguf file. Raises ConfigError for a value out of range.
+    prompt_lookup_min, prompt_lookup_max: for `ngram`, the number of last tokens that must occur before in prompt or
+    answer, and that are compared. If only one is given, the other has the same value. model: for `draft_model`, a model
+    folder or a .gguf file. Raises ConfigError for a value out of range.
     """
 
     method: str

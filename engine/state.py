@@ -61,7 +61,7 @@ class EngineFacts:
 class EngineState:
     """Snapshot of the counters, for /state and /metrics. `residency_version` changes with the set of resident
     adapters. num_in_target, num_over_target: first tokens within their request's target, and beyond it. draft_steps:
-    steps with decodes by what became of drafts; empty without speculative decoding.
+    steps with decodes by the outcome of their drafts; empty without speculative decoding.
     """
 
     residency_version: int

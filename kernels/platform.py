@@ -44,9 +44,8 @@ class Lane(Protocol):
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> Fence:
-        """Start a copy from the host and return the fence behind it. Until then source must not change.
-
-        Both have one dtype and shape.
+        """Start a copy from the host and return the fence behind it. The source must not change until then. Both have
+        one dtype and shape.
         """
         ...
 

@@ -337,7 +337,7 @@ def sample(
     temperature fp32: 0 selects the most likely token, the first on a tie. Otherwise tokens are removed, in this order:
     top_k int32 (0: off) removes tokens smaller than the k-th largest; top_p fp32 removes tokens whose strictly more
     likely tokens among the rest already reach top_p; min_p fp32 removes tokens less likely than min_p times the most
-    likely. Of the remaining tokens, in vocabulary order, the first one is taken whose cumulative probability exceeds
+    likely. The result is the first remaining token, in vocabulary order, whose cumulative probability exceeds
     `uniforms(seeds, positions)`.
     """
     tokens = logits.argmax(-1)

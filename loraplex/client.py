@@ -205,7 +205,7 @@ class GatewayClient:
     async def move_alias(
         self, tenant: str | None, alias: Reference, targets: list[dict[str, int]], etag: str | None = None
     ) -> dict[str, Any]:
-        """Point an alias to versions. etag: of the state that is replaced; None takes the present one, if any."""
+        """Point an alias to versions. etag: the replaced state's ETag; None takes the present one, if any."""
         return await self._put_matching(alias_path(tenant, alias), {"targets": targets}, etag)
 
     async def rollback_alias(self, tenant: str | None, alias: Reference) -> dict[str, Any]:

@@ -27,7 +27,7 @@ ROOMS = {
 # Imports (module, imported module) that go up between rooms, each with its reason.
 UP_BETWEEN_ROOMS: dict[tuple[str, str], str] = {}
 MAX_LINES = 400
-# Words with which no docstring or comment may open.
+# Words with which no sentence of a docstring or comment may open.
 RIDDLES = {"What", "Who", "Whose", "Of", "As", "One", "Until", "For", "Whoever", "Whatever", "Nobody", "Somebody"}
 RIDDLES |= {"Which", "Where", "When", "How"}
 SOURCES = sorted(path for floor in FLOORS for path in (ROOT / floor).rglob("*.py"))
@@ -172,38 +172,60 @@ def test_our_kernels_package_does_not_pose_as_hugging_faces():
     assert (ROOT / "kernels" / "__init__.py").read_text() == ""
 
 
-def test_docstrings_open_with_their_subject_or_an_imperative():
-    """No docstring opens with a relative clause, which must be read twice; tests and benchmarks are checked too."""
-    found = []
-    # Parsing takes most of the time. Other files have no string that opens with such a word.
-    opening = re.compile(rf"""["'](\\|\s)*({"|".join(RIDDLES)})\b""")
-    for path in [path for path in PYTHON if opening.search(path.read_text())]:
-        for node in statements(path):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                words = (ast.get_docstring(node) or "-").split()
-                if words[0].rstrip(",:;") in RIDDLES:
-                    found.append(f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}: {' '.join(words[:6])}")
-    assert not found
+# The begin of a text, sentence or paragraph.
+_OPENING = r"""(?:\A|[.!?;]["')`]*\s+|\n\s*\n\s*)"""
+# By rule, texts that it forbids. A sentence that opens with such a word must be read twice.
+FORBIDDEN = {
+    "a sentence opens with its subject or an imperative": rf"{_OPENING}(?:{'|'.join(RIDDLES)})\b(?!-)",
+    "a gloss has its noun: `cost: the cost of ...`": rf"{_OPENING}`?[a-z_]\w*`?(?:, `?[a-z_]\w*`?)*: (?:of|from)\b",
+    "a docstring names the errors that are raised": r"\b[Rr]aises? what\b",
+}
 
 
-def comment_blocks(path: Path) -> Iterator[tuple[int, str]]:
-    """Return (line number, text) of the first line of each block of full-line comments."""
-    mark, inside = COMMENT_MARKS[path.suffix], False
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+def docstrings(path: Path) -> Iterator[tuple[int, str]]:
+    for node in statements(path):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            text = ast.get_docstring(node, clean=False)
+            if text is not None:
+                yield node.body[0].lineno, text
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """Return (number of the first line, text) of each block of full-line comments, and of each comment after code."""
+    mark, block = COMMENT_MARKS[path.suffix], ""
+    for number, line in enumerate([*path.read_text().splitlines(), ""], 1):
         text = line.strip()
-        if text.startswith(mark) and not inside:
-            yield number, text.lstrip(mark + " ")
-        inside = text.startswith(mark)
+        if text.startswith(mark):
+            block += text.lstrip(mark + " ") + "\n"
+            continue
+        if block:
+            yield number - block.count("\n"), block
+            block = ""
+        if f"  {mark} " in line:
+            yield number, line.split(f"  {mark} ", 1)[1]
 
 
-def test_comments_open_with_their_subject_or_an_imperative():
+@functools.cache
+def prose() -> tuple[tuple[Path, int, str], ...]:
+    """Return (path, line number, text) of each docstring and comment of product, tests and benchmarks."""
     sources = [path for folder in (*FLOORS, "deploy") for path in (ROOT / folder).rglob("*")]
     every = [*PYTHON, ROOT / "Makefile", *(path for path in sources if path.is_file() and path.suffix in COMMENT_MARKS)]
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {text}"
+    return tuple(
+        (path, number, text)
         for path in dict.fromkeys(every)
-        for number, text in comment_blocks(path)
-        if text.split(" ")[0].rstrip(",:;") in RIDDLES
+        for found in ((docstrings(path), comments(path)) if path.suffix == ".py" else (comments(path),))
+        for number, text in found
+    )
+
+
+@pytest.mark.parametrize("rule", FORBIDDEN)
+def test_prose(rule):
+    """Docstrings and comments follow the rule in each sentence, those of tests and benchmarks too."""
+    pattern = re.compile(FORBIDDEN[rule])
+    found = [
+        f"{path.relative_to(ROOT)}:{number + text.count(chr(10), 0, match.end())}: {' '.join(match[0].split())}"
+        for path, number, text in prose()
+        for match in pattern.finditer(text)
     ]
     assert not found
 

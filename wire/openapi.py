@@ -30,8 +30,8 @@ class Route:
     """A route of the description.
 
     request, response: structs; None for no body and for an answer that is not JSON; several for an answer that is one
-    of them. statuses: of successful answers. files: media types of the files that the answer may be instead. streams:
-    the route accepts "stream": true.
+    of them. statuses: the HTTP statuses of successful answers. files: media types of the files that the answer may be
+    instead. streams: the route accepts "stream": true.
     """
 
     method: str

@@ -206,8 +206,8 @@ class AdapterLoaded(Struct):
 
 class TenantShare(Struct):
     """Account of a tenant at one engine. counter: service divided by weight. share: its part of the service of the last
-    minute. entitled: its weight's part of the weights of the active tenants. Of a tenant's waiting requests,
-    oldest_wait_seconds is the longest wait.
+    minute. entitled: its weight's part of the weights of the active tenants. oldest_wait_seconds: the longest wait of
+    its waiting requests.
     """
 
     tenant: str

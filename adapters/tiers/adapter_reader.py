@@ -23,7 +23,7 @@ PIECE_BYTES = 4 << 20
 class LoraModule:
     """LoRA on a projection of a layer: y += scale * (x a^T) b^T. a: `[r, in]`, b: `[out, r]`, in the cache's dtype.
 
-    For an embedding x is one-hot: the token's column of a takes the place of x a^T.
+    The x of an embedding is one-hot, so the token's column of a takes the place of x a^T.
     """
 
     a: Tensor

@@ -1,7 +1,7 @@
 """Reservations of device memory for adapters that do not fit beside those in use. Independent of tensors.
 
 A reservation is a count of pages, not particular pages. Pages that become free go to the oldest reservation first, and
-other adapters are placed in the rest. For `PAGE_WAIT_S`, resident adapters serve new requests as before. After that the
+other adapters are placed in the rest. Resident adapters serve new requests as before for `PAGE_WAIT_S`. After that the
 reservation is overdue: an idle adapter whose pages are needed serves no new request, and the scheduler may preempt the
 requests that hold the other pages; the reservations for which it does come first.
 

@@ -25,7 +25,8 @@ class TierState:
 
     pages: device pages by state: `in_use` by running requests, `new` (copied, or being copied, and not used yet),
     `idle`, `free`. reserved_pages: pages for which adapters wait. page_waits, page_wait_seconds: reservations that were
-    placed, and the sum of their waits. evictions: from the device, by reason. host: the host tier's counters.
+    placed, and the sum of their waits. evictions: number of evictions from the device, by reason. host: the host tier's
+    counters.
     """
 
     pages: Mapping[str, int]

@@ -88,8 +88,8 @@ def floor_ms(
 ) -> float:
     """Return the time to read weights, keys and values, and the used adapters once, at this run's copy bandwidth.
 
-    contexts: tokens before the step, by request. cache_bytes: of one element, including its share of the scales. ranks:
-    of the adapters. lora_bytes: of one element of A or B.
+    contexts: tokens before the step, by request. cache_bytes: bytes of one cached element, including its share of the
+    scales. ranks: the adapters' ranks. lora_bytes: bytes of one element of A or B.
     """
     cache = c.kv_elements_per_token * (sum(contexts) + len(contexts)) * cache_bytes
     adapters = elements_per_rank(c) * sum(ranks) * lora_bytes

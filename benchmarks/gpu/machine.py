@@ -54,11 +54,11 @@ class Machine:
     """A GPU with full sizes. context: tokens before a decode step; adapters: distinct ones in the LoRA steps.
 
     mixed_contexts, mixed_copies: contexts of one batch, and how often each. long_prompt: tokens of prompts that arrive
-    beside streams. prefill_tokens: of a prompt that is timed alone. step_tokens: limit of a step of the engines.
-    new_tokens: decoded by each request of a whole-engine run. http_tokens, http_seconds, http_prompts: of each stream
-    over HTTP, of a measurement, and number of arriving prompts. start_seconds: limit of an engine's start. copies: sets
-    of inputs over which a kernel's calls rotate, so that no set is in the L2 cache when its call runs. candidates: of
-    each kind of tile sizes.
+    beside streams. prefill_tokens: tokens of a prompt that is timed alone. step_tokens: limit of a step of the engines.
+    new_tokens: decoded by each request of a whole-engine run. http_tokens, http_seconds, http_prompts: tokens of each
+    stream over HTTP, seconds of a measurement, and number of arriving prompts. start_seconds: limit of an engine's
+    start. copies: sets of inputs over which a kernel's calls rotate, so that no set is in the L2 cache when its call
+    runs. candidates: number of candidates of each kind of tile sizes.
     """
 
     device: torch.device = field(default_factory=lambda: torch.device("cuda"))

@@ -187,7 +187,7 @@ def measure(
 
 
 def add(engine: Engine, adapters: Sequence[str | None], lengths: Sequence[int], params: SamplingParams) -> None:
-    """Add streams. lengths: of their prompts."""
+    """Add streams. lengths: the lengths of their prompts."""
     vocab_size = engine.model_config.vocab_size
     for i, (adapter, length) in enumerate(zip(adapters, lengths, strict=True)):
         tokens = [(31 * i + 7 * j) % (vocab_size - 2) + 2 for j in range(length)]

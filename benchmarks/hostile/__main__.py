@@ -10,8 +10,8 @@
 
 The target is the gateway, engine, Valkey and SQLite (--postgres: PostgreSQL) that `loraplex up --demo` starts. A few
 attacks need misbehaving engines and run on a gateway before engine doubles. Each attacker is a new tenant with the
-default limits, in a process that gives way to all others (SCHED_IDLE), because a real attacker has its own machine. For
-each attack the neighbour is measured in pairs of rounds, attacked and quiet, one right after the other, so that a drift
+default limits, in a process that gives way to all others (SCHED_IDLE), because a real attacker has its own machine. The
+neighbour is measured for each attack in pairs of rounds, attacked and quiet, one right after the other, so that a drift
 of the machine cancels. In the quiet round, a process of the attacker's priority takes as much CPU time as the
 attacker's own client took, at the same moments of the round, and sends nothing. If the attack is a use of the engine
 that any tenant may make, an honest tenant with the same use runs in the quiet round instead. Between the attacks, the
@@ -116,7 +116,7 @@ def _answers(place: Place) -> bool:
 
 
 async def measured(attack: Attack, site: Site, flags: argparse.Namespace, limits: Limits) -> Result:
-    """Run an attack. One that cannot be measured is missed, and the others follow."""
+    """Run an attack. An attack that cannot be measured is missed, and the others follow."""
     try:
         rounds = Rounds(flags.seconds, flags.pairs, flags.mutations, flags.attacker_core)
         return await run_attack(attack, site.ready(), rounds, limits)

@@ -2,7 +2,7 @@
 
     python -m benchmarks.hostile.attacker NAME      (its target as JSON on the first line of stdin)
 
-It prints `ready` when its payloads are made. For each further line of stdin, an `Order` as JSON, it runs the attack for
+It prints `ready` when its payloads are made. Each further line of stdin is an `Order` as JSON: it runs the attack for
 the ordered time and prints one line of JSON, a `Round`. It connects from 127.0.0.2, so that a throttle by address can
 distinguish it from the neighbour.
 """

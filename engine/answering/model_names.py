@@ -137,7 +137,7 @@ class ModelRegistry:
             _log_load(model, adapter, started)
 
     async def inspect(self, digest: str, tenant_id: str) -> Inspection:
-        """Load an adapter and inspect its weights. Raises what `using` raises."""
+        """Load an adapter and inspect its weights. Raises ModelNotFound, ApiError, QueueFull."""
         with _named(digest_name(digest)):
             return await self._core.inspect_adapter(digest, tenant_id)
 

@@ -138,7 +138,7 @@ class Core:
         return await self._ask(question, AdapterFacts | None)  # type: ignore[arg-type]
 
     async def inspect_adapter(self, digest: str, tenant_id: str) -> Inspection:
-        """Load an adapter and inspect its weights. Raises what `load_adapter` raises."""
+        """Load an adapter and inspect its weights. Raises AdapterError, OSError, QueueFull, TenantQueueFull."""
         return await self._ask(messages.InspectAdapter(digest, tenant_id), Inspection)
 
     async def register_folder(self, path: str) -> str:

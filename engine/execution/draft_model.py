@@ -28,8 +28,8 @@ RECOVERY = 0.01
 
 @dataclass(frozen=True, slots=True)
 class DraftSizes:
-    """Sizes of a draft model's work. context: maximum tokens of a sequence. most_tokens: of a pass. most_drafts: of a
-    request in a step. token_cost: work of a token relative to the base model's.
+    """Sizes of a draft model's work. context: maximum tokens of a sequence. most_tokens: maximum tokens of a pass.
+    most_drafts: maximum drafts of a request in a step. token_cost: work of a token relative to the base model's.
     """
 
     context: int

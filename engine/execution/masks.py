@@ -22,8 +22,8 @@ class Mask(Protocol):
 
 
 def constrain(logits: Tensor, masks: Sequence[tuple[int, Mask]], ops: Ops) -> None:
-    """Set the logits of forbidden tokens to -inf in place. logits: `[n, vocab]` fp32. masks: of rows; a row without a
-    mask is not changed.
+    """Set the logits of forbidden tokens to -inf in place. logits: `[n, vocab]` fp32. masks: pairs of a row and its
+    mask; a row without a mask is not changed.
     """
     if not masks:
         return

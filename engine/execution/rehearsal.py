@@ -36,7 +36,8 @@ SAMPLINGS = (
 @dataclass(frozen=True, slots=True)
 class Shape:
     """A step. prompts: tokens of each prompt chunk. decodes: number of requests with a single token. adapters: slots in
-    turn over the requests; -1 is the base model. params: in turn over the requests. drafts: of each decode.
+    turn over the requests; -1 is the base model. params: in turn over the requests. drafts: number of drafts of each
+    decode.
     """
 
     prompts: tuple[int, ...]
@@ -88,8 +89,9 @@ class Measured(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rehearsal:
-    """The steps of an engine with these sizes. num_slots: of adapters. most_prompt_logits: rows of logits that a step
-    computes for prompt_logprobs. most_drafts: of a request in a step; 0 without speculation.
+    """The steps of an engine with these sizes. num_slots: number of slots of adapters. most_prompt_logits: rows of
+    logits that a step computes for prompt_logprobs. most_drafts: maximum drafts of a request in a step; 0 without
+    speculation.
     """
 
     limits: RunnerLimits

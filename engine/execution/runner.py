@@ -36,8 +36,8 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """Tokens of a step, in transfer to the host. requests: of each token. done: marks the end of a step that samples no
-    token.
+    """Tokens of a step, in transfer to the host. requests: the request of each token. done: marks the end of a step
+    that samples no token.
     """
 
     requests: list[Request]

@@ -73,8 +73,8 @@ class Drafter:
 
     def extend(self, plan: MutableMapping[Request, int], num_decodes: int, *, may_draft: bool) -> bool:
         """Add drafts to a plan as long as they pay. Return whether a request has drafts, or had blocks for them.
-        num_decodes: of the plan; one with prompts too has no drafts. may_draft: whether all tokens of its requests are
-        known, and no stream is left out.
+        num_decodes: number of the plan's decodes; a plan with prompts too has no drafts. may_draft: whether all tokens
+        of its requests are known, and no stream is left out.
         """
         self.is_catching_up, had_blocks = False, False
         if len(plan) > num_decodes:

@@ -15,7 +15,7 @@ Reason = Literal["catching_up", "no_proposal"]
 
 
 class Proposal(NamedTuple):
-    """A request's drafts. cost: of the work to find them, in prompt tokens (see `engine.scheduling.cost`)."""
+    """A request's drafts. cost: the cost of the work to find them, in prompt tokens (see `engine.scheduling.cost`)."""
 
     drafts: list[int]
     cost: float = 0.0

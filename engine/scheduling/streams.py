@@ -3,8 +3,8 @@
 A step plans the next token of all streams at once. Only the requests that begin or stop decoding between two plans are
 read one by one, so a step costs little for each of the others. The scheduler's loop over the running requests is
 the twin of `Streams.plan`: both plan the same tokens and blocks. Their charges to a tenant are equal up to rounding,
-because the loop divides the cost of each request by the weight, and `Streams` divides the sum. Where the weights are
-powers of two, the charges are exactly equal.
+because the loop divides the cost of each request by the weight, and `Streams` divides the sum. The charges are exactly
+equal if the weights are powers of two.
 """
 
 from collections.abc import Iterable
@@ -24,7 +24,7 @@ class StreamRows(NamedTuple):
 
     requests: in the order in which they started. The next plan has the same list if all running requests are these and
     none has ended. seats: their seats, int64 `[n]`. ends: tokens of each whose keys and values are computed after the
-    plan, int64 `[n]`. changed: those that were not in the plan before, or have a new block. number: of this plan.
+    plan, int64 `[n]`. changed: those that were not in the plan before, or have a new block. number: the plan's number.
     """
 
     requests: list[Request]

@@ -233,8 +233,8 @@ class _Combinations:
         return reduce(lambda a, b: self._merge(a, b, are_alternatives), shapes) if shapes else _Shape()
 
     def _merge(self, a: _Shape, b: _Shape, are_alternatives: bool) -> _Shape:
-        """Return the shape of a value to which either schema applies, or both. For a part of alternatives, the larger
-        count is kept.
+        """Return the shape of a value to which either schema applies, or both. Alternatives keep the larger count of a
+        part.
         """
         if not are_alternatives and (a.is_plain or b.is_plain):
             return b if a.is_plain else a

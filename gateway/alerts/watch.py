@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 # Interval of the looks, and of those at expiring keys, for which the database reads all keys.
 LOOK_SECONDS, KEYS_SECONDS = 15.0, 300.0
 EXPIRES_WITHIN = timedelta(days=7)
-# An engine is reported down after the first time. If it was never up, it may be loading its model: after the second.
+# Seconds until an engine is reported down: after it was up, and if it was never up, because it may be loading its
+# model.
 DOWN_SECONDS, NEVER_UP_SECONDS = 30.0, 300.0
 # Number of wrong keys per minute, in one process, that makes a burst. There is one event per BURST_MINUTES.
 WRONG_KEYS = 60

@@ -35,7 +35,7 @@ class LoopLag:
         return max((length for _, length in self._stalls), default=0.0)
 
     def since(self, moment: float) -> float:
-        """Return for how many seconds the loop has stalled since `moment`, at most a minute back.
+        """Return the seconds of the loop's stalls since `moment`. Stalls older than a minute are not counted.
 
         A running stall is included. A caller that trusts a value for n seconds adds this to n, because nothing could
         refresh the value while the loop stalled.

@@ -208,7 +208,7 @@ class LocalLimits:
         return _Room(limit, field, left, occupied=debt + held, held_time=held, early=early)
 
     def _under_limit(self, field: str, limit: Limit, now: int) -> tuple[float, float]:
-        """Do what the script's `under_limit` does. Return the debt, and the time by which it is paid off earlier."""
+        """Mirror the script's `under_limit`. Return the debt, and the time by which it is paid off earlier."""
         state, window = self._states.get(field), WINDOW_BY_LETTER[limit.letter]
         basis, debt = _basis(state, limit), _debt(state, now)
         of_limit = debt * (basis / limit.value)

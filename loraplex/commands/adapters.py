@@ -102,7 +102,7 @@ def import_(name: str, source: str, base: str | None, tenant: str | None, gatewa
 @click.option(
     "--idle",
     type=Duration(),
-    help="Of all tenants, only adapters that have existed for this long without a request: 30d.",
+    help="Only adapters of all tenants that have existed for this long without a request: 30d.",
 )
 @json_option
 @tenant_options(or_all=True)
@@ -131,8 +131,8 @@ def list_all(tenant: str | None, idle: timedelta | None, as_json: bool, gateway:
 def delete(name: str, tenant: str | None, force: bool, yes: bool, gateway: Gateway) -> None:
     """Delete the adapter NAME with its versions, or one version such as pirate@3.
 
-    One that an alias, a saved mixture or a running request uses is refused without --force. With it, running requests
-    finish, and new ones get a 404.
+    An adapter or version that an alias, a saved mixture or a running request uses is deleted only with --force. Running
+    requests then finish, and new ones get a 404.
     """
     if ":" in name:
         raise click.UsageError(f"{name} is an alias: `loraplex adapter unalias` deletes it and keeps its versions")

@@ -41,7 +41,9 @@ class Target:
         return *own, *mixtures, *qualified
 
     def shown_as(self, other: "Target", content: bytes) -> bytes:
-        """Return an answer about this target as it would be about the other one."""
+        """Return the content of an answer about this target with the other target's names and ids in place of its
+        own.
+        """
         for field_name in ("name", "digest", "upload", "tenant", "key"):
             content = content.replace(getattr(self, field_name).encode(), getattr(other, field_name).encode())
         return content

@@ -69,8 +69,8 @@ async def spread_tenants(
 ) -> AsyncIterator[Loops]:
     """Run two gateways of two workers before the settings' engines, and the loops of all tenants.
 
-    weights: of the spread tenants, by name. Each engine's own tenant has weight 1. at_once: requests of a spread tenant
-    for each engine.
+    weights: the spread tenants' weights, by name. Each engine's own tenant has weight 1. at_once: requests of a spread
+    tenant for each engine.
     """
     engines, loops = of.engines, Loops()
     async with program(of, free_ports(2)) as (_, one), program(of, free_ports(2)) as (_, other):

@@ -19,7 +19,7 @@ from testing.images.containers import Container, Network, Volumes
 README_UPLOAD = re.compile(r"^curl http://127\.0\.0\.1:8080/v1/adapters .*?\n\n", re.DOTALL | re.MULTILINE)
 GATEWAY_URL = "http://127.0.0.1:8080"
 START_SECONDS = 300
-# One-shot services: `setup` downloads and converts the model.
+# Services that run once: `setup` downloads and converts the model.
 ONCE_SECONDS = 900
 
 

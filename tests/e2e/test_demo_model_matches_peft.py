@@ -1,6 +1,6 @@
 """The engine on the real demo model against transformers + peft, greedy in fp32.
 
-One batch holds base rows, the demo's adapters and five adapters of other ranks.
+A single batch holds base rows, the demo's adapters and five adapters of other ranks.
 """
 
 from pathlib import Path

@@ -54,7 +54,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_engine(model: Path, request: pytest.FixtureRequest) -> Make:
-    """Return a factory of engines with the model names of requests. host_bytes: of adapters in host memory."""
+    """Return a factory of engines with the model names of requests. host_bytes: bytes of adapters in host memory."""
 
     def make(host_bytes: int = 1 << 20, **options: Any) -> tuple[Engine, list[str | None]]:
         host = HostCache(None, BaseShape.from_config_dir(model / "base"), host_bytes, torch.float32)

@@ -50,7 +50,7 @@ class Held:
 
 
 def hold(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, *, number: int = 1) -> Held:
-    """Make the calls of a coroutine function wait at their end. number: of the first call that waits."""
+    """Make the calls of a coroutine function wait at their end. number: ordinal of the first call that waits."""
     held, real, calls = Held(), getattr(owner, name), 0
 
     async def held_up(*given: Any, **options: Any) -> Any:

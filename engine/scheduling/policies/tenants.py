@@ -88,7 +88,7 @@ class Account:
 class Tenants:
     """The accounts and waiting requests of all tenants.
 
-    When a tenant begins to wait, its counter is raised to the least counter of the waiting tenants. If none waits, it
+    The counter of a tenant that begins to wait is raised to the least counter of the waiting tenants. If none waits, it
     is raised to that of the tenant whose request last left the queue (VTC, algorithm 2, lines 6 to 14), or to the least
     counter of the running tenants if that is more: long streams are served on after the last request has left the
     queue. So neither idling nor low demand earns credit. A tenant with nothing running whose waiting requests have all

@@ -61,8 +61,8 @@ struct RowTile {
     int64_t first, rows, slot;
 };
 
-// Tiles for a product's rows. kTileRows consecutive rows of an adapter form their own tiles. slots: of each row, or null.
-// reads_rounded: whether the weights' products read rows in 8 bits.
+// Tiles for a product's rows. kTileRows consecutive rows of an adapter form their own tiles. slots: the slot of each
+// row, or null. reads_rounded: whether the weights' products read rows in 8 bits.
 template <class T>
 std::vector<RowTile> cut_rows(int64_t rows, const int32_t* slots, bool reads_rounded) {
     const int64_t most = reads_rounded ? kQuantisedRows : uses_matrix_unit<T>() ? kPanelRows : kTileRows;

@@ -104,8 +104,8 @@ def test_drafts_that_never_pay_are_tried_again_some_day() -> None:
 
 @dataclass
 class Served:
-    """Times in plain steps. whole, plain: of all steps, and of their tokens without drafts. caught_up: that catching up
-    added. saved: that steps with drafts saved, where they did.
+    """Times in plain steps. whole, plain: time of all steps, and of their tokens without drafts. caught_up: time that
+    catching up added. saved: time that steps with drafts saved, where they did.
     """
 
     whole: float = 0.0

@@ -38,7 +38,7 @@ from tests.gateway.fleet.test_quarantine import (
 class Connections:
     """Connections for requests to engines; those to the first engine that is tried do not open.
 
-    ports: of the engines. tried: those that got a request. is_open: lets all connections open.
+    ports: the engines' ports. tried: those that got a request. is_open: lets all connections open.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *urls: str) -> None:

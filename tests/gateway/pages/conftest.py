@@ -20,7 +20,7 @@ SINCE = datetime(2026, 11, 1, 4, 53, 47, tzinfo=UTC)
 
 
 class World:
-    """Parts and engines of a gateway, without a gateway. visitor: of the next requests."""
+    """Parts and engines of a gateway, without a gateway. visitor: the visitor of the next requests."""
 
     def __init__(self, environment: str | None = None) -> None:
         self.states = {name: State("ok", SINCE) for name in ("database", "redis", "quota", "engines", "ledger")}

@@ -22,7 +22,7 @@ class Cycle:
 def _thresholds() -> Iterator[None]:
     """Restore the collector's thresholds, which belong to the whole process.
 
-    What a test excludes from collections stays excluded: `gc.unfreeze` would also include all imports again.
+    Objects that a test excludes from collections stay excluded: `gc.unfreeze` would also include all imports again.
     """
     thresholds = gc.get_threshold()
     yield

@@ -126,7 +126,7 @@ async def test_an_older_state_is_noticed_and_healed_from_the_ledger(
 ):
     """Redis dies and returns with an older state, after further spending; both running requests end later.
 
-    One request runs since before that state, the other since after it.
+    The first request runs since before that state, the other since after it.
     """
     who = principal(tenant={"budget_per_month": 10**9, "max_concurrent": 20}, key={"budget_per_month": 10**9})
     report = UsageReport(records)

@@ -63,10 +63,10 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """An engine and its load. options: of the engine. family: of the model (`testing.families`); None: of
-    `testing.tiny`. checkpoint: `quantization_config` and the form of the weights, of a quantised checkpoint. graphs:
-    numbers of decodes of the graphs. draft: whether there is a draft model. grammars: whether requests have some.
-    outside: whether adapters have LoRA on embed_tokens and lm_head.
+    """An engine and its load. options: the engine's options. family: the model's family (`testing.families`), None for
+    the model of `testing.tiny`. checkpoint: `quantization_config` and the form of the weights, of a quantised
+    checkpoint. graphs: numbers of decodes of the graphs. draft: whether there is a draft model. grammars: whether
+    requests have some. outside: whether adapters have LoRA on embed_tokens and lm_head.
     """
 
     options: dict[str, Any] = field(default_factory=dict)

@@ -235,8 +235,8 @@ def test_neighbours_poison_stays_theirs(device):
 
 
 def test_no_load_before_b_depends_on_another_but_the_length_of_the_list(device, monkeypatch):
-    """Before it reads B, an expand program reads its number of items, and each item reads rows of the tables by chunk
-    that follow from the item's number alone: no table by slot, and no row of these tables twice.
+    """An expand program reads its number of items before it reads B. Each item then reads rows of the tables by chunk,
+    and their places follow from the item's number alone. It reads no table by slot, and no row of these tables twice.
     """
     if device.type == "cuda":
         pytest.skip("records loads in the interpreter")

@@ -272,7 +272,7 @@ async def test_gateways_take_turns_and_a_tenant_rests_after_its_check(
         await redis.delete(rests[1])
         await until(checked(2, "1.2"))
 
-        # A gateway takes the turn and dies in the middle. Nobody checks until its turn's lifetime is over.
+        # A gateway takes the turn and dies in the middle. No gateway checks until its turn's lifetime is over.
         await until(lambda: is_first(redis, upgrades.TURN, 8.0))
         await redis.delete(*rests)
         upstream.version = "1.3"

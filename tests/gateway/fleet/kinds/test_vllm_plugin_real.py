@@ -3,8 +3,8 @@
     VENV/bin/pip install --no-deps -e .
     LORAPLEX_VLLM=VENV/bin/vllm python -m pytest -m slow tests/gateway/fleet/kinds/test_vllm_plugin_real.py
 
-One server is a single process, the other splits each tensor over two. On the CPU, vLLM serves no smaller heads than the
-tiny model's, and two processes must be bound to CPUs by hand.
+The first server is a single process, the other splits each tensor over two. On the CPU, vLLM serves no smaller heads
+than the tiny model's, and two processes must be bound to CPUs by hand.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Records of refused requests: rows within a tenant's limit, exact numbers, and neither in a request's way."""
+"""Records of refused requests: rows stay within a tenant's limit, numbers are exact, and no request waits for them."""
 
 from datetime import UTC, datetime, timedelta
 from typing import Any
