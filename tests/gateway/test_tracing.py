@@ -10,7 +10,6 @@ from gateway.settings import SettingsError
 from testing.collector import Collector
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.upstream import Upstream
-from wire.telemetry.start import TracingError, start_tracing
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 # W3C trace flags.
@@ -179,27 +178,11 @@ async def test_without_traces_a_trusted_clients_own_are_passed_on(
     assert passed == [own if trusts == "yes" else None, None]
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": ""},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_SDK_DISABLED": "true"},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4318", "OTEL_TRACES_EXPORTER": "none"},
-    ],
-)
-def test_where_no_collector_is_asked_for_there_are_no_traces(environ: dict[str, str]):
-    assert start_tracing("x", environ) is None
-
-
 async def test_what_cannot_be_spoken_is_a_wrong_setting(
     tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    environ = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://c:4317", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}
-    with pytest.raises(TracingError, match=r"^OTEL_EXPORTER_OTLP_PROTOCOL: expected http/protobuf, got 'grpc'"):
-        start_tracing("x", environ)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://c:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
     with pytest.raises(SettingsError, match=r"^OTEL_EXPORTER_OTLP_PROTOCOL"):
         async with running(settings(tmp_path, model_dir, ["http://e"], "redis://r")):
             pass

@@ -21,7 +21,7 @@ from kernels.ops import KvCache, Ops
 from kernels.reference import LARGEST, LoraGroup
 from kernels.weights import LinearWeights, Scheme, dense
 from testing.interpreter import repeated
-from tests.kernels.cpu import test_quantised
+from tests.kernels.cpu import test_low_bits
 from tests.kernels.cpu.test_native import make_batch
 from tests.kernels.gpu.test_fp8 import check_that_rows_stay_apart
 
@@ -239,11 +239,11 @@ QUANTISED = [
 ]
 
 
-@pytest.mark.parametrize("scheme", test_quantised.SCHEMES, ids=str)
+@pytest.mark.parametrize("scheme", test_low_bits.SCHEMES, ids=str)
 @pytest.mark.parametrize(("name", "dtype"), QUANTISED, ids=str)
 def test_rows_of_a_quantised_product_stay_apart(name: str, dtype: torch.dtype, scheme: Scheme) -> None:
     """In bf16 the native product rounds its inputs to 8 bits, with scales that a NaN or infinity must not share."""
-    check_that_rows_stay_apart(MAKERS[name](), test_quantised.make(scheme, 96, 64), dtype)
+    check_that_rows_stay_apart(MAKERS[name](), test_low_bits.make(scheme, 96, 64), dtype)
 
 
 @pytest.mark.parametrize("poison", POISON)
@@ -252,8 +252,8 @@ def test_rows_of_a_quantised_product_stay_apart(name: str, dtype: torch.dtype, s
 def test_an_adapter_beside_quantised_weights_reaches_its_own_rows_only(
     name: str, dtype: torch.dtype, kind: str, poison: float
 ) -> None:
-    scheme = next(scheme for scheme in test_quantised.SCHEMES if scheme.kind == kind)
-    check_lora(MAKERS[name](), dtype, poison, [20, 9, 1, 3, 17], test_quantised.make(scheme, 128, 96))
+    scheme = next(scheme for scheme in test_low_bits.SCHEMES if scheme.kind == kind)
+    check_lora(MAKERS[name](), dtype, poison, [20, 9, 1, 3, 17], test_low_bits.make(scheme, 128, 96))
 
 
 @pytest.mark.heavy

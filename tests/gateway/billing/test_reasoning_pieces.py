@@ -10,7 +10,7 @@ from aiohttp import web
 
 from testing.gateway.running import BASE_MODEL, HI, until
 from testing.gateway.vllm_double import VllmDouble, envelope
-from tests.gateway.fleet.kinds.test_fleet_vllm import served
+from tests.gateway.fleet.kinds.test_vllm import served
 
 PIECES = 7
 

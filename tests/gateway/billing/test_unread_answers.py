@@ -13,7 +13,7 @@ from gateway.billing.charges import Ending
 from gateway.billing.estimates import MIN_TOKENS, Speeds
 from testing.gateway.running import Client, Gateway, until
 from testing.gateway.vllm_double import VllmDouble
-from tests.gateway.fleet.kinds.test_fleet_vllm import billed, served
+from tests.gateway.fleet.kinds.test_vllm import billed, served
 
 ENGINE = "http://engine"
 # Tokens of the prompt by the gateway's count, which applies until the server has sent its own.

@@ -6,7 +6,7 @@ from testing.gateway.running import running, settings, until
 from testing.gateway.upstream import Upstream
 from testing.gateway.vllm_double import VllmDouble
 from tests.gateway.api.adapters.test_adapters import files, push
-from tests.gateway.fleet.kinds.test_fleet_vllm import key_file
+from tests.gateway.fleet.kinds.test_vllm import key_file
 
 
 async def test_a_mixture_is_served_by_our_engine_wherever_its_home_is(tmp_path: Path, model_dir: Path, redis_url: str):

@@ -7,8 +7,8 @@ from kernels import reference
 from kernels.gpu import quantised
 from kernels.gpu.ops import TritonOps
 from kernels.weights import Scheme
+from tests.kernels.cpu.test_low_bits import SCHEMES, make
 from tests.kernels.cpu.test_native import normal
-from tests.kernels.cpu.test_quantised import SCHEMES, make
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)

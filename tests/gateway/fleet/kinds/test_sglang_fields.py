@@ -12,7 +12,7 @@ from gateway.fleet.kinds.fields import CHAT_PATH, DROPPED, check_fields
 from gateway.fleet.kinds.sglang import SERVED, request_body
 from testing.gateway.running import HI, Gateway
 from testing.gateway.sglang_double import CHAT, COMPLETION, SglangDouble
-from tests.gateway.fleet.kinds.test_fleet_sglang import served
+from tests.gateway.fleet.kinds.test_sglang import served
 from wire.decoding import decode
 from wire.errors import BadRequest
 from wire.requests import ChatCompletionRequest, CompletionRequest

@@ -25,7 +25,7 @@ from testing.gateway.running import BASE_MODEL, Gateway, running, settings, unti
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import API_KEY, VllmDouble
 from testing.serving import serving
-from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, key_file, served
+from tests.gateway.fleet.kinds.test_vllm import adapters, key_file, served
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from gateway.fleet.kinds.vllm import VllmFields, request_body
 from testing.gateway.running import HI, Gateway, running, settings, until
 from testing.gateway.upstream import TOKEN
 from testing.gateway.vllm_double import VllmDouble
-from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, served
+from tests.gateway.fleet.kinds.test_vllm import adapters, served
 from wire.decoding import decode
 from wire.errors import BadRequest
 from wire.requests import ChatCompletionRequest, CompletionRequest

@@ -12,7 +12,7 @@ from adapters.store import DirectoryStore
 from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.running import Client, Gateway, running, settings, until
 from testing.gateway.vllm_double import VllmDouble
-from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, billed
+from tests.gateway.fleet.kinds.test_vllm import adapters, billed
 
 DIGEST = "a" * 64
 

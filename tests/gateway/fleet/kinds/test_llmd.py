@@ -13,7 +13,7 @@ from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.llmd_double import LlmdDouble
 from testing.gateway.running import Gateway, running, settings, until
 from testing.gateway.vllm_double import VllmDouble
-from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, billed
+from tests.gateway.fleet.kinds.test_vllm import adapters, billed
 
 
 class Pool(NamedTuple):

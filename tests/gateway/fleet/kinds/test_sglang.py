@@ -15,7 +15,7 @@ from testing.gateway.foreign_double import PROMPT_TOKENS
 from testing.gateway.running import BASE_MODEL, HI, Gateway, running, settings, until
 from testing.gateway.sglang_double import API_KEY, SglangDouble
 from testing.gateway.upstream import TOKEN
-from tests.gateway.fleet.kinds.test_fleet_vllm import adapters, billed
+from tests.gateway.fleet.kinds.test_vllm import adapters, billed
 from tests.gateway.fleet.kinds.test_vllm_edge import Elsewhere
 
 
